@@ -1,0 +1,1 @@
+"""Turns a Hypha scheduler's status posts into AIM runs."""

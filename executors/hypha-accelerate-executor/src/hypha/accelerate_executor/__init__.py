@@ -1,0 +1,1 @@
+"""Trains Hugging Face models for a Hypha worker with DiLoCo."""

@@ -1,0 +1,1 @@
+"""Offline certificate authority for Hypha networks."""

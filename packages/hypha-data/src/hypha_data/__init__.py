@@ -1,0 +1,1 @@
+"""Prepares, announces and serves datasets in a Hypha network."""

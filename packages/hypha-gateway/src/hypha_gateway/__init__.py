@@ -1,0 +1,1 @@
+"""Bootstrap, relay and DHT anchor of a Hypha network."""

@@ -1,0 +1,1 @@
+"""A whole Hypha network on one machine, as real processes."""

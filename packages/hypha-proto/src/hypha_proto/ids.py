@@ -1,0 +1,120 @@
+"""Validated identifiers: peers and content digests.
+
+A `PeerId` is the libp2p id of an Ed25519 key: the identity multihash of the key's libp2p protobuf. It is the
+only kind of id in a Hypha network, so every other kind is refused here, at the door.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from hypha_proto.errors import InvalidIdError
+
+_ALPHABET: Final = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+_VALUES: Final = {letter: value for value, letter in enumerate(_ALPHABET)}
+# identity multihash (0x00) of 36 bytes: protobuf field 1 = key type 1 (Ed25519), field 2 = 32 bytes of key
+_PREFIX: Final = bytes.fromhex("0024080112 20".replace(" ", ""))
+_RAW_LENGTH: Final = len(_PREFIX) + 32
+_TEXT_LIMIT: Final = 64
+
+
+def base58_encode(data: bytes) -> str:
+    """Encode bytes in the Bitcoin base58 alphabet, leading zero bytes as ``1``."""
+    number = int.from_bytes(data, "big")
+    digits = []
+    while number:
+        number, digit = divmod(number, 58)
+        digits.append(_ALPHABET[digit])
+    zeros = len(data) - len(data.lstrip(b"\0"))
+    return "1" * zeros + "".join(reversed(digits))
+
+
+def base58_decode(text: str) -> bytes:
+    """Decode base58 text.
+
+    Raises:
+        InvalidIdError: a letter is not of the alphabet, or the text is longer than any id.
+    """
+    if len(text) > _TEXT_LIMIT:
+        raise InvalidIdError(f"base58 text of {len(text)} letters is longer than {_TEXT_LIMIT}")
+    number = 0
+    for letter in text:
+        try:
+            number = number * 58 + _VALUES[letter]
+        except KeyError:
+            raise InvalidIdError(f"{letter!r} is not a base58 letter") from None
+    zeros = len(text) - len(text.lstrip("1"))
+    return b"\0" * zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")
+
+
+class PeerId:
+    """The id of a node: its Ed25519 public key, as libp2p writes it."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        """Take the bytes of the id's multihash.
+
+        Raises:
+            InvalidIdError: `raw` is not the id of an Ed25519 key.
+        """
+        if len(raw) != _RAW_LENGTH or not raw.startswith(_PREFIX):
+            raise InvalidIdError("not the peer id of an Ed25519 key (a multihash of 38 bytes that starts with 002408011220)")
+        self._raw = bytes(raw)
+
+    @classmethod
+    def parse(cls, text: str) -> PeerId:
+        """Read an id written as base58 text (``12D3KooW…``).
+
+        Raises:
+            InvalidIdError: `text` is not such an id.
+        """
+        try:
+            return cls(base58_decode(text))
+        except InvalidIdError as error:
+            raise InvalidIdError(f"peer id {text[:_TEXT_LIMIT]!r}: {error}") from None
+
+    @classmethod
+    def from_public_key(cls, key: bytes) -> PeerId:
+        """Make the id of a raw 32-byte Ed25519 public key."""
+        return cls(_PREFIX + key)
+
+    @property
+    def raw(self) -> bytes:
+        """The multihash, 38 bytes: what goes over the wire."""
+        return self._raw
+
+    @property
+    def public_key(self) -> bytes:
+        """The raw Ed25519 public key, 32 bytes."""
+        return self._raw[len(_PREFIX) :]
+
+    def __str__(self) -> str:
+        return base58_encode(self._raw)
+
+    def __repr__(self) -> str:
+        return f"PeerId({self})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PeerId) and other._raw == self._raw
+
+    def __lt__(self, other: PeerId) -> bool:
+        return self._raw < other._raw
+
+    def __hash__(self) -> int:
+        return hash(self._raw)
+
+
+_DIGEST: Final = re.compile(r"(blake3|sha256):[0-9a-f]{64}")
+
+
+def check_digest(text: str) -> str:
+    """Return `text` if it is a digest with its kind, ``blake3:…`` or ``sha256:…`` and 64 hex digits.
+
+    Raises:
+        InvalidIdError: it is not.
+    """
+    if not _DIGEST.fullmatch(text):
+        raise InvalidIdError(f"{text[:80]!r} is not a digest such as blake3:<64 hex digits>")
+    return text

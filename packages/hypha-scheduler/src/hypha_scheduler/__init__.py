@@ -1,0 +1,1 @@
+"""Discovers, leases, schedules and tracks Hypha jobs and keeps the trained model."""

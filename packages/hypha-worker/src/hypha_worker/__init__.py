@@ -1,0 +1,1 @@
+"""Bids for work, holds resources under leases and runs Hypha jobs through executors."""
