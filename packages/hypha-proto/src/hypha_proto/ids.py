@@ -60,7 +60,9 @@ class PeerId:
             InvalidIdError: `raw` is not the id of an Ed25519 key.
         """
         if len(raw) != _RAW_LENGTH or not raw.startswith(_PREFIX):
-            raise InvalidIdError("not the peer id of an Ed25519 key (a multihash of 38 bytes that starts with 002408011220)")
+            raise InvalidIdError(
+                "not the peer id of an Ed25519 key (a multihash of 38 bytes that starts with 002408011220)"
+            )
         self._raw = bytes(raw)
 
     @classmethod
