@@ -1,1 +1,1 @@
-"""What Hypha nodes say to each other: message structs, strict CBOR and JSON codec, protocol ids, job specs and update files."""
+"""What Hypha nodes say to each other: messages, strict CBOR and JSON codec, protocol ids, jobs and update files."""

@@ -1,7 +1,7 @@
 """Messages to bytes and back: CBOR between nodes, JSON between a worker and its executor.
 
-Reading is strict where libraries are not: trailing bytes, duplicate keys, tags, deep nesting, wrong types and numbers out
-of range are a `DecodeError` that says where. Writing follows what Rust nodes write, to the byte.
+Reading is strict where libraries are not: trailing bytes, duplicate keys, tags, deep nesting, wrong types and numbers
+out of range are a `DecodeError` that says where. Writing follows what Rust nodes write, to the byte.
 """
 
 from __future__ import annotations

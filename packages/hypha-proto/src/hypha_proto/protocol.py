@@ -20,7 +20,8 @@ Resp = TypeVar("Resp")
 class Conversation(Generic[Req, Resp]):
     """One request/response exchange.
 
-    Several conversations may share a protocol id: then `variant` names each in a one-entry map around request and response.
+    Several conversations may share a protocol id: then `variant` names each in a map of one entry, which goes around
+    request and response.
     """
 
     protocol: str

@@ -1,10 +1,10 @@
 """How annotated Python types look on the wire: one walker for CBOR between nodes and JSON between processes.
 
-`msgspec` structs say what a message holds; this module says how Rust's serde writes it, which msgspec cannot: enums that
-are externally tagged, bounded integers, fields left out rather than null. `codec` puts bytes before and after it.
+`msgspec` structs say what a message holds; this module says how Rust's serde writes it, which msgspec cannot: enums
+that are externally tagged, bounded integers, fields left out rather than null. `codec` puts bytes before and after it.
 
-A type is compiled once to a `Shape`, which turns Python values to plain ones (``dump``) and back (``load``). Loading is
-strict: the exact kind of value, in range, every required key; unknown keys are skipped, so that newer peers may add some.
+A type is compiled once to a `Shape`, which turns Python values to plain ones (``dump``) and back (``load``). Loading
+is strict: the exact kind of value, in range, every required key; unknown keys are skipped, so that newer peers may add.
 """
 
 from __future__ import annotations

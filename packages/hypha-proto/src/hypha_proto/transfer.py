@@ -1,4 +1,4 @@
-"""Headers of files in motion. Push and pull with these headers are ours (``…/0.1.0``); the bare ones are the old wire's.
+"""Headers of files in motion. Push and pull with these headers are ours (``…/0.1.0``); the bare are the old wire's.
 
 A header is its length (u64, little endian) and then CBOR (the bare pull: JSON), 1 MiB at most.
 """
