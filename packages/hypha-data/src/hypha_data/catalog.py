@@ -1,0 +1,116 @@
+"""What this node has: datasets as folders of safetensors slices, measured once.
+
+First room on a slice's way: `catalog` → `announce` → the scheduler's ledger → `serve` → a worker's bridge.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from hypha_data.errors import DatasetError
+from hypha_proto.codec import from_json, to_json
+from hypha_proto.errors import DecodeError, TensorFileError
+from hypha_proto.slices import Manifest, SliceEntry
+from hypha_proto.tensor_files import TensorFile
+
+_log = logging.getLogger(__name__)
+
+MANIFEST: Final = "manifest.json"
+MAX_MANIFEST: Final = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """One dataset that can be served."""
+
+    name: str
+    folder: Path
+    manifest: Manifest
+    digest: str
+    """Digest of the manifest's JSON: pins names, order, lengths and contents of all slices."""
+
+    def slice_path(self, index: int) -> Path | None:
+        """Where slice `index` lies; none if there is no such slice."""
+        return self.folder / self.manifest.slices[index].file if index < len(self.manifest.slices) else None
+
+
+def open_dataset(name: str, folder: Path) -> Dataset:
+    """Measure the slices of a folder, in the order of their names.
+
+    A ``manifest.json`` that is newer than every slice and tells the same names and sizes is believed; otherwise every
+    slice is read once.
+
+    Raises:
+        DatasetError: the folder holds no slices, or one is not a safetensors file of samples.
+    """
+    try:
+        files = sorted(folder.glob("*.safetensors"))
+    except OSError as error:
+        raise DatasetError(f"dataset {name}: {folder} cannot be read: {error}") from None
+    if not files:
+        raise DatasetError(f"dataset {name}: {folder} holds no *.safetensors; `hypha-data prepare` makes slices")
+    manifest = _trusted_manifest(name, folder, files) or measure(name, files)
+    text = to_json(Manifest, manifest)
+    return Dataset(name, folder, manifest, f"blake3:{blake3(text).hexdigest()}")
+
+
+def measure(name: str, files: list[Path]) -> Manifest:
+    """Read every slice: samples, bytes, digest.
+
+    Raises:
+        DatasetError: a file is not a safetensors file of samples.
+    """
+    return Manifest(dataset=name, slices=tuple(_measure_slice(file) for file in files))
+
+
+def _measure_slice(file: Path) -> SliceEntry:
+    samples = count_samples(file)
+    hasher = blake3()
+    hasher.update_mmap(file)
+    return SliceEntry(file=file.name, samples=samples, size=file.stat().st_size, digest=f"blake3:{hasher.hexdigest()}")
+
+
+def count_samples(file: Path) -> int:
+    """How many samples a slice holds: the first dimension, which all its tensors share.
+
+    Raises:
+        DatasetError: it is no safetensors file, or its tensors do not agree.
+    """
+    try:
+        with TensorFile(file) as tensors:
+            lengths = {name: info.shape[:1] for name, info in tensors.tensors.items()}
+    except (TensorFileError, OSError) as error:
+        raise DatasetError(f"{file}: not a safetensors file: {error}") from None
+    if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
+        found = ", ".join(f"{name}: {length[0] if length else 'scalar'}" for name, length in lengths.items())
+        raise DatasetError(f"{file}: the tensors of a slice share their first dimension, the samples; found {found}")
+    return int(next(iter(lengths.values()))[0])
+
+
+def _trusted_manifest(name: str, folder: Path, files: list[Path]) -> Manifest | None:
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest: Manifest = from_json(Manifest, path.read_bytes(), MAX_MANIFEST)
+    except DecodeError as error:
+        _log.warning("%s is not believed, the slices are read anew: %s", path, error)
+        return None
+    written = path.stat().st_mtime_ns
+    told = [(entry.file, entry.size) for entry in manifest.slices]
+    found = [(file.name, file.stat().st_size) for file in files]
+    if told != found or any(file.stat().st_mtime_ns > written for file in files):
+        _log.warning("%s is older than the slices beside it, which are read anew", path)
+        return None
+    return Manifest(dataset=name, slices=manifest.slices)
+
+
+def open_catalog(folders: Mapping[str, Path]) -> dict[str, Dataset]:
+    """Open every dataset. Raises `DatasetError` for the first that cannot be served."""
+    return {name: open_dataset(name, folder) for name, folder in folders.items()}

@@ -1,0 +1,42 @@
+"""The command `hypha-data`: the chassis' commands, and `prepare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from hypha_data.config import DataConfig
+from hypha_data.service import serve
+from hypha_net.node.cli import daemon_cli
+
+main = daemon_cli("hypha-data", DataConfig, serve, role="data")
+
+
+@main.command()
+@click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the dataset.")
+@click.option("--slices", type=click.IntRange(min=1), required=True, help="How many slices to cut.")
+@click.option("--name", default=None, help="Name in the manifest.  [default: the folder's name]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the shuffle.")
+@click.option("--force", is_flag=True, help="Replace slices that are there.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="How to print the result.")
+def prepare(source: Path, out: Path, slices: int, name: str | None, seed: int, force: bool, form: str) -> None:
+    """Shuffle the samples of SOURCE, a safetensors file, and cut them into slices.
+
+    All tensors of SOURCE share their first dimension, the samples.
+    """
+    from hypha_data.errors import DatasetError
+    from hypha_data.prepare import prepare_dataset
+
+    try:
+        manifest = prepare_dataset(source, out, name=name or out.name, slices=slices, seed=seed, force=force)
+    except (DatasetError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    samples = sum(entry.samples for entry in manifest.slices)
+    size = sum(entry.size for entry in manifest.slices)
+    if form == "json":
+        click.echo(json.dumps({"dataset": manifest.dataset, "slices": slices, "samples": samples, "bytes": size}))
+    else:
+        click.echo(f"{out}: dataset {manifest.dataset}, {samples} samples in {slices} slices, {size} bytes")

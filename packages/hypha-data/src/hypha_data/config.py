@@ -1,0 +1,45 @@
+"""The TOML of a data node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from hypha_net.node.config import NodeConfig
+
+
+class DatasetConfig(BaseModel):
+    """One ``[[datasets]]`` table."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, max_length=255, description="Name under which the dataset is announced.")
+    path: Path = Field(description="Folder with the dataset's safetensors slices.")
+
+
+class DataConfig(NodeConfig):
+    """Everything a data node can be told."""
+
+    dataset_path: Path | None = Field(
+        default=None, description="Folder of one dataset, announced under the folder's name."
+    )
+    datasets: list[DatasetConfig] = Field(default=[], description="Datasets with names of their own.")
+
+    @model_validator(mode="after")
+    def _has_datasets(self) -> DataConfig:
+        names = [dataset.name for dataset in self.datasets]
+        if self.dataset_path is not None:
+            names.append(self.dataset_path.name)
+        if not names:
+            raise ValueError("no dataset: set dataset_path, or add [[datasets]] with name and path")
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ValueError(f"dataset names must differ, these stand twice: {', '.join(sorted(twice))}")
+        return self
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Dataset names and their folders."""
+        named = {dataset.name: dataset.path for dataset in self.datasets}
+        return named if self.dataset_path is None else {self.dataset_path.name: self.dataset_path, **named}

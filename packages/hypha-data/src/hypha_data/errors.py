@@ -1,0 +1,5 @@
+"""What can be wrong with a dataset."""
+
+
+class DatasetError(Exception):
+    """A dataset or its source cannot be used; the message names the file and the remedy."""

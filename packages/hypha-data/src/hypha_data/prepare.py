@@ -1,0 +1,66 @@
+"""Make a dataset: shuffle the samples of one file and cut them into slices.
+
+Label-skewed slices cost a DiLoCo run dearly (every worker would learn its own labels), so rows are shuffled before they
+are cut. Source tensors are memory-mapped; what is held in memory is one slice of one tensor.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hypha_data.catalog import MANIFEST, count_samples, measure
+from hypha_data.errors import DatasetError
+from hypha_proto.codec import to_json
+from hypha_proto.slices import Manifest
+from hypha_proto.tensor_files import TensorFile, TensorFileWriter, TensorInfo
+
+MAX_SLICES: Final = 99_999
+
+
+def prepare_dataset(source: Path, out: Path, *, name: str, slices: int, seed: int, force: bool = False) -> Manifest:
+    """Shuffle the samples of the safetensors file `source` by `seed` and write them to `out` as `slices` slices.
+
+    Args:
+        source: tensors that share their first dimension, the samples.
+        out: the dataset's folder; made if need be.
+        slices: how many; lengths differ by one sample at most.
+        force: replace the slices that are there.
+
+    Returns:
+        The manifest, also written to ``out/manifest.json``.
+
+    Raises:
+        DatasetError: the source holds no samples or fewer than slices, or `out` holds slices already.
+        OSError: something cannot be read or written.
+    """
+    samples = count_samples(source)
+    if not 1 <= slices <= min(samples, MAX_SLICES):
+        raise DatasetError(f"--slices {slices}: {source} holds {samples} samples, so 1 to {min(samples, MAX_SLICES)}")
+    out.mkdir(parents=True, exist_ok=True)
+    old = sorted(out.glob("*.safetensors"))
+    if old and not force:
+        raise DatasetError(f"{out} holds {len(old)} slices already; choose another folder, or --force to replace them")
+    order = np.random.default_rng(seed).permutation(samples)
+    with TensorFile(source) as tensors:
+        files = [
+            _write_slice(tensors, rows, out / f"slice-{index:05d}.safetensors")
+            for index, rows in enumerate(np.array_split(order, slices))
+        ]
+    for path in set(old) - set(files):
+        path.unlink()
+    manifest = measure(name, files)
+    (out / MANIFEST).write_bytes(to_json(Manifest, manifest))
+    return manifest
+
+
+def _write_slice(source: TensorFile, rows: NDArray[np.int64], path: Path) -> Path:
+    shapes = {name: TensorInfo(info.dtype, (len(rows), *info.shape[1:])) for name, info in source.tensors.items()}
+    with TensorFileWriter(path, shapes) as writer:
+        for name in shapes:
+            part: NDArray[Any] = source.stored(name)[rows]
+            writer.write_stored(name, part)
+    return path
