@@ -1,0 +1,1 @@
+"""Where resources come from: peers, the scheduler's slices, hubs, URLs and files."""

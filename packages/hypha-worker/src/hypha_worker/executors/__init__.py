@@ -1,0 +1,1 @@
+"""What runs a job: a process that trains, or the parameter server."""

@@ -1,0 +1,141 @@
+"""Whose updates make a round, and when it is complete."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from hypha_proto.aggregate import Member, RoundMembers
+from hypha_proto.ids import PeerId
+from hypha_worker.executors.parameter_server.collection import Collection, EmptyRoundError, UpdateRefusedError
+
+A, B, C, STRANGER = (PeerId.from_public_key(bytes([n]) * 32) for n in range(4))
+
+
+def members(number: int, samples: dict[PeerId, int], deadline_ms: int = 1000) -> RoundMembers:
+    listed = tuple(Member(peer=peer, samples=count) for peer, count in samples.items())
+    return RoundMembers(job_id=uuid.UUID(int=1), round=number, members=listed, deadline_ms=deadline_ms)
+
+
+def deliver(collection: Collection, peer: PeerId, number: int | None) -> Path:
+    path = Path(f"{peer}-{number}")
+    collection.add(peer, collection.admit(peer, number), path)
+    return path
+
+
+def test_a_round_closes_when_every_member_has_delivered() -> None:
+    collection = Collection({A, B, C}, named=True)
+    assert collection.due(0.0) is None
+    first = deliver(collection, A, 1)
+    assert collection.name_members(members(1, {A: 40, B: 10}), 0.0)[0].accepted
+    assert collection.due(0.4) == pytest.approx(0.6)
+    second = deliver(collection, B, 1)
+    assert collection.due(0.5) == 0.0
+    done = collection.close()
+    assert done.round == 1
+    assert done.updates == ((A, first, 40.0), (B, second, 10.0))
+    assert done.missing == ()
+    assert collection.round == 2
+    assert collection.due(0.6) is None
+
+
+def test_members_that_are_late_are_left_out_at_the_deadline() -> None:
+    collection = Collection({A, B}, named=True)
+    collection.name_members(members(1, {A: 40, B: 10}), 5.0)
+    deliver(collection, A, 1)
+    assert collection.due(5.9) == pytest.approx(0.1)
+    assert collection.due(6.0) == 0.0
+    done = collection.close()
+    assert [peer for peer, _, _ in done.updates] == [A]
+    assert done.missing == (B,)
+    with pytest.raises(UpdateRefusedError, match="round 1 is over, round 2 runs"):
+        deliver(collection, B, 1)
+
+
+def test_a_round_without_any_update_is_an_error_and_not_a_step() -> None:
+    collection = Collection({A, B}, named=True)
+    collection.name_members(members(1, {A: 1, B: 1}), 0.0)
+    with pytest.raises(EmptyRoundError, match="no update of round 1 arrived"):
+        collection.close()
+
+
+def test_a_later_message_replaces_the_members_of_a_round() -> None:
+    collection = Collection({A, B, C}, named=True)
+    collection.name_members(members(1, {A: 4, B: 1, C: 2}), 0.0)
+    deliver(collection, A, 1)
+    lost = deliver(collection, C, 1)
+    _, dropped = collection.name_members(members(1, {A: 4, B: 1}), 0.1)
+    assert dropped == [lost]
+    deliver(collection, B, 1)
+    assert [weight for _, _, weight in collection.close().updates] == [4.0, 1.0]
+
+
+def test_strangers_and_wrong_rounds_are_refused() -> None:
+    collection = Collection({A, B}, named=True)
+    with pytest.raises(UpdateRefusedError, match="not a member of this job"):
+        deliver(collection, STRANGER, 1)
+    with pytest.raises(UpdateRefusedError, match="no round has begun"):
+        deliver(collection, A, None)
+    collection.name_members(members(3, {A: 1}), 0.0)
+    for peer, number, why in (
+        (B, 3, "not a member of round 3"),
+        (A, 2, "round 2 is over"),
+        (A, 9, "too far ahead"),
+        (STRANGER, 4, "not a member of this job"),
+    ):
+        with pytest.raises(UpdateRefusedError, match=why):
+            deliver(collection, peer, number)
+    deliver(collection, A, None)
+    assert collection.close().round == 3
+
+
+def test_a_peer_that_was_named_later_may_send() -> None:
+    collection = Collection({A}, named=True)
+    collection.name_members(members(1, {A: 1}), 0.0)
+    collection.name_members(members(2, {A: 1, STRANGER: 1}), 0.0)
+    deliver(collection, STRANGER, 2)
+    deliver(collection, A, 1)
+    assert collection.close().round == 1
+    deliver(collection, A, 2)
+    assert len(collection.close().updates) == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (members(1, {A: 1}), "round 1 is over"),
+        (members(9, {A: 1}), "too far ahead"),
+        (members(2, {}), "at least one member"),
+    ],
+)
+def test_members_of_a_round_that_cannot_be_are_refused(message: RoundMembers, reason: str) -> None:
+    collection = Collection({A}, named=True)
+    collection.name_members(members(1, {A: 1}), 0.0)
+    deliver(collection, A, 1)
+    collection.close()
+    answer, _ = collection.name_members(message, 0.0)
+    assert not answer.accepted
+    assert reason in answer.reason
+
+
+def test_an_update_sent_again_replaces_the_first() -> None:
+    collection = Collection({A}, named=True)
+    collection.name_members(members(1, {A: 1}), 0.0)
+    collection.add(A, 1, Path("first"))
+    assert collection.add(A, 1, Path("second")) == Path("first")
+    assert collection.close().updates == ((A, Path("second"), 1.0),)
+
+
+def test_without_named_members_every_sender_counts_once_and_there_is_no_deadline() -> None:
+    collection = Collection({A, B}, named=False)
+    assert collection.round == 1
+    assert not collection.name_members(members(1, {A: 1}), 0.0)[0].accepted
+    for number in (1, 2):
+        deliver(collection, A, None)
+        assert collection.due(1e9) is None
+        deliver(collection, B, None)
+        assert collection.due(0.0) == 0.0
+        done = collection.close()
+        assert (done.round, [weight for _, _, weight in done.updates]) == (number, [1.0, 1.0])
