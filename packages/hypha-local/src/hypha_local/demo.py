@@ -1,0 +1,160 @@
+"""The main job: a network of real processes on this machine trains a model, and nothing of it is left running.
+
+`plan` and `certificates` have said what there will be; this room starts it, waits for each node by asking it, follows
+the scheduler's events, and brings the model home.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import anyio.to_thread
+from rich.console import Console
+
+from hypha_local.certificates import write_certificates
+from hypha_local.digits import write_digits
+from hypha_local.errors import ProcessFailedError
+from hypha_local.plan import DATASET, Folders, NodePlan, Training, plan_nodes, write_configuration
+from hypha_local.probe import wait_until_healthy
+from hypha_local.processes import Processes, local_processes, script
+from hypha_local.progress import Display, EventLog
+from hypha_local.summary import Summary, summarise
+
+START_TIMEOUT: Final = 60.0
+"""Seconds for all nodes to become healthy."""
+STEP_TIMEOUT: Final = 120.0
+"""Seconds for making the model, cutting the data, evaluating."""
+SLICES_PER_WORKER: Final = 4
+POLL: Final = 0.05
+
+
+async def run_demo(folders: Folders, training: Training, *, keep: bool, console: Console, timeout: float) -> Summary:
+    """Train the digits model on a network in `folders` and return what came of it.
+
+    Args:
+        keep: leave certificates, configuration, slices and work directories in place.
+        timeout: seconds for the training itself.
+
+    Raises:
+        RunDirectoryError: the folder cannot be used.
+        ProcessFailedError: a program failed; the message ends with its last lines.
+    """
+    display = Display(console, training.rounds)
+    await anyio.to_thread.run_sync(folders.make)
+    nodes = plan_nodes(training.workers)
+    write_configuration(folders, nodes, training, sys.executable)
+    async with local_processes(folders.logs) as processes:
+        await _bring_up(processes, folders, nodes, training, display)
+        await _train(processes, folders, nodes, display, timeout)
+        summary = await _finish(processes, folders, nodes, training, display)
+    if not keep:
+        folders.tidy()
+    return summary
+
+
+async def _bring_up(
+    processes: Processes, folders: Folders, nodes: Sequence[NodePlan], training: Training, display: Display
+) -> None:
+    """Certificates, data and start model made, every node but the scheduler healthy."""
+    identity = await anyio.to_thread.run_sync(write_certificates, folders.certificates, nodes)
+    display.step(f"certificates for {len(nodes)} nodes in {folders.root}")
+    data, others = nodes[1], [node for node in nodes if node.role in ("gateway", "worker")]
+    for node in others:
+        _start(processes, folders, node)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_make_model, processes, folders, training)
+        await _make_data(processes, folders, training)
+        _start(processes, folders, data)
+        await _wait_healthy(processes, identity, [*others, data])
+        display.step(f"{len(others) + 1} nodes up and healthy: " + ", ".join(node.name for node in (*others, data)))
+    display.step("start model and dataset made")
+
+
+async def _make_model(processes: Processes, folders: Folders, training: Training) -> None:
+    command = [script("hypha-accelerate-executor"), "create-model", "--arch", "resnet-digits"]
+    command += ["--task", "image-classification", "--seed", str(training.seed), "--out", str(folders.start_model)]
+    await processes.run("create-model", command, timeout=STEP_TIMEOUT)
+
+
+async def _make_data(processes: Processes, folders: Folders, training: Training) -> None:
+    source = folders.data / "train.safetensors"
+    await anyio.to_thread.run_sync(write_digits, source, folders.test_set)
+    command = [script("hypha-data"), "prepare", str(source), "--out", str(folders.data / DATASET)]
+    command += ["--slices", str(SLICES_PER_WORKER * training.workers), "--seed", str(training.seed)]
+    await processes.run("prepare", command, timeout=STEP_TIMEOUT)
+
+
+def _start(processes: Processes, folders: Folders, node: NodePlan) -> None:
+    config = folders.configuration / f"{node.name}.toml"
+    processes.start(node.name, [script(node.program), "run", "--config", str(config)])
+
+
+async def _wait_healthy(processes: Processes, identity: Path, nodes: Sequence[NodePlan]) -> None:
+    """Ask every node until it says that it is healthy; fail at once when one of them ends."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(processes.watch, [node.name for node in nodes])
+        with anyio.move_on_after(START_TIMEOUT) as scope:
+            await wait_until_healthy(identity, [node.address for node in nodes])
+        tasks.cancel_scope.cancel()
+    if scope.cancelled_caught:
+        raise ProcessFailedError(f"not every node was healthy within {START_TIMEOUT:g} s; see {nodes[0].name}'s log")
+
+
+async def _train(
+    processes: Processes, folders: Folders, nodes: Sequence[NodePlan], display: Display, timeout: float
+) -> None:
+    """Start the scheduler and follow it to its end."""
+    scheduler = nodes[-1]
+    _start(processes, folders, scheduler)
+    display.step("scheduler started with the job")
+    log = EventLog(folders.runs)
+    child = processes.child(scheduler.name)
+    with display.training(), anyio.move_on_after(timeout) as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(processes.watch, [node.name for node in nodes[:-1]])
+            while child.process.poll() is None:
+                _show(log, display)
+                await anyio.sleep(POLL)
+            tasks.cancel_scope.cancel()
+        _show(log, display)
+    if scope.cancelled_caught:
+        raise ProcessFailedError(f"training was not done within {timeout:g} s; last lines:\n{child.last_lines()}")
+    if child.process.returncode != 0:
+        raise ProcessFailedError(
+            f"scheduler ended with status {child.process.returncode}; its last lines ({child.log}):\n"
+            + child.last_lines()
+        )
+
+
+def _show(log: EventLog, display: Display) -> None:
+    for event in log.read():
+        display.event(event)
+
+
+async def _finish(
+    processes: Processes, folders: Folders, nodes: Sequence[NodePlan], training: Training, display: Display
+) -> Summary:
+    """Bring the model home, evaluate it, and stop the network meanwhile."""
+    [result_path] = folders.runs.glob("*/result.json")
+    shutil.copytree(result_path.parent / "model", folders.model)
+    shutil.copyfile(result_path.parent / "metrics.jsonl", folders.metrics)
+    output = folders.root / "evaluation.json"
+    command = [script("hypha-accelerate-executor"), "evaluate", "--model", str(folders.model)]
+    command += ["--data", str(folders.test_set), "--task", "image-classification"]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(processes.stop, [node.name for node in nodes])
+        await processes.run("evaluate", command, timeout=STEP_TIMEOUT, stdout=output)
+    evaluation: dict[str, Any] = json.loads(output.read_text())
+    result: dict[str, Any] = json.loads(result_path.read_text())
+    wall = time.monotonic() - display.started
+    summary = summarise(result, evaluation, seed=training.seed, wall_seconds=wall, model_dir=folders.model)
+    (folders.root / "summary.json").write_text(summary.as_json() + "\n")
+    display.step("model evaluated, every process ended")
+    return summary

@@ -1,0 +1,93 @@
+"""Show a run: the scheduler's events as a live table on a terminal, as plain lines elsewhere. Always on stderr."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+
+@dataclass(slots=True)
+class EventLog:
+    """New lines of the scheduler's ``metrics.jsonl``, wherever under `runs` it appears."""
+
+    runs: Path
+    _path: Path | None = None
+    _position: int = 0
+
+    @property
+    def path(self) -> Path | None:
+        """The file, once there is one."""
+        if self._path is None:
+            self._path = next(iter(sorted(self.runs.glob("*/metrics.jsonl"))), None)
+        return self._path
+
+    def read(self) -> list[dict[str, Any]]:
+        """Events written since the last call; a line that is still being written waits for the next."""
+        if self.path is None:
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._position += len(whole)
+        return [json.loads(line) for line in whole.splitlines() if line]
+
+
+@dataclass(slots=True)
+class Display:
+    """Tells a person what happens."""
+
+    console: Console
+    rounds: int
+    started: float = field(default_factory=time.monotonic)
+    _progress: Progress | None = None
+    _task: TaskID = field(default=TaskID(0))
+
+    def step(self, text: str) -> None:
+        """Say that a stage is reached."""
+        self.console.print(f"[dim]{time.monotonic() - self.started:6.1f} s[/]  {text}", highlight=False)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Show one of the scheduler's events."""
+        if event.get("event") == "placement":
+            self.step(f"placement: {len(event['workers'])} leases held after {event['seconds']:.2f} s")
+        elif event.get("event") == "round":
+            self._round(event)
+        elif event.get("event") == "failed":
+            self.step(f"[bold red]job failed:[/] {event.get('error', '')}")
+
+    def _round(self, event: dict[str, Any]) -> None:
+        loss = "-" if event.get("loss") is None else f"{event['loss']:.4f}"
+        text = f"loss {loss}  {event.get('samples_per_second', 0):.0f} samples/s"
+        if "update_bytes" in event:
+            text += f"  {event['update_bytes'] / 1e6:.2f} MB exchanged"
+        if self._progress is None:
+            self.step(f"round {event['round']}/{self.rounds}: {text}")
+        else:
+            self._progress.update(self._task, completed=event["round"], status=text)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Show rounds as they come, as a bar when there is a terminal."""
+        if not self.console.is_terminal:
+            yield
+            return
+        columns = (
+            TextColumn("         training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[status]}"),
+        )  # fmt: skip
+        with Progress(*columns, console=self.console) as progress:
+            self._progress = progress
+            self._task = progress.add_task("rounds", total=self.rounds, status="waiting for the first round")
+            try:
+                yield
+            finally:
+                self._progress = None

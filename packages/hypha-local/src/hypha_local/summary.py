@@ -1,0 +1,99 @@
+"""What a run came to: measured values, and what exchanging gradients at every step would have cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hypha_proto.tensor_files import TensorFile
+
+_STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The demo's result. Bytes are those on the wire of each worker process, headers and TLS included."""
+
+    accuracy: float
+    """Share of the test images that the trained model classifies rightly."""
+    test_loss: float
+    rounds: int
+    workers: int
+    samples: int
+    """Samples trained on, all workers and rounds."""
+    wall_seconds: float
+    """From the start of the command until the trained model was evaluated."""
+    placement_seconds: float
+    """From the published request until all leases were held."""
+    training_seconds: float
+    """From the dispatch of the job until its end."""
+    bytes_sent_per_worker: int
+    """Mean over the training workers."""
+    bytes_received_per_worker: int
+    per_step_bytes_per_worker: int
+    """What a worker would have sent if it had sent float32 gradients after each of its steps, payload alone."""
+    traffic_ratio: float
+    """`per_step_bytes_per_worker` over `bytes_sent_per_worker`."""
+    parameters: int
+    seed: int
+    model_dir: str
+
+    def as_json(self) -> str:
+        """One JSON object."""
+        return json.dumps(asdict(self))
+
+    def as_text(self) -> str:
+        """For people."""
+        return "\n".join(
+            (
+                f"test accuracy      {self.accuracy:.4f}  ({self.parameters:,} parameters, seed {self.seed})",
+                f"rounds             {self.rounds}, {self.samples:,} samples by {self.workers} workers",
+                f"time               {self.wall_seconds:.1f} s, of which training {self.training_seconds:.1f} s",
+                f"placement          {self.placement_seconds:.2f} s from request to leases",
+                f"sent per worker    {self.bytes_sent_per_worker / 1e6:.2f} MB on the wire; gradients at every step: "
+                f"{self.per_step_bytes_per_worker / 1e6:.2f} MB ({self.traffic_ratio:.1f} times as much)",
+                f"received           {self.bytes_received_per_worker / 1e6:.2f} MB per worker",
+                f"model              {self.model_dir}",
+            )
+        )
+
+
+def count_parameters(model_dir: Path) -> int:
+    """Trained numbers in a model directory: everything but running statistics."""
+    total = 0
+    for path in sorted(model_dir.glob("*.safetensors")):
+        with TensorFile(path) as tensors:
+            total += sum(
+                info.elements for name, info in tensors.tensors.items() if name.rpartition(".")[2] not in _STATISTICS
+            )
+    return total
+
+
+def summarise(
+    result: dict[str, Any], evaluation: dict[str, Any], *, seed: int, wall_seconds: float, model_dir: Path
+) -> Summary:
+    """Join the scheduler's ``result.json`` and the executor's evaluation."""
+    trainers = result["workers"]
+    parameters = count_parameters(model_dir)
+    sent = sum(worker["bytes_sent"] for worker in trainers) // len(trainers)
+    steps = sum(worker["batches"] for worker in trainers) / len(trainers)
+    per_step = int(steps * parameters * 4)
+    return Summary(
+        accuracy=evaluation["accuracy"],
+        test_loss=evaluation["loss"],
+        rounds=result["rounds"],
+        workers=len(trainers),
+        samples=result["samples"],
+        wall_seconds=round(wall_seconds, 2),
+        placement_seconds=round(result["placement_seconds"], 3),
+        training_seconds=round(result["wall_seconds"], 2),
+        bytes_sent_per_worker=sent,
+        bytes_received_per_worker=sum(worker["bytes_received"] for worker in trainers) // len(trainers),
+        per_step_bytes_per_worker=per_step,
+        traffic_ratio=round(per_step / sent, 2) if sent else 0.0,
+        parameters=parameters,
+        seed=seed,
+        model_dir=str(model_dir),
+    )

@@ -1,0 +1,226 @@
+"""Whatever a message holds comes back; whatever is not a message is refused, and the error says where."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import types
+import typing
+import uuid
+from typing import Any
+
+import cbor2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hypha_proto.aggregate import ROUND_MEMBERS, UPDATE_REFUSED
+from hypha_proto.codec import from_cbor, from_json, to_cbor, to_json
+from hypha_proto.errors import DecodeError, EncodeError, InvalidIdError
+from hypha_proto.health import HEALTH_CHECK, Health
+from hypha_proto.ids import PeerId, base58_decode, base58_encode, check_digest
+from hypha_proto.job import JobSpec
+from hypha_proto.jobs import DISPATCH_JOB, JOB_STATUS, PARAMETER_PULL, PARAMETER_PUSH
+from hypha_proto.leases import CANCEL_JOB, JOB_END, RELEASE_LEASE, RENEW_LEASE, WHY_NOT
+from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerRequest, WorkerSpec
+from hypha_proto.progress import REPORT, BatchDone, ProgressRequest, ProgressValue
+from hypha_proto.protocol import Conversation
+from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.shapes import FloatKind, IntRange, Mark, Message
+from hypha_proto.slices import DATA, Manifest
+from hypha_proto.transfer import PullAnswer, PullRequest, PushHeader
+
+CONVERSATIONS: list[Conversation[Any, Any]] = [
+    OFFER, RENEW_LEASE, JOB_STATUS, DISPATCH_JOB, PARAMETER_PULL, PARAMETER_PUSH, DATA, HEALTH_CHECK, REPORT,
+    RELEASE_LEASE, CANCEL_JOB, WHY_NOT, JOB_END, ROUND_MEMBERS, UPDATE_REFUSED,
+]  # fmt: skip
+OTHERS: list[Any] = [WorkerRequest, JobSpec, Manifest, PushHeader, PullRequest, PullAnswer, ProgressValue]
+KINDS = [c.request for c in CONVERSATIONS] + [c.response for c in CONVERSATIONS] + OTHERS
+
+PEERS = st.binary(min_size=32, max_size=32).map(PeerId.from_public_key)
+SINGLES = st.floats(width=32, allow_nan=False)
+SPECIAL = {"outcome": st.sampled_from(["finished", "failed", "cancelled"])}
+
+
+def values(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value of an annotated type."""
+    if typing.get_origin(hint) is typing.Annotated:
+        inner, *marks = typing.get_args(hint)
+        for mark in marks:
+            if isinstance(mark, IntRange):
+                return st.integers(mark.low, mark.high)
+            if isinstance(mark, FloatKind):
+                finite = st.floats(min_value=0, allow_infinity=False)
+                return finite if mark.amount else SINGLES if mark.width == 4 else st.floats(allow_nan=False)
+            if mark is Mark.DIGEST:
+                return st.from_regex(r"(blake3|sha256):[0-9a-f]{64}", fullmatch=True)
+        return values(inner)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of(*(values(arg) for arg in args))
+    if origin is tuple:
+        if args[-1] is Ellipsis:
+            return st.lists(values(args[0]), max_size=3).map(tuple)
+        return st.tuples(*(values(arg) for arg in args))
+    if origin is dict:
+        return st.dictionaries(st.text(max_size=5), values(args[1]), max_size=3)
+    if isinstance(hint, type) and issubclass(hint, Message):
+        hints = typing.get_type_hints(hint, include_extras=True)
+        fields = {name: SPECIAL.get(name, values(h)) for name, h in hints.items() if name in hint.__struct_fields__}
+        return st.builds(hint, **fields)
+    scalars: dict[Any, st.SearchStrategy[Any]] = {
+        str: st.text(max_size=8), bool: st.booleans(), float: st.floats(allow_nan=False), uuid.UUID: st.uuids(),
+        PeerId: PEERS, type(None): st.none(), int: st.integers(0, 2**32),
+    }  # fmt: skip
+    return scalars[hint]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: getattr(kind, "__name__", str(kind))[:60])
+def test_every_message_survives_the_round_trip(kind: Any) -> None:
+    @given(values(kind))
+    @settings(max_examples=25, deadline=None)
+    def check(value: Any) -> None:
+        assert from_cbor(kind, to_cbor(kind, value)) == value
+        assert from_cbor(kind, to_cbor(kind, value, "shortest")) == value
+
+    check()
+
+
+@given(values(JobSpec))
+@settings(max_examples=50, deadline=None)
+def test_a_job_survives_json(spec: JobSpec) -> None:
+    finite = b"null" not in to_json(JobSpec, spec).replace(b'"token":null', b"")
+    if finite:  # JSON has no infinity: msgspec writes null for it, which is refused on reading
+        assert from_json(JobSpec, to_json(JobSpec, spec)) == spec
+
+
+@given(data=st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+@pytest.mark.parametrize("kind", [WorkerRequest, JobSpec, ProgressRequest, PushHeader], ids=lambda kind: kind.__name__)
+def test_rubbish_is_a_decode_error_and_nothing_else(kind: Any, data: bytes) -> None:
+    with pytest.raises(DecodeError):
+        from_cbor(kind, data)
+    with pytest.raises(DecodeError):
+        from_json(kind, data)
+
+
+@given(values(ProgressRequest), st.data())
+@settings(max_examples=200, deadline=None)
+def test_one_flipped_byte_never_breaks_the_decoder(value: ProgressRequest, data: st.DataObject) -> None:
+    encoded = bytearray(to_cbor(ProgressRequest, value))
+    encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(DecodeError):  # nothing but this may come out
+        assert isinstance(from_cbor(ProgressRequest, bytes(encoded)), ProgressRequest)
+
+
+HEALTHY = to_cbor(Health, Health(healthy=True))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (HEALTHY + b"\0", "1 bytes follow"),
+        (bytes.fromhex("a2676865616c746879f5676865616c746879f4"), "healthy|duplicate"),
+        (bytes.fromhex("a1676865616c74687901"), "healthy: expected a boolean, got integer"),
+        (b"\xa0", "healthy: is missing"),
+        (b"\x80", "expected a map, got list"),
+        (bytes.fromhex("a1676865616c746879c1f5"), "tag"),
+        (bytes.fromhex("d81c" + "a1676865616c746879f5"), "tag"),
+        (b"\x81" * 60 + b"\x00", "CBOR"),
+        (bytes.fromhex("9bffffffffffffffff"), "CBOR"),
+        (b"\xa1\x01\xf5", "CBOR|text keys"),
+        (b"", "CBOR"),
+    ],
+)
+def test_strictness(data: bytes, message: str) -> None:
+    with pytest.raises(DecodeError, match=message):
+        from_cbor(Health, data)
+
+
+def test_errors_say_where() -> None:
+    spec = {"resources": {"gpu": 0.0, "cpu": -1.0, "storage": 0.0, "memory": 0.0}, "executor": []}
+    with pytest.raises(DecodeError, match=r"^spec\.resources\.cpu: expected a finite number >= 0, got -1\.0$"):
+        from_cbor(WorkerRequest, cbor2.dumps({"id": b"\0" * 16, "spec": spec}))
+    spec["resources"] = {"gpu": 0.0, "cpu": 1.0, "storage": 0.0, "memory": 0.0}
+    spec["executor"] = [{"class": "train", "name": "a"}, {"class": "tr"}]  # type: ignore[list-item]
+    with pytest.raises(DecodeError, match=r"^spec\.executor\[1\]\.class: expected one of train, aggregate, got 'tr'$"):
+        from_cbor(WorkerRequest, cbor2.dumps({"id": b"\0" * 16, "spec": spec}))
+
+
+def test_limits_hold() -> None:
+    with pytest.raises(DecodeError, match="over the limit"):
+        WORKER_REQUESTS.decode(b"\0" * (WORKER_REQUESTS.max_bytes + 1))
+    with pytest.raises(DecodeError, match="over the limit"):
+        HEALTH_CHECK.decode_request(b"\0" * (HEALTH_CHECK.max_request + 1))
+
+
+def test_unknown_fields_are_skipped_and_new_ones_left_out() -> None:
+    plain = {"healthy": True, "colour": "green", "nested": {"deep": [1, 2.0, None]}}
+    assert from_cbor(Health, cbor2.dumps(plain)) == Health(healthy=True)
+    assert to_cbor(Health, Health(healthy=True)) == bytes.fromhex("a1676865616c746879f5")
+
+
+@pytest.mark.parametrize("width", ["<e", "<f", "<d"])
+def test_floats_of_every_width_are_read_but_integers_are_none(width: str) -> None:
+    value = struct.unpack(width, struct.pack(width, 0.5))[0]
+    head = {"<e": b"\xf9", "<f": b"\xfa", "<d": b"\xfb"}[width]
+    amounts = dict.fromkeys(("gpu", "storage", "memory"), 1.0)
+    data = cbor2.dumps(amounts)[1:]
+    assert from_cbor(Resources, b"\xa4\x63cpu" + head + struct.pack(">" + width[1], value) + data).cpu == 0.5
+    with pytest.raises(DecodeError, match="cpu: expected a float, got integer"):
+        from_cbor(Resources, b"\xa4\x63cpu\x01" + data)
+
+
+def test_values_of_other_types_are_not_encoded() -> None:
+    with pytest.raises(EncodeError, match="batch_size: integer is out of range"):
+        to_cbor(ProgressValue, BatchDone(batch_size=2**32))
+    request = WorkerRequest(
+        id=uuid.UUID(int=1),
+        spec=WorkerSpec(resources=Resources(), executor=()),
+        timeout=3,  # type: ignore[arg-type]
+        bid=1.0,
+    )
+    with pytest.raises(EncodeError, match="timeout: expected Timestamp"):
+        to_cbor(WorkerRequest, request)
+
+
+@given(st.binary(max_size=40))
+def test_base58_is_its_own_inverse(data: bytes) -> None:
+    assert base58_decode(base58_encode(data)) == data
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "12D3KooW", "QmX7d" * 9, "1" * 300, "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH6é"]
+)
+def test_what_is_no_peer_id_is_refused(text: str) -> None:
+    with pytest.raises(InvalidIdError):
+        PeerId.parse(text)
+
+
+@pytest.mark.parametrize("text", ["", "abc", "md5:" + "0" * 32, "sha256:" + "0" * 63, "blake3:" + "G" * 64])
+def test_a_digest_names_its_kind(text: str) -> None:
+    with pytest.raises(InvalidIdError):
+        check_digest(text)
+
+
+@given(values(Resources), values(Resources), values(Resources))
+def test_covering_is_a_partial_order(a: Resources, b: Resources, c: Resources) -> None:
+    assert a.covers(a)
+    assert not (a.covers(b) and b.covers(c)) or a.covers(c) or max(_numbers(a, b, c)) > 1e6
+    assert a.covers(b) == (a.lacking(b) == ())
+    assert (a + b).covers(a)
+    assert not a.covers(b) or a.covers(a - b)
+
+
+def _numbers(*resources: Resources) -> list[float]:
+    return [getattr(r, name) for r in resources for name in r.__struct_fields__]
+
+
+def test_json_duplicates_are_refused() -> None:
+    with pytest.raises(DecodeError, match="'healthy' stands twice"):
+        from_json(Health, b'{"healthy": true, "healthy": false}')
+
+
+def test_timestamps_are_never_negative() -> None:
+    assert Timestamp.of(-5.0) == Timestamp(secs_since_epoch=0, nanos_since_epoch=0)
+    assert Timestamp.of(2.25) == Timestamp(secs_since_epoch=2, nanos_since_epoch=250_000_000)
