@@ -1,0 +1,53 @@
+"""The command `hypha-accelerate-executor`: make a model to start from, and measure the one that came out.
+
+Training itself is `python -m hypha.accelerate_executor.training`, which a worker starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+
+from hypha.accelerate_executor.errors import ExecutorError
+
+
+@click.group()
+@click.version_option(package_name="hypha-accelerate-executor")
+def main() -> None:
+    """Models for Hypha jobs: make one to start from, measure the one that came out."""
+
+
+@main.command("create-model")
+@click.option("--task", default="image-classification", show_default=True, help="Task as jobs name it, e.g. causal-lm.")
+@click.option("--arch", help="A configuration known by name: resnet-digits.")
+@click.option("--config-json", type=click.Path(path_type=Path, dir_okay=False), help="A model's config.json.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the weights.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory to make.")
+def create(task: str, arch: str | None, config_json: Path | None, seed: int, out: Path) -> None:
+    """Write a model directory with random weights."""
+    from hypha.accelerate_executor.create_model import create_model, read_config
+
+    try:
+        parameters = create_model(task, read_config(arch, config_json), seed, out)
+    except ExecutorError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{out}: {parameters} parameters")
+
+
+@main.command("evaluate")
+@click.option("--task", default="image-classification", show_default=True, help="Task as jobs name it, e.g. causal-lm.")
+@click.option("--model", type=click.Path(path_type=Path, file_okay=False), required=True, help="Model directory.")
+@click.option("--data", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Safetensors file.")
+@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Samples computed at once.")
+def measure(task: str, model: Path, data: Path, batch_size: int) -> None:
+    """Print accuracy and loss of a model on a file of samples, as one JSON line."""
+    from hypha.accelerate_executor.evaluate import evaluate
+
+    try:
+        result = evaluate(task, model, data, batch_size)
+    except (ExecutorError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(json.dumps(dataclasses.asdict(result)))

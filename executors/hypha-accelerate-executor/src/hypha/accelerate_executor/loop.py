@@ -1,0 +1,157 @@
+"""The loop of a training worker: batches, and at the end of each round the exchange with the parameter server.
+
+`training` starts it. From here the way of a job goes on through `bridge` to the worker, to the parameter server, and
+back with the outer update; `rounds` decides when, `replica` computes what is exchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from hypha.accelerate_executor.bridge import Bridge, OuterUpdates
+from hypha.accelerate_executor.data import Batches
+from hypha.accelerate_executor.device import choose_device
+from hypha.accelerate_executor.model import load_model
+from hypha.accelerate_executor.optimizer import InnerOptimizer
+from hypha.accelerate_executor.replica import Replica
+from hypha.accelerate_executor.report import RoundTally, batch_done
+from hypha.accelerate_executor.rounds import Next, RoundCountdown
+from hypha.accelerate_executor.trainer import ModelInputs, Trainer
+from hypha_proto.job import PeersReference, Reference, TrainConfig
+from hypha_proto.progress import Done, Update, UpdateReceived
+
+logger = logging.getLogger(__name__)
+
+INCOMING: Final = "incoming"
+"""Directory of the outer updates, in the work directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What bounds and slows the loop."""
+
+    update_timeout: float
+    """Seconds to wait for an outer update."""
+    delay: float = 0.0
+    """Seconds added to every batch, for tests and benchmarks of uneven workers."""
+
+
+class TrainingLoop:
+    """Trains rounds until the scheduler says that the job is done."""
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        config: TrainConfig,
+        trainer: Trainer,
+        replica: Replica,
+        batches: Batches,
+        outer_updates: OuterUpdates,
+        pace: Pace,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Put the parts together; nothing happens before `run`."""
+        self._bridge = bridge
+        self._config = config
+        self._trainer = trainer
+        self._replica = replica
+        self._batches = batches
+        self._outer_updates = outer_updates
+        self._pace = pace
+        self._clock = clock
+        self._countdown = RoundCountdown(config.first_round or 1)
+        self._mark = 0.0
+
+    def run(self) -> None:
+        """Train until the job is done or there is no more data.
+
+        Raises:
+            ExecutorError: the run cannot go on.
+        """
+        following = Next.TRAIN
+        while following is not Next.STOP:
+            tally = RoundTally()
+            following = self._train(tally)
+            if following is Next.SYNCHRONISE:
+                following = self._synchronise(tally)
+
+    def _train(self, tally: RoundTally) -> Next:
+        """Process batches until the round ends."""
+        self._mark = self._clock()
+        following = Next.TRAIN
+        while following is Next.TRAIN:
+            before = self._clock()
+            batch = next(self._batches, None)
+            waited = self._clock() - before
+            if batch is None:
+                logger.info("no data is left in round %d: training is over", self._countdown.round)
+                return Next.STOP
+            loss = self._trainer.step(batch)
+            if self._pace.delay:
+                time.sleep(self._pace.delay)
+            now = self._clock()
+            seconds, self._mark = now - self._mark - waited, now
+            tally.add(loss, batch.samples, seconds)
+            following = self._countdown.after_batch(
+                self._bridge.report(batch_done(batch.samples, batch.slices, seconds))
+            )
+        return following
+
+    def _synchronise(self, tally: RoundTally) -> Next:
+        """Send the pseudo-gradient, wait for the outer update, merge it."""
+        number = self._countdown.round
+        if isinstance(self._bridge.report(Update()), Done):
+            return Next.STOP
+        self._send_update(number, tally.samples)
+        metrics = tally.metrics(number)
+        if isinstance(self._bridge.report(metrics), Done):
+            return Next.STOP
+        outer = self._outer_updates.wait(number, self._pace.update_timeout)
+        self._replica.merge(outer)
+        outer.unlink(missing_ok=True)
+        logger.info("round %d: %d samples, loss %.4f", number, tally.samples, metrics.metrics["loss"])
+        return self._countdown.after_merge(self._bridge.report(UpdateReceived()))
+
+    def _send_update(self, number: int, samples: int) -> None:
+        path = self._bridge.work_dir / f"update-{number}.safetensors"
+        self._replica.write_update(path, number, samples)
+        self._bridge.send(self._config.updates, path, number, samples)
+        path.unlink(missing_ok=True)
+
+
+def make_loop(bridge: Bridge, config: TrainConfig, model_dir: Path, batches: Batches, pace: Pace) -> TrainingLoop:
+    """Load the model and put a loop together that trains it.
+
+    Raises:
+        ExecutorError: the model cannot be loaded, or the job asks for what is not supported.
+    """
+    torch.manual_seed(config.seed or 0)
+    device = choose_device()
+    model = load_model(config.model.task, model_dir)
+    inputs = ModelInputs(config.model.task, config.model.input_names, model)
+    placed = device.place(model)
+    replica = Replica(model, model_dir)
+    optimizer = InnerOptimizer(replica.parameters.values(), config.optimizer, config.scheduler)
+    trainer = Trainer(placed, inputs, optimizer, device)
+    outer_updates = bridge.updates(_source(config), INCOMING)
+    logger.info(
+        "training %s: %d tensors, %d statistics, on %s",
+        type(model).__name__,
+        len(replica.parameters),
+        len(replica.statistics),
+        device.torch_device,
+    )
+    return TrainingLoop(bridge, config, trainer, replica, batches, outer_updates, pace)
+
+
+def _source(config: TrainConfig) -> Reference:
+    """Say who sends outer updates: the peers of `results`, or those that get ours when it names none."""
+    results = config.results
+    return config.updates if isinstance(results, PeersReference) and not results.peers else results

@@ -1,0 +1,141 @@
+"""Train for one job: the process that a worker starts, `python -m hypha.accelerate_executor.training`.
+
+Before it stands the worker's process executor, which gives it a socket, a directory and the job. It opens the `bridge`,
+has the model fetched while torch is being imported, and hands over to `loop`. It ends with code 0 when the job is done,
+1 with one line that says why when it cannot go on, and 2 when the job is one that it cannot do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from hypha.accelerate_executor.bridge import Bridge, Fetched
+from hypha.accelerate_executor.data import Batches
+from hypha.accelerate_executor.errors import ExecutorError, JobError
+from hypha_proto.codec import from_json
+from hypha_proto.errors import DecodeError
+from hypha_proto.job import JobSpec, TrainConfig, TrainJob
+
+logger = logging.getLogger("hypha.accelerate_executor.training")
+
+TIMEOUT_VARIABLE: Final = "HYPHA_EXECUTOR_TIMEOUT"
+"""Seconds that one request, or the wait for an outer update, may take (default 600)."""
+DELAY_VARIABLE: Final = "HYPHA_EXECUTOR_DELAY"
+"""Seconds added to every batch; for tests and benchmarks of uneven workers only."""
+_DEFAULT_TIMEOUT: Final = 600.0
+_JOB_LIMIT: Final = 1 << 20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the process; gives its exit code."""
+    started = time.perf_counter()
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        _train(options, started)
+    except JobError as error:
+        logger.error("%s", error)
+        return 2
+    except ExecutorError as error:
+        logger.error("%s", error)
+        return 1
+    logger.info("the job is done")
+    return 0
+
+
+def read_job(text: str) -> TrainConfig:
+    """Read the job from JSON, or from the file that `@path` names.
+
+    Raises:
+        JobError: it is not a training job, or asks for what is not supported yet.
+    """
+    try:
+        content = Path(text[1:]).read_text() if text.startswith("@") else text
+        spec: JobSpec = from_json(JobSpec, content, _JOB_LIMIT)
+    except OSError as error:
+        raise JobError(f"--job {text[:200]}: {error.strerror}") from None
+    except DecodeError as error:
+        raise JobError(f"--job: {error}") from None
+    if not isinstance(spec.executor, TrainJob):
+        raise JobError("--job: expected a job of class 'train'")
+    config = spec.executor.config
+    if config.preprocessor is not None:
+        raise JobError("--job: a preprocessor is not supported yet; prepare the slices with the model's own inputs")
+    if config.batch_size < 1:
+        raise JobError("--job: batch_size must be at least 1")
+    return config
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hypha.accelerate_executor.training", description="Train for one Hypha job.")
+    parser.add_argument("--socket", type=Path, required=True, help="Unix socket of the worker's job bridge")
+    parser.add_argument("--work-dir", type=Path, required=True, help="directory of this job")
+    parser.add_argument("--job", required=True, help="job specification as JSON, or @FILE")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=None,
+        help=f"seconds to wait for an answer or an outer update (or {TIMEOUT_VARIABLE}; default {_DEFAULT_TIMEOUT:g})",
+    )
+    return parser
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise JobError(f"{variable}={text!r} is not a number of seconds")
+    return value
+
+
+def _train(options: argparse.Namespace, started: float) -> None:
+    config = read_job(options.job)
+    timeout = options.timeout if options.timeout is not None else _seconds(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT)
+    delay = _seconds(DELAY_VARIABLE, 0.0)
+    with Bridge(options.socket, options.work_dir.resolve(), timeout) as bridge:
+        batches = Batches(_slices(bridge, config), config.batch_size, config.seed or 0)
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="model") as thread:
+                model = thread.submit(bridge.fetch, config.model.artifact, "model")
+                # takes seconds, in which the files arrive
+                from hypha.accelerate_executor.loop import Pace, make_loop
+                from hypha.accelerate_executor.model import model_directory
+
+                files = [fetched.path for fetched in model.result()]
+            batches.prefetch()
+            loop = make_loop(bridge, config, model_directory(files), batches, Pace(timeout, delay))
+            logger.info("ready after %.1f s", time.perf_counter() - started)
+            loop.run()
+        finally:
+            batches.close()
+
+
+def _slices(bridge: Bridge, config: TrainConfig) -> Callable[[], list[Fetched]]:
+    """Give a function that fetches one slice after the other, each into a directory of its own.
+
+    A dataset of one slice hands out the same name again while the file is still in use.
+    """
+    numbers = itertools.count()
+    return lambda: bridge.fetch(config.data, f"slices/{next(numbers)}")
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # end at once and without a traceback
+    sys.exit(main())

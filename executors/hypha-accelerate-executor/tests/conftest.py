@@ -1,0 +1,266 @@
+"""A worker for the executor to talk to: a small HTTP server on a Unix socket that plays bridge, scheduler and parameter
+server with the numbers of a test."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+import socketserver
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from hypha_proto.update import UpdateMetadata, open_update, write_update
+
+PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
+
+
+class Outer:
+    """The outer step: Nesterov momentum on parameters, plain averages on statistics (of one worker: its own)."""
+
+    def __init__(self, learning_rate: float, momentum: float) -> None:
+        self.learning_rate, self.momentum = learning_rate, momentum
+        self.velocity: dict[str, Any] = {}
+
+    def step(self, update: Path, out: Path) -> None:
+        file, metadata = open_update(update)
+        with file:
+            tensors = {name: self._one(name, file.tensor(name), name in metadata.statistics) for name in file.tensors}
+        shapes = {name: value.shape for name, value in tensors.items()}
+        write_update(out, shapes, tensors.items(), UpdateMetadata(metadata.round, statistics=metadata.statistics))
+
+    def _one(self, name: str, delta: Any, statistic: bool) -> Any:
+        if statistic:
+            return delta
+        velocity = self.momentum * self.velocity.get(name, np.zeros_like(delta)) + delta
+        self.velocity[name] = velocity
+        return np.float32(self.learning_rate) * (delta + np.float32(self.momentum) * velocity)
+
+
+@dataclass
+class FakeWorker:
+    """What the server hands out and what it saw."""
+
+    work_dir: Path
+    socket: Path
+    model_dir: Path
+    slices: list[Path]
+    rounds: int = 3
+    batches: int = 20
+    """Batches of a round; the last two are counted down."""
+    epochs: int = 1000
+    outer: Outer = field(default_factory=lambda: Outer(1.0, 0.0))
+    reports: list[Any] = field(default_factory=list)
+    updates: list[Path] = field(default_factory=list)
+    """Copies of the update files that were sent."""
+    outers: list[Path] = field(default_factory=list)
+    """Copies of the outer updates that answered them."""
+    sent: list[Any] = field(default_factory=list)
+    answers: dict[str, Callable[[Any], tuple[int, Any]]] = field(default_factory=dict)
+    """Route -> what to answer in place of the usual."""
+    silent: bool = False
+    """Whether outer updates never come."""
+
+    def __post_init__(self) -> None:
+        self.handed_out = 0
+        self.done_rounds = 0
+        self.batches_seen = 0
+        self.events: queue.Queue[Any] = queue.Queue()
+
+    def fetch(self, body: Any) -> tuple[int, Any]:
+        out = self.work_dir / body.get("out_dir", "")
+        out.mkdir(parents=True, exist_ok=True)
+        if body["type"] != "scheduler":
+            return 200, [self._place(path, out, {}) for path in sorted(self.model_dir.iterdir())]
+        epoch, index = divmod(self.handed_out, len(self.slices))
+        if epoch >= self.epochs:
+            return 410, {"error": "no-more-data", "detail": "every slice was used"}
+        self.handed_out += 1
+        metadata = {"slice": str(index), "epoch": str(epoch), "dataset": body["dataset"]}
+        return 200, [self._place(self.slices[index], out, metadata)]
+
+    def _place(self, path: Path, out: Path, metadata: dict[str, str]) -> Any:
+        shutil.copy(path, out / path.name)
+        name = (out / path.name).relative_to(self.work_dir).as_posix()
+        return {"path": name, "size": path.stat().st_size, "checksum": "blake3:" + "0" * 64, "metadata": metadata}
+
+    def send(self, body: Any) -> tuple[int, Any]:
+        self.sent.append(body)
+        number = body["round"]
+        kept = self.work_dir.parent / f"kept-{number}.safetensors"
+        shutil.copy(self.work_dir / body["path"], kept)
+        self.updates.append(kept)
+        answer = self.work_dir.parent / f"outer-{number}.safetensors"
+        self.outer.step(kept, answer)
+        self.outers.append(answer)
+        (self.work_dir / "incoming").mkdir(exist_ok=True)
+        shutil.copy(answer, self.work_dir / "incoming" / answer.name)
+        if not self.silent:
+            self.events.put({"path": f"incoming/{answer.name}", "size": 1, "from_peer": PEER, "round": number})
+        return 200, {}
+
+    def status(self, body: Any) -> tuple[int, Any]:
+        self.reports.append(body)
+        if isinstance(body, dict) and "status" in body:
+            self.batches_seen += 1
+            due = self.batches_seen == self.batches - 2
+            return 200, {"type": "ScheduleUpdate", "counter": 2} if due else {"type": "Continue"}
+        if body != "update-received":
+            return 200, {"type": "Ok"}
+        self.batches_seen = 0
+        self.done_rounds += 1
+        return 200, {"type": "Done" if self.done_rounds == self.rounds else "Continue"}
+
+    def answer(self, route: str, body: Any) -> tuple[int, Any]:
+        usual = {"/resources/fetch": self.fetch, "/resources/send": self.send, "/status/send": self.status}
+        return (self.answers.get(route) or usual[route])(body)
+
+    def job(self, **config: Any) -> str:
+        """The job as the executor gets it."""
+        reference = {"type": "peers", "peers": [PEER], "strategy": {"type": "One"}, "resource": None}
+        train = {
+            "model": {
+                "task": "image-classification",
+                "artifact": {"type": "uri", "value": "file:///model"},
+                "input-names": [],
+            },
+            "data": {"type": "scheduler", "peer": PEER, "dataset": "digits"},
+            "updates": reference,
+            "results": reference,
+            "optimizer": {"learning-rate": 2e-3, "betas": None, "epsilon": None},
+            "batch_size": 16,
+            "seed": 3,
+        }
+        spec = {"class": "train", "descriptor": {"name": "diloco"}, "config": train | config}
+        return json.dumps({"job_id": "01234567-89ab-cdef-0000-000000000007", "executor": spec})
+
+    def arguments(self, **config: Any) -> list[str]:
+        """Command line of `training`."""
+        return ["--socket", str(self.socket), "--work-dir", str(self.work_dir), "--job", self.job(**config)]
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    block_on_close = False
+    worker: FakeWorker
+    closing = False
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def log_message(self, *_: Any) -> None:
+        """Keep quiet."""
+
+    def address_string(self) -> str:
+        return "unix"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/resources/receive" and self.path not in self.server.worker.answers:
+            self._stream()
+            return
+        status, answer = self.server.worker.answer(self.path, body)
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _stream(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("connection", "close")
+        self.end_headers()
+        self.wfile.write(b": keep-alive\n\n")
+        self.wfile.flush()
+        while (event := self.server.worker.events.get()) is not None:
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            self.wfile.flush()
+        self.close_connection = True
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[FakeWorker], FakeWorker]]:
+    """Start a fake worker on its socket; it is stopped at the end of the test."""
+    servers: list[_Server] = []
+
+    def start(worker: FakeWorker) -> FakeWorker:
+        server = _Server(str(worker.socket), _Handler)
+        server.worker = worker
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        return worker
+
+    yield start
+    for server in servers:
+        server.worker.events.put(None)
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="session")
+def digits() -> dict[str, Any]:
+    """Handwritten digits: `train` and `test`, each pixel_values (N, 1, 8, 8) float32 and labels (N,) int64."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype("f4").reshape(-1, 1, 8, 8)
+    train_x, test_x, train_y, test_y = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=0)
+    return {
+        "train": {"pixel_values": train_x, "labels": train_y.astype("i8")},
+        "test": {"pixel_values": test_x, "labels": test_y.astype("i8")},
+    }
+
+
+@pytest.fixture(scope="session")
+def digit_slices(tmp_path_factory: pytest.TempPathFactory, digits: dict[str, Any]) -> list[Path]:
+    """The training images in slices of 90, the last one shorter."""
+    folder = tmp_path_factory.mktemp("slices")
+    train = digits["train"]
+    paths = []
+    for index, begin in enumerate(range(0, len(train["labels"]), 90)):
+        paths.append(folder / f"slice-{index}.safetensors")
+        rows = {name: np.ascontiguousarray(value[begin : begin + 90]) for name, value in train.items()}
+        safetensors.numpy.save_file(rows, paths[-1])
+    return paths
+
+
+@pytest.fixture(scope="session")
+def digit_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that the quick start begins with."""
+    from hypha.accelerate_executor.create_model import ARCHITECTURES, create_model
+
+    path = tmp_path_factory.mktemp("models") / "digits"
+    create_model("image-classification", ARCHITECTURES["resnet-digits"], 0, path)
+    return path
+
+
+@pytest.fixture
+def make_worker(
+    tmp_path: Path, digit_model: Path, digit_slices: list[Path], serve: Callable[[FakeWorker], FakeWorker]
+) -> Iterator[Callable[..., FakeWorker]]:
+    """Start a fake worker with the digits, or what the arguments say."""
+    number = 0
+    with tempfile.TemporaryDirectory(prefix="hx") as sockets:  # a socket's path may have 107 bytes
+
+        def make(**settings: Any) -> FakeWorker:
+            nonlocal number
+            number += 1
+            work_dir = tmp_path / f"job-{number}" / "work"
+            work_dir.mkdir(parents=True)
+            usual: dict[str, Any] = {"model_dir": digit_model, "slices": digit_slices}
+            return serve(FakeWorker(work_dir, Path(sockets) / f"{number}.sock", **(usual | settings)))
+
+        yield make

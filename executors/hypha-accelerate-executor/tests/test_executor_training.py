@@ -1,0 +1,152 @@
+"""A whole job against a fake worker: exact where DiLoCo can be exact."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from hypha.accelerate_executor import training
+from hypha.accelerate_executor.data import Batches
+from hypha.accelerate_executor.evaluate import evaluate
+from hypha_proto.update import apply_update_to_dir, open_update
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _result(worker: Any, to: Path) -> Path:
+    """The scheduler's copy: the start model and every outer update."""
+    shutil.copytree(worker.model_dir, to)
+    for outer in worker.outers:
+        apply_update_to_dir(to, outer)
+    return to
+
+
+def _plain_adamw(model_dir: Path, worker: Any, steps: int, seed: int) -> Any:
+    """The same batches, without rounds: transformers and torch alone."""
+    from transformers import AutoModelForImageClassification
+
+    from hypha.accelerate_executor.bridge import Fetched
+
+    scratch = worker.work_dir.parent / "plain"
+    numbers = iter(range(1000))
+
+    def fetch() -> list[Fetched]:
+        epoch, index = divmod(next(numbers), len(worker.slices))
+        folder = scratch / f"{epoch}-{index}"
+        folder.mkdir(parents=True)
+        path = Path(shutil.copy(worker.slices[index], folder))
+        return [Fetched(path, {"slice": str(index), "epoch": str(epoch)})]
+
+    model = AutoModelForImageClassification.from_pretrained(model_dir)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    batches = Batches(fetch, 16, seed)
+    for _ in range(steps):
+        batch = next(batches)
+        arguments = {name: torch.from_numpy(value) for name, value in batch.tensors.items()}
+        model(**arguments).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    batches.close()
+    return model
+
+
+def test_one_worker_with_outer_rate_1_is_plain_adamw(
+    make_worker: Callable[..., Any], tmp_path: Path, digits: dict[str, Any]
+) -> None:
+    worker = make_worker(rounds=4, batches=30)
+    assert training.main(worker.arguments()) == 0
+    result = _result(worker, tmp_path / "result")
+    plain = _plain_adamw(worker.model_dir, worker, 120, seed=3)
+
+    for name, value in safetensors.numpy.load_file(result / "model.safetensors").items():
+        np.testing.assert_allclose(value, plain.state_dict()[name].numpy(), atol=2e-5, rtol=1e-4, err_msg=name)
+    test = tmp_path / "test.safetensors"
+    safetensors.numpy.save_file(digits["test"], test)
+    plain.save_pretrained(tmp_path / "plain")
+    ours = evaluate("image-classification", result, test, 360)
+    theirs = evaluate("image-classification", tmp_path / "plain", test, 360)
+    assert abs(ours.loss - theirs.loss) <= 0.005
+    assert ours.accuracy > 0.9
+
+
+def test_the_update_holds_what_the_files_hold_and_names_the_statistics(make_worker: Callable[..., Any]) -> None:
+    worker = make_worker(rounds=2, batches=6)
+    assert training.main(worker.arguments()) == 0
+    start = safetensors.numpy.load_file(worker.model_dir / "model.safetensors")
+    for number, path in enumerate(worker.updates, 1):
+        file, metadata = open_update(path)
+        with file:
+            assert file.tensors.keys() == start.keys()
+            assert metadata.round == number
+            assert metadata.samples == 6 * 16
+            assert metadata.statistics == {
+                name for name in start if name.endswith(("running_mean", "running_var", "num_batches_tracked"))
+            }
+            assert all(info.dtype == "F32" for info in file.tensors.values())
+            counts = [name for name in start if name.endswith("num_batches_tracked")]
+            assert [float(file.tensor(name)) for name in counts] == [6.0] * len(counts)
+            assert all(np.abs(file.tensor(name)).max() > 0 for name in start)
+
+
+def test_reports_come_in_the_order_that_the_scheduler_expects(make_worker: Callable[..., Any]) -> None:
+    worker = make_worker(rounds=2, batches=5)
+    assert training.main(worker.arguments()) == 0
+    kinds = [report if isinstance(report, str) else next(iter(report)) for report in worker.reports]
+    assert kinds == (["status"] * 5 + ["update", "metrics", "update-received"]) * 2
+    batch = worker.reports[0]["status"]
+    assert batch["batch_size"] == 16
+    assert batch["slices"] == {"0": 16}
+    assert batch["batch_ms"] > 0
+    metrics = [report["metrics"] for report in worker.reports if isinstance(report, dict) and "metrics" in report]
+    assert [entry["round"] for entry in metrics] == [1, 2]
+    assert metrics[0]["metrics"]["samples"] == 80
+    assert 1.5 < metrics[0]["metrics"]["loss"] < 3.5
+    assert metrics[0]["metrics"]["samples_per_second"] > 0
+    assert [(body["round"], body["samples"]) for body in worker.sent] == [(1, 80), (2, 80)]
+
+
+def test_batches_run_over_slices_and_every_sample_is_reported_once(make_worker: Callable[..., Any]) -> None:
+    worker = make_worker(rounds=100, batches=1000, epochs=1)
+    assert training.main(worker.arguments()) == 0  # no more data: training is over
+    used: dict[str, int] = {}
+    for report in worker.reports:
+        for index, samples in report["status"]["slices"].items():
+            used[index] = used.get(index, 0) + samples
+        assert sum(report["status"]["slices"].values()) == report["status"]["batch_size"]
+    sizes = [len(safetensors.numpy.load_file(path)["labels"]) for path in worker.slices]
+    assert used == {str(index): size for index, size in enumerate(sizes)}
+    assert any(len(report["status"]["slices"]) == 2 for report in worker.reports)
+    assert list((worker.work_dir / "slices").rglob("*.safetensors")) == []
+
+
+def test_the_same_seed_gives_the_same_bytes(make_worker: Callable[..., Any]) -> None:
+    first, second, other = (make_worker(rounds=2, batches=10) for _ in range(3))
+    assert training.main(first.arguments()) == 0
+    assert training.main(second.arguments()) == 0
+    assert training.main(other.arguments(seed=4)) == 0
+    contents = [[path.read_bytes() for path in worker.updates] for worker in (first, second, other)]
+    assert contents[0] == contents[1]
+    assert contents[0] != contents[2]
+
+
+def test_files_that_were_used_are_deleted(make_worker: Callable[..., Any]) -> None:
+    worker = make_worker(rounds=2, batches=4)
+    assert training.main(worker.arguments()) == 0
+    left = {path.relative_to(worker.work_dir).parts[0] for path in worker.work_dir.rglob("*") if path.is_file()}
+    assert left <= {"model", "slices"}
