@@ -1,0 +1,313 @@
+"""Certificates, requests and revocation lists of a Hypha network, as values: no files, no clock, no randomness.
+
+The hierarchy is root CA → organisation CA → node. A node's identity is the Ed25519 key of its certificate, so the
+peer id follows from it (`peer_id`). Keys are made by the caller and passed in, as are the time and the serial numbers;
+`files` comes after this on the way and puts the results in a folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from ipaddress import IPv4Address
+from typing import Final, TypeVar
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from hypha_certutil.errors import CertutilError
+
+ROLES: Final = ("gateway", "scheduler", "worker", "data")
+ROLE_PREFIX: Final = "hypha://role/"
+SKEW: Final = timedelta(minutes=5)
+"""How far validity reaches back, for nodes whose clock is behind the authority's."""
+
+_NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
+_BASE58: Final = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+# identity multihash of the libp2p public key message: key type 1 (Ed25519), 32 bytes of key
+_PEER_ID_PREFIX: Final = bytes.fromhex("002408011220")
+
+_Built = TypeVar("_Built", x509.CertificateBuilder, x509.CertificateSigningRequestBuilder)
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """A CA that can sign: its key, its certificate, and the CAs above it."""
+
+    key: Ed25519PrivateKey
+    certificate: x509.Certificate
+    above: tuple[x509.Certificate, ...] = ()
+    """The issuing CAs, nearest first, up to and including the root; empty for a root."""
+
+    @property
+    def trust(self) -> tuple[x509.Certificate, ...]:
+        """The trust bundle of what this CA issues: itself, then the CAs above it."""
+        return (self.certificate, *self.above)
+
+    @property
+    def intermediates(self) -> tuple[x509.Certificate, ...]:
+        """What a node sends after its own certificate: the CAs below the root."""
+        return self.trust[:-1]
+
+
+def check_name(name: str) -> str:
+    """Return `name` if it can be a common name, a DNS name and part of a file name.
+
+    Raises:
+        CertutilError: it cannot.
+    """
+    if not _NAME.fullmatch(name):
+        raise CertutilError(
+            f"name {name[:80]!r}: use 1 to 63 letters, digits, '.' and '-', a letter or digit at each end"
+        )
+    return name
+
+
+def peer_id(key: Ed25519PublicKey) -> str:
+    """The libp2p peer id of a node with this public key, as base58 text (``12D3KooW…``)."""
+    raw = _PEER_ID_PREFIX + key.public_bytes(Encoding.Raw, PublicFormat.Raw)
+    number = int.from_bytes(raw, "big")
+    digits = ""
+    while number:
+        number, digit = divmod(number, 58)
+        digits = _BASE58[digit] + digits
+    return "1" + digits  # the one leading zero byte
+
+
+def ed25519_key(holder: x509.Certificate | x509.CertificateSigningRequest, what: str) -> Ed25519PublicKey:
+    """The public key of a certificate or request.
+
+    Raises:
+        CertutilError: it is not an Ed25519 key, the only kind in a Hypha network.
+    """
+    key = holder.public_key()
+    if not isinstance(key, Ed25519PublicKey):
+        raise CertutilError(f"{what}: its key is {type(key).__name__}; Hypha nodes use Ed25519 keys only")
+    return key
+
+
+def make_root(name: str, key: Ed25519PrivateKey, *, days: int, now: datetime, serial: int) -> Authority:
+    """A self-signed root CA, which may issue organisation CAs."""
+    subject = _subject(name)
+    builder = _ca(_validity(x509.CertificateBuilder(), now, days, serial), key.public_key(), key.public_key(), 1)
+    certificate = builder.subject_name(subject).issuer_name(subject).sign(key, None)
+    return Authority(key, certificate)
+
+
+def make_org(name: str, key: Ed25519PrivateKey, root: Authority, *, days: int, now: datetime, serial: int) -> Authority:
+    """An organisation's CA under `root`, which may issue node certificates.
+
+    Raises:
+        CertutilError: it would outlive the root, has its name, or `root` is none.
+    """
+    _check_validity(root, days, now)
+    if root.above:
+        raise CertutilError(f"{common_name(root.certificate)!r} is not a root: organisations are signed by a root")
+    subject = _subject(name)
+    if subject == root.certificate.subject:
+        raise CertutilError(f"organisation {name!r} has the name of its root: choose another")
+    builder = _ca(_validity(x509.CertificateBuilder(), now, days, serial), key.public_key(), root.key.public_key(), 0)
+    certificate = builder.subject_name(subject).issuer_name(root.certificate.subject).sign(root.key, None)
+    return Authority(key, certificate, root.trust)
+
+
+def make_node(
+    name: str, key: Ed25519PublicKey, org: Authority, *, role: str | None, days: int, now: datetime, serial: int
+) -> x509.Certificate:
+    """The certificate of a node, for both ends of a TLS connection.
+
+    Raises:
+        CertutilError: it would outlive the organisation's CA, or `org` is a root.
+    """
+    _check_validity(org, days, now)
+    if not org.above:
+        raise CertutilError(f"{common_name(org.certificate)!r} is a root: nodes are signed by an organisation")
+    builder = _validity(x509.CertificateBuilder(), now, days, serial)
+    builder = builder.subject_name(_subject(name)).issuer_name(org.certificate.subject).public_key(key)
+    builder = _names(builder, name, role)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_usage(digital_signature=True), critical=True)
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+    return _identified(builder, key, org.key.public_key()).sign(org.key, None)
+
+
+def make_request(name: str, key: Ed25519PrivateKey, role: str | None) -> x509.CertificateSigningRequest:
+    """A request for a node certificate: what leaves the node's machine instead of its key."""
+    builder = x509.CertificateSigningRequestBuilder().subject_name(_subject(name))
+    return _names(builder, name, role).sign(key, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """What a request asks for, checked."""
+
+    name: str
+    role: str | None
+    key: Ed25519PublicKey
+
+
+def read_request(request: x509.CertificateSigningRequest) -> Requested:
+    """Check a request: whoever made it holds its key, and its name can be one.
+
+    Raises:
+        CertutilError: its signature, name, role or kind of key is not acceptable.
+    """
+    key = ed25519_key(request, "request")
+    if not request.is_signature_valid:
+        raise CertutilError("request: its signature does not fit its key; make it anew")
+    names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    if len(names) != 1:
+        raise CertutilError(f"request: it has {len(names)} common names where one is needed")
+    return Requested(check_name(str(names[0].value)), role_of(request), key)
+
+
+def role_of(holder: x509.Certificate | x509.CertificateSigningRequest) -> str | None:
+    """The role that a certificate or request names, if it names one.
+
+    Raises:
+        CertutilError: the role is not one of `ROLES`, or there are several.
+    """
+    try:
+        names = holder.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return None
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    roles = [uri.removeprefix(ROLE_PREFIX) for uri in uris if uri.startswith(ROLE_PREFIX)]
+    if len(roles) > 1 or any(role not in ROLES for role in roles):
+        raise CertutilError(f"role {', '.join(roles)!r} is not one of {', '.join(ROLES)}")
+    return roles[0] if roles else None
+
+
+def make_crl(
+    authority: Authority,
+    revoked: Sequence[x509.RevokedCertificate],
+    *,
+    number: int,
+    days: int,
+    now: datetime,
+) -> x509.CertificateRevocationList:
+    """The list of certificates that `authority` has withdrawn; `number` grows with every list.
+
+    Raises:
+        CertutilError: `days` is not positive.
+    """
+    if days < 1:
+        raise CertutilError(f"--days {days}: use 1 or more")
+    builder = x509.CertificateRevocationListBuilder().issuer_name(authority.certificate.subject)
+    builder = builder.last_update(now - SKEW).next_update(now + timedelta(days=days))
+    for entry in revoked:
+        builder = builder.add_revoked_certificate(entry)
+    builder = builder.add_extension(x509.CRLNumber(number), critical=False)
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+    return builder.add_extension(issuer, critical=False).sign(authority.key, None)
+
+
+def revoke(
+    authority: Authority,
+    current: x509.CertificateRevocationList,
+    certificates: Sequence[x509.Certificate],
+    *,
+    days: int,
+    now: datetime,
+) -> x509.CertificateRevocationList:
+    """The list that follows `current`: what stood in it, and `certificates`. With none it renews the list.
+
+    Raises:
+        CertutilError: a certificate is not of this authority, or `current` is not its list.
+    """
+    if not current.is_signature_valid(authority.key.public_key()):
+        raise CertutilError(
+            "the revocation list is not signed by this authority: give the list and the CA that belong together"
+        )
+    entries = {entry.serial_number: entry for entry in current}
+    for certificate in certificates:
+        _check_issued(authority, certificate)
+        entry = x509.RevokedCertificateBuilder().serial_number(certificate.serial_number).revocation_date(now).build()
+        entries.setdefault(certificate.serial_number, entry)
+    number = current.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number + 1
+    return make_crl(authority, list(entries.values()), number=number, days=days, now=now)
+
+
+def common_name(certificate: x509.Certificate) -> str:
+    """The common name of a certificate, for people."""
+    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(names[0].value) if names else "(no name)"
+
+
+def _check_issued(authority: Authority, certificate: x509.Certificate) -> None:
+    try:
+        certificate.verify_directly_issued_by(authority.certificate)
+    except (InvalidSignature, ValueError, TypeError):
+        raise CertutilError(
+            f"certificate {common_name(certificate)!r} was not issued by {common_name(authority.certificate)!r}: "
+            "name the CA that did with --ca"
+        ) from None
+
+
+def _check_validity(issuer: Authority, days: int, now: datetime) -> None:
+    end = issuer.certificate.not_valid_after_utc
+    left = (end - now).days
+    if left < 1:
+        raise CertutilError(f"{common_name(issuer.certificate)!r} is valid until {end:%Y-%m-%d} only: make it anew")
+    if days > left:
+        raise CertutilError(
+            f"--days {days} outlives {common_name(issuer.certificate)!r}, which ends {end:%Y-%m-%d}: use at most {left}"
+        )
+
+
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, check_name(name))])
+
+
+def _validity(builder: x509.CertificateBuilder, now: datetime, days: int, serial: int) -> x509.CertificateBuilder:
+    if days < 1:
+        raise CertutilError(f"--days {days}: use 1 or more")
+    try:
+        end = now + timedelta(days=days)
+    except OverflowError:
+        raise CertutilError(f"--days {days}: ends after the year 9999") from None
+    return builder.serial_number(serial).not_valid_before(now - SKEW).not_valid_after(end)
+
+
+def _ca(
+    builder: x509.CertificateBuilder, key: Ed25519PublicKey, issuer: Ed25519PublicKey, path_length: int
+) -> x509.CertificateBuilder:
+    builder = builder.public_key(key)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=path_length), critical=True)
+    builder = builder.add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
+    return _identified(builder, key, issuer)
+
+
+def _identified(
+    builder: x509.CertificateBuilder, key: Ed25519PublicKey, issuer: Ed25519PublicKey
+) -> x509.CertificateBuilder:
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    return builder.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False)
+
+
+def _names(builder: _Built, name: str, role: str | None) -> _Built:
+    # A Rust node verifies every peer for the IP name 0.0.0.0: nodes are known by their keys, not by where they run.
+    names: list[x509.GeneralName] = [x509.IPAddress(IPv4Address("0.0.0.0")), x509.DNSName(name)]
+    if role is not None:
+        names.append(x509.UniformResourceIdentifier(ROLE_PREFIX + role))
+    return builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+
+
+def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=key_cert_sign,
+        crl_sign=crl_sign,
+        encipher_only=False,
+        decipher_only=False,
+    )
