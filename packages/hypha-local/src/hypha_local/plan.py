@@ -166,7 +166,7 @@ def write_configuration(folders: Folders, nodes: Iterable[NodePlan], training: T
 
 
 def _network(node: NodePlan, gateways: list[str]) -> str:
-    lines = {
+    lines: dict[str, str | list[str]] = {
         "cert_pem": f"../certs/{node.name}-cert.pem",
         "key_pem": f"../certs/{node.name}-key.pem",
         "trust_pem": f"../certs/{node.name}-trust.pem",

@@ -1,0 +1,52 @@
+"""A certificate hierarchy for one run: a root, an organisation, and a certificate for every node and for this process.
+
+After `plan`, before `processes`. The CAs' own keys live in memory only: nobody can join the run's network afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509 import random_serial_number
+
+from hypha_certutil.authority import Authority, make_node, make_org, make_root
+from hypha_certutil.files import PRIVATE, Output, bundle_pem, key_pem, names_in, write_all
+from hypha_local.plan import NodePlan
+
+DAYS: Final = 7
+OWN_NAME: Final = "local"
+
+
+def write_certificates(folder: Path, nodes: Iterable[NodePlan]) -> Path:
+    """Write certificate, key and trust bundle of every node to `folder`.
+
+    Returns:
+        The path prefix of this process's own identity: ``<prefix>-cert.pem`` and so on.
+    """
+    now = datetime.now(UTC)
+    root = make_root("hypha-local-root", _key(), days=DAYS + 2, now=now, serial=random_serial_number())
+    org = make_org("hypha-local", _key(), root, days=DAYS + 1, now=now, serial=random_serial_number())
+    for node in nodes:
+        _write(folder, node.name, node.role, org, now)
+    _write(folder, OWN_NAME, None, org, now)
+    return folder / OWN_NAME
+
+
+def _key() -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.generate()
+
+
+def _write(folder: Path, name: str, role: str | None, org: Authority, now: datetime) -> None:
+    key = _key()
+    certificate = make_node(name, key.public_key(), org, role=role, days=DAYS, now=now, serial=random_serial_number())
+    names = names_in(folder, name)
+    outputs = [
+        Output(names.certificate, bundle_pem((certificate, *org.intermediates))),
+        Output(names.key, key_pem(key), PRIVATE),
+        Output(names.trust, bundle_pem(org.trust)),
+    ]
+    write_all(outputs, force=True)
