@@ -24,6 +24,7 @@ from hypha.accelerate_executor.errors import (
     BridgeClosed,
     BridgeRefused,
     BridgeTimeout,
+    ExecutorError,
     NoMoreData,
     SchedulerRefused,
 )
@@ -72,11 +73,8 @@ class Bridge:
         """
         self.work_dir = work_dir
         self._timeout = timeout
-        self._client = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(socket)),
-            base_url="http://worker",
-            timeout=httpx.Timeout(timeout, connect=_CONNECT_SECONDS),
-        )
+        self._socket = socket
+        self._client = self._connect(timeout)
 
     def __enter__(self) -> Bridge:
         return self
@@ -139,15 +137,22 @@ class Bridge:
         Raises:
             BridgeClosed, BridgeRefused: the worker is gone or unwilling.
         """
-        timeout = httpx.Timeout(self._timeout, connect=_CONNECT_SECONDS, read=None)
         with (
             _translated(route, self._timeout),
-            self._client.stream("POST", route, json=body, timeout=timeout) as answer,
+            self._connect(None) as client,  # its own: closing the bridge must not pull it from under its reader
+            client.stream("POST", route, json=body) as answer,
         ):
             if answer.is_error:
                 answer.read()
                 _check(route, answer)
             yield from answer.iter_lines()
+
+    def _connect(self, read_timeout: float | None) -> httpx.Client:
+        return httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(self._socket)),
+            base_url="http://worker",
+            timeout=httpx.Timeout(self._timeout, connect=_CONNECT_SECONDS, read=read_timeout),
+        )
 
     def _patiently(self, route: str, body: Any) -> httpx.Response:
         """Post, and again while the worker says that it cannot serve this just now."""
@@ -234,7 +239,7 @@ class OuterUpdates:
                 if line.startswith("data:") and len(line) < _LINE_LIMIT:
                     self._take(line.removeprefix("data:"))
             self._arrived.put(BridgeClosed("the worker closed the stream of outer updates"))
-        except (BridgeClosed, BridgeTimeout, BridgeRefused) as error:
+        except ExecutorError as error:
             self._arrived.put(error)
 
     def _take(self, text: str) -> None:

@@ -92,7 +92,7 @@ class TrainingLoop:
             waited = self._clock() - before
             if batch is None:
                 logger.info("no data is left in round %d: training is over", self._countdown.round)
-                return Next.STOP
+                return self._countdown.without_data() if tally.samples else Next.STOP
             loss = self._trainer.step(batch)
             if self._pace.delay:
                 time.sleep(self._pace.delay)

@@ -31,6 +31,7 @@ _AUTO_CLASSES: Final = {
     "ctc": "AutoModelForCTC",
     "audio-x-vector": "AutoModelForAudioXVector",
     "audio-tokenization": "AutoModelForAudioTokenization",
+    "masked-generation": "AutoModelForMaskGeneration",
     "backbone": "AutoBackbone",
     "pre-training": "AutoModelForPreTraining",
 }

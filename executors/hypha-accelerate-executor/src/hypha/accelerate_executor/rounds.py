@@ -41,6 +41,10 @@ class RoundCountdown:
             self._left -= 1
         return Next.SYNCHRONISE if self._left is not None and self._left <= 0 else Next.TRAIN
 
+    def without_data(self) -> Next:
+        """Decide when no sample is left: a round whose end was announced is still owed its update."""
+        return Next.STOP if self._left is None else Next.SYNCHRONISE
+
     def after_merge(self, answer: ProgressResponse) -> Next:
         """Decide after the answer to the report that the outer update was merged: the next round, or the end."""
         if isinstance(answer, Done):

@@ -138,4 +138,6 @@ def _slices(bridge: Bridge, config: TrainConfig) -> Callable[[], list[Fetched]]:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # end at once and without a traceback
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # taking torch and transformers down in good order would take another second of processor time
