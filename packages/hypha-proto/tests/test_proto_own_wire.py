@@ -1,0 +1,134 @@
+"""What our own nodes add to the wire, held to golden bytes: a change here is a change that peers in the field will see.
+
+`python test_proto_own_wire.py` (with this folder as working directory) prints the file anew, for a deliberate change.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hypha_proto.aggregate import ROUND_MEMBERS, UPDATE_REFUSED, Member, MembersKnown, RoundMembers, UpdateRefused
+from hypha_proto.codec import to_cbor, to_plain
+from hypha_proto.health import HEALTH_CHECK, Health
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import (
+    CANCEL_JOB,
+    JOB_END,
+    RELEASE_LEASE,
+    RENEW_LEASE,
+    WHY_NOT,
+    CancelJob,
+    JobCancelled,
+    JobEnd,
+    LeaseReleased,
+    Reasons,
+    ReleaseLease,
+    Renewed,
+    WhyNot,
+)
+from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
+from hypha_proto.progress import REPORT, BatchDone, ProgressRequest
+from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.slices import DATA, DataRequest, SliceAssigned
+from hypha_proto.transfer import (
+    PSEUDO_GRADIENT,
+    GoOn,
+    PullAnswer,
+    PullRequest,
+    PullStart,
+    PushAnswer,
+    PushHeader,
+    PushReceipt,
+    Receipt,
+    Refusal,
+)
+
+GOLDEN = Path(__file__).parent / "own_wire.jsonl"
+ID = [uuid.UUID(int=(0x0123456789ABCDEF << 64) + i) for i in range(9)]
+PEER = PeerId.from_public_key(bytes(range(32)))
+TIME = Timestamp(secs_since_epoch=1_760_000_000, nanos_since_epoch=123_456_789)
+DIGEST = "blake3:" + "ab" * 32
+SPEC = WorkerSpec(resources=Resources(cpu=2.0, memory=8.0), executor=(TrainExecutor(name="diloco-transformer"),))
+REQUEST = WorkerRequest(id=ID[2], spec=SPEC, timeout=TIME, bid=110.0, timeout_ms=5000)
+
+REQUESTS: list[tuple[Any, Any]] = [
+    (RELEASE_LEASE, ReleaseLease(id=ID[1], reason="job finished")),
+    (CANCEL_JOB, CancelJob(id=ID[1], reason="a member was lost")),
+    (WHY_NOT, WhyNot(request=REQUEST)),
+    (
+        JOB_END,
+        JobEnd(lease=ID[1], job_id=ID[7], outcome="failed", reason="exit status 3", exit_code=3, last_lines=("a", "b")),
+    ),
+    (
+        ROUND_MEMBERS,
+        RoundMembers(job_id=ID[7], round=4, members=(Member(peer=PEER, samples=320),), deadline_ms=30_000),
+    ),
+    (UPDATE_REFUSED, UpdateRefused(job_id=ID[7], round=4, peer=PEER, reason="not finite")),
+    (DATA, DataRequest(dataset="digits", job_id=ID[7])),
+    (
+        REPORT,
+        ProgressRequest(job_id=ID[7], progress=BatchDone(batch_size=16, slices={"3": 16}, batch_ms=12.5), lease=ID[1]),
+    ),
+]
+RESPONSES: list[tuple[Any, Any]] = [
+    (RELEASE_LEASE, LeaseReleased(known=True)),
+    (CANCEL_JOB, JobCancelled(known=False)),
+    (WHY_NOT, Reasons(reasons=("cpu: 2 wanted, 1 free",))),
+    (ROUND_MEMBERS, MembersKnown(accepted=False, reason="round 4 is over")),
+    (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST)),
+    (HEALTH_CHECK, Health(healthy=True, role="worker", version="0.1.0", bytes_sent=1, bytes_received=2)),
+    (RENEW_LEASE, Renewed(id=ID[1], timeout=TIME, timeout_ms=10_000)),
+]
+PUSH = PushHeader(
+    job_id=ID[7], round=4, kind=PSEUDO_GRADIENT, name="update.safetensors", size=1 << 33, digest=DIGEST, samples=320
+)
+HEADERS: list[tuple[str, Any, Any]] = [
+    ("PushHeader", PushHeader, PUSH),
+    ("PushAnswer.GoOn", PushAnswer, GoOn(offset=4096)),
+    ("PushAnswer.Refused", PushAnswer, Refusal(reason="not a member of round 4")),
+    ("PushReceipt", PushReceipt, Receipt(size=1 << 33)),
+    ("PullRequest", PullRequest, PullRequest(dataset="digits", index=3)),
+    ("PullRequest.manifest", PullRequest, PullRequest(dataset="digits", index=0, name="manifest", offset=7)),
+    ("PullAnswer.Start", PullAnswer, PullStart(size=1 << 33, digest=DIGEST)),
+]
+
+
+def lines() -> list[dict[str, Any]]:
+    made = []
+    for kind, talks in (("request", REQUESTS), ("response", RESPONSES)):
+        for talk, value in talks:
+            data = talk.encode_request(value) if kind == "request" else talk.encode_response(value)
+            plain = to_plain(talk.request if kind == "request" else talk.response, value)
+            name = talk.variant or type(value).__name__
+            made.append({"protocol": talk.protocol, "kind": kind, "name": name, "hex": data.hex(), "json": plain})
+    for name, annotated, value in HEADERS:
+        data, plain = to_cbor(annotated, value), to_plain(annotated, value)
+        made.append({"protocol": "transfer", "kind": "header", "name": name, "hex": data.hex(), "json": plain})
+    return made
+
+
+def golden() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in GOLDEN.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("index", range(len(REQUESTS) + len(RESPONSES) + len(HEADERS)))
+def test_bytes_are_as_they_were(index: int) -> None:
+    assert lines()[index] == golden()[index]
+
+
+def test_golden_bytes_decode() -> None:
+    stored = golden()
+    for (talk, value), line in zip(REQUESTS, stored, strict=False):
+        assert talk.decode_request(bytes.fromhex(line["hex"])) == value
+    for (talk, value), line in zip(RESPONSES, stored[len(REQUESTS) :], strict=False):
+        assert talk.decode_response(bytes.fromhex(line["hex"])) == value
+    assert len(stored) == len(REQUESTS) + len(RESPONSES) + len(HEADERS)
+
+
+if __name__ == "__main__":
+    print("\n".join(json.dumps(line, separators=(",", ":"), sort_keys=True) for line in lines()))
