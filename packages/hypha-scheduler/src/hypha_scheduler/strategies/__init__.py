@@ -1,0 +1,1 @@
+"""Which tasks a job is made of and when they run: one folder a strategy, each pure."""

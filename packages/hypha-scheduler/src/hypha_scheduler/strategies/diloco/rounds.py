@@ -1,0 +1,360 @@
+"""When to synchronise: the rounds of one DiLoCo job, driven by what its executors report. Pure.
+
+Training workers report batches and are told how many they still have to do before their update; when all have sent
+theirs, the parameter server is told whose updates to average, with which weights; its outer step closes the round.
+The clock is passed in; what is to be *done* comes back as effects, which `hypha_scheduler.training` carries out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from hypha_proto.ids import PeerId
+from hypha_proto.progress import Continue, Done, Ok, ProgressError, ProgressResponse, ScheduleUpdate
+from hypha_scheduler.strategies.diloco.forecast import Shares, Speed, Standing, divide
+
+DECIDED_SHARE: Final = 0.5
+"""Share of a round's target after which counts are decided even if someone's speed is unknown."""
+_CHANGE: Final = 0.2
+"""A count that was told is changed only when it is off by more than this share, and by more than one batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSettings:
+    """What a job asks of its rounds."""
+
+    rounds: int
+    target: int
+    """Samples of all workers in a round."""
+    batch_size: int
+    min_members: int
+    timeout: float | None = None
+    """Seconds that a round may take; none: from the forecast."""
+    grace: float = 30.0
+    """Seconds beyond the forecast before a member counts as late, at least."""
+    patience: float = 600.0
+    """Seconds for what has no forecast: starting an executor, an outer step, merging it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Synchronise:
+    """Effect: tell the parameter server whose updates to average."""
+
+    round: int
+    members: tuple[tuple[PeerId, int], ...]
+    """Peer and samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundClosed:
+    """Effect: a round is over; what is known about it."""
+
+    round: int
+    samples: Mapping[PeerId, int]
+    batches: Mapping[PeerId, int]
+    waits: Mapping[PeerId, float]
+    """Seconds from a worker's own update to the last one's."""
+    seconds: float
+    """From the round's first moment to the outer step."""
+    loss: float | None
+    """Mean over workers, weighted by samples; none when no worker reported one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Effect: the job cannot go on."""
+
+    reason: str
+
+
+Effect = Synchronise | RoundClosed | Fail
+
+
+@dataclass(slots=True)
+class _Part:
+    """One worker's part in one round."""
+
+    last_at: float | None = None
+    """When its last batch was reported, or it began."""
+    samples: int = 0
+    batches: int = 0
+    left: int | None = None
+    """Batches it was told to do still."""
+    posted_at: float | None = None
+    loss: float | None = None
+
+
+@dataclass(slots=True)
+class _Round:
+    number: int
+    began_at: float
+    parts: dict[PeerId, _Part] = field(default_factory=dict)
+    dropped: set[PeerId] = field(default_factory=set)
+    """Members that were late or whose update was refused."""
+    finish: float | None = None
+    synchronised_at: float | None = None
+    closed_at: float | None = None
+    told: bool = False
+
+    def part(self, peer: PeerId) -> _Part:
+        return self.parts.setdefault(peer, _Part())
+
+
+@dataclass(slots=True)
+class _Member:
+    round: int = 1
+    speed: Speed = field(default_factory=Speed)
+    done: bool = False
+
+
+class Rounds:
+    """The rounds of one job. Every method that hears of something returns what follows from it."""
+
+    def __init__(self, settings: RoundSettings, members: Iterable[PeerId], now: float) -> None:
+        """All `members` start in round 1."""
+        self._settings = settings
+        self._members = {peer: _Member() for peer in members}
+        self._rounds: dict[int, _Round] = {1: _Round(1, now)}
+        self._closed = 0
+
+    @property
+    def members(self) -> frozenset[PeerId]:
+        """Workers that take part."""
+        return frozenset(self._members)
+
+    @property
+    def closed(self) -> int:
+        """Number of the last round whose outer step was taken; 0 before the first."""
+        return self._closed
+
+    @property
+    def over(self) -> bool:
+        """Whether the last outer step was taken and every worker has merged it."""
+        return self._closed >= self._settings.rounds and all(m.done for m in self._members.values())
+
+    # ------------------------------------------------------------------------------------------------- training workers
+
+    def began(self, peer: PeerId, now: float) -> None:
+        """A worker got its first slice: its first batch begins."""
+        member = self._members.get(peer)
+        if member is not None:
+            part = self._rounds[member.round].part(peer)
+            part.last_at = now if part.last_at is None else part.last_at
+
+    def batch(self, peer: PeerId, samples: int, now: float) -> ProgressResponse:
+        """A worker finished a batch: go on, or how many more before the update."""
+        member = self._members.get(peer)
+        if member is None:
+            return ProgressError()
+        current = self._rounds[member.round]
+        part = current.part(peer)
+        if member.done or part.posted_at is not None:
+            return Done() if member.done else Continue()
+        samples = min(samples, self._settings.batch_size)
+        if part.last_at is not None:
+            member.speed.observe(samples, now - part.last_at)
+        part.last_at = now
+        part.samples += samples
+        part.batches += 1
+        part.left = None if part.left is None else max(0, part.left - 1)
+        return self._answer_batch(current, peer, part, now)
+
+    def _answer_batch(self, current: _Round, peer: PeerId, part: _Part, now: float) -> ProgressResponse:
+        if part.left == 0 or not self._decidable(current):
+            return Continue()
+        shares = self._shares(current, now)
+        current.finish = shares.finish
+        share = shares.batches[peer]
+        if part.left is not None and abs(share - part.left) <= max(1.0, _CHANGE * part.left):
+            return Continue()
+        part.left = share
+        return ScheduleUpdate(counter=share)
+
+    def _expected(self, current: _Round) -> list[PeerId]:
+        """Members whose update belongs in the round."""
+        return [p for p, m in self._members.items() if m.round <= current.number and p not in current.dropped]
+
+    def _decidable(self, current: _Round) -> bool:
+        expected = self._expected(current)
+        done = sum(part.samples for part in current.parts.values())
+        if done >= DECIDED_SHARE * self._settings.target:
+            return True
+        in_flight = sum(current.part(peer).posted_at is None for peer in expected) * self._settings.batch_size
+        return done + in_flight >= self._settings.target or all(self._members[peer].speed.known for peer in expected)
+
+    def _shares(self, current: _Round, now: float) -> Shares:
+        expected = self._expected(current)
+        gone = sum(part.samples for peer, part in current.parts.items() if peer not in expected)
+        return divide([self._standing(current, peer, now) for peer in expected], self._settings.target - gone)
+
+    def _standing(self, current: _Round, peer: PeerId, now: float) -> Standing:
+        part, speed = current.part(peer), self._members[peer].speed
+        size = self._settings.batch_size
+        seconds = None if speed.seconds_per_sample is None else speed.seconds_per_sample * size
+        since = now if part.last_at is None else part.last_at
+        if seconds is not None:
+            seconds = max(seconds, now - since)  # a batch that is overdue says more than the batches before it
+        return Standing(
+            peer=peer,
+            batch_size=size,
+            done=part.samples,
+            batch_seconds=seconds,
+            next_at=since + (seconds or 0.0),
+            owed=0 if part.batches else 1,
+            over=part.posted_at is not None or part.left == 0,
+        )
+
+    def update(self, peer: PeerId, now: float) -> tuple[Effect, ...]:
+        """A worker begins to send its pseudo-gradient: its samples in this round are settled."""
+        member = self._members.get(peer)
+        if member is None:
+            return ()
+        current = self._rounds[member.round]
+        part = current.part(peer)
+        part.posted_at = now if part.posted_at is None else part.posted_at
+        return self._synchronise_if_complete(current, now)
+
+    def metrics(self, peer: PeerId, number: int, loss: float | None) -> tuple[Effect, ...]:
+        """A worker tells what it measured over a round."""
+        current = self._rounds.get(number)
+        if peer not in self._members or current is None:
+            return ()
+        current.part(peer).loss = loss
+        return self._tell(current, only_whole=True)
+
+    def merged(self, peer: PeerId, now: float) -> ProgressResponse:
+        """A worker has merged the outer update of its round: on to the next, or done."""
+        member = self._members.get(peer)
+        if member is None or self._rounds[member.round].synchronised_at is None:
+            return ProgressError()
+        if member.round >= self._settings.rounds:
+            member.done = True
+            return Done()
+        member.round += 1
+        self._rounds.setdefault(member.round, _Round(member.round, now)).part(peer).last_at = now
+        for number in [n for n in self._rounds if n < min(m.round for m in self._members.values()) - 1]:
+            del self._rounds[number]
+        return Continue()
+
+    # ------------------------------------------------------------------------------------------------- parameter server
+
+    def _synchronise_if_complete(self, current: _Round, now: float, again: bool = False) -> tuple[Effect, ...]:
+        expected = self._expected(current)
+        if current.number <= self._closed or (current.synchronised_at is not None and not again):
+            return ()
+        if not all(current.part(peer).posted_at is not None for peer in expected):
+            return ()
+        members = tuple((peer, current.parts[peer].samples) for peer in expected if current.parts[peer].samples)
+        if len(members) < self._settings.min_members:
+            return (Fail(f"round {current.number}: {len(members)} updates of at least {self._settings.min_members}"),)
+        current.synchronised_at = now
+        return (Synchronise(current.number, members),)
+
+    def updated(self, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+        """The parameter server has taken an outer step: the answer to it, and the round that this closes."""
+        current = self._rounds.get(self._closed + 1)
+        if current is None or current.synchronised_at is None:
+            return ProgressError(), ()
+        self._closed += 1
+        current.closed_at = now
+        answer: ProgressResponse = Done() if self._closed >= self._settings.rounds else Ok()
+        before = self._rounds.get(self._closed - 1)
+        late = self._tell(before, only_whole=False) if before else ()
+        return answer, late + self._tell(current, only_whole=True)
+
+    def refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
+        """The parameter server could not use a member's update: the round goes on without it."""
+        current = self._rounds.get(number)
+        if current is None or peer not in self._members or number <= self._closed or peer in current.dropped:
+            return ()
+        current.dropped.add(peer)
+        return self._without(current, f"the parameter server refused the update of {peer}: {reason}", now)
+
+    def _without(self, current: _Round, why: str, now: float) -> tuple[Effect, ...]:
+        remaining, least = len(self._expected(current)), self._settings.min_members
+        if remaining < least:
+            return (Fail(f"round {current.number}: {why}; {remaining} of at least {least} remain"),)
+        return self._synchronise_if_complete(current, now, again=True)
+
+    # -------------------------------------------------------------------------------------------------- what goes wrong
+
+    def lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
+        """A worker is gone. Its update of a round that is not closed does not count."""
+        if self._members.pop(peer, None) is None:
+            return ()
+        if len(self._members) < self._settings.min_members:
+            need = self._settings.min_members
+            return (Fail(f"worker {peer} was lost: {why}; {len(self._members)} of at least {need} remain"),)
+        effects: tuple[Effect, ...] = ()
+        for current in [r for r in self._rounds.values() if r.number > self._closed]:
+            current.parts.pop(peer, None)
+            effects += self._synchronise_if_complete(current, now, again=current.synchronised_at is not None)
+        return effects
+
+    def deadline(self) -> float | None:
+        """When the open round is overdue; none when all is done."""
+        current = self._rounds.get(self._closed + 1)
+        if current is None:
+            last = self._rounds[self._closed]
+            return None if self.over else (last.closed_at or last.began_at) + self._settings.patience
+        if current.synchronised_at is not None:
+            return current.synchronised_at + (self._settings.timeout or self._settings.patience)
+        if self._settings.timeout is not None:
+            return current.began_at + self._settings.timeout
+        starting = any(
+            not self._members[peer].speed.observations and not current.part(peer).batches
+            for peer in self._expected(current)
+        )
+        if current.finish is None or starting:
+            return current.began_at + self._settings.patience
+        return current.finish + max(self._settings.grace, current.finish - current.began_at)
+
+    def expire(self, now: float) -> tuple[Effect, ...]:
+        """The deadline may have passed: the round goes on without those who are late."""
+        due = self.deadline()
+        if due is None or now < due:
+            return ()
+        current = self._rounds.get(self._closed + 1)
+        if current is None:
+            waiting = sorted(str(peer) for peer, member in self._members.items() if not member.done)
+            return (Fail(f"the outer update of round {self._closed} was not merged by {', '.join(waiting)}"),)
+        if current.synchronised_at is not None:
+            waited = now - current.synchronised_at
+            return (Fail(f"round {current.number}: the parameter server took no outer step within {waited:.0f} s"),)
+        late = [peer for peer in self._expected(current) if current.part(peer).posted_at is None]
+        current.dropped.update(late)
+        names = ", ".join(sorted(str(peer) for peer in late))
+        return self._without(current, f"no update within {now - current.began_at:.0f} s from {names}", now)
+
+    # ------------------------------------------------------------------------------------------------------ what it was
+
+    def finish(self) -> tuple[Effect, ...]:
+        """The job is over: rounds that wait for a worker's metrics are told as they are."""
+        told: tuple[Effect, ...] = ()
+        for current in list(self._rounds.values()):
+            told += self._tell(current, only_whole=False)
+        return told
+
+    def _tell(self, current: _Round, *, only_whole: bool) -> tuple[Effect, ...]:
+        """Close a round's account once: when every contributor's loss is known, or at the last moment."""
+        posted = {peer: part for peer, part in current.parts.items() if part.posted_at is not None}
+        parts = {peer: part for peer, part in posted.items() if peer not in current.dropped}
+        whole = all(part.loss is not None for part in parts.values())
+        if current.told or current.closed_at is None or (only_whole and not whole):
+            return ()
+        current.told = True
+        last = max((part.posted_at or 0.0 for part in parts.values()), default=0.0)
+        losses = [(part.loss, part.samples) for part in parts.values() if part.loss is not None and part.samples]
+        weight = sum(samples for _, samples in losses)
+        return (
+            RoundClosed(
+                round=current.number,
+                samples={peer: part.samples for peer, part in parts.items()},
+                batches={peer: part.batches for peer, part in parts.items()},
+                waits={peer: last - (part.posted_at or last) for peer, part in parts.items()},
+                seconds=current.closed_at - current.began_at,
+                loss=sum(loss * samples for loss, samples in losses) / weight if weight else None,
+            ),
+        )

@@ -1,0 +1,179 @@
+"""Who trains on what: each slice of the dataset exactly once an epoch, AVAILABLE → ASSIGNED → USED. Pure.
+
+Before this room: the data node's manifest says which slices there are. After it: the worker pulls what it was given
+from the data node, and its executor reports how many samples of it were used.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+_OPEN_EPOCHS: Final = 64
+"""More epochs than this are never open at once: a worker that hoards slices cannot make the ledger grow."""
+
+
+class SliceState(Enum):
+    """How a slice of an epoch stands."""
+
+    AVAILABLE = "available"
+    ASSIGNED = "assigned"
+    USED = "used"
+
+
+class LedgerFullError(Exception):
+    """Too many slices are assigned and not used."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Assignment:
+    """One slice in one pass over the dataset."""
+
+    epoch: int
+    """From 0."""
+    index: int
+
+
+@dataclass(slots=True)
+class _Epoch:
+    number: int
+    queue: deque[int]
+    """Slices that are AVAILABLE, next first."""
+    unused: int
+
+
+@dataclass(slots=True)
+class _Holding:
+    """A slice that a worker has."""
+
+    assignment: Assignment
+    samples_used: int = 0
+
+
+@dataclass(slots=True)
+class _Holder:
+    holdings: list[_Holding] = field(default_factory=list)
+    silent: bool = False
+    """It reports batches without saying which slices they came from."""
+
+
+class SliceLedger:
+    """Hands out the slices of one dataset.
+
+    Epochs overlap: when no slice is AVAILABLE the next epoch opens, so that nobody waits for another's last slice.
+    Slices that a lost worker had and did not use up are the first to be handed out again.
+    """
+
+    def __init__(self, samples: Sequence[int | None], seed: int = 0) -> None:
+        """Begin before epoch 0.
+
+        Args:
+            samples: samples of each slice; none where unknown (then a slice is used at its holder's next request).
+            seed: decides the order within every epoch.
+
+        Raises:
+            ValueError: there are no slices.
+        """
+        if not samples:
+            raise ValueError("a dataset without slices cannot be trained on")
+        self._samples = list(samples)
+        self._seed = seed
+        self._epochs: dict[int, _Epoch] = {}
+        self._next_epoch = 0
+        self._holders: dict[Hashable, _Holder] = {}
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch that has begun."""
+        return max(0, self._next_epoch - 1)
+
+    def state(self, epoch: int, index: int) -> SliceState:
+        """How a slice stands. Epochs that have not begun are AVAILABLE, those that are over are USED."""
+        opened = self._epochs.get(epoch)
+        if opened is None:
+            return SliceState.AVAILABLE if epoch >= self._next_epoch else SliceState.USED
+        if index in opened.queue:
+            return SliceState.AVAILABLE
+        return SliceState.ASSIGNED if Assignment(epoch, index) in self._assigned() else SliceState.USED
+
+    def _assigned(self) -> set[Assignment]:
+        return {held.assignment for holder in self._holders.values() for held in holder.holdings}
+
+    def held_by(self, worker: Hashable) -> tuple[Assignment, ...]:
+        """What `worker` has ASSIGNED, oldest first."""
+        holder = self._holders.get(worker)
+        return tuple(held.assignment for held in holder.holdings) if holder else ()
+
+    def assign(self, worker: Hashable) -> Assignment:
+        """Give `worker` the next slice.
+
+        Raises:
+            LedgerFullError: so much is assigned and not used that something must be wrong with the workers.
+        """
+        holder = self._holders.setdefault(worker, _Holder())
+        if holder.silent:
+            for held in holder.holdings:
+                self._use(held.assignment)
+            holder.holdings.clear()
+        epoch = next((e for e in self._epochs.values() if e.queue), None) or self._open_epoch()
+        assignment = Assignment(epoch.number, epoch.queue.popleft())
+        holder.holdings.append(_Holding(assignment))
+        return assignment
+
+    def _open_epoch(self) -> _Epoch:
+        if len(self._epochs) >= _OPEN_EPOCHS:
+            raise LedgerFullError(f"{len(self._epochs)} epochs hold slices that were assigned and never used")
+        order = list(range(len(self._samples)))
+        random.Random(f"{self._seed}/{self._next_epoch}").shuffle(order)
+        epoch = _Epoch(self._next_epoch, deque(order), len(order))
+        self._epochs[epoch.number] = epoch
+        self._next_epoch += 1
+        return epoch
+
+    def report(self, worker: Hashable, used: Mapping[int, int] | None) -> None:
+        """Note what a batch of `worker` took: slice index to samples; none when the executor does not say.
+
+        Indexes that the worker does not hold are ignored.
+        """
+        holder = self._holders.setdefault(worker, _Holder())
+        if used is None:
+            holder.silent = True
+            return
+        holder.silent = False
+        for index, samples in used.items():
+            self._take(holder, index, samples)
+
+    def _take(self, holder: _Holder, index: int, samples: int) -> None:
+        """Count samples on the holder's copies of a slice, the one of the oldest epoch first."""
+        copies = sorted((h for h in holder.holdings if h.assignment.index == index), key=lambda h: h.assignment)
+        for held in copies:
+            size = self._samples[index]
+            if size is None:
+                return
+            taken = min(samples, size - held.samples_used)
+            held.samples_used += taken
+            samples -= taken
+            if held.samples_used >= size:
+                holder.holdings.remove(held)
+                self._use(held.assignment)
+            if samples <= 0:
+                return
+
+    def _use(self, assignment: Assignment) -> None:
+        epoch = self._epochs[assignment.epoch]
+        epoch.unused -= 1
+        if epoch.unused == 0:
+            del self._epochs[assignment.epoch]
+
+    def lose(self, worker: Hashable) -> tuple[Assignment, ...]:
+        """A worker is gone: what it had and did not use up is AVAILABLE again, first in line. Returns those slices."""
+        holder = self._holders.pop(worker, None)
+        if holder is None:
+            return ()
+        for held in reversed(holder.holdings):
+            self._epochs[held.assignment.epoch].queue.appendleft(held.assignment.index)
+        return tuple(held.assignment for held in holder.holdings)

@@ -1,0 +1,225 @@
+"""Rounds, played by simulated executors on a simulated clock."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hypha_proto.ids import PeerId
+from hypha_proto.progress import Continue, Done, Ok, ProgressError, ScheduleUpdate
+from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, RoundClosed, Rounds, RoundSettings, Synchronise
+
+PEERS = [PeerId.from_public_key(bytes([n + 1]) * 32) for n in range(5)]
+
+
+@dataclass
+class Simulation:
+    """Executors that do what they are told, and a parameter server that takes half a second."""
+
+    settings: RoundSettings
+    seconds: dict[PeerId, Callable[[int], float]]
+    """Seconds of a batch, by round."""
+    late: dict[PeerId, float] = field(default_factory=dict)
+    """Seconds from the start to the first slice."""
+    now: float = 0.0
+
+    def run(self) -> list[RoundClosed]:
+        self.rounds = Rounds(self.settings, self.seconds, self.now)
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.count = 0
+        self.left: dict[PeerId, int | None] = {}
+        self.round = dict.fromkeys(self.seconds, 1)
+        self.closed: list[RoundClosed] = []
+        self.failed: str | None = None
+        self.done: set[PeerId] = set()
+        for peer in self.seconds:
+            self.after(self.late.get(peer, 0.0), lambda peer=peer: self.begin(peer))
+        while self.events and self.failed is None:
+            self.now, _, action = heapq.heappop(self.events)
+            action()
+        self.take(self.rounds.finish())
+        return self.closed
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (self.now + seconds, self.count, action))
+
+    def begin(self, peer: PeerId) -> None:
+        self.rounds.began(peer, self.now)
+        self.next_batch(peer)
+
+    def next_batch(self, peer: PeerId) -> None:
+        self.after(self.seconds[peer](self.round[peer]), lambda: self.batch(peer))
+
+    def batch(self, peer: PeerId) -> None:
+        answer = self.rounds.batch(peer, self.settings.batch_size, self.now)
+        left = self.left.get(peer)
+        if isinstance(answer, ScheduleUpdate):
+            left = answer.counter
+        else:
+            assert isinstance(answer, Continue)
+            left = None if left is None else left - 1
+        self.left[peer] = left
+        if left is not None and left <= 0:
+            self.take(self.rounds.update(peer, self.now))
+        else:
+            self.next_batch(peer)
+
+    def take(self, effects: tuple[Effect, ...]) -> None:
+        for effect in effects:
+            if isinstance(effect, Synchronise):
+                self.after(0.5, lambda effect=effect: self.outer_step(effect))
+            elif isinstance(effect, RoundClosed):
+                self.closed.append(effect)
+            else:
+                self.failed = effect.reason
+
+    def outer_step(self, effect: Synchronise) -> None:
+        answer, effects = self.rounds.updated(self.now)
+        assert isinstance(answer, Done if effect.round == self.settings.rounds else Ok)
+        self.take(effects)
+        for peer in self.seconds:
+            self.after(0.1, lambda peer=peer: self.merge(peer))
+
+    def merge(self, peer: PeerId) -> None:
+        answer = self.rounds.merged(peer, self.now)
+        self.take(self.rounds.metrics(peer, self.round[peer], 0.5))
+        if isinstance(answer, Done):
+            self.done.add(peer)
+            return
+        assert isinstance(answer, Continue)
+        self.round[peer] += 1
+        self.left[peer] = None
+        self.next_batch(peer)
+
+
+def steady(*seconds: float) -> dict[PeerId, Callable[[int], float]]:
+    return {peer: (lambda _round, s=s: s) for peer, s in zip(PEERS, seconds, strict=False)}
+
+
+def test_a_four_times_slower_executor_does_a_quarter_and_nobody_waits_long() -> None:
+    simulation = Simulation(RoundSettings(6, 1152, 16, 3), steady(0.1, 0.1, 0.4))
+    closed = simulation.run()
+    assert [entry.round for entry in closed] == [1, 2, 3, 4, 5, 6]
+    for entry in closed:
+        fast, slow = entry.batches[PEERS[0]], entry.batches[PEERS[2]]
+        assert abs(slow - fast / 4) <= 1.0
+        assert max(entry.waits.values()) <= 0.4 + 1e-6  # one batch of the slowest
+        assert 1152 <= sum(entry.samples.values()) <= 1152 + 2 * 16
+        assert entry.loss == 0.5
+    assert simulation.done == set(PEERS[:3])
+    assert simulation.rounds.over
+
+
+def test_an_executor_that_slows_down_within_a_round_gives_work_away() -> None:
+    seconds = steady(0.1, 0.1)
+    seconds[PEERS[1]] = lambda number: 0.1 if number < 3 else 0.8
+    closed = Simulation(RoundSettings(5, 1600, 16, 2), seconds).run()
+    for entry in closed[2:]:
+        assert max(entry.waits.values()) <= 1.7  # two of its slow batches
+        assert entry.batches[PEERS[1]] < entry.batches[PEERS[0]] / 3
+
+
+def test_a_late_executor_takes_part_with_few_batches() -> None:
+    simulation = Simulation(RoundSettings(3, 960, 16, 3), steady(0.1, 0.1, 0.1), late={PEERS[2]: 4.0})
+    closed = simulation.run()
+    assert 1 <= closed[0].batches[PEERS[2]] < 5
+    assert abs(closed[1].batches[PEERS[2]] - closed[1].batches[PEERS[0]]) <= 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    speeds=st.lists(st.floats(0.01, 2.0), min_size=1, max_size=5),
+    target=st.integers(1, 2000),
+    size=st.integers(1, 64),
+    rounds=st.integers(1, 4),
+)
+def test_every_job_ends_with_everyone_in_every_round(speeds: list[float], target: int, size: int, rounds: int) -> None:
+    simulation = Simulation(RoundSettings(rounds, target, size, len(speeds)), steady(*speeds))
+    closed = simulation.run()
+    assert simulation.failed is None
+    assert [entry.round for entry in closed] == list(range(1, rounds + 1))
+    for entry in closed:
+        assert all(batches >= 1 for batches in entry.batches.values())
+        assert len(entry.batches) == len(speeds)
+        # everyone may be in the middle of a batch when the target is reached, and the first round is half unforeseen
+        assert target <= sum(entry.samples.values()) <= 1.5 * target + 2 * len(speeds) * size
+
+
+def make(minimum: int = 2) -> Rounds:
+    rounds = Rounds(RoundSettings(2, 64, 16, minimum), PEERS[:3], 0.0)
+    for peer in PEERS[:3]:
+        rounds.began(peer, 0.0)
+        rounds.batch(peer, 16, 1.0)
+    return rounds
+
+
+def test_a_lost_member_is_left_out_and_the_parameter_server_is_told_again() -> None:
+    rounds = make()
+    assert rounds.update(PEERS[0], 2.0) == ()
+    assert rounds.update(PEERS[1], 2.0) == ()
+    assert rounds.update(PEERS[2], 2.0) == (Synchronise(1, tuple((peer, 16) for peer in PEERS[:3])),)
+    assert rounds.lost(PEERS[1], "no lease", 3.0) == (Synchronise(1, ((PEERS[0], 16), (PEERS[2], 16))),)
+    assert isinstance(rounds.updated(4.0)[0], Ok)
+
+
+def test_a_lost_member_that_the_others_waited_for() -> None:
+    rounds = make()
+    rounds.update(PEERS[0], 2.0)
+    rounds.update(PEERS[1], 2.0)
+    assert rounds.lost(PEERS[2], "no lease", 3.0) == (Synchronise(1, ((PEERS[0], 16), (PEERS[1], 16))),)
+
+
+def test_a_refused_update_is_left_out() -> None:
+    rounds = make()
+    for peer in PEERS[:3]:
+        rounds.update(peer, 2.0)
+    assert rounds.refused(1, PEERS[0], "not finite", 3.0) == (Synchronise(1, ((PEERS[1], 16), (PEERS[2], 16))),)
+    assert rounds.refused(1, PEERS[0], "not finite", 3.0) == ()
+
+
+def test_too_few_members_fail_the_job_and_say_why() -> None:
+    rounds = make(minimum=3)
+    [effect] = rounds.lost(PEERS[1], "its lease was not renewed", 3.0)
+    assert isinstance(effect, Fail)
+    assert str(PEERS[1]) in effect.reason
+    assert "its lease was not renewed; 2 of at least 3 remain" in effect.reason
+
+
+def test_a_round_goes_on_without_whoever_is_late() -> None:
+    rounds = make()
+    rounds.batch(PEERS[0], 16, 2.0)
+    rounds.update(PEERS[0], 2.0)
+    rounds.update(PEERS[1], 2.0)
+    due = rounds.deadline()
+    assert due is not None
+    assert due >= 30
+    assert rounds.expire(due - 0.1) == ()
+    assert rounds.expire(due) == (Synchronise(1, ((PEERS[0], 32), (PEERS[1], 16))),)
+
+
+def test_a_parameter_server_that_never_steps_fails_the_job() -> None:
+    rounds = make()
+    for peer in PEERS[:3]:
+        rounds.update(peer, 2.0)
+    due = rounds.deadline()
+    assert due is not None
+    [effect] = rounds.expire(due)
+    assert isinstance(effect, Fail)
+    assert "the parameter server took no outer step" in effect.reason
+
+
+@pytest.mark.parametrize("report", ["updated", "merged", "stranger"])
+def test_reports_that_do_not_fit_are_answered_with_an_error(report: str) -> None:
+    rounds = make()
+    answer = {
+        "updated": lambda: rounds.updated(1.0)[0],
+        "merged": lambda: rounds.merged(PEERS[0], 1.0),
+        "stranger": lambda: rounds.batch(PEERS[4], 16, 1.0),
+    }[report]()
+    assert isinstance(answer, ProgressError)

@@ -1,0 +1,111 @@
+"""The slice ledger: each slice exactly once an epoch, whatever workers do."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from hypha_scheduler.strategies.diloco.slices import Assignment, LedgerFullError, SliceLedger, SliceState
+
+SIZES = [10, 7, 1, 12, 5]
+WORKERS = st.sampled_from(["a", "b", "c"])
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Workers take, use, hoard and vanish; a plain model counts what was used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = SliceLedger(SIZES, seed=3)
+        self.used: Counter[Assignment] = Counter()
+        self.held: dict[str, dict[Assignment, int]] = {}
+
+    @rule(worker=WORKERS)
+    def take(self, worker: str) -> None:
+        try:
+            given = self.ledger.assign(worker)
+        except LedgerFullError:
+            return
+        assert given not in self.used
+        assert all(given not in held for held in self.held.values())
+        self.held.setdefault(worker, {})[given] = 0
+
+    @rule(worker=WORKERS, index=st.integers(-1, 6), samples=st.integers(0, 30))
+    def report(self, worker: str, index: int, samples: int) -> None:
+        self.ledger.report(worker, {index: samples})
+        held = self.held.get(worker, {})
+        for assignment in sorted(a for a in held if a.index == index):
+            taken = min(samples, SIZES[index] - held[assignment])
+            held[assignment] += taken
+            samples -= taken
+            if held[assignment] == SIZES[index]:
+                del held[assignment]
+                self.used[assignment] += 1
+            if samples <= 0:
+                break
+
+    @rule(worker=WORKERS)
+    def vanish(self, worker: str) -> None:
+        assert set(self.ledger.lose(worker)) == set(self.held.pop(worker, {}))
+
+    @invariant()
+    def agrees(self) -> None:
+        for worker, held in self.held.items():
+            assert set(self.ledger.held_by(worker)) == set(held)
+            assert all(self.ledger.state(a.epoch, a.index) is SliceState.ASSIGNED for a in held)
+        assert all(count == 1 for count in self.used.values())
+        assert all(self.ledger.state(a.epoch, a.index) is SliceState.USED for a in self.used)
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+test_each_slice_is_used_exactly_once_an_epoch = LedgerMachine.TestCase
+
+
+def test_epochs_overlap_and_each_holds_every_slice_once() -> None:
+    ledger = SliceLedger(SIZES, seed=1)
+    given = [ledger.assign(worker) for worker in ("a", "b") * len(SIZES)]
+    assert sorted(given) == [Assignment(epoch, index) for epoch in (0, 1) for index in range(len(SIZES))]
+
+
+def test_the_seed_decides_the_order() -> None:
+    def order(seed: int) -> list[Assignment]:
+        ledger = SliceLedger([1] * 50, seed)
+        return [ledger.assign("a") for _ in range(100)]
+
+    assert order(5) == order(5)
+    assert order(5) != order(6)
+    assert [a.index for a in order(5)[:50]] != [a.index for a in order(5)[50:]]
+
+
+def test_what_a_lost_worker_had_is_next() -> None:
+    ledger = SliceLedger([4] * 6)
+    lost = [ledger.assign("gone"), ledger.assign("gone")]
+    ledger.assign("stays")
+    ledger.report("gone", {lost[0].index: 4})
+    assert ledger.lose("gone") == (lost[1],)
+    assert ledger.assign("stays") == lost[1]
+
+
+def test_a_silent_executor_has_used_what_it_had_when_it_asks_again() -> None:
+    ledger = SliceLedger([None] * 3)
+    first = ledger.assign("old")
+    ledger.report("old", None)
+    second = ledger.assign("old")
+    assert ledger.state(0, first.index) is SliceState.USED
+    assert ledger.lose("old") == (second,)
+
+
+def test_a_hoarder_is_stopped() -> None:
+    ledger = SliceLedger([1])
+    with pytest.raises(LedgerFullError):
+        for _ in range(1000):
+            ledger.assign("hoarder")
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(ValueError, match="without slices"):
+        SliceLedger([])

@@ -1,0 +1,60 @@
+"""Tasks wait for results, run, and end once."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from hypha_proto.ids import PeerId
+from hypha_scheduler.tasks import Task, TaskError, TaskGraph, TaskState
+
+PEER = PeerId.from_public_key(bytes(32))
+
+
+def task(name: str, number: int, needs: tuple[str, ...] = (), gives: tuple[str, ...] = ()) -> Task:
+    return Task(name, "train", PEER, uuid.UUID(int=number), frozenset(needs), frozenset(gives))
+
+
+def names(tasks: tuple[Task, ...]) -> list[str]:
+    return [found.name for found in tasks]
+
+
+def test_a_task_starts_when_what_it_needs_exists() -> None:
+    graph = TaskGraph([task("train", 1, ("model", "server")), task("aggregate", 2, ("model",), ("server",))])
+    assert names(graph.ready()) == []
+    graph.provide("model")
+    assert names(graph.ready()) == ["aggregate"]
+    with pytest.raises(TaskError, match="cannot start"):
+        graph.start("train")
+    graph.start("aggregate")
+    assert names(graph.ready()) == ["train"]
+
+
+def test_the_first_ending_counts() -> None:
+    graph = TaskGraph([task("a", 1)])
+    graph.start("a")
+    assert graph.end("a", TaskState.FAILED)
+    assert not graph.end("a", TaskState.FINISHED)
+    assert graph.state("a") is TaskState.FAILED
+    assert graph.over
+    with pytest.raises(TaskError, match="not an ending"):
+        graph.end("a", TaskState.RUNNING)
+
+
+def test_a_task_is_found_by_its_lease() -> None:
+    graph = TaskGraph([task("a", 1), task("b", 2)])
+    found = graph.of_lease(uuid.UUID(int=2))
+    assert found is not None
+    assert found.name == "b"
+    assert graph.of_lease(uuid.UUID(int=3)) is None
+
+
+def test_tasks_that_wait_for_each_other_are_refused() -> None:
+    with pytest.raises(TaskError, match="wait for each other: a, b"):
+        TaskGraph([task("a", 1, ("y",), ("x",)), task("b", 2, ("x",), ("y",))])
+
+
+def test_names_and_leases_are_unique() -> None:
+    with pytest.raises(TaskError, match="one name or one lease"):
+        TaskGraph([task("a", 1), task("b", 1)])
