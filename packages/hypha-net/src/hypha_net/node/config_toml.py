@@ -1,0 +1,154 @@
+"""Reads TOML and remembers on which line each key stands, which `tomllib` does not tell.
+
+`tomllib` decides what a document means; the scan beside it only finds lines, in documents known to be well formed.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+Key = tuple[str | int, ...]
+"""Where a value stands: table names, keys and indices of arrays."""
+
+_KEY_PART: Final = re.compile(r"""\s*("(?:[^"\\]|\\.)*"|'[^']*'|[A-Za-z0-9_-]+)\s*""")
+# what may stand in a value, coarsely: strings first, so that quotes hide brackets, commas and comments
+_TOKEN: Final = re.compile(
+    r'"""(?:[^\\]|\\.)*?"{3,5}'
+    r"|'''.*?'{3,5}"
+    r'|"(?:[^"\\\n]|\\.)*"'
+    r"|'[^'\n]*'"
+    r"|#[^\n]*|[\[\]{}\n]|[^\"'#\[\]{}\n]+",
+    re.DOTALL,
+)
+
+
+class TomlError(ValueError):
+    """A document that is not TOML; `line` says where, if that is known."""
+
+    def __init__(self, message: str, line: int | None) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A parsed document and the lines of its keys."""
+
+    data: dict[str, Any]
+    lines: dict[Key, int]
+    path: Path
+
+    def where(self, key: Key) -> str:
+        """``file:line`` of a key, or of the nearest table that holds it; the file alone if neither is in it."""
+        for end in range(len(key), 0, -1):
+            if key[:end] in self.lines:
+                return f"{self.path}:{self.lines[key[:end]]}"
+        return str(self.path)
+
+
+def read_toml(text: str, path: Path) -> Document:
+    """Parse a document.
+
+    Raises:
+        TomlError: it is not TOML.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"at line (\d+)", str(error))
+        line = int(found[1]) if found else text.count("\n") + 1
+        raise TomlError(re.sub(r" \(at .*\)$", "", str(error)), line) from None
+    return Document(data, _Scan(text.replace("\r\n", "\n")).lines(), path)
+
+
+class _Scan:
+    """One pass over a well-formed document."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._table: Key = ()
+        self._counts: dict[Key, int] = {}
+        self._lines: dict[Key, int] = {}
+
+    def lines(self) -> dict[Key, int]:
+        while self._skip_blank():
+            if self._text[self._at] == "[":
+                self._header()
+            else:
+                self._note((*self._table, *self._names()))
+                self._at += 1  # the equals sign
+                self._value()
+        return self._lines
+
+    def _skip_blank(self) -> bool:
+        while self._at < len(self._text):
+            letter = self._text[self._at]
+            if letter == "#":
+                self._at = self._end_of_line()
+            elif letter.isspace():
+                self._at += 1
+            else:
+                return True
+        return False
+
+    def _end_of_line(self) -> int:
+        end = self._text.find("\n", self._at)
+        return len(self._text) if end < 0 else end
+
+    def _names(self) -> tuple[str, ...]:
+        names = []
+        while part := _KEY_PART.match(self._text, self._at):
+            names.append(_unquoted(part[1]))
+            self._at = part.end()
+            if self._text[self._at] != ".":
+                break
+            self._at += 1
+        return tuple(names)
+
+    def _header(self) -> None:
+        array = self._text.startswith("[[", self._at)
+        self._at += 2 if array else 1
+        names = self._names()
+        path = self._entered(names[:-1]) + names[-1:]
+        if array:
+            self._counts[path] = self._counts.get(path, -1) + 1
+            self._lines.setdefault(path, self._line())
+            path = (*path, self._counts[path])
+        self._note(path)
+        self._table = path if array else self._entered(path)
+        self._at = self._end_of_line()
+
+    def _entered(self, names: Key) -> Key:
+        """The path that a header's names mean: an array of tables stands for its latest element."""
+        path: Key = ()
+        for name in names:
+            path = (*path, name)
+            if path in self._counts:
+                path = (*path, self._counts[path])
+        return path
+
+    def _value(self) -> None:
+        depth = 0
+        while token := _TOKEN.match(self._text, self._at):
+            if token[0] == "\n" and depth == 0:
+                return
+            depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
+            self._at = token.end()
+
+    def _note(self, path: Key) -> None:
+        for end in range(1, len(path) + 1):
+            self._lines.setdefault(path[:end], self._line())
+
+    def _line(self) -> int:
+        return self._text.count("\n", 0, self._at) + 1
+
+
+def _unquoted(name: str) -> str:
+    if name[0] == "'":
+        return name[1:-1]
+    return str(next(iter(tomllib.loads(f"{name} = 0")))) if name[0] == '"' else name
