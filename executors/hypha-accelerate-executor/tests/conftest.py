@@ -21,6 +21,8 @@ import safetensors.numpy
 
 from hypha_proto.update import UpdateMetadata, open_update, write_update
 
+HANG_UP = 0
+"""A status that means: close the connection without an answer."""
 PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 
 
@@ -171,6 +173,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._stream()
             return
         status, answer = self.server.worker.answer(self.path, body)
+        if status == HANG_UP:
+            self.close_connection = True
+            return
         content = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(content)))

@@ -1,0 +1,182 @@
+"""How the process ends: code 0 when done, else one line that says why, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hypha.accelerate_executor import training
+
+pytestmark = pytest.mark.timeout(120)
+
+MODEL = {"task": "image-classification", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
+
+
+def _process(worker: Any, *extra: str, **config: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hypha.accelerate_executor.training", *worker.arguments(**config), *extra]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_the_process_runs_a_job_and_leaves_quietly(make_worker: Callable[..., Any]) -> None:
+    worker = make_worker(rounds=2, batches=5)
+    out, err = (process := _process(worker)).communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert worker.done_rounds == 2
+    assert out == ""
+    assert "Traceback" not in err
+    assert "Warning" not in err
+    assert err.splitlines()[-1].endswith("the job is done")
+
+
+def test_the_process_ends_with_one_line_when_its_worker_dies(make_worker: Callable[..., Any]) -> None:
+    worker = make_worker(rounds=100, batches=100)
+    worker.answers["/status/send"] = lambda body: (0, None) if len(worker.reports) > 5 else worker.status(body)
+    process = _process(worker)
+    _, err = process.communicate(timeout=100)
+    assert len(worker.reports) == 6
+    assert process.returncode == 1
+    assert "Traceback" not in err
+    assert "the worker closed the bridge" in err.splitlines()[-1]
+
+
+def test_a_worker_that_does_not_answer(make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    worker = make_worker()
+    enough = threading.Event()
+
+    def never(_: Any) -> tuple[int, Any]:
+        enough.wait(30)
+        return 0, None
+
+    worker.answers["/status/send"] = never
+    message = _ends_with(caplog, [*worker.arguments(), "--timeout", "0.5"], 1)
+    enough.set()
+    assert message == "/status/send: the worker did not answer within 0.5 s"
+
+
+def _ends_with(caplog: pytest.LogCaptureFixture, arguments: list[str], code: int) -> str:
+    caplog.clear()
+    assert training.main(arguments) == code
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 1
+    assert errors[0].exc_info is None
+    return errors[0].getMessage()
+
+
+def test_an_outer_update_that_never_comes(make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    worker = make_worker(batches=3, silent=True)
+    message = _ends_with(caplog, [*worker.arguments(), "--timeout", "0.5"], 1)
+    assert message == "no outer update of round 1 came within 0.5 s"
+
+
+def test_a_stream_that_ends(make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    worker = make_worker(batches=3, silent=True)
+    worker.events.put(None)
+    assert "closed the stream" in _ends_with(caplog, worker.arguments(), 1)
+
+
+def test_no_worker_at_all(tmp_path: Path, make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    arguments = make_worker().arguments()
+    arguments[1] = str(tmp_path / "nothing.sock")
+    assert "closed the bridge" in _ends_with(caplog, arguments, 1)
+
+
+@pytest.mark.parametrize(
+    ("route", "status", "answer", "code", "words"),
+    [
+        ("/resources/fetch", 403, {"error": "not-allowed", "detail": "no host"}, 1, "403 not-allowed: no host"),
+        ("/resources/fetch", 502, "gateway", 1, "502 error"),
+        ("/resources/fetch", 200, [{"path": "../../etc/passwd"}], 1, "no path inside the work directory"),
+        ("/resources/fetch", 200, [{"path": "/etc/passwd"}], 1, "no path inside the work directory"),
+        ("/resources/fetch", 200, 7, 1, "no path inside the work directory"),
+        ("/resources/fetch", 200, [], 1, "no config.json"),
+        ("/resources/send", 500, {"error": "push-failed", "detail": "peer is away"}, 1, "push-failed: peer is away"),
+        ("/resources/receive", 400, {"error": "bad", "detail": "not a sender"}, 1, "400 bad: not a sender"),
+        ("/status/send", 200, {"type": "Error"}, 1, "the scheduler refused"),
+        ("/status/send", 200, {"type": "Perhaps"}, 1, "malformed-answer"),
+    ],
+)
+def test_a_worker_that_refuses_or_talks_nonsense(
+    make_worker: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    route: str,
+    status: int,
+    answer: Any,
+    code: int,
+    words: str,
+) -> None:
+    worker = make_worker(batches=3)
+    worker.answers[route] = lambda _: (status, answer)
+    assert words in _ends_with(caplog, worker.arguments(), code)
+
+
+def test_a_worker_that_is_busy_is_asked_again(make_worker: Callable[..., Any]) -> None:
+    worker = make_worker(rounds=1, batches=3)
+    refusals = iter([503, 503])
+
+    def fetch(body: Any) -> tuple[int, Any]:
+        status = next(refusals, None)
+        return (status, {"error": "unavailable", "detail": "later"}) if status else worker.fetch(body)
+
+    worker.answers["/resources/fetch"] = fetch
+    assert training.main(worker.arguments()) == 0
+
+
+@pytest.mark.parametrize("kind", ["update", "metrics", "update-received", "status"])
+def test_done_ends_the_run_wherever_it_comes(make_worker: Callable[..., Any], kind: str) -> None:
+    worker = make_worker(rounds=100, batches=3)
+
+    def status(body: Any) -> tuple[int, Any]:
+        mine = body if isinstance(body, str) else next(iter(body))
+        answer = worker.status(body)
+        return (200, {"type": "Done"}) if mine == kind else answer
+
+    worker.answers["/status/send"] = status
+    assert training.main(worker.arguments()) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "words"),
+    [
+        ({"batch_size": 0}, 2, "batch_size"),
+        ({"batch_size": "x"}, 2, "batch_size"),
+        ({"model": {**MODEL, "task": "torch"}}, 2, "not supported yet"),
+        ({"model": {**MODEL, "task": "causal-lm"}}, 1, "causal-lm"),
+        ({"model": {**MODEL, "task": "no-such"}}, 2, "AutoModelForNoSuch"),
+        ({"preprocessor": MODEL}, 2, "preprocessor"),
+        ({"model": {**MODEL, "input-names": ["pixels"]}}, 1, "lacks the tensor 'pixels'"),
+    ],
+)
+def test_a_job_that_cannot_be_done(
+    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, config: Any, code: int, words: str
+) -> None:
+    assert words in _ends_with(caplog, make_worker().arguments(**config), code)
+
+
+def test_a_job_from_a_file(tmp_path: Path, make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    worker = make_worker(rounds=1, batches=3)
+    arguments = worker.arguments()
+    (tmp_path / "job.json").write_text(arguments[-1])
+    assert training.main([*arguments[:-1], f"@{tmp_path / 'job.json'}"]) == 0
+    assert "job2.json" in _ends_with(caplog, [*arguments[:-1], f"@{tmp_path / 'job2.json'}"], 2)
+
+
+def test_a_delay_slows_every_batch(make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(training.DELAY_VARIABLE, "0.05")
+    worker = make_worker(rounds=1, batches=4)
+    assert training.main(worker.arguments()) == 0
+    assert all(report["status"]["batch_ms"] >= 50 for report in worker.reports[:4])
+
+
+def test_a_delay_that_is_no_number(
+    make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(training.DELAY_VARIABLE, "slow")
+    assert "HYPHA_EXECUTOR_DELAY='slow'" in _ends_with(caplog, make_worker().arguments(), 2)
