@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from hypha.accelerate_executor import training
 
@@ -158,6 +160,29 @@ def test_a_job_that_cannot_be_done(
     make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, config: Any, code: int, words: str
 ) -> None:
     assert words in _ends_with(caplog, make_worker().arguments(**config), code)
+
+
+def test_a_slice_that_does_not_fit_the_model(
+    make_worker: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "wide.safetensors"
+    images = np.zeros((16, 3, 8, 8), "f4")
+    for tensors, words in (
+        ({"pixel_values": images, "labels": np.zeros(16, "i8")}, "cannot take a batch of"),
+        ({"pixel_values": images[:, :1], "labels": np.full(16, 10)}, "cannot take a batch of"),
+        ({"pixel_values": images[:, :1] + np.nan, "labels": np.zeros(16, "i8")}, "the loss is nan"),
+        ({"pixel_values": images}, "lacks the tensor 'labels'"),
+    ):
+        safetensors.numpy.save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, path)
+        assert words in _ends_with(caplog, make_worker(slices=[path]).arguments(), 1)
+
+
+def test_a_work_directory_that_cannot_be_written(
+    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make_worker(batches=3)
+    (worker.work_dir / "update-1.safetensors").mkdir()
+    assert "update-1.safetensors" in _ends_with(caplog, worker.arguments(), 1)
 
 
 def test_a_job_from_a_file(tmp_path: Path, make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:

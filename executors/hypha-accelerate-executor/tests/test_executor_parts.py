@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from hypha.accelerate_executor.bridge import Fetched
 from hypha.accelerate_executor.data import Batches, shuffled
-from hypha.accelerate_executor.errors import DataError, NoMoreData
+from hypha.accelerate_executor.device import Accelerated, Processor, choose_device
+from hypha.accelerate_executor.errors import DataError, JobError, NoMoreData
 from hypha.accelerate_executor.optimizer import InnerOptimizer, learning_rate_factor
 from hypha.accelerate_executor.report import RoundTally
 from hypha.accelerate_executor.rounds import Next, RoundCountdown
@@ -187,6 +188,15 @@ def test_the_inner_optimizer_is_adamw_bit_for_bit() -> None:
         adamw.step()
         assert torch.equal(mine, plain)
     assert mine.grad is None
+
+
+def test_accelerate_is_used_only_where_it_has_something_to_do() -> None:
+    assert isinstance(choose_device({}), Processor)
+    with pytest.raises(JobError, match="num_processes 1"):
+        choose_device({"WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    placed = choose_device({"ACCELERATE_USE_CPU": "true"})
+    assert isinstance(placed, Accelerated)
+    assert placed.torch_device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_the_entry_does_not_wait_for_torch() -> None:

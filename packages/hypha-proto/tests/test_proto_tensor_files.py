@@ -206,8 +206,11 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path
     for bad in ({"a": TensorInfo("F3", (1,))}, {"": TensorInfo("F32", (1,))}, {"__metadata__": TensorInfo("F32", ())}):
         with pytest.raises(TensorFileError):
             TensorFileWriter(path, bad)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"), TensorFileWriter(tmp_path / "folder", info) as writer:
+        writer.write("a", np.zeros(2, "f4"))
     assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
+    assert sorted(tmp_path.iterdir()) == [path, tmp_path / "folder"]
 
 
 def test_unknown_names_are_named(tmp_path: Path) -> None:

@@ -336,7 +336,11 @@ class TensorFileWriter:
         if missing:
             self._temporary.unlink(missing_ok=True)
             raise TensorFileError(f"{self.path.name} lacks data of {len(missing)} tensors, first {missing[0]!r}")
-        os.replace(self._temporary, self.path)
+        try:
+            os.replace(self._temporary, self.path)
+        except OSError:
+            self._temporary.unlink(missing_ok=True)
+            raise
 
 
 def _by_alignment(item: tuple[str, TensorInfo]) -> tuple[int, str]:

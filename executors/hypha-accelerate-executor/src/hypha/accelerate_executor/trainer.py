@@ -97,10 +97,14 @@ class Trainer:
             The batch's mean loss, before the step.
 
         Raises:
-            DataError: the batch lacks a tensor, or the loss is not finite.
+            DataError: the batch lacks a tensor or does not fit the model, or the loss is not finite.
         """
-        output = self._module(**self._inputs(batch.tensors, self._device.torch_device))
-        loss: torch.Tensor = output.loss
+        arguments = self._inputs(batch.tensors, self._device.torch_device)
+        try:
+            loss: torch.Tensor = self._module(**arguments).loss
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            shapes = {name: list(value.shape) for name, value in arguments.items()}
+            raise DataError(f"the model cannot take a batch of {shapes!r:.300}: {str(error)[:300]}") from error
         value = float(loss.detach())
         if value - value != 0.0:
             raise DataError(f"the loss is {value}: the learning rate may be too high, or a slice holds no numbers")

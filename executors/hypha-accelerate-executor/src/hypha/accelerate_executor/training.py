@@ -23,7 +23,7 @@ from hypha.accelerate_executor.bridge import Bridge, Fetched
 from hypha.accelerate_executor.data import Batches
 from hypha.accelerate_executor.errors import ExecutorError, JobError
 from hypha_proto.codec import from_json
-from hypha_proto.errors import DecodeError
+from hypha_proto.errors import DecodeError, ProtoError
 from hypha_proto.job import JobSpec, TrainConfig, TrainJob
 
 logger = logging.getLogger("hypha.accelerate_executor.training")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JobError as error:
         logger.error("%s", error)
         return 2
-    except ExecutorError as error:
+    except (ExecutorError, ProtoError, OSError) as error:
         logger.error("%s", error)
         return 1
     logger.info("the job is done")
@@ -108,6 +108,7 @@ def _train(options: argparse.Namespace, started: float) -> None:
     config = read_job(options.job)
     timeout = options.timeout if options.timeout is not None else _seconds(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT)
     delay = _seconds(DELAY_VARIABLE, 0.0)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all that is needed comes through the worker
     with Bridge(options.socket, options.work_dir.resolve(), timeout) as bridge:
         batches = Batches(_slices(bridge, config), config.batch_size, config.seed or 0)
         try:
