@@ -114,13 +114,11 @@ class _Scan:
         array = self._text.startswith("[[", self._at)
         self._at += 2 if array else 1
         names = self._names()
-        path = self._entered(names[:-1]) + names[-1:]
         if array:
+            path = self._entered(names[:-1]) + names[-1:]
             self._counts[path] = self._counts.get(path, -1) + 1
-            self._lines.setdefault(path, self._line())
-            path = (*path, self._counts[path])
-        self._note(path)
-        self._table = path if array else self._entered(path)
+        self._table = self._entered(names)
+        self._note(self._table)
         self._at = self._end_of_line()
 
     def _entered(self, names: Key) -> Key:

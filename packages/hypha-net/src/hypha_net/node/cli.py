@@ -1,0 +1,297 @@
+"""The commands that every daemon has: ``run``, ``init``, ``probe``, ``config show`` and ``schema``.
+
+A program makes its command line of its model and its coroutine: ``main = daemon_cli("hypha-data", DataConfig, serve,
+role="data")``, and may add commands to it. Nothing heavy is imported before a command needs it. After this room:
+`config_load` for the configuration and `lifecycle` for the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from hypha_net.node.config import NodeConfig
+from hypha_net.node.config_errors import ConfigError
+from hypha_net.node.config_load import Loaded, load_config
+from hypha_net.node.lifecycle import DONE, FAILED, INTERRUPTED, Serve
+from hypha_net.node.logs import LEVELS, configure_logs
+
+BAD_USAGE: Final = 2
+UNREACHABLE: Final = 3
+
+C = TypeVar("C", bound=NodeConfig)
+Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+config_option = click.option("--config", "-c", "file", type=_FILE, default=None, help="TOML file.")
+set_option = click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a key, such as limits.max_connections=64."
+)
+format_option = click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", help="How to print the result."
+)
+
+
+class ConfigurationError(click.ClickException):
+    """A configuration that cannot be used: exit code 2."""
+
+    exit_code = BAD_USAGE
+
+
+class UnreachableNetworkError(click.ClickException):
+    """Nobody there: exit code 3."""
+
+    exit_code = UNREACHABLE
+
+
+class DaemonGroup(click.Group):
+    """Commands of a daemon; an interrupt anywhere ends with exit code 130."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
+
+
+def daemon_cli(
+    name: str,
+    config: type[C],
+    serve: Serve[C],
+    *,
+    role: str,
+    example: Values | None = None,
+    expected: tuple[type[Exception], ...] = (),
+) -> DaemonGroup:
+    """The command line of a daemon.
+
+    Args:
+        name: of the program and of its distribution, such as ``hypha-data``.
+        config: its configuration.
+        serve: the program.
+        role: what its health answer says, and, when it is ``gateway``, how its endpoint behaves.
+        example: values that ``init`` fills in, nested as in the TOML, or a function that detects them.
+        expected: errors of the program that are told in one line, without traceback.
+    """
+    program = _Program(name, config, serve, role, example or {}, expected)
+
+    @click.group(
+        name,
+        cls=DaemonGroup,
+        invoke_without_command=True,
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help=f"Run and configure {name}. Without a command, --config FILE runs it.",
+    )
+    @config_option
+    @click.version_option(package_version(name), prog_name=name)
+    @click.pass_context
+    def group(ctx: click.Context, file: Path | None) -> None:
+        if ctx.invoked_subcommand is None:
+            program.run(file, (), check=False, log_format="text", log_level="info")
+        elif file is not None:
+            raise click.UsageError(f"write --config after the command: {name} {ctx.invoked_subcommand} --config {file}")
+
+    for command in (_run(program), _init(program), _probe(program), _config(program), _schema(program)):
+        group.add_command(command)
+    return group
+
+
+class _Program:
+    """What the commands know of their program."""
+
+    def __init__(
+        self,
+        name: str,
+        config: type[Any],
+        serve: Serve[Any],
+        role: str,
+        example: Values,
+        expected: tuple[type[Exception], ...],
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.serve = serve
+        self.role = role
+        self.example = example
+        self.expected = expected
+
+    def load(self, file: Path | None, settings: tuple[str, ...]) -> Loaded[Any]:
+        """The configuration, or exit code 2 with everything that is wrong."""
+        try:
+            return load_config(self.config, file, os.environ, _flags(settings))
+        except ConfigError as error:
+            hint = "" if file else f"\nno --config was given; {self.name} init writes a file to start from"
+            raise ConfigurationError(f"the configuration cannot be used\n{error}{hint}") from None
+
+    def run(
+        self, file: Path | None, settings: tuple[str, ...], *, check: bool, log_format: str, log_level: str
+    ) -> None:
+        """Run until the end and exit, or only check."""
+        import logging
+
+        from hypha_net.node.lifecycle import early_signals, run_daemon
+
+        configure_logs("json" if log_format == "json" else "text", log_level)
+        loaded = self.load(file, settings)
+        for warning in loaded.warnings:
+            logging.getLogger(__name__).warning("%s", warning)
+        if check:
+            click.echo(f"{file or 'environment'}: ok")
+            return
+        with early_signals():
+            import hypha_net.open  # noqa: F401 - seconds of imports, while a signal still ends quietly
+        code = run_daemon(
+            loaded.config, self.serve, role=self.role, version=package_version(self.name), expected=self.expected
+        )
+        click.get_current_context().exit(code)
+
+
+def _flags(settings: tuple[str, ...]) -> dict[str, object]:
+    flags: dict[str, object] = {}
+    for setting in settings:
+        key, sign, value = setting.partition("=")
+        if not sign or not key:
+            raise click.UsageError(f"--set {setting}: write KEY=VALUE")
+        flags[key.strip()] = value
+    return flags
+
+
+def _run(program: _Program) -> click.Command:
+    @click.command("run")
+    @config_option
+    @set_option
+    @click.option("--check", is_flag=True, help="Validate the configuration and stop.")
+    @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+    @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True)
+    def run(file: Path | None, settings: tuple[str, ...], check: bool, log_format: str, log_level: str) -> None:
+        """Run until SIGTERM or SIGINT."""
+        program.run(file, settings, check=check, log_format=log_format, log_level=log_level)
+
+    return run
+
+
+def _init(program: _Program) -> click.Command:
+    @click.command("init")
+    @click.option("--out", "-o", type=_FILE, default=Path(f"{program.role}.toml"), show_default=True, help="File.")
+    @click.option("--lan", is_flag=True, help="For a local network: private addresses are dialled too.")
+    @click.option("--force", is_flag=True, help="Replace the file if it exists.")
+    def init(out: Path, lan: bool, force: bool) -> None:
+        """Write a commented configuration to start from."""
+        from hypha_net.node.config_init import render_config
+
+        text = render_config(program.config, _example(program, lan=lan), program.name)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with out.open("w" if force else "x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            raise click.ClickException(f"{out}: exists already; name another file with --out, or use --force") from None
+        except OSError as error:
+            raise click.ClickException(f"{out}: cannot be written: {error.strerror or error}") from error
+        click.echo(f"wrote {out}")
+
+    return init
+
+
+def _example(program: _Program, *, lan: bool) -> dict[str, Any]:
+    own = program.example() if callable(program.example) else program.example
+    values: dict[str, Any] = {f"{kind}_pem": f"{program.role}-{kind}.pem" for kind in ("cert", "key", "trust")}
+    if program.config.needs_gateway:
+        values["gateway_addresses"] = ["/ip4/203.0.113.50/tcp/4001"]
+    if lan:
+        values["exclude_cidr"] = []
+    return {**values, **own}
+
+
+def _probe(program: _Program) -> click.Command:
+    @click.command("probe")
+    @click.argument("address")
+    @config_option
+    @set_option
+    @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True)
+    @format_option
+    def probe(address: str, file: Path | None, settings: tuple[str, ...], timeout: float, form: str) -> None:
+        """Ask the node at ADDRESS, a multiaddr, how it is and who it is.
+
+        Exit code 0: healthy; 1: not healthy; 3: not reachable.
+        """
+        answer = _asked(program, address, file, settings, timeout)
+        if form == "json":
+            click.echo(json.dumps(answer))
+        else:
+            for key, value in answer.items():
+                if value is not None:
+                    shown = ("yes" if value else "no") if isinstance(value, bool) else value
+                    click.echo(f"{key.replace('_', ' '):<16} {shown}")
+        click.get_current_context().exit(DONE if answer["healthy"] else FAILED)
+
+    return probe
+
+
+def _asked(
+    program: _Program, address: str, file: Path | None, settings: tuple[str, ...], timeout: float
+) -> dict[str, Any]:
+    configure_logs(level="error")
+    config = program.load(file, settings).config
+    from anyio import run as run_async
+
+    from hypha_net.errors import AddressError, IdentityError, NetError, UnreachableError
+    from hypha_net.node.lifecycle import leaves
+    from hypha_net.node.probe import probe as ask
+
+    try:
+        return run_async(ask, config, address, timeout, backend="trio").as_dict()
+    except (NetError, BaseExceptionGroup) as raised:
+        error = next(leaves(raised))
+        if isinstance(error, AddressError):
+            raise click.BadParameter(str(error), param_hint="ADDRESS") from None
+        if isinstance(error, IdentityError):
+            raise ConfigurationError(str(error)) from None
+        if isinstance(error, UnreachableError):
+            raise UnreachableNetworkError(str(error)) from None
+        if isinstance(error, NetError):
+            raise click.ClickException(f"{address}: {error}") from None
+        raise
+
+
+def _config(program: _Program) -> click.Command:
+    @click.group("config")
+    def config() -> None:
+        """Look at the configuration."""
+
+    @config.command("show")
+    @config_option
+    @set_option
+    @format_option
+    def show(file: Path | None, settings: tuple[str, ...], form: str) -> None:
+        """Print the merged configuration with the origin of each value; secrets are hidden."""
+        from hypha_net.node.config_show import rows
+
+        loaded = program.load(file, settings)
+        for warning in loaded.warnings:
+            click.echo(f"warning: {warning}", err=True)
+        found = rows(loaded)
+        if form == "json":
+            click.echo(json.dumps({row.key: {"value": row.value, "origin": row.origin} for row in found}))
+        else:
+            for row in found:
+                click.echo(str(row))
+
+    return config
+
+
+def _schema(program: _Program) -> click.Command:
+    @click.command("schema")
+    def schema() -> None:
+        """Print the JSON Schema of the configuration."""
+        click.echo(json.dumps({"title": program.name, **program.config.model_json_schema()}, indent=2))
+
+    return schema

@@ -1,0 +1,49 @@
+"""What a configuration has become, key by key with the origin of each value; secrets stay hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hypha_net.node.config import NodeConfig, masked
+from hypha_net.node.config_init import to_toml
+from hypha_net.node.config_load import DEFAULT, Loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One value and where it comes from."""
+
+    key: str
+    value: Any
+    origin: str
+
+    def __str__(self) -> str:
+        value = "# none" if self.value is None else to_toml(self.value)
+        return f"{self.key} = {value}  # {self.origin}" if self.value is not None else f"{value}: {self.key}"
+
+
+def rows(loaded: Loaded[NodeConfig]) -> list[Row]:
+    """Every key of a configuration, in the model's order."""
+    data = masked(loaded.config.model_dump(mode="json"))
+    return [Row(key, value, _origin(loaded, key)) for key, value in _flat(data, "")]
+
+
+def _flat(value: Any, at: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and (value or not at):
+        for name, part in value.items():
+            yield from _flat(part, f"{at}.{name}" if at else name)
+    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        for index, part in enumerate(value):
+            yield from _flat(part, f"{at}[{index}]")
+    else:
+        yield at, value
+
+
+def _origin(loaded: Loaded[NodeConfig], key: str) -> str:
+    """The origin of the key, of a part of it (a masked table), or of what holds it."""
+    for known, origin in loaded.origins.items():
+        if known == key or known.startswith((f"{key}.", f"{key}[")) or key.startswith((f"{known}.", f"{known}[")):
+            return origin
+    return DEFAULT

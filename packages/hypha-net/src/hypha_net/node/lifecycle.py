@@ -1,0 +1,224 @@
+"""Life and death of a daemon: opens the endpoint, answers health, runs the program, and ends within bounds.
+
+Comes after `cli`, which has the configuration; hands over to the program's ``serve(config, node)``. SIGTERM and SIGINT
+cancel the program and everything it started. What has not ended after `GRACE` seconds is named in the log and the
+process ends anyway, with exit code 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+from hypha_net.errors import NetError
+from hypha_net.node.config import NodeConfig
+from hypha_net.node.health import Readiness, serve_health
+from hypha_proto.errors import ProtoError
+
+if TYPE_CHECKING:
+    from hypha_net.endpoint import Endpoint
+
+_log = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=NodeConfig)
+
+GRACE: Final = 5.0
+"""Seconds that a daemon may take to end once it has been told to."""
+
+DONE, FAILED, INTERRUPTED = 0, 1, 130
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What the chassis gives a program while it runs."""
+
+    endpoint: Endpoint
+    """This node's presence in the network; health is served already."""
+    tasks: TaskGroup
+    """Ends with the program: tasks in it are cancelled when `serve` returns, fails or is told to end."""
+    readiness: Readiness = field(default_factory=Readiness)
+
+    def ready(self) -> None:
+        """Tell whoever probes that this node can do its work. Idempotent."""
+        self.readiness.ready()
+
+    def waiting(self, reason: str) -> None:
+        """Tell whoever probes that it cannot, and why."""
+        self.readiness.waiting(reason)
+
+
+Serve = Callable[[C, Node], Awaitable[None]]
+"""A program: runs until cancelled; when it returns, the daemon ends with exit code 0."""
+
+
+def run_daemon(
+    config: C,
+    serve: Serve[C],
+    *,
+    role: str,
+    version: str,
+    expected: tuple[type[Exception], ...] = (),
+    grace: float = GRACE,
+) -> int:
+    """Run a daemon until its program ends or a signal comes.
+
+    Args:
+        expected: errors of the program that a person can act on, told in one line; every other one, but for the
+            network's and the operating system's, is told with its traceback.
+        grace: seconds between a signal and the forced end.
+
+    Returns:
+        The exit code: 0 after SIGTERM or when the program is done, 130 after SIGINT, 1 when something failed.
+    """
+    run = _Run(config, serve, role, version, grace)
+    told: tuple[type[Exception], ...] = (NetError, ProtoError, OSError, *expected)
+    try:
+        anyio.run(run.main, backend="trio")
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the outermost place: every failure is told and becomes the exit code
+        for cause in leaves(error):
+            known = isinstance(cause, told)
+            _log.error("%s", str(cause) or type(cause).__name__, exc_info=None if known else cause)
+        return FAILED
+    finally:
+        run.ended.set()
+    return run.exit_code
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors inside exception groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error
+
+
+@dataclass(slots=True)
+class _Run:
+    """One life of a daemon."""
+
+    config: Any
+    serve: Serve[Any]
+    role: str
+    version: str
+    grace: float
+    exit_code: int = DONE
+    counting: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    async def main(self) -> None:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async with anyio.create_task_group() as life:
+                life.start_soon(self._watch, signals, life.cancel_scope)
+                await self._live()
+                life.cancel_scope.cancel()
+
+    async def _watch(self, signals: Any, scope: anyio.CancelScope) -> None:
+        async for number in signals:
+            _log.info("%s: ending", signal.Signals(number).name)
+            self.exit_code = INTERRUPTED if number == signal.SIGINT else DONE
+            self._start_countdown()
+            scope.cancel()
+            return
+
+    async def _live(self) -> None:
+        from hypha_net.identity import load_identity
+        from hypha_net.open import open_endpoint
+
+        config = self.config
+        identity = load_identity(config.cert_pem, config.key_pem, config.trust_pem, config.crls_pem)
+        async with open_endpoint(identity, endpoint_settings(config, self.role)) as endpoint:
+            readiness = Readiness()
+            serve_health(endpoint, readiness, role=self.role, version=self.version)
+            _log.info("%s %s is %s, at %s", self.role, self.version, endpoint.peer_id, ", ".join(endpoint.addresses))
+            async with anyio.create_task_group() as tasks:
+                try:
+                    await self.serve(config, Node(endpoint, tasks, readiness))
+                finally:
+                    self._start_countdown()
+                tasks.cancel_scope.cancel()
+        _log.info("ended")
+
+    def _start_countdown(self) -> None:
+        """A thread, because what holds the end up may hold the event loop too."""
+        if self.counting:
+            return
+        self.counting = True
+        root = _root_task()
+        threading.Thread(target=self._force_end, args=(root,), daemon=True, name="shutdown").start()
+
+    def _force_end(self, root: Any) -> None:
+        if not self.ended.wait(self.grace):
+            stuck = "; ".join(_waiting(root)) or "no task: a thread holds the process"
+            _log.error("still not ended %g s after being told to: %s", self.grace, stuck)
+            logging.shutdown()
+            os._exit(FAILED)
+
+
+def endpoint_settings(config: NodeConfig, role: str) -> Any:
+    """The endpoint's part of a configuration."""
+    from hypha_net.open import EndpointSettings
+
+    state: Path | None = getattr(config, "state_dir", None)
+    return EndpointSettings(
+        listen_addresses=tuple(config.listen_addresses),
+        external_addresses=tuple(config.external_addresses),
+        gateway_addresses=tuple(config.gateway_addresses),
+        exclude_cidr=tuple(config.exclude_cidr),
+        relay_circuit=config.relay_circuit,
+        role="gateway" if role == "gateway" else "node",
+        max_connections=config.limits.max_connections,
+        state_dir=state,
+    )
+
+
+def _root_task() -> Any:
+    import trio
+
+    return trio.lowlevel.current_root_task()
+
+
+def _waiting(task: Any) -> Iterator[str]:
+    """Where each innermost task of a tree waits, as ``name (file:line)``."""
+    children = [child for nursery in task.child_nurseries for child in nursery.child_tasks]
+    for child in children:
+        yield from _waiting(child)
+    if not children and not task.name.startswith(("trio.", "<")):
+        yield f"{task.name} ({_place(task.coro)})"
+
+
+def _place(coroutine: Any) -> str:
+    place = "running"
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None)
+        if frame is not None and "site-packages" not in frame.f_code.co_filename:
+            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
+    return place
+
+
+@contextmanager
+def early_signals() -> Iterator[None]:
+    """End at once, and quietly, on a signal that comes before the event loop runs: imports take seconds."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(INTERRUPTED if number == signal.SIGINT else DONE)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,296 @@
+"""Configuration as operators meet it: every layer, every kind of error, and what is hidden."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from hypha_net.node.config import NOT_YET, NodeConfig, Section, is_secret, masked
+from hypha_net.node.config_errors import ConfigError
+from hypha_net.node.config_load import Loaded, load_config
+from hypha_net.node.config_toml import read_toml
+
+
+class Resources(Section):
+    cpu: float = Field(default=1.0, ge=0, description="Processor cores.")
+    gpu: float = Field(default=0.0, ge=0, description="Video memory in GB.")
+
+
+class Whole(Section):
+    type: Literal["whole", "flexible"]
+
+
+class Offer(Section):
+    price: float = Field(default=100.0, description="Tokens per lease-hour.")
+    strategy: Literal["whole", "flexible"] | Whole = Field(default="flexible", description="How resources are offered.")
+
+
+class Executor(Section):
+    name: str
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default={})
+
+
+class Model(Section):
+    path: Path | None = None
+    token: str | None = None
+
+
+class ExampleConfig(NodeConfig):
+    not_yet: ClassVar = {**NOT_YET, "executors.env": "executors get no variables yet"}
+
+    work_dir: Path = Field(default=Path("work"), description="Folder of the jobs.")
+    resources: Resources = Field(default=Resources(), description="What is offered.")
+    offer: Offer = Offer()
+    executors: list[Executor] = Field(default=[], description="What runs jobs.")
+    models: tuple[Model, ...] = ()
+
+
+NEEDED = """cert_pem = "a-cert.pem"
+key_pem = "a-key.pem"
+trust_pem = "a-trust.pem"
+gateway_addresses = ["/ip4/203.0.113.50/tcp/4001"]
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Any:
+    def run(text: str = "", env: dict[str, str] | None = None, **flags: object) -> Loaded[ExampleConfig]:
+        file = tmp_path / "node.toml"
+        file.write_text(NEEDED + text)
+        dots = {name.replace("__", "."): value for name, value in flags.items()}
+        return load_config(ExampleConfig, file, env or {}, dots)
+
+    return run
+
+
+def refused(load: Any, *args: Any, **kwargs: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(*args, **kwargs)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_each_layer_lies_over_the_one_below(load: Any) -> None:
+    text = "[resources]\ngpu = 8\ncpu = 2\n"
+    assert load().config.resources.gpu == 0
+    assert load(text).config.resources.gpu == 8
+    env = {"HYPHA_RESOURCES__GPU": "24"}
+    assert load(text, env).config.resources.gpu == 24
+    loaded = load(text, env, resources__gpu="48")
+    assert loaded.config.resources == Resources(cpu=2, gpu=48)
+    assert loaded.origins["resources.gpu"] == "--set resources.gpu"
+    assert loaded.origins["resources.cpu"].endswith("node.toml:7")
+    assert load(text, env).origins["resources.gpu"] == "HYPHA_RESOURCES__GPU"
+    assert "work_dir" not in loaded.origins
+
+
+def test_a_configuration_can_come_from_the_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    env = {
+        "HYPHA_CERT_PEM": "c.pem",
+        "HYPHA_KEY_PEM": "/k.pem",
+        "HYPHA_TRUST_PEM": "t.pem",
+        "HYPHA_GATEWAY_ADDRESSES": "/dns4/a.example/tcp/4001, /ip6/::1/tcp/4001",
+        "HYPHA_EXCLUDE_CIDR": "[]",
+        "HYPHA_EXECUTORS": '[{name = "x"}]',
+        "HYPHA_RELAY_CIRCUIT": "false",
+        "PATH": "/bin",
+    }
+    config = load_config(ExampleConfig, None, env, {}).config
+    assert config.cert_pem == tmp_path / "c.pem"
+    assert config.key_pem == Path("/k.pem")
+    assert config.gateway_addresses == ["/dns4/a.example/tcp/4001", "/ip6/::1/tcp/4001"]
+    assert config.exclude_cidr == []
+    assert config.executors == [Executor(name="x")]
+    assert config.relay_circuit is False
+
+
+def test_relative_paths_follow_the_file_they_stand_in(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    loaded = load('work_dir = "../jobs"\n[[models]]\npath = "m"\n')
+    assert loaded.config.work_dir == tmp_path / "../jobs"
+    assert loaded.config.models[0].path == tmp_path / "m"
+    assert load("", {"HYPHA_WORK_DIR": "jobs"}).config.work_dir == elsewhere / "jobs"
+    assert load(work_dir="jobs").config.work_dir == elsewhere / "jobs"
+
+
+def test_open_telemetry_variables_win_over_file_and_environment(load: Any) -> None:
+    text = """
+telemetry_endpoint = "http://file:4318"
+telemetry_attributes = "service.name=file,region=west"
+telemetry_headers = "Authorization=Basic abc=="
+"""
+    assert load(text).config.telemetry_headers == {"Authorization": "Basic abc=="}
+    env = {
+        "HYPHA_TELEMETRY_ENDPOINT": "http://hypha:4318",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://otel:4318",
+        "OTEL_EXPORTER_OTLP_HEADERS": "Authorization=Basic%20xyz",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "",
+        "OTEL_SERVICE_NAME": "worker-01",
+        "OTEL_RESOURCE_ATTRIBUTES": "stage=prod",
+        "OTEL_TRACES_SAMPLER": "traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": "0.25",
+    }
+    loaded = load(text, env)
+    config = loaded.config
+    assert config.telemetry_endpoint == "http://otel:4318"
+    assert config.telemetry_headers == {"Authorization": "Basic xyz"}
+    assert config.telemetry_attributes == {"service.name": "worker-01", "region": "west", "stage": "prod"}
+    assert config.telemetry_sampler == "traceidratio"
+    assert config.telemetry_sample_ratio == 0.25
+    assert loaded.origins["telemetry_endpoint"] == "OTEL_EXPORTER_OTLP_ENDPOINT"
+    assert any("not exported yet" in warning for warning in loaded.warnings)
+
+
+def test_a_key_that_slipped_under_a_table_is_taken_as_top_level_and_said(load: Any, tmp_path: Path) -> None:
+    text = """[resources]
+cpu = 32
+work_dir = "w"
+
+[[executors]]
+name = "a"
+[[executors]]
+name = "b"
+telemetry_endpoint = "http://otel-collector:4318"
+telemetry_protocol = "http/protobuf"
+"""
+    loaded = load(text)
+    assert loaded.config.work_dir == tmp_path / "w"
+    assert loaded.config.telemetry_endpoint == "http://otel-collector:4318"
+    assert loaded.config.executors == [Executor(name="a"), Executor(name="b")]
+    warnings = [warning for warning in loaded.warnings if "top-level" in warning]
+    assert [warning.split(": ")[0].rsplit(":")[-1] for warning in warnings] == ["7", "13", "14"]
+    assert "work_dir stands under [resources]" in warnings[0]
+    assert loaded.origins["work_dir"].endswith("node.toml:7")
+    twice = refused(load, 'work_dir = "v"\n' + text)
+    assert "stands here and at" in twice[0]
+    assert ":8: resources.work_dir" in twice[0]
+
+
+def test_everything_wrong_is_said_at_once_with_line_value_and_remedy(load: Any) -> None:
+    text = """exclude_cidr = ["10.0.0.1/8"]
+wrok_dir = "x"
+price = 3
+[resources]
+gpu = "many"
+gpus = 1
+[offer]
+strategy = "hole"
+[[executors]]
+nam = "x"
+"""
+    problems = refused(load, text, {"HYPHA_RESOURCES__CPU": "-1"}, limits__max_connections="0", limts="1")
+    expected = [
+        ":6: wrok_dir: is not a key", "did you mean work_dir?",
+        ":7: price: is not a key", "did you mean offer.price?",
+        ":10: resources.gpus: is not a key of [resources]", "did you mean gpu?",
+        ":14: executors[0].nam: is not a key of [executors[0]]", "did you mean name?",
+        "--set limts: is not a key", "did you mean limits?",
+        ":5: exclude_cidr[0] = '10.0.0.1/8': 10.0.0.1/8 has host bits set",
+        ":9: resources.gpu = 'many': input should be a valid number", "Video memory in GB.",
+        "HYPHA_RESOURCES__CPU: resources.cpu = '-1': input should be greater than or equal to 0",
+        ":12: offer.strategy = 'hole': input should be 'whole' or 'flexible'",
+        ":13: executors[0].name: is missing",
+        "--set limits.max_connections: limits.max_connections = '0': input should be greater",
+    ]  # fmt: skip
+    whole = "\n".join(problems)
+    for part in expected:
+        assert part in whole, f"{part!r} is not in\n{whole}"
+    assert len(problems) == 11
+
+
+def test_what_is_missing_is_named_with_both_ways_to_set_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(ExampleConfig, None, {}, {})
+    text = str(caught.value)
+    for key in ("cert_pem", "key_pem", "trust_pem"):
+        assert f"{key}: is missing" in text
+        assert f"set {key} in the file, or HYPHA_{key.upper()}" in text
+    assert "gateway_addresses: names no gateway" in text
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("203.0.113.5:4001", "not a multiaddr"),
+        ("/ip4/203.0.113/tcp/4001", "is not an ip4 address"),
+        ("/ip4/203.0.113.5/udp/4001/quic-v1", "transport 'udp' is not spoken"),
+        ("/ip4/203.0.113.5/tcp/70000", "is not a TCP port"),
+        ("/ip4/203.0.113.5/tcp/4001/p2p/QmWrong", "peer id"),
+        ("/onion3/abc/tcp/1", "starts with 'onion3'"),
+    ],
+)
+def test_addresses_are_checked_where_they_stand(load: Any, address: str, says: str) -> None:
+    problems = refused(load, f'external_addresses = ["/ip4/203.0.113.5/tcp/1", "{address}"]')
+    assert "node.toml:5: external_addresses[1]" in problems[0]
+    assert says in problems[0]
+
+
+def test_a_feature_that_comes_later_is_refused_and_not_ignored(load: Any) -> None:
+    problems = refused(load, '[limits]\nupload_rate = 1000\n[[executors]]\nname = "a"\nenv = { A = "1" }\n')
+    assert len(problems) == 2
+    assert ":6: limits.upload_rate = 1000: not yet: " in problems[0]
+    assert "executors[0].env.A = '1': not yet: executors get no variables yet" in problems[1]
+
+
+def test_broken_and_absent_files_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "broken.toml"
+    file.write_text("a = 1\nb = = 2\n")
+    with pytest.raises(ConfigError, match=r"broken.toml:2: is not TOML"):
+        load_config(ExampleConfig, file, {}, {})
+    with pytest.raises(ConfigError, match=r"absent.toml: cannot be read: No such file"):
+        load_config(ExampleConfig, tmp_path / "absent.toml", {}, {})
+
+
+def test_secrets_are_masked_also_in_errors(load: Any) -> None:
+    problems = refused(load, 'telemetry_headers = "hunter2"\n[[models]]\ntoken = ["hunter2"]\n')
+    assert len(problems) == 2
+    assert "hunter2" not in "\n".join(problems)
+    data = {"telemetry_headers": {"a": "b"}, "models": [{"token": "x", "tokenizer": "y"}, {"token": None}]}
+    assert masked(data) == {"telemetry_headers": "***", "models": [{"token": "***", "tokenizer": "y"}, {"token": None}]}
+    assert is_secret("connectors.s3.secret_access_key")
+
+
+def test_an_unknown_variable_is_a_warning_because_programs_share_an_environment(load: Any) -> None:
+    loaded = load("", {"HYPHA_RESOURCES__GPUS": "1"})
+    assert loaded.warnings == ("HYPHA_RESOURCES__GPUS is not a key of this program: did you mean gpu?",)
+
+
+_names = st.from_regex(r"[a-z]{1,4}", fullmatch=True)
+_text = st.text(st.sampled_from("ab[]{}#'=.,\\ \"\n"), max_size=8)
+
+
+def _written(text: str) -> str:
+    if "'" not in text and "\n" not in text:
+        return f"'{text}'"
+    body = "".join({'"': '\\"', "\\": "\\\\"}.get(letter, letter) for letter in text)
+    return f'"""\n{body}"""'
+
+
+@given(
+    st.lists(st.tuples(_names, st.lists(st.tuples(_names, _text), max_size=3, unique_by=lambda p: p[0])), max_size=4)
+)
+def test_the_line_of_a_key_is_where_it_was_written(tables: list[tuple[str, list[tuple[str, str]]]]) -> None:
+    """Whatever strings, comments and brackets stand around it."""
+    lines: list[str] = []
+    expected: dict[tuple[str | int, ...], int] = {}
+    counts: dict[str, int] = {}
+    for table, pairs in tables:
+        lines += ["# [x]", f"[[{table}]] # ]"]
+        index = counts[table] = counts.get(table, -1) + 1
+        for key, text in pairs:
+            expected[(table, index, key)] = len(lines) + 1
+            lines += f"{key} = [ {_written(text)}, # ]\n {{ z = {_written(text)} }}]".split("\n")
+    document = read_toml("\n".join(lines), Path("f"))
+    assert document.data == tomllib.loads("\n".join(lines))
+    assert {key: document.lines[key] for key in expected} == expected
