@@ -1,14 +1,336 @@
-"""Fixtures of the worker's tests."""
+"""A worker on an in-memory network with a scripted scheduler, data node and parameter server around it."""
 
 from __future__ import annotations
 
+import json
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
 import pytest
 from hypothesis import settings
 
+from hypha_net import gossip, requests, transfer
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.aggregate import UPDATE_REFUSED, RefusalKnown, UpdateRefused
+from hypha_proto.ids import PeerId
+from hypha_proto.job import (
+    Adam,
+    AggregateConfig,
+    AggregateJob,
+    All,
+    Descriptor,
+    HuggingFaceReference,
+    JobSpec,
+    Model,
+    Nesterov,
+    PeersReference,
+    SchedulerReference,
+    TrainConfig,
+    TrainJob,
+)
+from hypha_proto.jobs import DISPATCH_JOB, JOB_STATUS, DispatchJob, DispatchResult, JobStatus, StatusReceived
+from hypha_proto.leases import (
+    JOB_END,
+    RELEASE_LEASE,
+    RENEW_LEASE,
+    JobEnd,
+    JobEndReceived,
+    LeaseRenewal,
+    ReleaseLease,
+    RenewLease,
+)
+from hypha_proto.offers import (
+    OFFER,
+    WORKER_REQUESTS,
+    AggregateExecutor,
+    ExecutorDescriptor,
+    OfferReceived,
+    TrainExecutor,
+    WorkerOffer,
+    WorkerRequest,
+    WorkerSpec,
+)
+from hypha_proto.progress import REPORT, Continue, ProgressRequest, ProgressResponse
+from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.transfer import PushHeader, Refusal
+from hypha_worker.config import WorkerConfig
+from hypha_worker.service import Worker, open_worker
+
 settings.register_profile("hypha-worker", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("hypha-worker")
+
+TRAIN = TrainExecutor(name="script")
+SERVER = AggregateExecutor(name="parameter-server")
+
+PREAMBLE = """
+import http.client, json, os, socket, sys, time
+
+class Bridge(http.client.HTTPConnection):
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.connect(sys.argv[1])
+
+def post(path, body):
+    bridge = Bridge("bridge")
+    bridge.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    answer = bridge.getresponse()
+    value = json.loads(answer.read())
+    bridge.close()
+    return answer.status, value
+
+def listen(body):
+    bridge = Bridge("bridge")
+    bridge.request("POST", "/resources/receive", json.dumps(body))
+    answer = bridge.getresponse()
+    assert answer.status == 200, answer.read()
+    while line := answer.readline():
+        if line.startswith(b"data:"):
+            yield json.loads(line[5:])
+
+work_dir, job = sys.argv[2], json.loads(sys.argv[3])
+config = job["executor"]["config"]
+"""
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "trio"
+
+
+@dataclass
+class Scheduler:
+    """Hires a worker, gives it a job, and remembers what it hears."""
+
+    endpoint: MemoryEndpoint
+    ends: list[JobEnd] = field(default_factory=list)
+    statuses: list[str] = field(default_factory=list)
+    reports: list[ProgressRequest] = field(default_factory=list)
+    refused: list[UpdateRefused] = field(default_factory=list)
+    answer: Callable[[ProgressRequest], ProgressResponse] = lambda _report: Continue()
+    offers: dict[uuid.UUID, tuple[PeerId, WorkerOffer]] = field(default_factory=dict)
+    free_at_end: list[Resources] = field(default_factory=list)
+    worker: Worker | None = None
+    _news: anyio.Event = field(default_factory=anyio.Event)
+
+    def listen(self, *, old: bool = False) -> None:
+        """Answer as schedulers do; an `old` one lacks the protocols of ours."""
+        requests.serve(self.endpoint, OFFER, self._offer)
+        requests.serve(self.endpoint, JOB_STATUS, self._status)
+        requests.serve(self.endpoint, REPORT, self._report)
+        if not old:
+            requests.serve(self.endpoint, JOB_END, self._end)
+            requests.serve(self.endpoint, UPDATE_REFUSED, self._refused)
+
+    async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
+        self.offers[offer.request_id] = (peer, offer)
+        self._tell()
+        return OfferReceived()
+
+    async def _status(self, _peer: PeerId, status: JobStatus) -> StatusReceived:
+        self.statuses.append(type(status.status).__name__)
+        self._tell()
+        return StatusReceived()
+
+    async def _report(self, _peer: PeerId, report: ProgressRequest) -> ProgressResponse:
+        self.reports.append(report)
+        self._tell()
+        return self.answer(report)
+
+    async def _end(self, _peer: PeerId, end: JobEnd) -> JobEndReceived:
+        self.ends.append(end)
+        if self.worker is not None:
+            self.free_at_end.append(self.worker.ledger.free.resources)
+        self._tell()
+        return JobEndReceived()
+
+    async def _refused(self, _peer: PeerId, message: UpdateRefused) -> RefusalKnown:
+        self.refused.append(message)
+        self._tell()
+        return RefusalKnown()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = anyio.Event()
+
+    async def until(self, condition: Callable[[], Any], seconds: float = 15.0) -> Any:
+        """Wait for something that was heard."""
+        with anyio.fail_after(seconds):
+            while not (found := condition()):
+                with anyio.move_on_after(0.1):
+                    await self._news.wait()
+        return found
+
+    def request(self, executor: ExecutorDescriptor = TRAIN, bid: float = 100.0, **amounts: float) -> WorkerRequest:
+        """A request for one worker."""
+        spec = WorkerSpec(resources=Resources(**amounts), executor=(executor,))
+        return WorkerRequest(id=uuid.uuid4(), spec=spec, timeout=Timestamp.of(0), bid=bid, timeout_ms=5000)
+
+    async def hire(self, executor: ExecutorDescriptor = TRAIN, bid: float = 100.0, **amounts: float) -> uuid.UUID:
+        """Publish a request, take the offer that comes; gives the lease."""
+        request = self.request(executor, bid, **(amounts or {"cpu": 1.0}))
+        await gossip.publish(self.endpoint, WORKER_REQUESTS, request)
+        peer, offer = await self.until(lambda: self.offers.get(request.id), 3.0)
+        await self.renew(peer, offer.id)
+        return offer.id
+
+    async def renew(self, peer: PeerId, lease: uuid.UUID) -> LeaseRenewal:
+        return await requests.call(self.endpoint, peer, RENEW_LEASE, RenewLease(id=lease))
+
+    async def dispatch(self, peer: PeerId, lease: uuid.UUID, spec: JobSpec) -> DispatchResult:
+        return await requests.call(self.endpoint, peer, DISPATCH_JOB, DispatchJob(id=lease, spec=spec))
+
+    async def release(self, peer: PeerId, lease: uuid.UUID) -> bool:
+        return (await requests.call(self.endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease))).known
+
+    async def ended(self, seconds: float = 15.0) -> JobEnd:
+        """The end of the latest job."""
+        count = len(self.ends)
+        await self.until(lambda: len(self.ends) > count, seconds)
+        return self.ends[-1]
+
+
+@dataclass
+class Pushed:
+    """Takes what is pushed to a peer."""
+
+    endpoint: MemoryEndpoint
+    folder: Path
+    files: list[tuple[PeerId, PushHeader | None, bytes]] = field(default_factory=list)
+    refuse: str = ""
+
+    def listen(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        transfer.serve_pushes(self.endpoint, self._accept)
+
+    async def _accept(self, peer: PeerId, header: PushHeader | None) -> transfer.Landing | Refusal:
+        if self.refuse:
+            return Refusal(reason=self.refuse)
+        path = self.folder / f"{uuid.uuid4()}"
+
+        async def arrived(_size: int, _digest: str) -> None:
+            self.files.append((peer, header, path.read_bytes()))
+
+        return transfer.Landing(path, 1 << 30, arrived)
+
+
+@dataclass
+class Lab:
+    """Everything that surrounds a worker in a test."""
+
+    network: MemoryNetwork
+    folder: Path
+    worker: Worker
+    scheduler: Scheduler
+    data: MemoryEndpoint
+    server: MemoryEndpoint
+
+    @property
+    def peer(self) -> PeerId:
+        return self.worker.endpoint.peer_id
+
+    def train_spec(self, job_id: uuid.UUID | None = None) -> JobSpec:
+        """A job whose data comes from the scheduler, and which exchanges updates with the `server` peer."""
+        server = PeersReference(peers=(self.server.peer_id,), strategy=All())
+        model = HuggingFaceReference(repository="org/model", filenames=("config.json",), token="hf_secret")
+        config = TrainConfig(
+            model=Model(task="image-classification", artifact=model, input_names=("pixel_values",)),
+            data=SchedulerReference(peer=self.scheduler.endpoint.peer_id, dataset="digits"),
+            updates=server,
+            results=server,
+            optimizer=Adam(learning_rate=0.001),
+            batch_size=8,
+        )
+        return JobSpec(
+            job_id=job_id or uuid.uuid4(), executor=TrainJob(descriptor=Descriptor(name="script"), config=config)
+        )
+
+    def aggregate_spec(self, senders: list[PeerId], receivers: list[PeerId], *, members: bool | None = True) -> JobSpec:
+        config = AggregateConfig(
+            updates=PeersReference(peers=tuple(senders), strategy=All()),
+            results=PeersReference(peers=tuple(receivers), strategy=All()),
+            optimizer=Nesterov(learning_rate=0.7, momentum=0.9),
+            members=members,
+        )
+        job = AggregateJob(descriptor=Descriptor(name="parameter-server"), config=config)
+        return JobSpec(job_id=uuid.uuid4(), executor=job)
+
+    def write_script(self, text: str) -> None:
+        """What the executor does."""
+        (self.folder / "script.py").write_text(PREAMBLE + text)
+
+    async def start(self, script: str, spec: JobSpec | None = None) -> uuid.UUID:
+        """Run a script as a job; gives its lease."""
+        self.write_script(script)
+        lease = await self.scheduler.hire()
+        answer = await self.scheduler.dispatch(self.peer, lease, spec or self.train_spec())
+        assert type(answer).__name__ == "Dispatched"
+        return lease
+
+    def left_behind(self) -> list[str]:
+        """Names in the work directory."""
+        return sorted(path.name for path in (self.folder / "work").iterdir())
+
+
+def worker_config(folder: Path, **changes: Any) -> WorkerConfig:
+    values = {
+        "cert_pem": folder / "x-cert.pem",
+        "key_pem": folder / "x-key.pem",
+        "trust_pem": folder / "x-trust.pem",
+        "gateway_addresses": ["/ip4/127.0.0.1/tcp/4001"],
+        "work_dir": folder / "work",
+        "resources": {"cpu": 2.0, "memory": 4.0, "storage": 1.0},
+        "offer": {"price": 50.0},
+        "executors": [
+            {
+                "class": "train",
+                "name": "script",
+                "runtime": "process",
+                "cmd": sys.executable,
+                "args": ["-I", "-S", str(folder / "script.py"), "{SOCKET_PATH}", "{WORK_DIR}", "{JOB_JSON}"],
+            },
+            {"class": "aggregate", "name": "parameter-server", "runtime": "parameter-server"},
+        ],
+    }
+    return WorkerConfig.model_validate(json.loads(json.dumps(values | changes, default=str)))
+
+
+@asynccontextmanager
+async def open_lab(folder: Path, *, old: bool = False, **changes: Any) -> AsyncIterator[Lab]:
+    network = MemoryNetwork()
+    async with (
+        network.endpoint("scheduler") as scheduler,
+        network.endpoint("data") as data,
+        network.endpoint("server") as server,
+        network.endpoint("worker") as endpoint,
+    ):
+        script = Scheduler(scheduler)
+        script.listen(old=old)
+        async with open_worker(worker_config(folder, **changes), endpoint) as worker:
+            script.worker = worker
+            yield Lab(network, folder, worker, script, data, server)
+
+
+@pytest.fixture
+def in_lab(tmp_path: Path) -> Callable[..., None]:
+    """Run an async function with a `Lab`, with a bound on its time."""
+
+    def run(case: Callable[[Lab], Any], *, seconds: float = 40.0, old: bool = False, **changes: Any) -> None:
+        async def main() -> None:
+            with anyio.fail_after(seconds):
+                async with open_lab(tmp_path, old=old, **changes) as lab:
+                    await case(lab)
+
+        anyio.run(main, backend="trio")
+
+    return run
+
+
+@pytest.fixture
+def take_pushes() -> type[Pushed]:
+    return Pushed

@@ -1,0 +1,145 @@
+"""The bridge as HTTP: four routes and their description at ``/openapi.json``. FastAPI; runs in the bridge's thread.
+
+Each route reads a body strictly with `hypha_proto.bridge`, calls the worker's side through the portal, and writes the
+answer as JSON. Before this room: an executor. After it: `bridge.resources`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from hypha_proto.bridge import (
+    FETCH,
+    RECEIVE,
+    SEND,
+    STATUS,
+    BridgeError,
+    FetchedFile,
+    ReceivedFile,
+    Transfer,
+    read_transfer,
+)
+from hypha_proto.codec import from_json, to_json, to_plain
+from hypha_proto.errors import DecodeError
+from hypha_proto.progress import ProgressResponse, ProgressValue
+from hypha_worker.bridge.faults import BridgeFault, bad_request
+from hypha_worker.bridge.resources import BridgeBackend
+
+_log = logging.getLogger(__name__)
+
+MAX_BODY: Final = 1 << 20
+
+Call = Callable[..., Awaitable[Any]]
+"""Calls an async function of the worker's loop from the bridge's: `call(function, *args)`."""
+
+_ANY_OBJECT: Final = {"type": "object", "additionalProperties": True}
+_TRANSFER_BODY: Final = {
+    "required": ["resource", "path"],
+    "properties": {
+        "resource": {**_ANY_OBJECT, "description": "A reference: uri, huggingface, peers or scheduler."},
+        "path": {"type": "string", "description": "File or folder, relative to the work directory."},
+        "round": {"type": "integer", "minimum": 0},
+        "samples": {"type": "integer", "minimum": 0, "description": "Weight of a pseudo-gradient."},
+    },
+    "type": "object",
+}
+_ERROR: Final = {
+    "description": "What went wrong.",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error", "detail"],
+                "properties": {"error": {"type": "string"}, "detail": {"type": "string"}},
+            }
+        }
+    },
+}
+_RESPONSES: Final[dict[int | str, dict[str, Any]]] = dict.fromkeys((400, 403, 404, 410, 413, 502, 504), _ERROR)
+
+
+def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
+    """The bridge of one job, for uvicorn."""
+    app = FastAPI(title="Hypha job bridge", version="1", docs_url=None, redoc_url=None)
+    app.add_exception_handler(BridgeFault, _answer_fault)
+
+    async def fetch(request: Request) -> Response:
+        """Bring what a reference names to the work directory; with a scheduler's data, one further slice."""
+        files = await call(backend.fetch, await _read_transfer(request, "fetch"))
+        return _json([to_plain(FetchedFile, file) for file in files])
+
+    async def send(request: Request) -> Response:
+        """Push a file to the peers of a reference; answers when it is complete."""
+        sent = await call(backend.send, await _read_transfer(request, "send"))
+        return _json({"sent": sent.sent, "round": sent.round, "size": sent.size, "checksum": sent.checksum})
+
+    async def receive(request: Request) -> Response:
+        """Server-sent events, one for each file that a peer of the reference has pushed to this job."""
+        wanted = await _read_transfer(request, "receive")
+        await call(backend.check_receive, wanted)  # what is wrong with it is an answer, not a broken stream
+        return StreamingResponse(_events(backend, call, wanted), media_type="text/event-stream")
+
+    async def status(request: Request) -> Response:
+        """Report progress to the scheduler; the answer is the scheduler's."""
+        try:
+            progress = from_json(ProgressValue, await _read_body(request))
+        except DecodeError as error:
+            raise bad_request(f"progress: {error}") from None
+        answer = await call(backend.report, progress)
+        return Response(to_json(ProgressResponse, answer), media_type="application/json")
+
+    _add(app, FETCH, fetch, _TRANSFER_BODY)
+    _add(app, SEND, send, _TRANSFER_BODY)
+    _add(app, RECEIVE, receive, _TRANSFER_BODY)
+    _add(app, STATUS, status, {"oneOf": [{"type": "string"}, _ANY_OBJECT]})
+    return app
+
+
+def _add(app: FastAPI, path: str, route: Callable[[Request], Awaitable[Response]], body: dict[str, Any]) -> None:
+    description = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
+    app.add_api_route(
+        path, route, methods=["POST"], response_model=None, openapi_extra=description, responses=_RESPONSES
+    )
+
+
+async def _events(backend: BridgeBackend, call: Call, wanted: Transfer) -> AsyncIterator[bytes]:
+    """An event a file, taken only when it is about to be written: a stream that is cut while it waits loses none."""
+    while (delivery := await call(backend.next_delivery, wanted)) is not None:
+        file = await call(backend.hand_over, wanted, delivery)
+        yield b"data: " + to_json(ReceivedFile, file) + b"\n\n"
+
+
+def _json(value: object) -> Response:
+    return JSONResponse(value)
+
+
+async def _answer_fault(_request: Request, error: Exception) -> Response:
+    if not isinstance(error, BridgeFault):
+        raise error
+    _log.info("bridge answers %d %s: %s", error.status, error.kind, error.detail)
+    body = BridgeError(error=error.kind, detail=error.detail)
+    return Response(to_json(BridgeError, body), status_code=error.status, media_type="application/json")
+
+
+async def _read_transfer(request: Request, action: str) -> Transfer:
+    try:
+        return read_transfer(action, json.loads(await _read_body(request)))
+    except DecodeError as error:
+        raise bad_request(f"{action}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"{action}: the body is not JSON: {error}") from None
+
+
+async def _read_body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise BridgeFault(413, "too-large", f"the body is over {MAX_BODY} bytes")
+    return bytes(body)

@@ -1,0 +1,218 @@
+"""What the bridge does for one job, on the worker's side: fetch, send, receive and report.
+
+`bridge.app` turns HTTP into calls of this class, `connectors` do the moving. It is confined to one job: its work
+directory, its references, its scheduler.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from hypha_net import transfer
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import NetError
+from hypha_proto.bridge import FetchedFile, ReceivedFile, Transfer
+from hypha_proto.ids import PeerId
+from hypha_proto.job import (
+    HuggingFaceReference,
+    JobSpec,
+    PeersReference,
+    SchedulerReference,
+    SliceAddress,
+    TrainJob,
+)
+from hypha_proto.progress import REPORT, Progress, ProgressRequest, ProgressResponse
+from hypha_proto.slices import DataRequest
+from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
+from hypha_worker.bridge.faults import bad_request, not_allowed
+from hypha_worker.bridge.inbox import Delivery, Inbox
+from hypha_worker.bridge.paths import (
+    check_relative,
+    confine_file,
+    confine_folder,
+    relative_text,
+    safe_name,
+)
+from hypha_worker.bridge.references import check_peers, with_secrets
+from hypha_worker.connectors.access import Access
+from hypha_worker.connectors.downloads import Downloaded, from_hub, from_uri
+from hypha_worker.connectors.peers import PeerFiles, as_fault, ask, next_slice
+
+REPORT_PAUSES: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before each attempt at a report: a scheduler that is away for a quarter of a minute loses no job."""
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """Answer of ``/resources/send``."""
+
+    sent: dict[str, int]
+    """Peer id to bytes."""
+    round: int
+    size: int
+    checksum: str
+
+
+class BridgeBackend(Protocol):
+    """What the HTTP side needs of the worker's side. Every method may raise `BridgeFault`."""
+
+    async def fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
+        """Bring what a reference names to the work directory."""
+        ...
+
+    async def send(self, wanted: Transfer) -> Sent:
+        """Push a file of the work directory to the peers of a reference."""
+        ...
+
+    async def check_receive(self, wanted: Transfer) -> None:
+        """Refuse what can never be received."""
+        ...
+
+    async def next_delivery(self, wanted: Transfer) -> Delivery | None:
+        """Wait for a file from the peers of a reference; none when the job ends."""
+        ...
+
+    async def hand_over(self, wanted: Transfer, delivery: Delivery) -> ReceivedFile:
+        """Move a delivered file to where the executor wants it."""
+        ...
+
+    async def report(self, progress: Progress) -> ProgressResponse:
+        """Tell the scheduler how the job advances; gives its answer."""
+        ...
+
+
+@dataclass(slots=True)
+class JobResources:
+    """The `BridgeBackend` of a training job."""
+
+    endpoint: Endpoint
+    spec: JobSpec
+    lease: uuid.UUID
+    scheduler: PeerId
+    work_dir: Path
+    inbox: Inbox
+    access: Access
+    files: PeerFiles
+    _fetched: int = 0
+    _round: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        executor = self.spec.executor
+        self._round = (executor.config.first_round or 1) if isinstance(executor, TrainJob) else 1
+
+    async def fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
+        """See `BridgeBackend.fetch`."""
+        check_peers(self.spec, wanted.reference)
+        reference = with_secrets(self.spec, wanted.reference)
+        self._fetched += 1
+        if isinstance(reference, SchedulerReference):
+            return [await self._fetch_slice(reference, wanted.path or "slices")]
+        folder = confine_folder(self.work_dir, wanted.path or f"artifacts/{self._fetched}")
+        if isinstance(reference, PeersReference):
+            return await self._fetch_from_peers(reference, folder)
+        limit = self.files.max_bytes
+        if isinstance(reference, HuggingFaceReference):
+            found = await from_hub(reference, folder, self.access, max_bytes=limit)
+        else:
+            found = [await from_uri(reference.value, folder, self.access, max_bytes=limit)]
+        return [self._downloaded(file) for file in found]
+
+    async def _fetch_slice(self, reference: SchedulerReference, path: str) -> FetchedFile:
+        executor = self.spec.executor
+        if not isinstance(executor, TrainJob) or reference != executor.config.data:
+            raise not_allowed(f"dataset {reference.dataset[:80]!r} is not the data of this job")
+        folder, number = confine_folder(self.work_dir, path), self._fetched
+        request = DataRequest(dataset=reference.dataset, job_id=self.spec.job_id)
+        assigned = await next_slice(self.endpoint, reference.peer, request)
+        target = folder / f"{safe_name(reference.dataset)}-{assigned.index}-{number}.safetensors"
+        address = SliceAddress(dataset=reference.dataset, index=assigned.index)
+        pulled, peer = await self.files.pull([assigned.data_provider], address, target, assigned.digest)
+        extra = {"dataset": reference.dataset, "slice": str(assigned.index), "epoch": str(assigned.epoch or 0)}
+        return self._pulled(target, pulled, peer, extra)
+
+    async def _fetch_from_peers(self, reference: PeersReference, folder: Path) -> Sequence[FetchedFile]:
+        address = reference.resource
+        if address is None:
+            raise bad_request("a reference to peers can be fetched only with a resource (dataset and index)")
+        names = reference.filenames or (f"{safe_name(address.dataset)}-{address.index}.safetensors",)
+        made = []
+        for index, name in enumerate(names, address.index):
+            target = folder / check_relative(name)
+            confine_folder(self.work_dir, relative_text(self.work_dir, target.parent))
+            pulled, peer = await self.files.pull(
+                reference.peers, SliceAddress(dataset=address.dataset, index=index), target
+            )
+            made.append(self._pulled(target, pulled, peer, {}))
+        return made
+
+    def _pulled(self, path: Path, pulled: transfer.Pulled, peer: PeerId, extra: dict[str, str]) -> FetchedFile:
+        metadata = {"source": f"peer:{peer}", "timestamp": _now(), **extra}
+        return FetchedFile(
+            path=relative_text(self.work_dir, path), size=pulled.size, checksum=pulled.digest, metadata=metadata
+        )
+
+    def _downloaded(self, file: Downloaded) -> FetchedFile:
+        metadata = {"source": file.source, "timestamp": _now()}
+        return FetchedFile(
+            path=relative_text(self.work_dir, file.path), size=file.size, checksum=file.checksum, metadata=metadata
+        )
+
+    async def send(self, wanted: Transfer) -> Sent:
+        """See `BridgeBackend.send`."""
+        reference = wanted.reference
+        if not isinstance(reference, PeersReference):
+            raise bad_request("a file can be sent to peers only")
+        check_peers(self.spec, reference)
+        path = confine_file(self.work_dir, wanted.path)
+        # executors in the field do not number their rounds: then each send is the next one
+        number = self._round if wanted.round is None else wanted.round
+        size, digest = await transfer.describe(path)
+        header = PushHeader(
+            job_id=self.spec.job_id,
+            round=number,
+            kind=PSEUDO_GRADIENT if reference == self.spec.executor.config.updates else "file",
+            name=path.name,
+            size=size,
+            digest=digest,
+            samples=wanted.samples or 0,
+        )
+        sent = await self.files.push(reference, path, header)
+        self._round = number + 1
+        return Sent({str(peer): count for peer, count in sent.items()}, number, size, digest)
+
+    async def check_receive(self, wanted: Transfer) -> None:
+        """See `BridgeBackend.check_receive`."""
+        self._senders(wanted)
+        confine_folder(self.work_dir, wanted.path or "received")
+
+    async def next_delivery(self, wanted: Transfer) -> Delivery | None:
+        """See `BridgeBackend.next_delivery`."""
+        return await self.inbox.next(self._senders(wanted))
+
+    def _senders(self, wanted: Transfer) -> frozenset[PeerId]:
+        if not isinstance(wanted.reference, PeersReference):
+            raise bad_request("files can be received from peers only")
+        check_peers(self.spec, wanted.reference)
+        return frozenset(wanted.reference.peers)
+
+    async def hand_over(self, wanted: Transfer, delivery: Delivery) -> ReceivedFile:
+        """See `BridgeBackend.hand_over`."""
+        return self.inbox.hand_over(delivery, confine_folder(self.work_dir, wanted.path or "received"))
+
+    async def report(self, progress: Progress) -> ProgressResponse:
+        """See `BridgeBackend.report`."""
+        request = ProgressRequest(job_id=self.spec.job_id, progress=progress, lease=self.lease)
+        try:
+            return await ask(self.endpoint, self.scheduler, REPORT, request, timeout=30.0, pauses=REPORT_PAUSES)
+        except NetError as error:
+            raise as_fault(error) from error
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

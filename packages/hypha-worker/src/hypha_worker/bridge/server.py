@@ -1,0 +1,138 @@
+"""Serves the bridge of one job on a Unix socket, in a thread of its own, because uvicorn needs asyncio.
+
+The worker runs on trio. One small portal leads from the bridge's loop into the worker's; nothing else crosses. The
+thread ends in bounded time whatever a client does: one that stops reading is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+import anyio.from_thread
+import anyio.to_thread
+
+from hypha_worker.bridge.faults import BridgeFault
+from hypha_worker.bridge.resources import BridgeBackend
+
+if TYPE_CHECKING:
+    import uvicorn
+
+SOCKET_PATH_LIMIT: Final = 107
+"""Bytes of a Unix socket's path that the kernel takes."""
+_GRACE: Final = 1
+"""Seconds that requests get to end when the bridge is shut."""
+_START_LIMIT: Final = 10.0
+_START_POLL: Final = 0.002
+
+
+class BridgeStartError(Exception):
+    """The bridge of a job could not be opened."""
+
+
+def preload() -> None:
+    """Import what a bridge needs, so that the first job does not wait for it."""
+    import uvicorn  # noqa: F401
+
+    from hypha_worker.bridge import app  # noqa: F401
+
+
+@asynccontextmanager
+async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]:
+    """Serve `backend` at the Unix socket `path` while the context is open.
+
+    Raises:
+        BridgeStartError: the socket cannot be made.
+    """
+    listener = _bind(path)
+    try:
+        async with anyio.from_thread.BlockingPortal() as portal, anyio.create_task_group() as tasks:
+            server = await anyio.to_thread.run_sync(_make_server, backend, portal)
+            ended = anyio.Event()
+
+            async def serve() -> None:
+                await anyio.to_thread.run_sync(server.run, [listener], limiter=anyio.CapacityLimiter(1))
+                ended.set()
+
+            tasks.start_soon(serve)
+            try:
+                await _started(server, ended, path)
+                yield
+            finally:
+                server.should_exit = True
+                with anyio.CancelScope(shield=True):
+                    await ended.wait()
+                    await portal.stop(cancel_remaining=True)
+    finally:
+        _unbind(listener, path)
+
+
+def _bind(path: Path) -> socket.socket:
+    if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
+        raise BridgeStartError(
+            f"socket path {path} has more than the {SOCKET_PATH_LIMIT} bytes that the system takes: "
+            "set TMPDIR to a shorter folder"
+        )
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+    except OSError as error:
+        listener.close()
+        raise BridgeStartError(f"socket {path}: {error.strerror}") from error
+    return listener
+
+
+def _unbind(listener: socket.socket, path: Path) -> None:
+    listener.close()
+    path.unlink(missing_ok=True)
+
+
+def _make_server(backend: BridgeBackend, portal: anyio.from_thread.BlockingPortal) -> uvicorn.Server:
+    import uvicorn
+
+    from hypha_worker.bridge.app import make_app
+
+    # the bridge's own lines suffice: uvicorn tells of every start and of every client that it had to cut off
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    config = uvicorn.Config(
+        make_app(backend, _into(portal)),
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE,
+        timeout_keep_alive=3600,
+    )
+    return uvicorn.Server(config)
+
+
+def _into(portal: anyio.from_thread.BlockingPortal) -> Callable[..., Awaitable[Any]]:
+    async def call(function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        try:
+            future = portal.start_task_soon(function, *args)
+        except RuntimeError:  # the portal is shut
+            raise BridgeFault(503, "ending", "the job is ending") from None
+        return await asyncio.wrap_future(future)
+
+    return call
+
+
+async def _started(server: uvicorn.Server, ended: anyio.Event, path: Path) -> None:
+    """Wait until uvicorn listens: it tells by an attribute only."""
+    for _ in range(int(_START_LIMIT / _START_POLL)):
+        if server.started:
+            return
+        if ended.is_set():
+            break
+        await anyio.sleep(_START_POLL)
+    raise BridgeStartError(f"the bridge at {path} did not start")

@@ -1,0 +1,185 @@
+"""Every key of a worker's configuration, and what the rooms make of it.
+
+Before this room: `hypha_net.node` reads flags, environment and TOML. After it: `service` builds the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from hypha_net.node.config import NOT_YET, NodeConfig, Section
+from hypha_proto.errors import InvalidIdError
+from hypha_proto.ids import PeerId
+from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
+from hypha_proto.resources import Resources
+from hypha_worker.capabilities import Capabilities, Capacity, Device
+from hypha_worker.offers import Evaluation, OfferPolicy, Strategy
+
+
+def _peer(text: str) -> str:
+    try:
+        return str(PeerId.parse(text))
+    except InvalidIdError as error:
+        raise ValueError(str(error)) from None
+
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PeerText = Annotated[str, AfterValidator(_peer)]
+
+
+class DeviceSection(Section):
+    """``[[resources.devices]]``."""
+
+    index: int = Field(ge=0, description="The GPU's number as its driver counts.")
+    memory: Amount = Field(description="Its memory, GB.")
+
+
+class ResourcesSection(Section):
+    """``[resources]``."""
+
+    cpu: Amount = Field(default=0.0, description="Cores.")
+    memory: Amount = Field(default=0.0, description="RAM, GB.")
+    storage: Amount = Field(default=0.0, description="Disk, GB.")
+    gpu: Amount = Field(default=0.0, description="GPU memory, GB.")
+    devices: list[DeviceSection] = Field(
+        default=[], description="One table a GPU. With them a lease is of whole GPUs, and a job sees only its own."
+    )
+
+    @model_validator(mode="after")
+    def _fits_devices(self) -> ResourcesSection:
+        indices = [device.index for device in self.devices]
+        if len(set(indices)) < len(indices):
+            raise ValueError("devices: an index stands twice")
+        memory = sum(device.memory for device in self.devices)
+        if self.devices and self.gpu and abs(memory - self.gpu) > 0.01 * memory:
+            raise ValueError(f"gpu is {self.gpu:g} GB and the devices have {memory:g} GB: leave gpu out or correct it")
+        return self
+
+
+class StrategySection(Section):
+    """``[offer.strategy]``, the older form of the key."""
+
+    type: Strategy = Field(description="flexible or whole.")
+
+
+class OfferSection(Section):
+    """``[offer]``."""
+
+    price: Amount = Field(default=100.0, description="What this worker asks, in tokens per lease-hour.")
+    floor: Amount = Field(default=0.0, description="Bids below this get no answer.")
+    strategy: Strategy | StrategySection = Field(
+        default="flexible", description="flexible: offer what is asked, at the bid. whole: offer everything at once."
+    )
+    evaluation: Evaluation = Field(
+        default="profit", description="Which request wins when several compete: profit, utilization or affinity."
+    )
+    schedulers: list[PeerText] = Field(
+        default=[], description="Peer ids of the only schedulers that get offers, the dearest first; empty: all."
+    )
+
+    def policy(self) -> OfferPolicy:
+        """The same for the arbiter."""
+        strategy = self.strategy if isinstance(self.strategy, str) else self.strategy.type
+        schedulers = tuple(PeerId.parse(text) for text in self.schedulers)
+        return OfferPolicy(self.price, self.floor, strategy, self.evaluation, schedulers)
+
+
+class ExecutorSection(Section):
+    """``[[executors]]``."""
+
+    job_class: Literal["train", "aggregate"] = Field(alias="class", description="Kind of job: train or aggregate.")
+    name: str = Field(min_length=1, description="Name by which schedulers ask for it, such as diloco-transformer.")
+    runtime: Literal["process", "parameter-server"] = Field(
+        default="process", description="process: a command of yours. parameter-server: built in."
+    )
+    cmd: str | None = Field(default=None, description="The command of a process.")
+    args: list[str] = Field(
+        default=[], description="Its arguments; {SOCKET_PATH}, {WORK_DIR}, {JOB_JSON} and {JOB_FILE} are filled in."
+    )
+    env: dict[str, str] = Field(default={}, description="Its environment, beside this worker's own.")
+
+    @model_validator(mode="after")
+    def _fits_runtime(self) -> ExecutorSection:
+        if self.runtime == "process" and not self.cmd:
+            raise ValueError("cmd is missing: a process needs a command")
+        if self.runtime == "parameter-server" and (self.cmd or self.args):
+            raise ValueError("cmd and args do not belong to the parameter server, which is built in")
+        if self.runtime == "parameter-server" and self.job_class != "aggregate":
+            raise ValueError('the parameter server is of class "aggregate"')
+        return self
+
+    @property
+    def descriptor(self) -> ExecutorDescriptor:
+        """How schedulers ask for it."""
+        return (TrainExecutor if self.job_class == "train" else AggregateExecutor)(name=self.name)
+
+
+class ConnectorsSection(Section):
+    """``[connectors]``: what jobs may reach."""
+
+    hosts: list[str] = Field(default=[], description="Hosts for http and https; * stands for anything in a name.")
+    repositories: list[str] = Field(default=["*"], description="Hugging Face repositories, such as my-org/*.")
+    roots: list[Path] = Field(default=[], description="Folders whose files jobs may read by file: URLs.")
+    buckets: list[str] = Field(default=[], description="S3 buckets.")
+    s3_endpoint: str | None = Field(default=None, description="URL of the S3 service.")
+    s3_access_key: str | None = Field(default=None, description="Key id for S3.")
+    s3_secret_key: str | None = Field(default=None, description="Secret key for S3.")
+
+
+class CacheSection(Section):
+    """``[cache]``."""
+
+    path: Path | None = Field(default=None, description="Folder where slices and models are kept between jobs.")
+    max_size: Amount | None = Field(default=None, description="Size of the cache, GB.")
+
+
+_NOT_YET = {
+    "connectors.buckets": "resources are not fetched from S3 yet",
+    "connectors.s3_endpoint": "resources are not fetched from S3 yet",
+    "connectors.s3_access_key": "resources are not fetched from S3 yet",
+    "connectors.s3_secret_key": "resources are not fetched from S3 yet",
+    "cache.path": "slices and models are not kept between jobs yet",
+    "cache.max_size": "slices and models are not kept between jobs yet",
+}
+
+
+class WorkerConfig(NodeConfig):
+    """The keys of ``hypha-worker``."""
+
+    not_yet: ClassVar[Mapping[str, str]] = {**NOT_YET, **_NOT_YET}
+
+    work_dir: Path = Field(description="Each job gets a private folder hypha-<uuid> in it. Should have mode 0750.")
+    resources: ResourcesSection = Field(default=ResourcesSection(), description="What this worker offers.")
+    offer: OfferSection = Field(default=OfferSection(), description="What this worker asks for it.")
+    executors: list[ExecutorSection] = Field(default=[], description="What runs jobs.")
+    connectors: ConnectorsSection = Field(default=ConnectorsSection(), description="What jobs may reach.")
+    cache: CacheSection = Field(default=CacheSection(), description="What is kept between jobs.")
+
+    @field_validator("executors")
+    @classmethod
+    def _named_once(cls, value: list[ExecutorSection]) -> list[ExecutorSection]:
+        names = [(executor.job_class, executor.name) for executor in value]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"executor {twice[0]}/{twice[1]} stands twice")
+        return value
+
+    def capabilities(self) -> Capabilities:
+        """What this worker has."""
+        owned = self.resources
+        amounts = Resources(gpu=owned.gpu, cpu=owned.cpu, storage=owned.storage, memory=owned.memory)
+        devices = tuple(Device(device.index, device.memory) for device in owned.devices)
+        return Capabilities(Capacity(amounts, devices), frozenset(entry.descriptor for entry in self.executors))
+
+    def notices(self) -> list[str]:
+        """See `NodeConfig.notices`."""
+        found = super().notices()
+        if not self.executors:
+            found.append("no [[executors]] are configured: this worker will get no jobs")
+        if self.resources == ResourcesSection():
+            found.append("[resources] offers nothing: this worker will get no jobs")
+        return found

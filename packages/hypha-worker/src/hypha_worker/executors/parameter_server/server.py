@@ -1,0 +1,247 @@
+"""Runs the parameter server of a job: takes pseudo-gradients in, steps, pushes the outer update out, round after round.
+
+Before this room: the training executors push through their bridges. After it: their bridges hand the outer update to
+them, and the scheduler adds it to its own copy of the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import anyio
+import anyio.to_thread
+
+from hypha_net import transfer
+from hypha_net.errors import NetError, TransferRefusedError
+from hypha_net.transfer import Landing
+from hypha_proto.aggregate import UPDATE_REFUSED, MembersKnown, RoundMembers, UpdateRefused
+from hypha_proto.errors import TensorFileError
+from hypha_proto.ids import PeerId
+from hypha_proto.job import AggregateJob, PeersReference
+from hypha_proto.progress import REPORT, Done, ProgressError, ProgressRequest, ProgressResponse, Updated
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
+from hypha_worker.bridge.references import reference_peers
+from hypha_worker.bridge.resources import REPORT_PAUSES
+from hypha_worker.connectors.peers import PeerFiles, ask
+from hypha_worker.executors.execution import ExecutionError, JobContext, Traces
+from hypha_worker.executors.parameter_server.collection import (
+    Collection,
+    CompleteRound,
+    EmptyRoundError,
+    UpdateRefusedError,
+)
+
+_log = logging.getLogger(__name__)
+
+_REFUSALS: Final = 64
+_HEADER_ROOM: Final = 1 << 20
+_CODECS: Final = ("fp32",)
+
+
+@dataclass(slots=True)
+class _Layouts:
+    """What the updates of the job look like: the first that came says it for all."""
+
+    first: object | None = None
+    size: int = 0
+
+
+class ParameterServer:
+    """An `Execution` in this process. Numbers are computed in a thread, on files."""
+
+    def __init__(self, context: JobContext) -> None:
+        if not isinstance(context.spec.executor, AggregateJob):
+            raise ExecutionError("a parameter server runs jobs of class aggregate only")
+        config = context.spec.executor.config
+        self._context = context
+        self._config = config
+        self._collection = Collection(set(reference_peers([config.updates])), named=bool(config.members))
+        self._layouts = _Layouts()
+        self._files = PeerFiles(context.endpoint, context.max_bytes)
+        self._changed = anyio.Event()
+        self._count = 0
+        self._refusals_in, self._refusals = anyio.create_memory_object_stream[UpdateRefused](_REFUSALS)
+
+    @property
+    def senders(self) -> Set[PeerId]:
+        """See `Execution.senders`."""
+        return self._collection.senders
+
+    @property
+    def takes(self) -> str:
+        """See `Execution.takes`."""
+        return PSEUDO_GRADIENT
+
+    @property
+    def traces(self) -> Traces:
+        """See `Execution.traces`."""
+        return Traces()
+
+    # ------------------------------------------------------------------------------------------------- taking updates
+
+    async def accept_push(self, peer: PeerId, header: PushHeader | None) -> Landing | Refusal:
+        """See `Execution.accept_push`."""
+        try:
+            number = self._admit(peer, header)
+        except UpdateRefusedError as error:
+            self._tell_refused(peer, header.round if header else self._collection.round or 0, str(error))
+            return Refusal(reason=str(error))
+        self._count += 1
+        path = self._context.work_dir / f"update-{number}-{self._count}.safetensors"
+
+        async def arrived(size: int, _digest: str) -> None:
+            await self._arrived(peer, number, path, size)
+
+        limit = self._layouts.size + self._layouts.size // 50 + _HEADER_ROOM if self._layouts.size else None
+        return Landing(path, min(limit or self._context.max_bytes, self._context.max_bytes), arrived)
+
+    def _admit(self, peer: PeerId, header: PushHeader | None) -> int:
+        if header is not None and header.kind != PSEUDO_GRADIENT:
+            raise UpdateRefusedError(f"{header.kind[:40]!r} is not taken here, only {PSEUDO_GRADIENT}")
+        if header is not None and header.codec not in _CODECS:
+            raise UpdateRefusedError(f"codec {header.codec[:40]!r} is not known here, only {', '.join(_CODECS)}")
+        return self._collection.admit(peer, header.round if header is not None else None)
+
+    async def _arrived(self, peer: PeerId, number: int, path: Path, size: int) -> None:
+        try:
+            await self._check_layout(path, size)
+            replaced = self._collection.add(peer, number, path)
+        except (TensorFileError, UpdateRefusedError, OSError) as error:
+            _remove(path)
+            self._tell_refused(peer, number, str(error))
+            raise TransferRefusedError(str(error)) from error
+        if replaced is not None:
+            _remove(replaced)
+        self._changed.set()
+
+    async def _check_layout(self, path: Path, size: int) -> None:
+        from hypha_worker.executors.parameter_server.outer_step import Layout, inspect_update
+
+        layout = await anyio.to_thread.run_sync(inspect_update, path)
+        first = self._layouts.first
+        if not isinstance(first, Layout):
+            self._layouts = _Layouts(layout, size)
+        elif difference := first.difference(layout):
+            raise UpdateRefusedError(f"the update does not fit the first of this job: {difference}")
+
+    def _tell_refused(self, peer: PeerId, number: int, reason: str) -> None:
+        _log.warning("update of %s for round %d refused: %s", peer, number, reason)
+        message = UpdateRefused(job_id=self._context.spec.job_id, round=number, peer=peer, reason=reason[:1000])
+        try:
+            self._refusals_in.send_nowait(message)
+        except (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            _log.warning("the scheduler is not told: too many refusals wait already, or the job is over")
+
+    async def name_members(self, message: RoundMembers) -> MembersKnown:
+        """See `Execution.name_members`."""
+        answer, dropped = self._collection.name_members(message, anyio.current_time())
+        for path in dropped:
+            _remove(path)
+        if answer.accepted:
+            self._changed.set()
+        else:
+            _log.warning("members of round %d refused: %s", message.round, answer.reason)
+        return answer
+
+    # -------------------------------------------------------------------------------------------------------- stepping
+
+    async def run(self) -> None:
+        """See `Execution.run`."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._report_refusals)
+            try:
+                while not await self._run_round():
+                    pass
+            except (TensorFileError, EmptyRoundError, OSError, NetError) as error:
+                raise ExecutionError(str(error)) from error
+            finally:
+                self._refusals_in.close()
+                tasks.cancel_scope.deadline = anyio.current_time() + 1.0
+
+    async def _run_round(self) -> bool:
+        """One round; gives whether it was the last."""
+        await self._wait_for_updates()
+        done = self._collection.close()
+        for peer in done.missing:
+            _log.warning("round %d goes on without the update of %s, which did not come in time", done.round, peer)
+        result = await self._step(done)
+        await self._give_out(done, result)
+        answer = await self._tell_updated()
+        if isinstance(answer, ProgressError):
+            raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}")
+        return isinstance(answer, Done)
+
+    async def _wait_for_updates(self) -> None:
+        while (due := self._collection.due(anyio.current_time())) != 0.0:
+            self._changed = anyio.Event()
+            with anyio.move_on_after(due):
+                await self._changed.wait()
+
+    async def _step(self, done: CompleteRound) -> Path:
+        from hypha_proto.update import UpdateMetadata
+        from hypha_worker.executors.parameter_server.outer_step import Layout, OuterOptimizer, outer_step
+
+        layout, settings = self._layouts.first, self._config.optimizer
+        if not isinstance(layout, Layout):
+            raise ExecutionError("an outer step is due and no update was ever checked")
+        started = anyio.current_time()
+        result = self._context.work_dir / f"outer-{done.round}.safetensors"
+        await anyio.to_thread.run_sync(
+            outer_step,
+            [(path, weight) for _, path, weight in done.updates],
+            self._context.work_dir / "momentum.safetensors",
+            result,
+            OuterOptimizer(settings.learning_rate, settings.momentum, settings.nesterov is not False),
+            UpdateMetadata(round=done.round, statistics=layout.statistics),
+        )
+        for _, path, _ in done.updates:
+            _remove(path)
+        took = anyio.current_time() - started
+        _log.info("round %d: outer step over %d updates in %.3f s", done.round, len(done.updates), took)
+        return result
+
+    async def _give_out(self, done: CompleteRound, result: Path) -> None:
+        """Push the outer update to everybody at once; one that cannot be reached is not waited for twice."""
+        size, digest = await transfer.describe(result)
+        header = PushHeader(
+            job_id=self._context.spec.job_id,
+            round=done.round,
+            kind=OUTER_UPDATE,
+            name=result.name,
+            size=size,
+            digest=digest,
+        )
+        targets = self._targets(done)
+        sent, failed = await self._files.push_each(targets, result, header)
+        for peer, error in failed.items():
+            _log.warning("outer update of round %d did not reach %s: %s", done.round, peer, error)
+        if not sent:
+            raise ExecutionError(f"the outer update of round {done.round} reached none of {len(targets)} peers")
+        _remove(result)
+
+    def _targets(self, done: CompleteRound) -> list[PeerId]:
+        results = self._config.results
+        listed = list(results.peers) if isinstance(results, PeersReference) else []
+        members = [peer for peer, _, _ in done.updates]
+        return list(dict.fromkeys([*listed, *members]))
+
+    async def _tell_updated(self) -> ProgressResponse:
+        context = self._context
+        request = ProgressRequest(job_id=context.spec.job_id, progress=Updated(), lease=context.lease)
+        return await ask(context.endpoint, context.scheduler, REPORT, request, timeout=30.0, pauses=REPORT_PAUSES)
+
+    async def _report_refusals(self) -> None:
+        context = self._context
+        async for message in self._refusals:
+            try:
+                await ask(context.endpoint, context.scheduler, UPDATE_REFUSED, message)
+            except NetError as error:
+                _log.warning("the scheduler was not told of a refused update: %s", error)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)

@@ -1,0 +1,261 @@
+"""Runs jobs on leases: dispatch, cancel, push, and the report of every end.
+
+Before this room: a scheduler holds a lease and dispatches. After it: `executors`. A job's end is reported when its
+processes are gone, its folder is removed and its resources are free, so that whoever hears of it finds them free.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import NetError, UnsupportedProtocolError
+from hypha_net.transfer import Landing
+from hypha_proto.aggregate import MembersKnown, RoundMembers
+from hypha_proto.ids import PeerId
+from hypha_proto.job import JobSpec, executor_class
+from hypha_proto.jobs import (
+    JOB_STATUS,
+    Dispatched,
+    DispatchFailed,
+    DispatchJob,
+    DispatchResult,
+    Failed,
+    Finished,
+    JobStatus,
+    Running,
+)
+from hypha_proto.leases import JOB_END, JobEnd
+from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
+from hypha_proto.resources import Timestamp
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
+from hypha_worker.connectors.peers import ask
+from hypha_worker.executors.execution import Ending, Execution, ExecutionError, ExecutionFactory, JobContext
+from hypha_worker.leases import Lease, LeaseError, LeaseLedger, LeaseState
+
+_log = logging.getLogger(__name__)
+
+END_PAUSES: Final = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before each attempt to tell a scheduler that its job has ended."""
+LAST_WORDS: Final = 1.5
+"""Seconds that telling may take when the worker itself is ending."""
+LINE_LIMIT: Final = 1000
+_CLASSES: Final = {PSEUDO_GRADIENT: "aggregate", OUTER_UPDATE: "train"}
+
+
+@dataclass(slots=True)
+class Job:
+    """One dispatch."""
+
+    lease: uuid.UUID
+    scheduler: PeerId
+    spec: JobSpec
+    execution: Execution
+    work_dir: Path
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    cancel_reason: str = "the worker is shutting down"
+
+    def __str__(self) -> str:
+        return f"{executor_class(self.spec)} job {self.spec.job_id}"
+
+
+class JobManager:
+    """All jobs of a worker, one a lease at most."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        ledger: LeaseLedger,
+        executors: Mapping[ExecutorDescriptor, ExecutionFactory],
+        work_dir: Path,
+        tasks: anyio.abc.TaskGroup,
+        clock: Callable[[], float] = anyio.current_time,
+    ) -> None:
+        self._endpoint = endpoint
+        self._ledger = ledger
+        self._executors = executors
+        self._work_dir = work_dir
+        self._tasks = tasks
+        self._clock = clock
+        self._jobs: dict[uuid.UUID, Job] = {}
+
+    @property
+    def running(self) -> tuple[Job, ...]:
+        """Jobs whose processes are not gone yet."""
+        return tuple(self._jobs.values())
+
+    # ----------------------------------------------------------------------------------------------- starting, ending
+
+    async def dispatch(self, scheduler: PeerId, message: DispatchJob) -> DispatchResult:
+        """Start a job on a lease of `scheduler`. The same dispatch again is confirmed, not started twice."""
+        known = self._jobs.get(message.id)
+        lease = self._ledger.held_by(message.id, scheduler)
+        if known is not None and lease is not None and known.spec == message.spec and lease.state is LeaseState.HELD:
+            return self._confirm(lease)
+        try:
+            factory = self._factory(message.spec)
+            lease = self._ledger.occupy(message.id, scheduler, self._clock())
+        except (LeaseError, ExecutionError) as error:
+            _log.warning("dispatch of job %s by %s refused: %s", message.spec.job_id, scheduler, error)
+            return DispatchFailed()
+        try:
+            job = self._make(lease, message.spec, factory)
+        except ExecutionError as error:
+            self._ledger.vacate(lease.id, keep=True)
+            _log.warning("dispatch of job %s by %s refused: %s", message.spec.job_id, scheduler, error)
+            return DispatchFailed()
+        self._jobs[lease.id] = job
+        self._tasks.start_soon(self._run, job)
+        return self._confirm(lease)
+
+    def cancel(self, lease: uuid.UUID, scheduler: PeerId, reason: str) -> bool:
+        """Begin to end the job on a lease of `scheduler`; false when none runs there."""
+        job = self._jobs.get(lease)
+        if job is None or job.scheduler != scheduler:
+            return False
+        if not job.scope.cancel_called:
+            job.cancel_reason = reason
+            job.scope.cancel()
+        return True
+
+    def _factory(self, spec: JobSpec) -> ExecutionFactory:
+        kind, name = executor_class(spec), spec.executor.descriptor.name
+        descriptor = (TrainExecutor if kind == "train" else AggregateExecutor)(name=name)
+        if descriptor not in self._executors:
+            raise ExecutionError(f"no executor {kind}/{name[:80]} is configured")
+        for job in self._jobs.values():
+            if job.spec.job_id == spec.job_id and executor_class(job.spec) == kind:
+                raise ExecutionError("another part of this job runs here, and pushes could not tell the two apart")
+        return self._executors[descriptor]
+
+    def _make(self, lease: Lease, spec: JobSpec, factory: ExecutionFactory) -> Job:
+        work_dir = self._work_dir / f"hypha-{uuid.uuid4()}"
+        context = JobContext(self._endpoint, spec, lease.id, lease.scheduler, lease.allocation, work_dir)
+        return Job(lease.id, lease.scheduler, spec, factory(context), work_dir)
+
+    def _confirm(self, lease: Lease) -> Dispatched:
+        remaining = lease.remaining(self._clock())
+        return Dispatched(id=lease.id, timeout=Timestamp.of(time.time() + remaining), timeout_ms=int(remaining * 1000))
+
+    # -------------------------------------------------------------------------------------------------------- running
+
+    async def _run(self, job: Job) -> None:
+        ending = Ending("cancelled", job.cancel_reason)
+        try:
+            with job.scope:
+                ending = await self._execute(job)
+            if job.scope.cancelled_caught:
+                ending = Ending("cancelled", job.cancel_reason, job.execution.traces)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(shutil.rmtree, job.work_dir, True)
+            del self._jobs[job.lease]
+            self._ledger.vacate(job.lease, keep=ending.outcome == "cancelled" and job.scope.cancel_called)
+            _log_ending(job, ending)
+            await self._deliver(job, ending)
+
+    async def _execute(self, job: Job) -> Ending:
+        try:
+            await self._execute_aloud(job)
+        except Exception as error:  # noqa: BLE001 - logged and reported: it ends this job, not the others
+            cause = _first(error)
+            if isinstance(cause, ExecutionError | OSError):
+                return Ending("failed", str(cause), job.execution.traces)
+            _log.exception("%s failed by a fault of this worker", job)
+            return Ending("failed", f"fault in the worker: {cause!r}", job.execution.traces)
+        return Ending("finished", "", job.execution.traces)
+
+    async def _execute_aloud(self, job: Job) -> None:
+        job.work_dir.mkdir(mode=0o700)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._tell_running, job)
+            await job.execution.run()
+            tasks.cancel_scope.cancel()
+
+    async def _tell_running(self, job: Job) -> None:
+        try:
+            await ask(self._endpoint, job.scheduler, JOB_STATUS, JobStatus(task_id=job.lease, status=Running()))
+        except NetError as error:
+            _log.warning("%s runs, but its scheduler could not be told: %s", job, error)
+
+    async def _deliver(self, job: Job, ending: Ending) -> None:
+        """Tell the scheduler, patiently; when the worker itself ends, once and quickly."""
+        try:
+            await self._tell_end(job, ending, END_PAUSES)
+        except anyio.get_cancelled_exc_class():
+            with anyio.move_on_after(LAST_WORDS, shield=True):
+                await self._tell_end(job, ending, (0.0,))
+            raise
+
+    async def _tell_end(self, job: Job, ending: Ending, pauses: tuple[float, ...]) -> None:
+        end = JobEnd(
+            lease=job.lease,
+            job_id=job.spec.job_id,
+            outcome=ending.outcome,
+            reason=ending.reason[:LINE_LIMIT],
+            exit_code=ending.traces.exit_code,
+            last_lines=tuple(line[:LINE_LIMIT] for line in ending.traces.last_lines),
+        )
+        status = JobStatus(task_id=job.lease, status=Finished() if ending.outcome == "finished" else Failed())
+        try:
+            try:
+                await ask(self._endpoint, job.scheduler, JOB_END, end, pauses=pauses)
+            except UnsupportedProtocolError:
+                _log.debug("%s is of the old wire and gets a status only", job.scheduler)
+            await ask(self._endpoint, job.scheduler, JOB_STATUS, status, pauses=pauses)
+        except NetError as error:
+            _log.warning("the end of %s could not be told to %s: %s", job, job.scheduler, error)
+
+    # -------------------------------------------------------------------------------------- what peers send to a job
+
+    async def accept_push(self, peer: PeerId, header: PushHeader | None) -> Landing | Refusal:
+        """Where a file may land that `peer` pushes: by the header's job and kind, or for a bare push by its sender."""
+        found = list(self._bare_receivers(peer) if header is None else self._receivers(header))
+        if len(found) == 1:
+            return await found[0].execution.accept_push(peer, header)
+        about = "without a header" if header is None else f"of job {header.job_id}"
+        why = f"no job here takes a push {about}" if not found else f"a push {about} could be for {len(found)} jobs"
+        _log.warning("push by %s refused: %s", peer, why)
+        return Refusal(reason=why)
+
+    def _receivers(self, header: PushHeader) -> Iterator[Job]:
+        wanted = _CLASSES.get(header.kind)
+        for job in self._jobs.values():
+            if job.spec.job_id == header.job_id and wanted in (None, executor_class(job.spec)):
+                yield job
+
+    def _bare_receivers(self, peer: PeerId) -> Iterator[Job]:
+        return (job for job in self._jobs.values() if peer in job.execution.senders)
+
+    async def name_members(self, scheduler: PeerId, message: RoundMembers) -> MembersKnown:
+        """Tell a job's parameter server who is in a round."""
+        for job in self._jobs.values():
+            ours = job.spec.job_id == message.job_id and job.scheduler == scheduler
+            if ours and executor_class(job.spec) == "aggregate":
+                return await job.execution.name_members(message)
+        return MembersKnown(accepted=False, reason=f"no aggregation of job {message.job_id} runs here for you")
+
+
+def _first(error: Exception) -> Exception:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _log_ending(job: Job, ending: Ending) -> None:
+    if ending.outcome == "failed":
+        tail = "".join(f"\n    {line}" for line in ending.traces.last_lines[-10:])
+        _log.error("%s failed: %s%s", job, ending.reason, tail)
+    else:
+        _log.info("%s %s%s", job, ending.outcome, f": {ending.reason}" if ending.reason else "")

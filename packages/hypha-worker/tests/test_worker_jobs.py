@@ -1,0 +1,325 @@
+"""Jobs in real processes: run, fail, get cancelled, and leave nothing behind."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+
+from hypha_net import requests, transfer
+from hypha_proto.ids import PeerId
+from hypha_proto.jobs import Dispatched, DispatchFailed, NotFound
+from hypha_proto.leases import (
+    CANCEL_JOB,
+    RELEASE_LEASE,
+    WHY_NOT,
+    CancelJob,
+    ReleaseLease,
+    RenewalFailed,
+    Renewed,
+    WhyNot,
+)
+from hypha_proto.progress import BatchDone, Done, ProgressRequest, ProgressResponse, ScheduleUpdate
+from hypha_proto.slices import DATA, DataRequest, SliceAssigned
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
+
+InLab = Callable[..., None]
+
+SLEEPER = """
+import subprocess
+sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
+child, orphan = subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)
+print("pids", os.getpid(), child.pid, orphan.pid, flush=True)
+post("/status/send", {"status": {"batch_size": 1}})
+"""
+WAITS = SLEEPER + "time.sleep(60)\n"
+STUBBORN = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("pids", os.getpid(), flush=True)
+post("/status/send", {"status": {"batch_size": 1}})
+time.sleep(60)
+"""
+
+
+def pids_of(lines: tuple[str, ...]) -> list[int]:
+    return [int(word) for line in lines if line.startswith("pids") for word in line.split()[1:]]
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+async def serve_slices(lab: Any, count: int) -> None:
+    """The scheduler hands out `count` slices, and the data peer serves them."""
+    given: list[DataRequest] = []
+
+    async def assign(_peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound:
+        given.append(request)
+        if len(given) > count:
+            return NotFound()
+        return SliceAssigned(data_provider=lab.data.peer_id, index=len(given) - 1, epoch=0)
+
+    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.Offered | Refusal:
+        path = lab.folder / f"slice-{request.index}"
+        path.write_bytes(b"slice %d" % request.index)
+        return transfer.Offered(path)
+
+    requests.serve(lab.scheduler.endpoint, DATA, assign)
+    transfer.serve_pulls(lab.data, resolve)
+
+
+async def push_result(lab: Any, spec: Any, number: int, content: bytes) -> None:
+    path = lab.folder / f"outer-{number}"
+    path.write_bytes(content)
+    size, digest = await transfer.describe(path)
+    header = PushHeader(
+        job_id=spec.job_id, round=number, kind=OUTER_UPDATE, name="../outer.safetensors", size=size, digest=digest
+    )
+    await transfer.push(lab.server, lab.peer, path, header)
+
+
+TRAINS = """
+status, files = post("/resources/fetch", config["data"])
+assert status == 200, files
+[file] = files
+assert open(os.path.join(work_dir, file["path"]), "rb").read() == b"slice 0"
+assert file["metadata"]["slice"] == "0" and file["metadata"]["dataset"] == "digits", file
+status, answer = post("/resources/fetch", {"resource": config["data"], "path": "more"})
+assert (status, answer["error"]) == (410, "no-more-data"), answer
+events = listen({"resource": config["results"], "path": "incoming"})
+status, answer = post("/status/send", {"status": {"batch_size": 8, "round_time": 3.5}})
+assert (status, answer) == (200, {"type": "ScheduleUpdate", "counter": 0}), answer
+open(os.path.join(work_dir, "update.safetensors"), "wb").write(b"gradient")
+status, answer = post(
+    "/resources/send", {"resource": config["updates"], "path": "update.safetensors", "round": 1, "samples": 24}
+)
+assert status == 200, answer
+event = next(events)
+assert event["round"] == 1 and event["path"].startswith("incoming/"), event
+assert open(os.path.join(work_dir, event["path"]), "rb").read() == b"outer"
+status, answer = post("/status/send", "update-received")
+assert answer == {"type": "Done"}, answer
+print("done with", os.environ["OMP_NUM_THREADS"], "threads")
+"""
+
+
+def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, take_pushes: Any) -> None:
+    async def case(lab: Any) -> None:
+        spec, pushed = lab.train_spec(), take_pushes(lab.server, lab.folder / "server")
+        pushed.listen()
+        await serve_slices(lab, 1)
+
+        def answer(report: ProgressRequest) -> ProgressResponse:
+            assert report.job_id == spec.job_id
+            return ScheduleUpdate(counter=0) if isinstance(report.progress, BatchDone) else Done()
+
+        lab.scheduler.answer = answer
+        lease = await lab.start(TRAINS, spec)
+        await lab.scheduler.until(lambda: pushed.files)
+        await push_result(lab, spec, 1, b"outer")
+        end = await lab.scheduler.ended()
+        assert (end.outcome, end.reason, end.exit_code) == ("finished", "", 0), end
+        assert end.lease == lease
+        assert end.last_lines == ("done with 1 threads",)
+        await lab.scheduler.until(lambda: len(lab.scheduler.statuses) == 2)
+        assert lab.scheduler.statuses == ["Running", "Finished"]
+        [(sender, header, content)] = pushed.files
+        assert (sender, content) == (lab.peer, b"gradient")
+        assert (header.kind, header.round, header.samples, header.job_id) == (PSEUDO_GRADIENT, 1, 24, spec.job_id)
+        assert lab.scheduler.reports[0].lease == lease
+        assert lab.left_behind() == []
+        assert lab.scheduler.free_at_end == [lab.worker.arbiter.capabilities.capacity.resources]
+
+    in_lab(case)
+
+
+def test_a_second_job_gets_the_machine_the_moment_the_first_has_ended(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        lab.write_script("print('hello')")
+        for _ in range(2):
+            lease = await lab.scheduler.hire(cpu=2.0)
+            await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec())
+            assert (await lab.scheduler.ended()).outcome == "finished"
+
+    in_lab(case)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "code"),
+    [
+        ("print('before'); print('the reason', file=sys.stderr); sys.exit(3)", "exited with status 3", 3),
+        ("print('before'); print('the reason', flush=True); os.kill(os.getpid(), 9)", "was ended by SIGKILL", -9),
+    ],
+)
+def test_a_failed_executor_is_reported_with_its_last_lines(in_lab: InLab, script: str, reason: str, code: int) -> None:
+    async def case(lab: Any) -> None:
+        await lab.start("sys.stdout.reconfigure(line_buffering=True)\n" + script)
+        end = await lab.scheduler.ended()
+        assert (end.outcome, end.exit_code, end.last_lines) == ("failed", code, ("before", "the reason"))
+        assert reason in end.reason
+        assert lab.left_behind() == []
+        await lab.scheduler.until(lambda: "Failed" in lab.scheduler.statuses)
+
+    in_lab(case)
+
+
+def test_an_executor_that_cannot_be_started_is_a_failed_job(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        await lab.start("")
+        end = await lab.scheduler.ended()
+        assert end.outcome == "failed"
+        assert "'no-such-program' is not found" in end.reason
+
+    executor = {"class": "train", "name": "script", "runtime": "process", "cmd": "no-such-program"}
+    in_lab(case, executors=[executor])
+
+
+def test_what_an_executor_leaves_running_is_ended_with_it(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        await lab.start(SLEEPER)
+        end = await lab.scheduler.ended()
+        assert end.outcome == "finished"
+        pids = pids_of(end.last_lines)
+        assert len(pids) == 3
+        assert alive(pids) == []
+
+    in_lab(case)
+
+
+@pytest.mark.parametrize("how", ["release", "cancel", "expiry"])
+def test_a_job_ends_with_its_lease_and_its_whole_tree(in_lab: InLab, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "expiry":
+        monkeypatch.setattr("hypha_worker.leases.RENEWED_LEASE", 1.0)
+
+    async def case(lab: Any) -> None:
+        lease = await lab.start(WAITS)
+        await lab.scheduler.until(lambda: lab.scheduler.reports)
+        endpoint, total = lab.scheduler.endpoint, lab.worker.arbiter.capabilities.capacity.resources
+        if how == "release":
+            assert await lab.scheduler.release(lab.peer, lease)
+        elif how == "cancel":
+            answer = await requests.call(endpoint, lab.peer, CANCEL_JOB, CancelJob(id=lease, reason="enough"))
+            assert answer.known
+        assert lab.worker.ledger.free.resources.cpu == 1.0, "not free before the processes are gone"
+        end = await lab.scheduler.ended(20.0)
+        assert end.outcome == "cancelled"
+        assert {"release": "released", "cancel": "enough", "expiry": "not renewed in time"}[how] in end.reason
+        pids = pids_of(end.last_lines)
+        assert len(pids) == 3
+        assert alive(pids) == []
+        assert lab.left_behind() == []
+        if how == "cancel":
+            assert lab.worker.ledger.free.resources.cpu == 1.0
+            lab.write_script("print('again')")
+            assert isinstance(await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec()), Dispatched)
+            assert (await lab.scheduler.ended()).last_lines == ("again",)
+        else:
+            assert lab.scheduler.free_at_end == [total]
+
+    in_lab(case)
+
+
+@pytest.mark.parametrize("script", [WAITS, STUBBORN], ids=["willing", "stubborn"])
+def test_a_worker_that_shuts_down_ends_its_jobs_within_ten_seconds_and_says_so(
+    in_lab: InLab, tmp_path: Path, script: str
+) -> None:
+    seen: list[Any] = []
+
+    async def case(lab: Any) -> None:
+        await lab.start(script)
+        await lab.scheduler.until(lambda: lab.scheduler.reports)
+        seen.extend([lab.scheduler, time.monotonic()])
+
+    in_lab(case)
+    assert time.monotonic() - seen[1] < 10.0
+    [end] = seen[0].ends
+    assert (end.outcome, end.reason) == ("cancelled", "the worker is shutting down")
+    assert pids_of(end.last_lines)
+    assert alive(pids_of(end.last_lines)) == []
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_strangers_cannot_use_a_lease(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        lease = await lab.start(WAITS)
+        await lab.scheduler.until(lambda: lab.scheduler.reports)
+        stranger = type(lab.scheduler)(lab.data)
+        assert isinstance(await stranger.renew(lab.peer, lease), RenewalFailed)
+        assert isinstance(await stranger.dispatch(lab.peer, lease, lab.train_spec()), DispatchFailed)
+        assert not await stranger.release(lab.peer, lease)
+        message = CancelJob(id=lease, reason="mischief")
+        assert not (await requests.call(lab.data, lab.peer, CANCEL_JOB, message)).known
+        assert lab.worker.jobs.running
+        assert isinstance(await lab.scheduler.renew(lab.peer, lease), Renewed)
+
+    in_lab(case)
+
+
+def test_dispatches_that_cannot_be_are_refused_and_the_same_again_is_confirmed(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        spec = lab.train_spec()
+        lease = await lab.start(WAITS, spec)
+        assert isinstance(await lab.scheduler.dispatch(lab.peer, lease, spec), Dispatched)
+        assert len(lab.worker.jobs.running) == 1
+        assert isinstance(await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec()), DispatchFailed)
+        assert isinstance(await lab.scheduler.dispatch(lab.peer, uuid.uuid4(), spec), DispatchFailed)
+        other = await lab.scheduler.hire()
+        assert isinstance(await lab.scheduler.dispatch(lab.peer, other, spec), DispatchFailed), "the same job twice"
+        unknown = lab.aggregate_spec([lab.data.peer_id], [lab.data.peer_id])
+        assert isinstance(await lab.scheduler.dispatch(lab.peer, other, unknown), Dispatched)
+
+    in_lab(case)
+
+
+def test_a_worker_says_why_it_would_not_bid(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        async def reasons(**wanted: float) -> tuple[str, ...]:
+            message = WhyNot(request=lab.scheduler.request(**wanted))
+            return (await requests.call(lab.scheduler.endpoint, lab.peer, WHY_NOT, message)).reasons
+
+        assert await reasons(cpu=1.0) == ()
+        assert await reasons(cpu=8.0, bid=10.0) == (
+            "the bid of 10 is under 50, the least this worker takes",
+            "cpu: 8 asked, 2 free of 2",
+        )
+        await lab.scheduler.hire(cpu=2.0)
+        assert await reasons(cpu=1.0) == ("cpu: 1 asked, 0 free of 2",)
+
+    in_lab(case)
+
+
+def test_a_scheduler_of_the_old_wire_hears_a_status(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        await lab.start("print('hello')")
+        await lab.scheduler.until(lambda: lab.scheduler.statuses == ["Running", "Finished"])
+        assert lab.scheduler.ends == []
+
+    in_lab(case, old=True)
+
+
+def test_the_end_of_a_job_is_told_although_the_scheduler_was_away(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        await lab.start("time.sleep(0.3)")
+        lab.network.partition(lab.peer, lab.scheduler.endpoint.peer_id)
+        await anyio.sleep(1.0)
+        lab.network.heal(lab.peer, lab.scheduler.endpoint.peer_id)
+        assert (await lab.scheduler.ended()).outcome == "finished"
+
+    in_lab(case)
+
+
+def test_a_release_without_a_job_frees_the_machine_at_once(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        lease = await lab.scheduler.hire(cpu=2.0)
+        answer = await requests.call(lab.scheduler.endpoint, lab.peer, RELEASE_LEASE, ReleaseLease(id=lease))
+        assert answer.known
+        assert lab.worker.ledger.free.resources.cpu == 2.0
+
+    in_lab(case)
