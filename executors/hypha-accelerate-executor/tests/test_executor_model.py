@@ -20,7 +20,7 @@ from hypha.accelerate_executor.errors import JobError, ModelError
 from hypha.accelerate_executor.model import auto_class, load_model
 from hypha.accelerate_executor.replica import Replica
 from hypha_proto.job import TASKS
-from hypha_proto.update import UpdateMetadata, open_update, write_update
+from hypha_proto.update import UpdateMetadata, apply_update, open_update, write_update
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -75,25 +75,28 @@ def test_tied_weights_are_sent_once_and_stay_tied(make_worker: Callable[..., Any
     assert module.get_parameter("lm_head.weight") is module.get_parameter("model.embed_tokens.weight")
 
 
-def test_an_update_merges_exactly_and_integers_are_rounded(digit_model: Path, tmp_path: Path) -> None:
+def test_executors_and_the_schedulers_copy_stay_the_same_to_the_bit(digit_model: Path, tmp_path: Path) -> None:
     module = load_model("image-classification", digit_model)
     replica = Replica(module, digit_model)
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(7.0)  # what this worker learned is replaced by what all agreed on
+    start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    copy = tmp_path / "model.safetensors"
+    copy.write_bytes((digit_model / "model.safetensors").read_bytes())
     chance = np.random.default_rng(0)
-    change = {name: chance.normal(size=tuple(before[name].shape)).astype("f4") for name in replica.names}
-    change = {name: np.float32(3.4) if name.endswith("tracked") else value for name, value in change.items()}
     path = tmp_path / "outer.safetensors"
-    write_update(path, {name: np.shape(value) for name, value in change.items()}, change.items(), UpdateMetadata())
-    replica.merge(path)
-    after = module.state_dict()
-    for name in replica.names:
-        if name.endswith("tracked"):
-            assert int(after[name]) == 3
-        else:
-            assert np.array_equal(after[name].numpy(), before[name].numpy() + change[name])
+    for count in (3.4, 2.5, 2.5, 1.5):  # a mean of counts over workers is no whole number
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(7.0)  # what this worker learned is replaced by what all agreed on
+        change = {name: chance.normal(size=tuple(start[name].shape)).astype("f4") for name in replica.names}
+        change = {name: np.float32(count) if name.endswith("tracked") else value for name, value in change.items()}
+        write_update(path, {name: np.shape(value) for name, value in change.items()}, change.items(), UpdateMetadata())
+        replica.merge(path)
+        apply_update(copy, path, copy)
+    after, stored = module.state_dict(), safetensors.numpy.load_file(copy)
+    assert stored.keys() == replica.names
+    for name, value in stored.items():
+        assert np.array_equal(after[name].numpy(), value)
+    assert {int(value) for name, value in after.items() if name.endswith("tracked")} == {10}
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,8 @@ class Replica:
         if agreed.is_floating_point():
             agreed += update
         else:
-            agreed += update.to(torch.float64).round().to(agreed.dtype)
+            # as `hypha_proto.update.apply_update` does, so that the scheduler's copy stays the same
+            agreed.copy_((agreed.to(torch.float64) + update.to(torch.float64)).round())
         with torch.no_grad():
             local.copy_(agreed)
 
