@@ -11,7 +11,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 END_PAUSES: Final = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each attempt to tell a scheduler that its job has ended."""
-LAST_WORDS: Final = 1.5
+LAST_WORDS: Final = 1.0
 """Seconds that telling may take when the worker itself is ending."""
 LINE_LIMIT: Final = 1000
 _CLASSES: Final = {PSEUDO_GRADIENT: "aggregate", OUTER_UPDATE: "train"}
@@ -63,7 +63,7 @@ class Job:
     spec: JobSpec
     execution: Execution
     work_dir: Path
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    scope: anyio.CancelScope
     cancel_reason: str = "the worker is shutting down"
 
     def __str__(self) -> str:
@@ -141,8 +141,9 @@ class JobManager:
 
     def _make(self, lease: Lease, spec: JobSpec, factory: ExecutionFactory) -> Job:
         work_dir = self._work_dir / f"hypha-{uuid.uuid4()}"
-        context = JobContext(self._endpoint, spec, lease.id, lease.scheduler, lease.allocation, work_dir)
-        return Job(lease.id, lease.scheduler, spec, factory(context), work_dir)
+        scope = anyio.CancelScope()
+        context = JobContext(self._endpoint, spec, lease.id, lease.scheduler, lease.allocation, work_dir, scope)
+        return Job(lease.id, lease.scheduler, spec, factory(context), work_dir, scope)
 
     def _confirm(self, lease: Lease) -> Dispatched:
         remaining = lease.remaining(self._clock())
@@ -151,13 +152,13 @@ class JobManager:
     # -------------------------------------------------------------------------------------------------------- running
 
     async def _run(self, job: Job) -> None:
-        ending = Ending("cancelled", job.cancel_reason)
+        ending: Ending | None = None
         try:
             with job.scope:
                 ending = await self._execute(job)
-            if job.scope.cancelled_caught:
-                ending = Ending("cancelled", job.cancel_reason, job.execution.traces)
         finally:
+            if ending is None:
+                ending = Ending("cancelled", job.cancel_reason, job.execution.traces)
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(shutil.rmtree, job.work_dir, True)
             del self._jobs[job.lease]

@@ -59,7 +59,7 @@ from hypha_worker.offers import Advertisement, Arbiter, Batch, PlannedOffer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hypha_net.node import Node
+    from hypha_net.node.lifecycle import Node
 
 _log = logging.getLogger(__name__)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import anyio
+
 from hypha_net.endpoint import Endpoint
 from hypha_net.transfer import Landing
 from hypha_proto.aggregate import MembersKnown, RoundMembers
@@ -32,6 +34,8 @@ class JobContext:
     allocation: Allocation
     work_dir: Path
     """A folder of its own; it exists while the job runs."""
+    scope: anyio.CancelScope
+    """Cancelled when this job is to end; what is cancelled around it is the worker."""
 
     @property
     def max_bytes(self) -> int:

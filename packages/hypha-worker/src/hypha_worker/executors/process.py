@@ -35,7 +35,7 @@ from hypha_worker.bridge.server import BridgeStartError, open_bridge
 from hypha_worker.connectors.access import Access
 from hypha_worker.connectors.peers import PeerFiles
 from hypha_worker.executors.execution import ExecutionError, JobContext, Traces
-from hypha_worker.executors.process_tree import TOKEN_VARIABLE, end_tree
+from hypha_worker.executors.process_tree import SHUTDOWN_GRACE, TERM_GRACE, TOKEN_VARIABLE, end_tree
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +137,8 @@ class ProcessExecution:
             try:
                 await process.wait()
             finally:
-                await end_tree(process, self._token)  # what the process left running, too
+                grace = TERM_GRACE if self._context.scope.cancel_called else SHUTDOWN_GRACE
+                await end_tree(process, self._token, grace)  # what the process left running, too
                 self._exit_code = process.returncode
                 reading.deadline = anyio.current_time() + _DRAIN
         with anyio.CancelScope(shield=True):

@@ -18,6 +18,8 @@ import psutil
 TOKEN_VARIABLE: Final = "HYPHA_JOB_TOKEN"
 TERM_GRACE: Final = 5.0
 """Seconds between SIGTERM and SIGKILL."""
+SHUTDOWN_GRACE: Final = 2.0
+"""The same when the worker itself is ending: all of that is bounded to a few seconds."""
 KILL_GRACE: Final = 2.0
 _POLL: Final = 0.02
 

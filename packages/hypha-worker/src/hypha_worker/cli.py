@@ -1,0 +1,44 @@
+"""The command `hypha-worker`: the chassis' commands; `init` fills in what this machine has."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hypha_net.node.cli import daemon_cli
+from hypha_worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from hypha_net.node.lifecycle import Node
+
+WORK_DIR = "hypha-work"
+
+
+async def _serve(config: WorkerConfig, node: Node) -> None:
+    from hypha_worker.service import serve  # what a running worker needs, `init` and `config` do not wait for
+
+    await serve(config, node)
+
+
+def example() -> dict[str, Any]:
+    """What ``init`` fills in: the resources that are found, and both kinds of executor."""
+    from hypha_worker.detection import detect
+
+    found = detect(Path(WORK_DIR))
+    resources: dict[str, Any] = {"cpu": float(found.cpu), "memory": found.memory, "storage": found.storage}
+    if found.devices:
+        resources["gpu"] = sum(memory for _, memory in found.devices)
+        resources["devices"] = [{"index": index, "memory": memory} for index, memory in found.devices]
+    module = ["-m", "hypha.accelerate_executor.training"]
+    words = ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
+    train = {"class": "train", "name": "diloco-transformer", "runtime": "process"}
+    server = {"class": "aggregate", "name": "parameter-server", "runtime": "parameter-server"}
+    return {
+        "work_dir": WORK_DIR,
+        "resources": resources,
+        "executors": [{**train, "cmd": sys.executable, "args": [*module, *words]}, server],
+    }
+
+
+main = daemon_cli("hypha-worker", WorkerConfig, _serve, role="worker", example=example)
