@@ -69,7 +69,16 @@ class Fail:
     reason: str
 
 
-Effect = Synchronise | RoundClosed | Fail
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Effect: a worker measured something over a round."""
+
+    peer: PeerId
+    round: int
+    values: Mapping[str, float]
+
+
+Effect = Synchronise | RoundClosed | Measured | Fail
 
 
 @dataclass(slots=True)

@@ -1,0 +1,61 @@
+"""The command `hypha-scheduler`: the chassis' commands, and `submit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hypha_net.node.cli import UnreachableNetworkError, config_option, daemon_cli
+from hypha_scheduler.config import SchedulerConfig
+from hypha_scheduler.errors import JobFailedError
+
+_EXAMPLE: dict[str, Any] = {
+    "output_dir": "runs",
+    "scheduler": {
+        "job": {
+            "dataset": "imagenet",
+            "model": {"repository": "microsoft/resnet-18", "type": "vision-classification"},
+            "inner_optimizer": {"learning_rate": 0.001},
+            "resources": {"num_workers": 4},
+        }
+    },
+}
+
+
+async def _serve(config: SchedulerConfig, node: Any) -> None:
+    from hypha_scheduler.service import serve  # here: `--help` and `init` need none of it
+
+    await serve(config, node)
+
+
+main = daemon_cli(
+    "hypha-scheduler", SchedulerConfig, _serve, role="scheduler", example=_EXAMPLE, expected=(JobFailedError,)
+)
+
+
+@main.command()
+@click.argument("job", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@config_option
+@click.option("--socket", type=click.Path(path_type=Path), default=None, help="Socket of the running scheduler.")
+@click.option("--detach", is_flag=True, help="Return when the job is accepted, not when it is done.")
+def submit(job: Path, file: Path | None, socket: Path | None, detach: bool) -> None:
+    """Hand the job in JOB, a TOML file, to a running scheduler.
+
+    The scheduler is found by --socket, or by the output_dir of its own --config file. Exit code 0: done (or accepted,
+    with --detach); 1: failed; 2: the job cannot be used; 3: no scheduler there.
+    """
+    import json
+
+    from hypha_scheduler.hand_in import JobFileError, NoSchedulerError, hand_in, read_job, socket_of
+
+    try:
+        for answer in hand_in(socket or socket_of(file), read_job(job), detach=detach):
+            if "error" in answer:
+                raise click.ClickException(answer["error"])
+            click.echo(json.dumps(answer))
+    except NoSchedulerError as error:
+        raise UnreachableNetworkError(str(error)) from None
+    except JobFileError as error:
+        raise click.UsageError(str(error)) from None

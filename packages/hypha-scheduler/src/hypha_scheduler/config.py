@@ -1,0 +1,58 @@
+"""The TOML of a scheduler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from hypha_net.node.config import NodeConfig
+from hypha_scheduler.job_config import JobConfig, Table, not_yet
+
+
+class DashboardTable(Table):
+    """``[dashboard]``."""
+
+    listen: str | None = Field(default=None, description="host:port of the dashboard; none: no TCP port is opened.")
+
+    @model_validator(mode="after")
+    def _none_yet(self) -> DashboardTable:
+        if self.listen is not None:
+            raise not_yet("dashboard.listen", "leave it out and read metrics.jsonl in the job's directory")
+        return self
+
+
+class SchedulerTable(Table):
+    """``[scheduler]``."""
+
+    job: JobConfig | None = Field(default=None, description="One job to run.")
+    jobs: tuple[JobConfig, ...] = Field(default=(), description="Several jobs, run one after the other.")
+    status_bridge: str | None = Field(default=None, description="host:port that metrics are posted to.")
+    output_dir: Path | None = Field(default=None, description="Where jobs leave their results.")
+
+
+class SchedulerConfig(NodeConfig):
+    """Everything a scheduler can be told."""
+
+    status_bridge: str | None = Field(
+        default=None, description="host:port of a metrics bridge: JSON is posted to http://<status_bridge>/status."
+    )
+    output_dir: Path = Field(default=Path("runs"), description="A job writes to output_dir/<job id>.")
+    dashboard: DashboardTable = Field(default=DashboardTable(), description="Web page for people.")
+    scheduler: SchedulerTable = Field(default=SchedulerTable(), description="Jobs to run.")
+
+    @property
+    def jobs(self) -> tuple[JobConfig, ...]:
+        """Every configured job, in the order they are run."""
+        first = () if self.scheduler.job is None else (self.scheduler.job,)
+        return first + self.scheduler.jobs
+
+    @property
+    def bridge_address(self) -> str | None:
+        """Where metrics are posted."""
+        return self.scheduler.status_bridge or self.status_bridge
+
+    @property
+    def runs_dir(self) -> Path:
+        """Where jobs leave their results."""
+        return self.scheduler.output_dir or self.output_dir

@@ -1,0 +1,48 @@
+"""Hands tasks to the workers whose leases are held, in the order that their needs allow.
+
+Before it: `leases` and the strategy's tasks. After it: the worker's `jobs` start an executor, which reports back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import anyio
+
+from hypha_net import requests
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import NetError
+from hypha_proto.job import JobSpec
+from hypha_proto.jobs import DISPATCH_JOB, Dispatched, DispatchJob
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.tasks import Task, TaskGraph
+
+_DISPATCH_TIMEOUT: Final = 30.0
+
+
+async def dispatch_ready(endpoint: Endpoint, graph: TaskGraph, spec_of: Callable[[Task], JobSpec]) -> None:
+    """Dispatch every task that is ready, and those that become so by it.
+
+    Raises:
+        JobFailedError: a worker cannot be reached or does not start its task.
+    """
+    while ready := graph.ready():
+        failures: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            for task in ready:
+                graph.start(task.name)  # before the worker is told: its executor may end before the answer is here
+                tasks.start_soon(_dispatch, endpoint, task, spec_of(task), failures)
+        if failures:
+            raise JobFailedError("; ".join(failures))
+
+
+async def _dispatch(endpoint: Endpoint, task: Task, spec: JobSpec, failures: list[str]) -> None:
+    message = DispatchJob(id=task.lease, spec=spec)
+    try:
+        answer = await requests.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
+    except NetError as error:
+        failures.append(f"task {task.name} could not be handed to worker {task.peer}: {error}")
+        return
+    if not isinstance(answer, Dispatched):
+        failures.append(f"worker {task.peer} did not start task {task.name}; its log says why")

@@ -1,0 +1,304 @@
+"""A job as its owner writes it: ``[scheduler.job]``, a table of ``[[scheduler.jobs]]``, or the TOML given to `submit`.
+
+Every key is known from the first day. Those whose feature comes later are refused with "not yet" when they ask for it,
+never ignored. After this room: `submit` makes wants and job specs of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+
+from hypha_net.node.config import Section
+from hypha_proto.job import PREPROCESSOR_TASKS, TASKS
+from hypha_proto.resources import Resources
+
+ALIASES: Final = {"vision-classification": "image-classification"}
+"""Names of model types that people write, and their wire names."""
+_INPUTS: Final = {"causal-lm": ("input_ids", "attention_mask", "labels")}
+_VISION_INPUTS: Final = ("pixel_values", "labels")
+_TEXT_INPUTS: Final = ("input_ids", "attention_mask", "labels")
+_DEFAULT_BATCH: Final = 64
+_U32: Final = (1 << 32) - 1
+
+
+class NotYetError(ValueError):
+    """A key asks for a feature that this version does not have."""
+
+
+def not_yet(what: str, remedy: str) -> NotYetError:
+    """The error for a feature that comes later."""
+    return NotYetError(f"{what} is not yet supported; {remedy}")
+
+
+class Table(Section):
+    """A TOML table of a scheduler."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class ArtifactTable(Table):
+    """A repository of a Hugging Face hub, or a directory."""
+
+    repository: str | None = Field(default=None, description="Hugging Face repository, such as owner/name.")
+    path: Path | None = Field(default=None, description="Local directory, served to the workers by this scheduler.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit of the repository.")
+    filenames: tuple[str, ...] = Field(default=(), description="Files to use; empty means all that a model needs.")
+    token: SecretStr | None = Field(default=None, description="Access token of the hub.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ArtifactTable:
+        if (self.repository is None) == (self.path is None):
+            raise ValueError("set either repository or path")
+        for name in self.filenames:
+            if name.startswith("/") or ".." in name.split("/") or not name:
+                raise ValueError(f"filenames: {name!r} is not the name of a file in it")
+        return self
+
+
+class ModelTable(ArtifactTable):
+    """``[.model]``."""
+
+    type: str = Field(description="vision-classification, causal-lm, or a wire name such as masked-lm.")
+    input_names: tuple[str, ...] = Field(
+        default=(), description="Tensors of a slice given to the model, in order; empty means the type's own."
+    )
+
+    @model_validator(mode="after")
+    def _known_type(self) -> ModelTable:
+        if self.type not in ALIASES and self.type not in TASKS:
+            raise ValueError(f"type: {self.type!r} is not a model type; known: {', '.join((*ALIASES, *TASKS))}")
+        if self.type == "torch":
+            raise not_yet('type = "torch"', 'choose a type with an Auto class, such as "vision-classification"')
+        return self
+
+    @property
+    def task(self) -> str:
+        """The type's wire name."""
+        return ALIASES.get(self.type, self.type)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """`input_names`, or those of the type."""
+        if self.input_names:
+            return self.input_names
+        vision = "image" in self.task or "segmentation" in self.task
+        return _VISION_INPUTS if vision else _INPUTS.get(self.task, _TEXT_INPUTS)
+
+
+class PreprocessorTable(ArtifactTable):
+    """``[.preprocessor]``."""
+
+    type: str = Field(default="auto", description=f"One of {', '.join(PREPROCESSOR_TASKS)}.")
+    input_names: tuple[str, ...] = Field(default=(), description="Tensors of a slice given to the preprocessor.")
+
+
+class DatasetTable(Table):
+    """``[.dataset]``."""
+
+    dataset: str = Field(min_length=1, max_length=255, description="Name that a data node announces.")
+    evaluation: str | None = Field(default=None, description="Name of a dataset to evaluate on.")
+
+    @model_validator(mode="after")
+    def _no_evaluation(self) -> DatasetTable:
+        if self.evaluation is not None:
+            raise not_yet("dataset.evaluation", "leave it out and evaluate the trained model afterwards")
+        return self
+
+
+def _dataset_by_name(value: Any) -> Any:
+    return {"dataset": value} if isinstance(value, str) else value
+
+
+class InnerOptimizerTable(Table):
+    """``[.inner_optimizer]``: AdamW."""
+
+    learning_rate: float = Field(gt=0, description="Learning rate.")
+    betas: tuple[float, float] | None = Field(default=None, description="AdamW's betas.")
+    epsilon: float | None = Field(default=None, gt=0, description="AdamW's epsilon.")
+    weight_decay: float | None = Field(default=None, ge=0, description="AdamW's weight decay.")
+    max_grad_norm: float | None = Field(default=None, gt=0, description="Gradients are clipped to this norm.")
+    schedule: Literal["cosine-with-warmup", "linear-with-warmup", "wsd"] | None = Field(
+        default=None, description="Learning-rate schedule; none keeps the rate."
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of a worker in which the rate rises from zero.")
+    total_steps: int | None = Field(
+        default=None,
+        gt=0,
+        description="Steps of a worker in the whole job; none means what its rounds make on average.",
+    )
+    decay_steps: int | None = Field(default=None, gt=0, description="wsd: steps at the end in which the rate falls.")
+
+
+class OuterOptimizerTable(Table):
+    """``[.outer_optimizer]``: SGD with Nesterov momentum."""
+
+    learning_rate: float = Field(default=0.7, gt=0, description="Learning rate of the outer step.")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum of the outer step.")
+    nesterov: bool = Field(default=True, description="Look ahead; false for classical momentum.")
+
+
+class RoundsTable(Table):
+    """``[.rounds]``."""
+
+    update_rounds: int = Field(default=100, ge=1, le=_U32, description="Rounds, each with one outer step.")
+    avg_samples_between_updates: int = Field(default=1200, ge=1, description="Samples of all workers in a round.")
+    max_batch_size: int | None = Field(default=None, ge=1, description="Bound of the automatic batch size.")
+    batch_size: int | None = Field(default=None, ge=1, le=_U32, description="Samples of a batch; none: automatic.")
+    timeout: float | None = Field(default=None, gt=0, description="Seconds a round may take; none: from the forecast.")
+    checkpoint_every: int = Field(default=1, ge=1, description="Rounds after which the scheduler's model is written.")
+    evaluate_every: int = Field(default=0, ge=0, description="Rounds after which the model is evaluated; 0: never.")
+
+    @model_validator(mode="after")
+    def _no_evaluation(self) -> RoundsTable:
+        if self.evaluate_every:
+            raise not_yet(f"rounds.evaluate_every = {self.evaluate_every}", "set it to 0")
+        return self
+
+    def batch_for(self, workers: int) -> int:
+        """The batch size: as set, or the largest power of two that leaves each worker four batches a round."""
+        if self.batch_size is not None:
+            return min(self.batch_size, self.max_batch_size or self.batch_size)
+        fitting = max(1, min(self.max_batch_size or _DEFAULT_BATCH, self.avg_samples_between_updates // (4 * workers)))
+        return 1 << (fitting.bit_length() - 1)
+
+
+class SyncTable(Table):
+    """``[.sync]``: how updates travel."""
+
+    codec: str = Field(default="fp32", description="How the numbers of an update are written.")
+    fragments: int = Field(default=1, ge=1, description="Parts of the model that are synchronised in turn.")
+    overlap: int = Field(default=0, ge=0, description="Steps that training goes on while an update travels.")
+    alpha: float = Field(default=0.5, ge=0, le=1, description="Mixing of local and global parameters with overlap.")
+    aggregation: str = Field(default="mean", description="How updates become one.")
+
+    @model_validator(mode="after")
+    def _only_plain(self) -> SyncTable:
+        plain = SyncTable.model_construct()
+        for key in ("codec", "fragments", "overlap", "aggregation"):
+            if (value := getattr(self, key)) != (default := getattr(plain, key)):
+                raise not_yet(f"sync.{key} = {value!r}", f"set it to {default!r}")
+        return self
+
+
+class Requirement(Table):
+    """One requirement of a worker: an amount, or the name of an executor."""
+
+    type: Literal["GPU", "CPU", "Memory", "Storage"] | None = Field(default=None, description="What is required.")
+    min: float | None = Field(default=None, ge=0, description="At least so many GB, or cores.")
+    kind: str | None = Field(default=None, min_length=1, description="Name of an executor the worker must have.")
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Requirement:
+        if (self.type is None) != (self.min is None):
+            raise ValueError("type and min go together")
+        if self.type is None and self.kind is None:
+            raise ValueError("set type and min, or kind")
+        return self
+
+
+def _requirements(value: Any) -> Any:
+    """Accept ``{gpu=, cpu=, memory=, storage=, kind=}`` for a list of requirements."""
+    if not isinstance(value, dict):
+        return value
+    if "type" in value or "min" in value:
+        return [value]
+    names = {"gpu": "GPU", "cpu": "CPU", "memory": "Memory", "storage": "Storage"}
+    found = [{"type": names[key], "min": amount} for key, amount in value.items() if key in names]
+    return found + [{key: rest} for key, rest in value.items() if key not in names]
+
+
+Requirements = Annotated[tuple[Requirement, ...], BeforeValidator(_requirements)]
+
+
+class PriceTable(Table):
+    """What is paid for a worker, in tokens per lease-hour."""
+
+    bid: float = Field(default=100.0, ge=0, allow_inf_nan=False, description="Told to everyone.")
+    max: float = Field(
+        default=100.0, ge=0, allow_inf_nan=False, description="Offers above it are refused; told to no one."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _max_is_at_least_the_bid(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "bid" in value and "max" not in value:
+            return {**value, "max": max(100.0, value["bid"]) if isinstance(value["bid"], int | float) else 100.0}
+        return value
+
+    @model_validator(mode="after")
+    def _ordered(self) -> PriceTable:
+        if self.max < self.bid:
+            raise ValueError(f"max ({self.max:g}) is less than bid ({self.bid:g}): raise max, or lower the bid")
+        return self
+
+
+class ResourcesTable(Table):
+    """``[.resources]``: how many workers, of what kind, at which price."""
+
+    num_workers: int = Field(default=1, ge=1, le=10_000, description="Training workers.")
+    min_workers: int | None = Field(default=None, ge=1, description="With fewer the job fails; none: num_workers.")
+    max_workers: int | None = Field(default=None, ge=1, description="Workers at most; none: num_workers.")
+    allocation_timeout: float = Field(default=60.0, gt=0, description="Seconds to find all workers.")
+    worker: Requirements = Field(default=(), description="What a training worker must have.")
+    parameter_server: Requirements = Field(default=(), description="What the parameter server must have.")
+    worker_price: PriceTable = Field(default=PriceTable(), description="Price of a training worker.")
+    parameter_server_price: PriceTable = Field(default=PriceTable(), description="Price of the parameter server.")
+    budget: float | None = Field(default=None, gt=0, description="Tokens the job may spend in all; none: no bound.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ResourcesTable:
+        if self.min_workers is not None and self.min_workers > self.num_workers:
+            raise ValueError(f"min_workers ({self.min_workers}) is more than num_workers ({self.num_workers})")
+        if self.max_workers is not None and self.max_workers < self.num_workers:
+            raise ValueError(f"max_workers ({self.max_workers}) is less than num_workers ({self.num_workers})")
+        if self.max_workers is not None and self.max_workers > self.num_workers:
+            raise not_yet("resources.max_workers above num_workers", "leave it out, or set it to num_workers")
+        if self.budget is not None:
+            raise not_yet("resources.budget", "leave it out; prices are bounded by max")
+        return self
+
+    @property
+    def least_workers(self) -> int:
+        """`min_workers`, or all of them."""
+        return self.min_workers or self.num_workers
+
+
+def amounts(requirements: tuple[Requirement, ...]) -> Resources:
+    """The resources that requirements name; the larger where one is named twice."""
+    found: dict[str, float] = {}
+    for requirement in requirements:
+        if requirement.type is not None and requirement.min is not None:
+            key = requirement.type.lower()
+            found[key] = max(found.get(key, 0.0), requirement.min)
+    return Resources(**found)
+
+
+def kinds(requirements: tuple[Requirement, ...], default: str) -> tuple[str, ...]:
+    """The executors that requirements name, or the default one."""
+    return tuple(requirement.kind for requirement in requirements if requirement.kind is not None) or (default,)
+
+
+class JobConfig(Table):
+    """One job."""
+
+    type: Literal["diloco", "inference"] = Field(default="diloco", description="Strategy: diloco.")
+    seed: int = Field(default=0, ge=0, le=(1 << 63) - 1, description="Decides data order and shuffles.")
+    dataset: Annotated[DatasetTable, BeforeValidator(_dataset_by_name)] = Field(description="What to train on.")
+    model: ModelTable = Field(description="What to train.")
+    preprocessor: PreprocessorTable | None = Field(default=None, description="Applied to each batch.")
+    inner_optimizer: InnerOptimizerTable = Field(description="The workers' optimiser, AdamW.")
+    outer_optimizer: OuterOptimizerTable = Field(default=OuterOptimizerTable(), description="The outer optimiser.")
+    rounds: RoundsTable = Field(default=RoundsTable(), description="How long, and when to synchronise.")
+    sync: SyncTable = Field(default=SyncTable(), description="How updates travel.")
+    resources: ResourcesTable = Field(default=ResourcesTable(), description="Workers and prices.")
+
+    @model_validator(mode="after")
+    def _only_what_there_is(self) -> JobConfig:
+        if self.type != "diloco":
+            raise not_yet(f'type = "{self.type}"', 'set it to "diloco"')
+        if self.preprocessor is not None:
+            raise not_yet("preprocessor", "leave it out and prepare the dataset with the tensors that the model takes")
+        return self

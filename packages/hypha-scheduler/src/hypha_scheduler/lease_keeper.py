@@ -1,0 +1,54 @@
+"""Keeps leases alive: renews what the ledger says is due, and tells what was lost.
+
+Before it: `placement` took the leases. The decisions are `leases`' own; here is only the talking.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import anyio
+
+from hypha_net import requests
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import NetError
+from hypha_proto.leases import RENEW_LEASE, Renewed, RenewLease
+from hypha_scheduler.leases import HeldLease, LeaseLedger
+from hypha_scheduler.placement import lease_life
+
+_log = logging.getLogger(__name__)
+
+_LOOK_EVERY: Final = 0.25
+OnLost = Callable[[HeldLease, str], None]
+
+
+async def keep_leases(endpoint: Endpoint, ledger: LeaseLedger, on_lost: OnLost) -> None:
+    """Renew the ledger's leases until cancelled; `on_lost(lease, why)` for each that is gone."""
+    async with anyio.create_task_group() as tasks:
+        while True:
+            now = anyio.current_time()
+            for held in ledger.expire(now):
+                on_lost(held, "its lease ran out before the worker answered a renewal")
+            for held in ledger.begin_renewals(now):
+                tasks.start_soon(_renew, endpoint, ledger, held, on_lost)
+            await anyio.sleep(_LOOK_EVERY)
+
+
+async def _renew(endpoint: Endpoint, ledger: LeaseLedger, held: HeldLease, on_lost: OnLost) -> None:
+    asked_at = anyio.current_time()
+    timeout = max(0.5, held.expires - asked_at)
+    try:
+        answer = await requests.call(endpoint, held.peer, RENEW_LEASE, RenewLease(id=held.lease), timeout=timeout)
+    except NetError as error:
+        _log.warning("lease at %s could not be renewed, trying again: %s", held.peer, error)
+        ledger.unanswered(held.lease, anyio.current_time())
+        return
+    if held.lease not in ledger:
+        return  # released, or run out, while the answer was on its way
+    if isinstance(answer, Renewed):
+        ledger.take(held.lease, held.peer, asked_at, lease_life(answer.timeout_ms))
+    else:
+        ledger.drop(held.lease)
+        on_lost(held, "the worker no longer has its lease")

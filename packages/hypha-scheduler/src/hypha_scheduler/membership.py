@@ -1,0 +1,74 @@
+"""Tells the parameter server whose updates a round is made of, and tells it again when a member is lost."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import anyio
+
+from hypha_net import requests
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import NetError, UnsupportedProtocolError
+from hypha_proto.aggregate import ROUND_MEMBERS, Member, RoundMembers
+from hypha_proto.ids import PeerId
+from hypha_scheduler.strategies.diloco.rounds import Rounds, Synchronise
+
+_log = logging.getLogger(__name__)
+
+UPDATES_WITHIN: Final = 300.0
+"""Seconds that the parameter server waits for updates whose sending has begun."""
+_ATTEMPTS: Final = 4
+_PAUSE: Final = 0.5
+
+
+@dataclass(slots=True)
+class RoundMembership:
+    """The scheduler's side of ``/hypha-aggregate`` for one job."""
+
+    endpoint: Endpoint
+    job_id: uuid.UUID
+    server: PeerId
+    timeout: float | None = None
+    """Seconds for a round's updates to arrive; none: `UPDATES_WITHIN`."""
+    _lock: anyio.Lock = field(default_factory=anyio.Lock)
+    _newest: Synchronise | None = None
+
+    async def tell(self, members: Synchronise, rounds: Rounds, fail: Callable[[str], None]) -> None:
+        """Tell the parameter server the members of a round; an older message never overtakes a newer.
+
+        `fail` is called with the reason when it cannot be told, or does not accept.
+        """
+        self._newest = members
+        async with self._lock:
+            if self._newest is not members:
+                return
+            why = await self._ask(members)
+        if why is not None and rounds.closed < members.round:
+            fail(f"round {members.round}: the parameter server {self.server} could not be told the members: {why}")
+
+    async def _ask(self, members: Synchronise) -> str | None:
+        """Send it, a few times if need be. Returns why it did not work."""
+        message = RoundMembers(
+            job_id=self.job_id,
+            round=members.round,
+            members=tuple(Member(peer=peer, samples=samples) for peer, samples in members.members),
+            deadline_ms=int((self.timeout or UPDATES_WITHIN) * 1000),
+        )
+        why = ""
+        for attempt in range(_ATTEMPTS):
+            try:
+                answer = await requests.call(self.endpoint, self.server, ROUND_MEMBERS, message)
+            except UnsupportedProtocolError:
+                _log.info("the parameter server %s aggregates whoever sends: it is not told members", self.server)
+                return None
+            except NetError as error:
+                why = str(error)
+                _log.warning("members of round %d, attempt %d: %s", members.round, attempt + 1, why)
+                await anyio.sleep(_PAUSE * (attempt + 1))
+            else:
+                return None if answer.accepted else (answer.reason[:500] or "it does not accept them")
+        return why

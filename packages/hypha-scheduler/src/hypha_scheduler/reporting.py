@@ -1,0 +1,87 @@
+"""What one job tells the world: events for people and programs, records for a restart, metrics for the bridge."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from hypha_scheduler.auction import Bid
+from hypha_scheduler.journal import Journal
+from hypha_scheduler.metrics import EventFile, StatusBridge
+from hypha_scheduler.strategies.diloco.rounds import Measured, RoundClosed
+
+
+class JobReport:
+    """The files ``metrics.jsonl`` and ``journal.jsonl`` of a job, and the way to the bridge."""
+
+    def __init__(self, directory: Path, bridge: StatusBridge | None = None) -> None:
+        """Write into `directory`, which exists."""
+        self._directory = directory
+        self._bridge = bridge
+        self._open = ExitStack()
+        self._events: EventFile
+        self._journal: Journal
+
+    def __enter__(self) -> JobReport:
+        self._events = self._open.enter_context(EventFile(self._directory / "metrics.jsonl"))
+        self._journal = self._open.enter_context(Journal(self._directory / "journal.jsonl"))
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._open.close()
+
+    def tell(self, event: str, **fields: object) -> None:
+        """Write an event."""
+        self._events.write(event, **fields)
+
+    def keep(self, kind: str, **fields: object) -> None:
+        """Write a record that survives a restart."""
+        self._journal.record(kind, **fields)
+
+    def accepted(self, job_id: uuid.UUID, job: Mapping[str, object]) -> None:
+        """The job begins; secrets in `job` are masked."""
+        self.keep("accepted", job_id=str(job_id), job=job)
+        self.tell("accepted", job_id=str(job_id), directory=str(self._directory))
+
+    def placed(self, bids: tuple[Bid, ...], seconds: float) -> None:
+        """All leases are held, `seconds` after the first request."""
+        told = [{"peer": str(bid.peer), "role": bid.role, "price": bid.price} for bid in bids]
+        self.tell("placement", seconds=round(seconds, 4), workers=told)
+        leases = [{"peer": str(bid.peer), "role": bid.role, "lease": str(bid.lease)} for bid in bids]
+        self.keep("placed", leases=leases)
+
+    def measured(self, measured: Measured) -> None:
+        """A worker measured something over a round."""
+        for name, value in measured.values.items():
+            self.tell("metric", worker=str(measured.peer), round=measured.round, name=name, value=value)
+            if self._bridge is not None:
+                self._bridge.put(str(measured.peer), measured.round, name, value)
+
+    def round_closed(self, closed: RoundClosed, update_bytes: int) -> None:
+        """A round is over; `update_bytes` is the size of its outer update, and of each worker's."""
+        samples, members = sum(closed.samples.values()), len(closed.samples)
+        self.tell(
+            "round",
+            round=closed.round,
+            samples=samples,
+            loss=closed.loss,
+            samples_per_second=round(samples / closed.seconds, 2) if closed.seconds > 0 else None,
+            seconds=round(closed.seconds, 4),
+            waits={str(peer): round(wait, 4) for peer, wait in closed.waits.items()},
+            counts={str(peer): count for peer, count in closed.batches.items()},
+            update_bytes=update_bytes * (2 * members + 1),  # from every member, and to every member and the scheduler
+        )
+        self.keep("round", round=closed.round, samples=samples)
+
+    def failed(self, error: str) -> None:
+        """The job came to no result."""
+        self.keep("failed", error=error)
+        self.tell("failed", error=error)
+
+    def finished(self, summary: dict[str, object]) -> None:
+        """The job is done."""
+        self.keep("finished", rounds=summary["rounds"])
+        self.tell("finished", **summary)

@@ -1,0 +1,183 @@
+"""The model: where a job starts from, and what it becomes.
+
+The scheduler keeps a copy of the start model in the job's directory and adds every outer update to it: that copy is
+the result. Last room on a job's way; before it the parameter server pushes its outer updates here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import anyio
+import anyio.to_thread
+
+from hypha_net.transfer import Offered, describe
+from hypha_proto.errors import TensorFileError
+from hypha_proto.ids import PeerId
+from hypha_proto.job import HuggingFaceReference, One, PeersReference, Reference, SliceAddress
+from hypha_proto.transfer import PullRequest, Refusal
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.job_config import ModelTable
+
+_log = logging.getLogger(__name__)
+
+MODEL_PATTERNS: Final = ("*.json", "*.safetensors", "*.txt", "*.model")
+"""Files of a model that are used: weights as safetensors, configuration, tokeniser. Nothing that is unpickled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One file of a start model that this scheduler serves."""
+
+    name: str
+    offered: Offered
+
+
+@dataclass(frozen=True, slots=True)
+class StartModel:
+    """What a job starts from: a reference for the executors, and the files behind it when we serve them."""
+
+    reference: Reference
+    files: tuple[ModelFile, ...] = ()
+
+    def resolve(self, request: PullRequest) -> Offered | Refusal:
+        """The file that a worker asks for."""
+        if request.index >= len(self.files):
+            return Refusal(reason=f"the model has {len(self.files)} files, there is no number {request.index}")
+        return self.files[request.index].offered
+
+
+def model_dataset(job_id: uuid.UUID) -> str:
+    """The name under which a job's start model is served."""
+    return f"{job_id}/model"
+
+
+async def open_start_model(model: ModelTable, copy: Path, job_id: uuid.UUID, scheduler: PeerId) -> StartModel:
+    """Copy the start model to `copy` and say where executors get it.
+
+    Raises:
+        JobFailedError: there is no such directory or repository, or it holds no model.
+    """
+    if model.path is None:
+        return StartModel(await anyio.to_thread.run_sync(_download, model, copy, abandon_on_cancel=True))
+    names = await anyio.to_thread.run_sync(_copy, model.path, model.filenames, copy)
+    files = []
+    for name in names:
+        path = model.path / name
+        files.append(ModelFile(name, Offered(path, (await describe(path))[1])))
+    reference = PeersReference(
+        peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset=model_dataset(job_id), index=0),
+        filenames=tuple(names),
+    )  # fmt: skip
+    return StartModel(reference, tuple(files))
+
+
+def _copy(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
+    try:
+        names = sorted(wanted) or sorted({path.name for pattern in MODEL_PATTERNS for path in source.glob(pattern)})
+        if not any(name.endswith(".safetensors") for name in names):
+            raise JobFailedError(f"model.path: {source} holds no *.safetensors; `create-model` makes a model directory")
+        target.mkdir(parents=True)
+        for name in names:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+    except OSError as error:
+        raise JobFailedError(f"model.path: {source} cannot be copied: {error}") from None
+    return names
+
+
+def _download(model: ModelTable, target: Path) -> HuggingFaceReference:
+    """Fetch a repository's files at one commit, which the workers are then told."""
+    from huggingface_hub import HfApi, snapshot_download  # here: it takes 0.5 s to import
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    repository = str(model.repository)
+    token = model.token.get_secret_value() if model.token else None
+    try:
+        commit = HfApi(token=token).model_info(repository, revision=model.revision).sha
+        snapshot_download(
+            repository, revision=commit, token=token, local_dir=target,
+            allow_patterns=list(model.filenames or MODEL_PATTERNS),
+        )  # fmt: skip
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise JobFailedError(f"model.repository: {repository} cannot be fetched: {error}") from None
+    shutil.rmtree(target / ".cache", ignore_errors=True)
+    names = model.filenames or tuple(sorted(p.relative_to(target).as_posix() for p in target.rglob("*") if p.is_file()))
+    return HuggingFaceReference(repository=repository, revision=commit, filenames=names, token=token)
+
+
+@dataclass(slots=True)
+class ResultModel:
+    """The job's own copy of the model, as it grows by outer updates."""
+
+    directory: Path
+    """Holds the model's files."""
+    every: int = 1
+    """Updates are added when so many have come."""
+    round: int = 0
+    """The last round whose outer update is here."""
+    update_bytes: int = 0
+    """Size of the last outer update."""
+    _waiting: list[Path] = field(default_factory=list)
+    _lock: anyio.Lock = field(default_factory=anyio.Lock)
+
+    async def take(self, update: Path, round_number: int) -> None:
+        """Take the outer update of the next round; the file is ours from now on.
+
+        Raises:
+            JobFailedError: it does not fit the model.
+        """
+        async with self._lock:
+            if round_number != self.round + 1:
+                await anyio.Path(update).unlink(missing_ok=True)
+                _log.info("outer update of round %d came again, or too early", round_number)
+                return
+            self.update_bytes = (await anyio.Path(update).stat()).st_size
+            self._waiting.append(update)
+            if len(self._waiting) >= self.every:
+                await self._add()
+            self.round = round_number
+
+    def largest_update(self) -> int:
+        """Bytes that an outer update may have: float32 numbers for a model that may be stored in 8 bits each."""
+        return 4 * sum(path.stat().st_size for path in self.directory.glob("*.safetensors")) + (16 << 20)
+
+    async def finish(self) -> None:
+        """Add what still waits.
+
+        Raises:
+            JobFailedError: it does not fit the model.
+        """
+        async with self._lock:
+            await self._add()
+
+    async def _add(self) -> None:
+        from hypha_proto.update import apply_update_to_dir  # here: numpy takes 0.1 s to import
+
+        for update in list(self._waiting):
+            try:
+                await anyio.to_thread.run_sync(partial(apply_update_to_dir, self.directory, update))
+            except (TensorFileError, OSError) as error:
+                raise JobFailedError(f"outer update {update.name} cannot be added to the model: {error}") from None
+            update.unlink()
+            self._waiting.remove(update)
+
+
+def write_result(path: Path, result: Mapping[str, object]) -> None:
+    """Write ``result.json``, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=2) + "\n")
+    os.replace(part, path)

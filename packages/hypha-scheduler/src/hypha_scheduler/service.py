@@ -1,0 +1,131 @@
+"""A scheduler: hears what peers say, hands it to the job that it concerns, and runs the jobs it was given."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from pathlib import Path
+
+from hypha_net import requests, transfer
+from hypha_net.endpoint import Endpoint
+from hypha_net.node.lifecycle import Node
+from hypha_proto.aggregate import UPDATE_REFUSED, RefusalKnown, UpdateRefused
+from hypha_proto.ids import PeerId
+from hypha_proto.jobs import JOB_STATUS, JobStatus, NotFound, StatusReceived, WireError
+from hypha_proto.leases import JOB_END, JobEnd, JobEndReceived
+from hypha_proto.offers import OFFER, OfferReceived, WorkerOffer
+from hypha_proto.progress import REPORT, ProgressError, ProgressRequest, ProgressResponse
+from hypha_proto.slices import DATA, DataRequest, SliceAssigned
+from hypha_proto.transfer import PullRequest, PushHeader, Refusal
+from hypha_scheduler.config import SchedulerConfig
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.job_config import JobConfig
+from hypha_scheduler.metrics import StatusBridge
+from hypha_scheduler.results import model_dataset
+from hypha_scheduler.submissions import serve_submissions
+from hypha_scheduler.training import TrainingRun
+
+_log = logging.getLogger(__name__)
+
+
+async def serve(config: SchedulerConfig, node: Node) -> None:
+    """Run the configured jobs, one after the other, and return; without any, take submissions until cancelled.
+
+    Raises:
+        JobFailedError: at least one of the jobs failed; the others were run all the same.
+    """
+    bridge = None
+    if config.bridge_address is not None:
+        bridge = StatusBridge(config.bridge_address)
+        node.tasks.start_soon(bridge.run)
+    service = SchedulerService(node.endpoint, config.runs_dir, bridge)
+    node.ready()
+    if not config.jobs:
+        await serve_submissions(config.runs_dir, service.conduct)
+    failures = []
+    for job in config.jobs:
+        try:
+            result = await service.conduct(job)
+            _log.info("job done: %s", result)
+        except JobFailedError as error:
+            failures.append(f"job failed: {error}")
+    if failures:
+        raise JobFailedError("\n".join(failures))
+
+
+class SchedulerService:
+    """The jobs of one scheduler, and the door through which peers reach them."""
+
+    def __init__(self, endpoint: Endpoint, runs: Path, bridge: StatusBridge | None = None) -> None:
+        """Answer peers on `endpoint` from now on; jobs write to `runs`."""
+        self._endpoint = endpoint
+        self._runs_dir = runs
+        self._bridge = bridge
+        self._runs: dict[uuid.UUID, TrainingRun] = {}
+        requests.serve(endpoint, OFFER, self._offer)
+        requests.serve(endpoint, DATA, self._data)
+        requests.serve(endpoint, REPORT, self._report)
+        requests.serve(endpoint, JOB_END, self._job_end)
+        requests.serve(endpoint, JOB_STATUS, self._job_status)
+        requests.serve(endpoint, UPDATE_REFUSED, self._refused)
+        transfer.serve_pulls(endpoint, self._pull)
+        transfer.serve_pushes(endpoint, self._push)
+
+    async def conduct(self, job: JobConfig) -> Path:
+        """Run a job; returns the path of its ``result.json``.
+
+        Raises:
+            JobFailedError: it came to no result.
+        """
+        run = TrainingRun(self._endpoint, job, self._runs_dir, self._bridge)
+        self._runs[run.job_id] = run
+        try:
+            return await run.run()
+        finally:
+            del self._runs[run.job_id]
+
+    def _of_peer(self, peer: PeerId, job_id: uuid.UUID | None = None) -> TrainingRun | None:
+        """The job that a message is about; old peers do not name it, then it is the one that they work on."""
+        if job_id is not None:
+            return self._runs.get(job_id)
+        return next((run for run in self._runs.values() if run.concerns(peer)), None)
+
+    async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
+        for run in self._runs.values():
+            run.on_offer(peer, offer)
+        return OfferReceived()
+
+    async def _data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
+        run = self._of_peer(peer, request.job_id)
+        return NotFound() if run is None else await run.on_data(peer, request)
+
+    async def _report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
+        run = self._runs.get(request.job_id)
+        return ProgressError() if run is None else run.on_report(peer, request)
+
+    async def _job_end(self, peer: PeerId, end: JobEnd) -> JobEndReceived:
+        run = self._runs.get(end.job_id)
+        if run is not None:
+            run.on_job_end(peer, end)
+        return JobEndReceived()
+
+    async def _job_status(self, peer: PeerId, status: JobStatus) -> StatusReceived:
+        for run in self._runs.values():
+            run.on_job_status(peer, status)
+        return StatusReceived()
+
+    async def _refused(self, peer: PeerId, refused: UpdateRefused) -> RefusalKnown:
+        run = self._runs.get(refused.job_id)
+        if run is not None:
+            run.on_refused(peer, refused)
+        return RefusalKnown()
+
+    async def _pull(self, _peer: PeerId, request: PullRequest) -> transfer.Offered | Refusal:
+        for job_id, run in self._runs.items():
+            if request.dataset == model_dataset(job_id):
+                return run.on_pull(request)
+        return Refusal(reason=f"nothing called {request.dataset[:80]!r} is served here")
+
+    async def _push(self, peer: PeerId, header: PushHeader | None) -> transfer.Landing | Refusal:
+        run = self._of_peer(peer, None if header is None else header.job_id)
+        return Refusal(reason="this scheduler runs no such job") if run is None else run.on_push(peer, header)

@@ -1,0 +1,138 @@
+"""DiLoCo as a whole: its tasks, and what follows from each thing an executor says. Pure.
+
+Joins `slices` (who trains on what) and `rounds` (when to synchronise) behind what a strategy offers to the shell:
+the tasks of a job, an answer and effects for each report, a slice for each request.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from hypha_proto.ids import PeerId
+from hypha_proto.progress import (
+    BatchDone,
+    Done,
+    Ok,
+    Progress,
+    ProgressError,
+    ProgressResponse,
+    RoundMetrics,
+    Update,
+    Updated,
+)
+from hypha_scheduler.strategies.diloco.rounds import Effect, Measured, RoundClosed, Rounds
+from hypha_scheduler.strategies.diloco.slices import Assignment, SliceLedger
+from hypha_scheduler.tasks import Task
+
+START_MODEL: Final = "start-model"
+PARAMETER_SERVER: Final = "parameter-server"
+_METRICS: Final = 64
+"""Metrics of one report that are kept; the rest of a flood is dropped."""
+
+
+def diloco_tasks(server: tuple[PeerId, uuid.UUID], workers: Iterable[tuple[PeerId, uuid.UUID]]) -> list[Task]:
+    """The tasks of a job on (peer, lease) pairs: the parameter server runs before anyone sends it an update."""
+    model = frozenset({START_MODEL})
+    aggregate = Task("aggregate", "aggregate", *server, needs=model, gives=frozenset({PARAMETER_SERVER}))
+    trains = [
+        Task(f"train-{number}", "train", *worker, needs=model | {PARAMETER_SERVER})
+        for number, worker in enumerate(workers, 1)
+    ]
+    return [aggregate, *trains]
+
+
+@dataclass(slots=True)
+class DilocoOperator:
+    """One running DiLoCo job."""
+
+    rounds: Rounds
+    slices: SliceLedger
+    server: PeerId
+    samples: Counter[PeerId] = field(default_factory=Counter)
+    """Samples of each worker in closed rounds."""
+    batches: Counter[PeerId] = field(default_factory=Counter)
+    loss: float | None = None
+    """Of the last closed round."""
+    dismissed: set[PeerId] = field(default_factory=set)
+    """Peers that were told that the job is done for them."""
+
+    def slice_for(self, peer: PeerId, now: float) -> Assignment | None:
+        """The next slice for a worker; none for a peer that is not (or no longer) a member.
+
+        Raises:
+            LedgerFullError: it was given so many that something must be wrong.
+        """
+        if peer not in self.rounds.members:
+            return None
+        self.rounds.began(peer, now)
+        return self.slices.assign(peer)
+
+    def report(self, peer: PeerId, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+        """What an executor says: the answer to it, and what is to be done."""
+        if peer == self.server:
+            answer, effects = self._server_report(progress, now)
+        else:
+            answer, effects = self._worker_report(peer, progress, now)
+        if isinstance(answer, Done):
+            self.dismissed.add(peer)
+        return answer, self._count(effects)
+
+    def _server_report(self, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+        if isinstance(progress, Updated):
+            return self.rounds.updated(now)
+        return (Ok() if isinstance(progress, RoundMetrics) else ProgressError()), ()
+
+    def _worker_report(
+        self, peer: PeerId, progress: Progress, now: float
+    ) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+        if isinstance(progress, BatchDone):
+            self.slices.report(peer, _slice_counts(progress.slices))
+            return self.rounds.batch(peer, progress.batch_size, now), ()
+        if isinstance(progress, Update):
+            return Ok(), self.rounds.update(peer, now)
+        if isinstance(progress, RoundMetrics):
+            return Ok(), self._measured(peer, progress)
+        if isinstance(progress, Updated):
+            return ProgressError(), ()
+        return self.rounds.merged(peer, now), ()
+
+    def _measured(self, peer: PeerId, report: RoundMetrics) -> tuple[Effect, ...]:
+        values = {n[:100]: v for n, v in list(report.metrics.items())[:_METRICS] if math.isfinite(v)}
+        return (Measured(peer, report.round, values), *self.rounds.metrics(peer, report.round, values.get("loss")))
+
+    def _count(self, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
+        for effect in effects:
+            if isinstance(effect, RoundClosed):
+                self.samples.update(effect.samples)
+                self.batches.update(effect.batches)
+                self.loss = effect.loss
+        return effects
+
+    def lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
+        """A worker is gone; what it had and did not use goes to others."""
+        self.slices.lose(peer)
+        return self._count(self.rounds.lost(peer, why, now))
+
+    def refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
+        """The parameter server could not use a member's update."""
+        return self._count(self.rounds.refused(number, peer, reason, now))
+
+    def expire(self, now: float) -> tuple[Effect, ...]:
+        """Time has passed."""
+        return self._count(self.rounds.expire(now))
+
+    def finish(self) -> tuple[Effect, ...]:
+        """The job is over."""
+        return self._count(self.rounds.finish())
+
+
+def _slice_counts(slices: Mapping[str, int] | None) -> dict[int, int] | None:
+    """Slice indexes as numbers; what is not one is left out."""
+    if slices is None:
+        return None
+    return {int(name): samples for name, samples in slices.items() if name.isascii() and name.isdigit()}

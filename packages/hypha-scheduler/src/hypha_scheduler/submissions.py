@@ -1,0 +1,102 @@
+"""Takes jobs from `hypha-scheduler submit` over a Unix socket that only the scheduler's owner can open.
+
+One connection a job: a JSON object ``{"job": {…}}`` comes in, JSON lines go back: that it was accepted, and how it
+ended. Whoever hangs up early does not stop the job.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import anyio.abc
+from pydantic import ValidationError
+
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.job_config import JobConfig
+
+_log = logging.getLogger(__name__)
+
+SOCKET_NAME: Final = "scheduler.sock"
+_LIMIT: Final = 1 << 20
+_READ_TIMEOUT: Final = 10.0
+Conduct = Callable[[JobConfig], Awaitable[Path]]
+
+
+def socket_path(runs: Path) -> Path:
+    """Where a scheduler that writes to `runs` takes jobs."""
+    return runs / SOCKET_NAME
+
+
+async def serve_submissions(runs: Path, conduct: Conduct) -> None:
+    """Take jobs until cancelled, and run them as they come.
+
+    Raises:
+        OSError: the socket cannot be made.
+    """
+    path = anyio.Path(socket_path(runs))
+    await path.parent.mkdir(parents=True, exist_ok=True)
+    listener = await anyio.create_unix_listener(path, mode=0o600)
+    _log.info("waiting for jobs: hypha-scheduler submit JOB.toml --socket %s", path)
+    try:
+        async with anyio.create_task_group() as tasks:
+            await listener.serve(partial(_take, conduct), tasks)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await path.unlink(missing_ok=True)
+
+
+async def _take(conduct: Conduct, stream: anyio.abc.SocketStream) -> None:
+    async with stream:
+        try:
+            with anyio.fail_after(_READ_TIMEOUT):
+                job = parse_job(await _read(stream))
+        except (ValueError, TimeoutError, anyio.BrokenResourceError) as error:
+            await _answer(stream, {"error": str(error) or "the job did not come in time"})
+            return
+        await _answer(stream, {"accepted": True})
+        try:
+            result = await conduct(job)
+        except JobFailedError as error:
+            _log.error("job failed: %s", error)
+            await _answer(stream, {"error": str(error)})
+        else:
+            await _answer(stream, {"result": str(result)})
+
+
+async def _read(stream: anyio.abc.SocketStream) -> bytes:
+    data = b""
+    while len(data) <= _LIMIT:
+        try:
+            data += await stream.receive()
+        except anyio.EndOfStream:
+            return data
+    raise ValueError(f"a job of more than {_LIMIT} bytes is not taken")
+
+
+async def _answer(stream: anyio.abc.SocketStream, answer: dict[str, Any]) -> None:
+    try:
+        await stream.send(json.dumps(answer).encode() + b"\n")
+    except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+        _log.info("whoever handed in the job has hung up")
+
+
+def parse_job(data: bytes) -> JobConfig:
+    """Read ``{"job": {…}}``.
+
+    Raises:
+        ValueError: it is not JSON, or no job; the message names every wrong key.
+    """
+    found = json.loads(data)
+    if not isinstance(found, dict) or not isinstance(found.get("job"), dict):
+        raise ValueError('expected {"job": {…}}')
+    try:
+        return JobConfig.model_validate(found["job"])
+    except ValidationError as error:
+        lines = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise ValueError("\n".join(lines)) from None

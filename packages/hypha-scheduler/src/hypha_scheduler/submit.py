@@ -1,0 +1,139 @@
+"""From a job as its owner wrote it to what is asked of the network: wants for the auction, specs for executors. Pure.
+
+First room on a job's way: `submit` → `auction` → `leases` → `strategies.diloco` → `dispatch` → the worker.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Final
+
+from hypha_proto.ids import PeerId
+from hypha_proto.job import (
+    Adam,
+    AggregateConfig,
+    AggregateJob,
+    All,
+    CosineWithWarmup,
+    Descriptor,
+    JobSpec,
+    LearningRateSchedule,
+    LinearWithWarmup,
+    Model,
+    Nesterov,
+    One,
+    PeersReference,
+    Reference,
+    SchedulerReference,
+    TrainConfig,
+    TrainJob,
+    WarmupStableDecay,
+)
+from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerSpec
+from hypha_scheduler.auction import Want
+from hypha_scheduler.job_config import JobConfig, PriceTable, Requirement, amounts, kinds
+from hypha_scheduler.strategies.diloco.rounds import RoundSettings
+
+TRAIN: Final = "train"
+AGGREGATE: Final = "aggregate"
+TRAIN_KIND: Final = "diloco-transformer"
+AGGREGATE_KIND: Final = "parameter-server"
+_DECAY_SHARE: Final = 10  # a wsd schedule without decay_steps decays in the last tenth
+
+
+def wants(job: JobConfig) -> tuple[Want, Want]:
+    """What the job looks for: its training workers and its parameter server."""
+    resources = job.resources
+    return (
+        _want(TRAIN, resources.worker, resources.worker_price, resources.num_workers),
+        _want(AGGREGATE, resources.parameter_server, resources.parameter_server_price, 1),
+    )
+
+
+def _want(role: str, requirements: tuple[Requirement, ...], price: PriceTable, count: int) -> Want:
+    kind, default = (TrainExecutor, TRAIN_KIND) if role == TRAIN else (AggregateExecutor, AGGREGATE_KIND)
+    executors = tuple(kind(name=name) for name in kinds(requirements, default))
+    spec = WorkerSpec(resources=amounts(requirements), executor=executors)
+    return Want(role, spec, bid=price.bid, max_price=price.max, count=count)
+
+
+def round_settings(job: JobConfig, workers: int) -> RoundSettings:
+    """The job's rounds with `workers` training workers."""
+    return RoundSettings(
+        rounds=job.rounds.update_rounds,
+        target=job.rounds.avg_samples_between_updates,
+        batch_size=job.rounds.batch_for(workers),
+        min_members=min(job.resources.least_workers, workers),
+        timeout=job.rounds.timeout,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedJob:
+    """A job whose workers are known."""
+
+    job_id: uuid.UUID
+    job: JobConfig
+    scheduler: PeerId
+    server: PeerId
+    workers: tuple[PeerId, ...]
+    model: Reference
+    """Where executors get the start model."""
+
+    def aggregate_spec(self) -> JobSpec:
+        """The parameter server's dispatch: updates come from all workers, results go to them and to the scheduler."""
+        outer = self.job.outer_optimizer
+        config = AggregateConfig(
+            updates=PeersReference(peers=self.workers, strategy=All()),
+            results=PeersReference(peers=(*self.workers, self.scheduler), strategy=All()),
+            optimizer=Nesterov(
+                learning_rate=outer.learning_rate, momentum=outer.momentum, nesterov=None if outer.nesterov else False
+            ),
+            members=True,
+        )
+        descriptor = Descriptor(name=kinds(self.job.resources.parameter_server, AGGREGATE_KIND)[0])
+        return JobSpec(job_id=self.job_id, executor=AggregateJob(descriptor=descriptor, config=config))
+
+    def train_spec(self) -> JobSpec:
+        """A training worker's dispatch, the same for each of them."""
+        job = self.job
+        batch_size = job.rounds.batch_for(len(self.workers))
+        config = TrainConfig(
+            model=Model(task=job.model.task, artifact=self.model, input_names=job.model.inputs),
+            data=SchedulerReference(peer=self.scheduler, dataset=job.dataset.dataset),
+            updates=PeersReference(peers=(self.server,), strategy=One()),
+            results=PeersReference(peers=(self.server,), strategy=All()),
+            optimizer=_adam(job),
+            batch_size=batch_size,
+            scheduler=_schedule(job, len(self.workers), batch_size),
+            seed=job.seed,
+        )
+        descriptor = Descriptor(name=kinds(job.resources.worker, TRAIN_KIND)[0])
+        return JobSpec(job_id=self.job_id, executor=TrainJob(descriptor=descriptor, config=config))
+
+
+def _adam(job: JobConfig) -> Adam:
+    inner = job.inner_optimizer
+    return Adam(
+        learning_rate=inner.learning_rate,
+        betas=inner.betas,
+        epsilon=inner.epsilon,
+        weight_decay=inner.weight_decay,
+        max_grad_norm=inner.max_grad_norm,
+    )
+
+
+def _schedule(job: JobConfig, workers: int, batch_size: int) -> LearningRateSchedule | None:
+    inner = job.inner_optimizer
+    samples = job.rounds.update_rounds * job.rounds.avg_samples_between_updates
+    steps = inner.total_steps or max(1, samples // (workers * batch_size))
+    match inner.schedule:
+        case "cosine-with-warmup":
+            return CosineWithWarmup(warmup_steps=inner.warmup_steps, training_steps=steps)
+        case "linear-with-warmup":
+            return LinearWithWarmup(warmup_steps=inner.warmup_steps, training_steps=steps)
+        case "wsd":
+            decay = inner.decay_steps or max(1, steps // _DECAY_SHARE)
+            return WarmupStableDecay(warmup_steps=inner.warmup_steps, decay_steps=decay, training_steps=steps)
+    return None
