@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -222,6 +222,8 @@ class Pushed:
 @dataclass
 class Lab:
     """Everything that surrounds a worker in a test."""
+
+    SERVER: ClassVar[ExecutorDescriptor] = SERVER
 
     network: MemoryNetwork
     folder: Path

@@ -84,13 +84,20 @@ def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path,
 
     where = f"{reference.repository[:120]}/{name[:120]}"
     token: str | bool = reference.token or False
+    endpoint = os.environ.get("HF_ENDPOINT")
     try:
-        url = hf_hub_url(reference.repository, name, revision=reference.revision)
+        url = hf_hub_url(reference.repository, name, revision=reference.revision, endpoint=endpoint)
         size = get_hf_file_metadata(url, token=token, timeout=_IDLE).size
         if size is not None and size > max_bytes:
             raise bad_request(f"{where} has {size} bytes, the limit of this job is {max_bytes}")
         path = hf_hub_download(
-            reference.repository, name, revision=reference.revision, token=token, local_dir=folder, etag_timeout=_IDLE
+            reference.repository,
+            name,
+            revision=reference.revision,
+            token=token,
+            endpoint=endpoint,
+            local_dir=folder,
+            etag_timeout=_IDLE,
         )
     except LocalEntryNotFoundError as error:
         raise peer_failed(f"{where}: the hub cannot be reached: {str(error)[:300]}") from error

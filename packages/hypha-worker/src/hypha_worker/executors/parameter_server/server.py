@@ -7,12 +7,14 @@ them, and the scheduler adds it to its own copy of the model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Set
+import os
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import anyio
+import anyio.abc
 import anyio.to_thread
 
 from hypha_net import transfer
@@ -21,7 +23,7 @@ from hypha_net.transfer import Landing
 from hypha_proto.aggregate import UPDATE_REFUSED, MembersKnown, RoundMembers, UpdateRefused
 from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
-from hypha_proto.job import AggregateJob, PeersReference
+from hypha_proto.job import AggregateJob
 from hypha_proto.progress import REPORT, Done, ProgressError, ProgressRequest, ProgressResponse, Updated
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_worker.bridge.references import reference_peers
@@ -154,7 +156,7 @@ class ParameterServer:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._report_refusals)
             try:
-                while not await self._run_round():
+                while not await self._run_round(tasks):
                     pass
             except (TensorFileError, EmptyRoundError, OSError, NetError) as error:
                 raise ExecutionError(str(error)) from error
@@ -162,14 +164,14 @@ class ParameterServer:
                 self._refusals_in.close()
                 tasks.cancel_scope.deadline = anyio.current_time() + 1.0
 
-    async def _run_round(self) -> bool:
+    async def _run_round(self, tasks: anyio.abc.TaskGroup) -> bool:
         """One round; gives whether it was the last."""
         await self._wait_for_updates()
         done = self._collection.close()
         for peer in done.missing:
             _log.warning("round %d goes on without the update of %s, which did not come in time", done.round, peer)
         result = await self._step(done)
-        await self._give_out(done, result)
+        await self._give_out(done, result, tasks)
         answer = await self._tell_updated()
         if isinstance(answer, ProgressError):
             raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}")
@@ -204,8 +206,8 @@ class ParameterServer:
         _log.info("round %d: outer step over %d updates in %.3f s", done.round, len(done.updates), took)
         return result
 
-    async def _give_out(self, done: CompleteRound, result: Path) -> None:
-        """Push the outer update to everybody at once; one that cannot be reached is not waited for twice."""
+    async def _give_out(self, done: CompleteRound, result: Path, tasks: anyio.abc.TaskGroup) -> None:
+        """Push the outer update to everybody at once; waits for those who take part, and not for the others."""
         size, digest = await transfer.describe(result)
         header = PushHeader(
             job_id=self._context.spec.job_id,
@@ -215,19 +217,28 @@ class ParameterServer:
             size=size,
             digest=digest,
         )
-        targets = self._targets(done)
-        sent, failed = await self._files.push_each(targets, result, header)
-        for peer, error in failed.items():
-            _log.warning("outer update of round %d did not reach %s: %s", done.round, peer, error)
-        if not sent:
-            raise ExecutionError(f"the outer update of round {done.round} reached none of {len(targets)} peers")
-        _remove(result)
+        taking_part, others = self._targets(done)
+        if others:
+            second = result.with_name(f"{result.name}.others")
+            os.link(result, second)
+            tasks.start_soon(self._push_and_remove, others, second, header)
+        if not await self._push_and_remove(taking_part, result, header):
+            raise ExecutionError(f"the outer update of round {done.round} reached none of {len(taking_part)} peers")
 
-    def _targets(self, done: CompleteRound) -> list[PeerId]:
-        results = self._config.results
-        listed = list(results.peers) if isinstance(results, PeersReference) else []
+    async def _push_and_remove(self, peers: Sequence[PeerId], path: Path, header: PushHeader) -> bool:
+        sent, failed = await self._files.push_each(peers, path, header)
+        for peer, error in failed.items():
+            _log.warning("outer update of round %d did not reach %s: %s", header.round, peer, error)
+        _remove(path)
+        return bool(sent)
+
+    def _targets(self, done: CompleteRound) -> tuple[list[PeerId], list[PeerId]]:
+        """Who gets the outer update: members whose updates made it and the scheduler; then all other receivers."""
+        listed = sorted(reference_peers([self._config.results]))
         members = [peer for peer, _, _ in done.updates]
-        return list(dict.fromkeys([*listed, *members]))
+        scheduler = [peer for peer in listed if peer == self._context.scheduler]
+        taking_part = list(dict.fromkeys([*members, *scheduler]))
+        return taking_part, [peer for peer in listed if peer not in taking_part]
 
     async def _tell_updated(self) -> ProgressResponse:
         context = self._context

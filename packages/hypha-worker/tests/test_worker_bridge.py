@@ -1,0 +1,413 @@
+"""The bridge over its real socket: what it answers, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import msgspec
+import pytest
+
+from hypha_net import transfer
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.codec import to_plain
+from hypha_proto.job import (
+    Adam,
+    All,
+    Descriptor,
+    HuggingFaceReference,
+    JobSpec,
+    Model,
+    One,
+    PeersReference,
+    Reference,
+    SchedulerReference,
+    SliceAddress,
+    TrainConfig,
+    TrainJob,
+    UriReference,
+)
+from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
+from hypha_worker.bridge.inbox import Inbox
+from hypha_worker.bridge.references import with_secrets, without_secrets
+from hypha_worker.bridge.resources import JobResources
+from hypha_worker.bridge.server import BridgeStartError, open_bridge
+from hypha_worker.connectors.access import Access
+from hypha_worker.connectors.peers import PeerFiles
+
+LIMIT = 1 << 20
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path is short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="hw-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@dataclass
+class Door:
+    """A bridge with a client in front of it and a network behind it."""
+
+    network: MemoryNetwork
+    worker: MemoryEndpoint
+    server: MemoryEndpoint
+    data: MemoryEndpoint
+    stranger: MemoryEndpoint
+    spec: JobSpec
+    inbox: Inbox
+    work_dir: Path
+    socket: Path
+    client: httpx.AsyncClient
+    served: dict[tuple[str, int], Path] = field(default_factory=dict)
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        answer = await self.client.post(path, json=body)
+        return answer.status_code, answer.json()
+
+    async def kind(self, path: str, body: Any) -> tuple[int, str]:
+        status, answer = await self.post(path, body)
+        assert set(answer) == {"error", "detail"}
+        return status, answer["error"]
+
+    async def push(self, sender: MemoryEndpoint, number: int, content: bytes, kind: str = OUTER_UPDATE) -> None:
+        path = self.work_dir.parent / f"pushed-{uuid.uuid4()}"
+        path.write_bytes(content)
+        size, digest = await transfer.describe(path)
+        header = PushHeader(job_id=self.spec.job_id, round=number, kind=kind, name="u", size=size, digest=digest)
+        await transfer.push(sender, self.worker.peer_id, path, header)
+
+    @property
+    def results(self) -> Any:
+        return {"resource": plain(self.spec.executor.config.results), "path": "incoming"}
+
+
+def plain(reference: Any) -> Any:
+    return to_plain(Reference, reference)
+
+
+def make_spec(server: MemoryEndpoint, data: MemoryEndpoint, **changes: Any) -> JobSpec:
+    peers = PeersReference(peers=(server.peer_id,), strategy=All())
+    model = PeersReference(
+        peers=(data.peer_id, server.peer_id),
+        strategy=One(),
+        resource=SliceAddress(dataset="job/model", index=0),
+        filenames=("config.json", "sub/model.safetensors"),
+    )
+    fields = {
+        "model": Model(task="auto", artifact=model, input_names=("x",)),
+        "data": SchedulerReference(peer=server.peer_id, dataset="digits"),
+        "updates": peers,
+        "results": peers,
+        "optimizer": Adam(learning_rate=0.1),
+        "batch_size": 1,
+    }
+    config = TrainConfig(**(fields | changes))
+    return JobSpec(job_id=uuid.uuid4(), executor=TrainJob(descriptor=Descriptor(name="x"), config=config))
+
+
+@asynccontextmanager
+async def opened(tmp_path: Path, short: Path, access: Access | None = None, **changes: Any) -> AsyncIterator[Door]:
+    network = MemoryNetwork()
+    async with AsyncExitStack() as stack:
+        names = ("worker", "server", "data", "stranger")
+        worker, server, data, stranger = [await stack.enter_async_context(network.endpoint(name)) for name in names]
+        spec = make_spec(server, data, **changes)
+        work_dir = tmp_path / "job"
+        work_dir.mkdir()
+        inbox = Inbox(spec.job_id, work_dir, frozenset({server.peer_id}), LIMIT, OUTER_UPDATE)
+        files = PeerFiles(worker, LIMIT)
+        backend = JobResources(worker, spec, uuid.uuid4(), server.peer_id, work_dir, inbox, access or Access(), files)
+
+        async def accept(peer: Any, header: PushHeader | None) -> transfer.Landing | Refusal:
+            return inbox.accept(peer, header)
+
+        transfer.serve_pushes(worker, accept)
+        path = short / "b.sock"
+        await stack.enter_async_context(open_bridge(backend, path))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://bridge", timeout=20)
+        )
+        door = Door(network, worker, server, data, stranger, spec, inbox, work_dir, path, client)
+
+        async def resolve(_peer: Any, request: PullRequest) -> transfer.Offered | Refusal:
+            found = door.served.get((request.dataset, request.index))
+            return transfer.Offered(found) if found else Refusal(reason="not here")
+
+        transfer.serve_pulls(data, resolve)
+        try:
+            yield door
+        finally:
+            inbox.close()
+
+
+@pytest.fixture
+def at_door(tmp_path: Path, short: Path) -> Callable[..., None]:
+    def run(case: Callable[[Door], Awaitable[None]], access: Access | None = None, **changes: Any) -> None:
+        async def main() -> None:
+            with anyio.fail_after(30):
+                async with opened(tmp_path, short, access, **changes) as door:
+                    await case(door)
+
+        anyio.run(main, backend="trio")
+
+    return run
+
+
+AtDoor = Callable[..., None]
+
+
+def test_the_bridge_describes_itself_and_its_socket_is_private(at_door: AtDoor, short: Path) -> None:
+    async def case(door: Door) -> None:
+        described = (await door.client.get("/openapi.json")).json()
+        routes = {"/resources/fetch", "/resources/send", "/resources/receive", "/status/send"}
+        assert set(described["paths"]) == routes
+        assert stat.S_IMODE(door.socket.stat().st_mode) == 0o600
+
+    at_door(case)
+    assert list(short.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../other", "a/../../b", "link/x", "a\0b", "x" * 2000, "folder"])
+def test_paths_out_of_the_work_directory_are_refused(at_door: AtDoor, path: str) -> None:
+    async def case(door: Door) -> None:
+        (door.work_dir / "link").symlink_to("/tmp")
+        (door.work_dir / "folder").mkdir()
+        body = {"resource": plain(door.spec.executor.config.updates), "path": path}
+        status, kind = await door.kind("/resources/send", body)
+        assert (status, kind) == ((404, "not-found") if path == "folder" else (400, "bad-request"))
+        if path != "folder":
+            assert await door.kind("/resources/receive", {**door.results, "path": path}) == (400, "bad-request")
+        assert door.server.traffic.received == 0
+
+    at_door(case)
+
+
+def test_bodies_that_make_no_sense_are_refused(at_door: AtDoor) -> None:
+    async def case(door: Door) -> None:
+        for route in ("fetch", "send", "receive"):
+            for body in ([], {}, 3, {"resource": {"type": "moon"}, "path": "x"}, {"resource": {}, "path": 7}):
+                assert await door.kind(f"/resources/{route}", body) == (400, "bad-request")
+            answer = await door.client.post(f"/resources/{route}", content=b"{" * 100_000)
+            assert (answer.status_code, answer.json()["error"]) == (400, "bad-request")
+            answer = await door.client.post(f"/resources/{route}", content=b" " * ((1 << 20) + 1))
+            assert (answer.status_code, answer.json()["error"]) == (413, "too-large")
+        for progress in ("moon", {"status": {}}, {"status": {"batch_size": -1}}, None):
+            assert await door.kind("/status/send", progress) == (400, "bad-request")
+        assert (await door.client.post("/nothing")).status_code == 404
+
+    at_door(case)
+
+
+def test_peers_outside_the_job_are_out_of_reach(at_door: AtDoor) -> None:
+    async def case(door: Door) -> None:
+        (door.work_dir / "file").write_bytes(b"x")
+        stranger = plain(PeersReference(peers=(door.stranger.peer_id,), strategy=All()))
+        resource = {**stranger, "resource": {"dataset": "d", "index": 0}}
+        scheduler = plain(SchedulerReference(peer=door.server.peer_id, dataset="other"))
+        for route, reference in (
+            ("send", stranger),
+            ("receive", stranger),
+            ("fetch", resource),
+            ("fetch", scheduler),
+        ):
+            body = {"resource": reference, "path": "file" if route == "send" else "folder"}
+            assert await door.kind(f"/resources/{route}", body) == (403, "not-allowed")
+
+    at_door(case)
+
+
+def test_files_of_a_model_are_fetched_from_the_first_peer_that_has_them(at_door: AtDoor) -> None:
+    async def case(door: Door) -> None:
+        for index, content in enumerate((b"{}", b"weights")):
+            path = door.work_dir.parent / f"model-{index}"
+            path.write_bytes(content)
+            door.served["job/model", index] = path
+        model = plain(door.spec.executor.config.model.artifact)
+        reversed_peers = {**model, "peers": model["peers"][::-1]}  # the first of them serves nothing at all
+        status, files = await door.post("/resources/fetch", {"resource": reversed_peers, "path": "model"})
+        assert status == 200, files
+        assert [file["path"] for file in files] == ["model/config.json", "model/sub/model.safetensors"]
+        for file in files:
+            content = (door.work_dir / file["path"]).read_bytes()
+            assert file["size"] == len(content)
+            assert file["checksum"].startswith("blake3:")
+            assert file["metadata"]["source"] == f"peer:{door.data.peer_id}"
+        for names in (["../x"], ["/x"]):
+            body = {"resource": {**model, "filenames": names}, "path": "model"}
+            assert await door.kind("/resources/fetch", body) == (400, "bad-request")
+        missing = {**model, "resource": {"dataset": "nothing", "index": 0}}
+        assert await door.kind("/resources/fetch", missing) == (502, "peer-failed")
+
+    at_door(case)
+
+
+def test_the_form_of_the_documents_is_understood(at_door: AtDoor) -> None:
+    async def case(door: Door) -> None:
+        path = door.work_dir.parent / "slice"
+        path.write_bytes(b"s")
+        door.served["d", 3] = path
+        peers = [str(door.data.peer_id)]
+        wanted = {"type": "Peers", "peers": peers, "strategy": "One", "resource": {"dataset": "d", "index": 3}}
+        status, [file] = await door.post("/resources/fetch", {"fetch": wanted, "out_dir": "in"})
+        assert status == 200
+        assert file["path"] == "in/d-3.safetensors"
+        status, [file] = await door.post("/resources/fetch", wanted)
+        assert status == 200
+        assert (door.work_dir / file["path"]).read_bytes() == b"s"
+
+    at_door(case)
+
+
+async def read_events(door: Door, count: int) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    async with door.client.stream("POST", "/resources/receive", json=door.results) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                events.append(json.loads(line[6:]))
+                if len(events) == count:
+                    break
+    return events
+
+
+def test_pushed_files_are_kept_until_asked_for_and_told_once(at_door: AtDoor) -> None:
+    async def case(door: Door) -> None:
+        await door.push(door.server, 1, b"one")
+        await door.push(door.server, 1, b"one")  # again: its receipt was lost
+        await door.push(door.server, 2, b"two")
+        events = await read_events(door, 2)
+        assert [event["round"] for event in events] == [1, 2]
+        assert [(door.work_dir / event["path"]).read_bytes() for event in events] == [b"one", b"two"]
+        assert all(event["path"].startswith("incoming/") for event in events)
+        assert events[0]["from_peer"] == str(door.server.peer_id)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(door.push, door.server, 3, b"three")
+            [event] = await read_events(door, 1)
+        assert (event["round"], event["size"], event["kind"]) == (3, 5, OUTER_UPDATE)
+
+    at_door(case)
+
+
+def test_a_stream_that_is_cut_while_it_waits_loses_no_file(at_door: AtDoor) -> None:
+    async def case(door: Door) -> None:
+        for _ in range(3):
+            with anyio.move_on_after(0.2):
+                await read_events(door, 1)
+        await anyio.sleep(0.1)
+        await door.push(door.server, 1, b"one")
+        assert [event["round"] for event in await read_events(door, 1)] == [1]
+
+    at_door(case)
+
+
+def test_pushes_that_are_not_for_the_job_are_refused(at_door: AtDoor) -> None:
+    async def case(door: Door) -> None:
+        for sender, kind in ((door.stranger, OUTER_UPDATE), (door.server, "something-else")):
+            with pytest.raises(transfer.TransferRefusedError):
+                await door.push(sender, 1, b"x", kind)
+
+    at_door(case)
+
+
+@pytest.mark.parametrize("stuck", ["unread", "waiting"])
+def test_the_bridge_closes_in_bounded_time_whatever_its_clients_do(tmp_path: Path, short: Path, stuck: str) -> None:
+    async def main() -> float:
+        with anyio.fail_after(30):
+            async with opened(tmp_path, short) as door:
+                client = socket.socket(socket.AF_UNIX)
+                client.connect(str(door.socket))
+                if stuck == "unread":  # more answers than the socket holds
+                    client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 400)
+                else:  # a request whose body never comes
+                    client.sendall(b"POST /resources/fetch HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
+                await anyio.sleep(0.1)
+                began = anyio.current_time()
+            client.close()
+            return anyio.current_time() - began
+
+    assert anyio.run(main, backend="trio") < 4.0
+    assert list(short.iterdir()) == []
+
+
+def test_a_call_that_waits_for_a_peer_is_cut_off_when_the_bridge_closes(tmp_path: Path, short: Path) -> None:
+    async def main() -> float:
+        async with anyio.create_task_group() as tasks:
+            async with opened(tmp_path, short) as door:
+
+                async def never(_stream: Any) -> None:
+                    await anyio.sleep_forever()
+
+                door.server.handle("/hypha-progress/0.0.1", never)
+
+                async def report() -> None:
+                    try:
+                        await door.client.post("/status/send", json="update")
+                    except httpx.HTTPError:
+                        return
+
+                tasks.start_soon(report)
+                await anyio.sleep(0.2)
+                began = anyio.current_time()
+            return anyio.current_time() - began
+
+    assert anyio.run(main, backend="trio") < 4.0
+
+
+def test_a_socket_path_that_the_kernel_refuses_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_bridge(None, tmp_path / ("x" * 120)):  # type: ignore[arg-type]
+            pass
+
+    with pytest.raises(BridgeStartError, match=r"107 bytes.*TMPDIR"):
+        anyio.run(main, backend="trio")
+
+
+def test_files_of_this_machine_need_a_root(at_door: AtDoor, tmp_path: Path) -> None:
+    root = tmp_path / "allowed"
+    root.mkdir()
+    (root / "model.bin").write_bytes(b"model")
+    (tmp_path / "secret").write_bytes(b"secret")
+    os.symlink(tmp_path / "secret", root / "link")
+
+    async def case(door: Door) -> None:
+        def body(path: Path) -> Any:
+            return {"resource": plain(UriReference(value=path.as_uri())), "path": "in"}
+
+        status, [file] = await door.post("/resources/fetch", body(root / "model.bin"))
+        assert status == 200
+        assert (door.work_dir / file["path"]).read_bytes() == b"model"
+        assert file["checksum"].startswith("sha256:")
+        for path in (tmp_path / "secret", root / "link", root / ".." / "secret"):
+            assert await door.kind("/resources/fetch", body(path)) == (403, "not-allowed")
+        assert await door.kind("/resources/fetch", body(root / "none")) == (404, "not-found")
+        assert await door.kind("/resources/fetch", body(Path("/x/../etc/passwd"))) == (403, "not-allowed")
+
+    at_door(case, Access(roots=(root,)))
+
+
+def test_secrets_stay_with_the_worker(tmp_path: Path) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("server") as server:
+            secret = HuggingFaceReference(repository="org/model", filenames=("a",), token="hf_secret")
+            spec = make_spec(server, server, model=Model(task="auto", artifact=secret, input_names=()))
+            shown = without_secrets(spec)
+            assert "hf_secret" not in repr(shown)
+            bare = shown.executor.config.model.artifact  # type: ignore[union-attr]
+            assert with_secrets(spec, bare) == secret
+            other = msgspec.structs.replace(bare, repository="org/other")
+            assert with_secrets(spec, other) == other
+
+    anyio.run(main, backend="trio")

@@ -1,0 +1,266 @@
+"""The parameter server as a job: rounds over the network, members that are missing, updates that are refused."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from hypha_net import requests, transfer
+from hypha_net.errors import TransferError, TransferRefusedError
+from hypha_net.testing import MemoryEndpoint
+from hypha_proto.aggregate import ROUND_MEMBERS, Member, MembersKnown, RoundMembers
+from hypha_proto.job import JobSpec
+from hypha_proto.progress import Continue, Done, ProgressError, Updated
+from hypha_proto.protocol import PUSH_WITH_HEADER
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
+from hypha_proto.update import TensorFile, UpdateMetadata, write_update
+
+InLab = Callable[..., None]
+
+
+@dataclass
+class Group:
+    """Three training peers around a worker that runs the parameter server."""
+
+    lab: Any
+    peers: list[MemoryEndpoint]
+    inboxes: list[Any]
+    spec: JobSpec
+
+    def write(self, value: float, name: str = "update", shape: tuple[int, ...] = (4,)) -> Path:
+        path: Path = self.lab.folder / f"{name}-{uuid.uuid4()}"
+        array = np.full(shape, value, np.float32)
+        write_update(path, {"w": shape}, [("w", array)], UpdateMetadata())
+        return path
+
+    async def push(self, who: int, number: int, path: Path, **changes: Any) -> None:
+        size, digest = await transfer.describe(path)
+        fields = {
+            "job_id": self.spec.job_id,
+            "round": number,
+            "kind": PSEUDO_GRADIENT,
+            "name": "update",
+            "size": size,
+            "digest": digest,
+        }
+        await transfer.push(self.peers[who], self.lab.peer, path, PushHeader(**(fields | changes)))
+
+    async def name(self, number: int, samples: dict[int, int], deadline_ms: int = 10_000) -> MembersKnown:
+        members = tuple(Member(peer=self.peers[who].peer_id, samples=count) for who, count in samples.items())
+        message = RoundMembers(job_id=self.spec.job_id, round=number, members=members, deadline_ms=deadline_ms)
+        return await requests.call(self.lab.scheduler.endpoint, self.lab.peer, ROUND_MEMBERS, message)
+
+    async def result(self, who: int, count: int) -> tuple[PushHeader | None, float]:
+        """The latest outer update at a peer, once it has `count` of them."""
+        files = self.inboxes[who].files
+        await self.lab.scheduler.until(lambda: len(files) >= count)
+        sender, header, content = files[count - 1]
+        assert sender == self.lab.peer
+        path = self.lab.folder / f"read-{uuid.uuid4()}"
+        path.write_bytes(content)
+        with TensorFile(path) as file:
+            values = file.tensor("w")
+        assert np.all(values == values.flat[0])
+        return header, float(values.flat[0])
+
+
+@asynccontextmanager
+async def running(lab: Any, take_pushes: Any, *, members: bool | None = True) -> AsyncIterator[Group]:
+    async with AsyncExitStack() as stack:
+        peers = [await stack.enter_async_context(lab.network.endpoint(f"trainer-{n}")) for n in range(3)]
+        inboxes = [take_pushes(peer, lab.folder / f"inbox-{n}") for n, peer in enumerate(peers)]
+        for inbox in inboxes:
+            inbox.listen()
+        spec = lab.aggregate_spec([p.peer_id for p in peers], [p.peer_id for p in peers], members=members)
+        lease = await lab.scheduler.hire(lab.SERVER)
+        await lab.scheduler.dispatch(lab.peer, lease, spec)
+        yield Group(lab, peers, inboxes, spec)
+
+
+def done_after(count: int) -> Callable[[Any], Any]:
+    heard: list[Any] = []
+
+    def answer(report: Any) -> Any:
+        assert isinstance(report.progress, Updated)
+        heard.append(report)
+        return Done() if len(heard) == count else Continue()
+
+    return answer
+
+
+def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_lab: InLab, take_pushes: Any) -> None:
+    async def case(lab: Any) -> None:
+        lab.scheduler.answer = done_after(2)
+        async with running(lab, take_pushes) as group:
+            early = group.write(1.0)
+            await group.push(0, 1, early)
+            assert (await group.name(1, {0: 4, 1: 1, 2: 3})).accepted
+            await group.push(1, 1, group.write(2.0))
+            await group.push(2, 1, group.write(3.0))
+            mean = (4 * 1.0 + 1 * 2.0 + 3 * 3.0) / 8
+            for who in range(3):
+                header, value = await group.result(who, 1)
+                assert value == pytest.approx(0.7 * (mean + 0.9 * mean))
+                assert header is not None
+                assert (header.kind, header.round, header.job_id) == (OUTER_UPDATE, 1, group.spec.job_id)
+            assert (await group.name(2, {0: 1, 1: 1, 2: 1})).accepted
+            for who in range(3):
+                await group.push(who, 2, group.write(1.0))
+            momentum = 0.9 * mean + 1.0
+            _, value = await group.result(0, 2)
+            assert value == pytest.approx(0.7 * (1.0 + 0.9 * momentum))
+            end = await lab.scheduler.ended()
+            assert (end.outcome, end.reason, end.exit_code) == ("finished", "", None)
+            assert lab.left_behind() == []
+            assert all(report.lease == end.lease for report in lab.scheduler.reports)
+
+    in_lab(case)
+
+
+def test_a_member_that_is_missing_at_the_deadline_is_left_out(in_lab: InLab, take_pushes: Any) -> None:
+    async def case(lab: Any) -> None:
+        lab.scheduler.answer = done_after(1)
+        async with running(lab, take_pushes) as group:
+            await group.name(1, {0: 1, 1: 1, 2: 98}, deadline_ms=300)
+            await group.push(0, 1, group.write(2.0))
+            await group.push(1, 1, group.write(4.0))
+            _, value = await group.result(2, 1)
+            assert value == pytest.approx(0.7 * 1.9 * 3.0)
+            assert (await lab.scheduler.ended()).outcome == "finished"
+
+    in_lab(case)
+
+
+def test_a_member_that_is_gone_gets_no_update_and_the_others_do(in_lab: InLab, take_pushes: Any) -> None:
+    async def case(lab: Any) -> None:
+        lab.scheduler.answer = done_after(1)
+        async with running(lab, take_pushes) as group:
+            lab.network.partition(lab.peer, group.peers[2].peer_id)
+            await group.name(1, {0: 1, 1: 1})
+            await group.push(0, 1, group.write(2.0))
+            await group.push(1, 1, group.write(2.0))
+            assert (await group.result(0, 1))[1] == (await group.result(1, 1))[1]
+            assert (await lab.scheduler.ended()).outcome == "finished"
+
+    in_lab(case)
+
+
+def test_a_round_without_updates_fails_the_job_and_does_not_hang(in_lab: InLab, take_pushes: Any) -> None:
+    async def case(lab: Any) -> None:
+        async with running(lab, take_pushes) as group:
+            await group.name(1, {0: 1}, deadline_ms=50)
+            end = await lab.scheduler.ended()
+            assert end.outcome == "failed"
+            assert "no update of round 1 arrived" in end.reason
+
+    in_lab(case)
+
+
+def test_hostile_updates_are_refused_and_the_scheduler_hears_of_it(in_lab: InLab, take_pushes: Any) -> None:
+    async def case(lab: Any) -> None:
+        lab.scheduler.answer = done_after(1)
+        async with running(lab, take_pushes) as group:
+            await group.name(1, {0: 1, 1: 1})
+            await group.push(0, 1, group.write(2.0))
+            junk = lab.folder / "junk"
+            junk.write_bytes(b"\xff" * 100)
+            good = group.write(1.0)
+            for path, changes, who, number, reason in (
+                (group.write(np.nan), {}, 1, 1, "NaN or infinity"),
+                (group.write(1.0, shape=(5,)), {}, 1, 1, "does not fit the first"),
+                (junk, {}, 1, 1, "header"),
+                (good, {}, 2, 1, "not a member of round 1"),
+                (good, {}, 1, 7, "too far ahead"),
+                (good, {"codec": "zip"}, 1, 1, "codec"),
+                (good, {"job_id": uuid.uuid4()}, 1, 1, ""),
+                (good, {"kind": OUTER_UPDATE}, 1, 1, ""),
+            ):
+                count = len(lab.scheduler.refused)
+                with pytest.raises(TransferError):
+                    await group.push(who, number, path, **changes)
+                if reason:
+                    await lab.scheduler.until(lambda count=count: len(lab.scheduler.refused) > count)
+                    assert reason in lab.scheduler.refused[-1].reason
+                    assert lab.scheduler.refused[-1].peer == group.peers[who].peer_id
+            with pytest.raises(TransferRefusedError, match="not a member"):
+                await group.push(2, 1, good)
+            [job_dir] = (lab.folder / "work").iterdir()
+            assert len(list(job_dir.glob("update-*"))) == 1, "a refused file stays nowhere"
+            await group.push(1, 1, group.write(4.0))
+            _, value = await group.result(0, 1)
+            assert value == pytest.approx(0.7 * 1.9 * 3.0)
+            assert (await lab.scheduler.ended()).outcome == "finished"
+
+    in_lab(case)
+
+
+def test_an_old_scheduler_names_no_members_and_old_workers_send_no_header(in_lab: InLab, take_pushes: Any) -> None:
+    async def case(lab: Any) -> None:
+        lab.scheduler.answer = done_after(2)
+        lab.worker.endpoint.unhandle(PUSH_WITH_HEADER)
+        async with running(lab, take_pushes, members=None) as group:
+            for number in (1, 2):
+                for who in range(3):
+                    await group.push(who, number, group.write(float(who)))
+                for who in range(3):
+                    await group.result(who, number)
+            first, second = (await group.result(0, 1))[1], (await group.result(0, 2))[1]
+            assert first == pytest.approx(0.7 * 1.9)
+            assert second == pytest.approx(0.7 * (1.0 + 0.9 * 1.9))
+            await lab.scheduler.until(lambda: lab.scheduler.statuses == ["Running", "Finished"])
+
+    in_lab(case, old=True)
+
+
+def test_members_of_a_job_that_is_not_here_are_refused(in_lab: InLab, take_pushes: Any) -> None:
+    async def case(lab: Any) -> None:
+        async with running(lab, take_pushes) as group:
+            message = RoundMembers(job_id=uuid.uuid4(), round=1, members=(), deadline_ms=1)
+            answer = await requests.call(lab.scheduler.endpoint, lab.peer, ROUND_MEMBERS, message)
+            assert not answer.accepted
+            message = RoundMembers(job_id=group.spec.job_id, round=1, members=(), deadline_ms=1)
+            answer = await requests.call(lab.data, lab.peer, ROUND_MEMBERS, message)
+            assert not answer.accepted, "only the job's own scheduler names members"
+
+    in_lab(case)
+
+
+def test_a_scheduler_that_says_error_fails_the_job(in_lab: InLab, take_pushes: Any) -> None:
+    async def case(lab: Any) -> None:
+        lab.scheduler.answer = lambda _report: ProgressError()
+        async with running(lab, take_pushes) as group:
+            await group.name(1, {0: 1})
+            await group.push(0, 1, group.write(2.0))
+            end = await lab.scheduler.ended()
+            assert end.outcome == "failed"
+            assert "does not accept the outer step of round 1" in end.reason
+
+    in_lab(case)
+
+
+def test_a_round_goes_on_while_the_last_one_is_given_out(in_lab: InLab, take_pushes: Any) -> None:
+    """The fastest member pushes its next update before the slowest has the last outer update."""
+
+    async def case(lab: Any) -> None:
+        lab.scheduler.answer = done_after(2)
+        async with running(lab, take_pushes) as group:
+            await group.name(1, {0: 1, 1: 1})
+            await group.push(0, 1, group.write(1.0))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(group.push, 1, 1, group.write(1.0))
+                await group.result(0, 1)
+                await group.push(0, 2, group.write(1.0))
+                await group.name(2, {0: 1, 1: 1})
+                await group.push(1, 2, group.write(1.0))
+                await group.result(1, 2)
+            assert (await lab.scheduler.ended()).outcome == "finished"
+
+    in_lab(case)
