@@ -137,7 +137,7 @@ class _Program:
         """Run until the end and exit, or only check."""
         import logging
 
-        from hypha_net.node.lifecycle import early_signals, run_daemon
+        from hypha_net.node.lifecycle import run_daemon
 
         configure_logs("json" if log_format == "json" else "text", log_level)
         loaded = self.load(file, settings)
@@ -146,8 +146,6 @@ class _Program:
         if check:
             click.echo(f"{file or 'environment'}: ok")
             return
-        with early_signals():
-            import hypha_net.open  # noqa: F401 - seconds of imports, while a signal still ends quietly
         code = run_daemon(
             loaded.config, self.serve, role=self.role, version=package_version(self.name), expected=self.expected
         )

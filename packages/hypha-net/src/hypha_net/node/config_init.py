@@ -93,8 +93,8 @@ def _default(info: FieldInfo) -> Any:
     return info.get_default(call_default_factory=True, validated_data={})
 
 
-def to_toml(value: Any) -> str:
-    """A plain value as TOML; a long list over several lines."""
+def to_toml(value: Any, *, width: int | None = _WIDTH) -> str:
+    """A plain value as TOML; a list wider than `width` over several lines."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
@@ -108,7 +108,9 @@ def to_toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         parts = [to_toml(part) for part in value]
         line = f"[{', '.join(parts)}]"
-        return line if len(line) <= _WIDTH else "[\n" + "".join(f"    {part},\n" for part in parts) + "]"
+        return (
+            line if width is None or len(line) <= width else "[\n" + "".join(f"    {part},\n" for part in parts) + "]"
+        )
     # the escapes of JSON strings are TOML's
     return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False, default=str)
 

@@ -67,7 +67,8 @@ def load_config(model: type[C], file: Path | None, env: Mapping[str, str], flags
     try:
         config = model.model_validate(merged.data)
     except ValidationError as error:
-        problems += validation_problems(model, error, merged.data, merged.where)
+        whole = str(file) if file else None
+        problems += validation_problems(model, error, merged.data, lambda key: merged.where(key) if key else whole)
     if problems or config is None:
         raise ConfigError(problems)
     warnings = [warning for layer in layers for warning in layer.warnings]

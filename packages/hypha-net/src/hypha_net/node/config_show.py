@@ -20,8 +20,9 @@ class Row:
     origin: str
 
     def __str__(self) -> str:
-        value = "# none" if self.value is None else to_toml(self.value)
-        return f"{self.key} = {value}  # {self.origin}" if self.value is not None else f"{value}: {self.key}"
+        if self.value is None:
+            return f"# {self.key} is not set  # {self.origin}"
+        return f"{self.key} = {to_toml(self.value, width=None)}  # {self.origin}"
 
 
 def rows(loaded: Loaded[NodeConfig]) -> list[Row]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import anyio
@@ -61,6 +63,10 @@ Serve = Callable[[C, Node], Awaitable[None]]
 """A program: runs until cancelled; when it returns, the daemon ends with exit code 0."""
 
 
+Connect = Callable[[NodeConfig, str], AbstractAsyncContextManager["Endpoint"]]
+"""Opens a node's endpoint for its configuration and role; called before the event loop runs, entered in it."""
+
+
 def run_daemon(
     config: C,
     serve: Serve[C],
@@ -69,6 +75,7 @@ def run_daemon(
     version: str,
     expected: tuple[type[Exception], ...] = (),
     grace: float = GRACE,
+    connect: Connect | None = None,
 ) -> int:
     """Run a daemon until its program ends or a signal comes.
 
@@ -76,14 +83,15 @@ def run_daemon(
         expected: errors of the program that a person can act on, told in one line; every other one, but for the
             network's and the operating system's, is told with its traceback.
         grace: seconds between a signal and the forced end.
+        connect: opens the endpoint; by default the real one, over mutual TLS, with the configured identity.
 
     Returns:
         The exit code: 0 after SIGTERM or when the program is done, 130 after SIGINT, 1 when something failed.
     """
-    run = _Run(config, serve, role, version, grace)
+    run = _Run(config, serve, role, version, grace, connect or open_configured)
     told: tuple[type[Exception], ...] = (NetError, ProtoError, OSError, *expected)
     try:
-        anyio.run(run.main, backend="trio")
+        run.start()
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the outermost place: every failure is told and becomes the exit code
@@ -114,57 +122,87 @@ class _Run:
     role: str
     version: str
     grace: float
+    connect: Connect
     exit_code: int = DONE
-    counting: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
+    _told: SimpleQueue[None] = field(default_factory=SimpleQueue)
+    """Gets an item when the daemon is to end; its `put` may be called from a signal handler."""
+    _cancel: Callable[[int], None] | None = None
+    """Cancels the program from a signal handler, once there is something to cancel."""
+    _root: Any = None
 
-    async def main(self) -> None:
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            async with anyio.create_task_group() as life:
-                life.start_soon(self._watch, signals, life.cancel_scope)
-                await self._live()
-                life.cancel_scope.cancel()
+    def start(self) -> None:
+        """Run until the end, in the main thread."""
+        # in a thread, because what holds the end up may hold the event loop too
+        threading.Thread(target=self._force_end, daemon=True, name="shutdown").start()
+        with self._signals():
+            anyio.run(self._main, self.connect(self.config, self.role), backend="trio")
 
-    async def _watch(self, signals: Any, scope: anyio.CancelScope) -> None:
-        async for number in signals:
-            _log.info("%s: ending", signal.Signals(number).name)
-            self.exit_code = INTERRUPTED if number == signal.SIGINT else DONE
-            self._start_countdown()
-            scope.cancel()
-            return
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Own handlers rather than the event loop's: they start the countdown even when the loop is blocked."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    async def _live(self) -> None:
-        from hypha_net.identity import load_identity
-        from hypha_net.open import open_endpoint
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self.exit_code = INTERRUPTED if number == signal.SIGINT else DONE
+        if self._cancel is None:
+            raise SystemExit(self.exit_code)
+        self._told.put(None)
+        self._cancel(number)
 
-        config = self.config
-        identity = load_identity(config.cert_pem, config.key_pem, config.trust_pem, config.crls_pem)
-        async with open_endpoint(identity, endpoint_settings(config, self.role)) as endpoint:
+    async def _main(self, opening: AbstractAsyncContextManager[Endpoint]) -> None:
+        import trio
+
+        token = trio.lowlevel.current_trio_token()
+        self._root = trio.lowlevel.current_root_task()
+        with anyio.CancelScope() as life:
+
+            def cancel(number: int) -> None:
+                _log.info("%s: ending", signal.Signals(number).name)
+                life.cancel()
+
+            self._cancel = lambda number: token.run_sync_soon(cancel, number)
+            try:
+                await self._live(opening)
+            finally:
+                self._cancel = lambda number: None
+
+    async def _live(self, opening: AbstractAsyncContextManager[Endpoint]) -> None:
+        async with opening as endpoint:
             readiness = Readiness()
             serve_health(endpoint, readiness, role=self.role, version=self.version)
             _log.info("%s %s is %s, at %s", self.role, self.version, endpoint.peer_id, ", ".join(endpoint.addresses))
             async with anyio.create_task_group() as tasks:
                 try:
-                    await self.serve(config, Node(endpoint, tasks, readiness))
+                    await self.serve(self.config, Node(endpoint, tasks, readiness))
                 finally:
-                    self._start_countdown()
+                    self._told.put(None)
                 tasks.cancel_scope.cancel()
         _log.info("ended")
 
-    def _start_countdown(self) -> None:
-        """A thread, because what holds the end up may hold the event loop too."""
-        if self.counting:
-            return
-        self.counting = True
-        root = _root_task()
-        threading.Thread(target=self._force_end, args=(root,), daemon=True, name="shutdown").start()
-
-    def _force_end(self, root: Any) -> None:
+    def _force_end(self) -> None:
+        self._told.get()
         if not self.ended.wait(self.grace):
-            stuck = "; ".join(_waiting(root)) or "no task: a thread holds the process"
+            stuck = "; ".join([*_running(), *_waiting(self._root)]) or "no task: a thread holds the process"
             _log.error("still not ended %g s after being told to: %s", self.grace, stuck)
             logging.shutdown()
             os._exit(FAILED)
+
+
+def open_configured(config: NodeConfig, role: str) -> AbstractAsyncContextManager[Endpoint]:
+    """The real endpoint, over mutual TLS."""
+    import hypha_net._libp2p.engine  # noqa: F401 - takes seconds: better now than when the event loop runs
+    from hypha_net.identity import load_identity
+    from hypha_net.open import open_endpoint
+
+    identity = load_identity(config.cert_pem, config.key_pem, config.trust_pem, config.crls_pem)
+    settings = endpoint_settings(config, role)
+    return open_endpoint(identity, settings)
 
 
 def endpoint_settings(config: NodeConfig, role: str) -> Any:
@@ -184,10 +222,14 @@ def endpoint_settings(config: NodeConfig, role: str) -> Any:
     )
 
 
-def _root_task() -> Any:
-    import trio
-
-    return trio.lowlevel.current_root_task()
+def _running() -> Iterator[str]:
+    """What the main thread is busy with, if it is in a program's code rather than in the event loop."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and "site-packages" in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_filename != __file__:
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        yield f"the event loop is blocked by {frame.f_code.co_name} ({place})"
 
 
 def _waiting(task: Any) -> Iterator[str]:
@@ -200,25 +242,10 @@ def _waiting(task: Any) -> Iterator[str]:
 
 
 def _place(coroutine: Any) -> str:
-    place = "running"
+    place = "?"
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None)
         if frame is not None and "site-packages" not in frame.f_code.co_filename:
             place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
     return place
-
-
-@contextmanager
-def early_signals() -> Iterator[None]:
-    """End at once, and quietly, on a signal that comes before the event loop runs: imports take seconds."""
-
-    def end(number: int, _frame: object) -> None:
-        raise SystemExit(INTERRUPTED if number == signal.SIGINT else DONE)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,144 @@
+"""The commands of a daemon without a network: what they print, write, refuse, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from pydantic import Field
+
+from hypha_net.node.cli import daemon_cli
+from hypha_net.node.config import NodeConfig, Section
+from hypha_net.node.config_init import to_toml
+from hypha_net.node.lifecycle import Node
+
+
+class Resources(Section):
+    cpu: float = Field(default=1.0, description="Processor cores.")
+    devices: list[dict[str, int]] = Field(default=[], description="GPUs.")
+
+
+class Executor(Section):
+    name: str = Field(description="What jobs ask for.")
+    args: list[str] = Field(default=[], description="Arguments.")
+
+
+class ExampleConfig(NodeConfig):
+    work_dir: Path = Field(description="Folder of the jobs.")
+    resources: Resources = Field(default=Resources(), description="What is offered.")
+    executors: list[Executor] = Field(default=[], description="What runs jobs.")
+
+
+async def serve(config: ExampleConfig, node: Node) -> None:
+    raise AssertionError("these tests start no network")
+
+
+def detect() -> dict[str, object]:
+    return {"work_dir": 'w"ork', "resources": {"cpu": 16}, "executors": [{"name": "a", "args": ["{X}"]}, {"name": "b"}]}
+
+
+# the distribution's name gives the version
+main = daemon_cli("hypha-net", ExampleConfig, serve, role="worker", example=detect)
+
+
+def run(*args: object, env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(main, [str(arg) for arg in args], env=env)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "worker.toml"
+    assert run("init", "--out", path).exit_code == 0
+    return path
+
+
+def test_what_init_writes_explains_everything_and_starts(file: Path) -> None:
+    text = file.read_text()
+    for name, info in ExampleConfig.model_fields.items():
+        assert f"{name}" in text
+        assert (info.description or "").split(" ")[0] in text
+    data = tomllib.loads(text)
+    assert data["work_dir"] == 'w"ork'
+    assert data["resources"] == {"cpu": 16}
+    assert data["executors"] == [{"name": "a", "args": ["{X}"]}, {"name": "b"}]
+    assert "exclude_cidr" not in data
+    checked = run("run", "--check", "--config", file)
+    assert checked.exit_code == 0, checked.output
+    assert checked.stdout == f"{file}: ok\n"
+
+
+def test_init_never_overwrites_unasked(file: Path) -> None:
+    file.write_text("mine")
+    refused = run("init", "--out", file)
+    assert refused.exit_code == 1
+    assert "--force" in refused.stderr
+    assert file.read_text() == "mine"
+    assert run("init", "--out", file, "--force", "--lan").exit_code == 0
+    assert tomllib.loads(file.read_text())["exclude_cidr"] == []
+
+
+@pytest.mark.parametrize("form", [["run", "--config"], ["run", "--check", "--config"], ["--config"]])
+def test_a_wrong_configuration_is_exit_code_2_with_every_error(file: Path, form: list[str]) -> None:
+    file.write_text('work_dirr = "x"\ngateway_addresses = ["nonsense"]\n')
+    refused = run(*form, file)
+    assert refused.exit_code == 2
+    assert refused.stdout == ""
+    for part in (f"{file}:1: work_dirr: is not a key", "did you mean work_dir?", f"{file}:2:", "cert_pem: is missing"):
+        assert part in refused.stderr
+
+
+def test_without_any_configuration_it_says_what_to_do() -> None:
+    refused = run("run")
+    assert refused.exit_code == 2
+    assert "hypha-net init" in refused.stderr
+    assert run("run", "--set", "nonsense").exit_code == 2
+    assert run("--config", "x", "run").exit_code == 2
+
+
+def test_show_tells_values_and_origins_and_hides_secrets(file: Path) -> None:
+    env = {"HYPHA_RESOURCES__CPU": "3", "OTEL_EXPORTER_OTLP_HEADERS": "Authorization=Basic%20hunter2"}
+    result = run("config", "show", "--config", file, "--set", "limits.max_connections=7", "--format", "json", env=env)
+    shown = json.loads(result.stdout)
+    assert shown["resources.cpu"] == {"value": 3.0, "origin": "HYPHA_RESOURCES__CPU"}
+    assert shown["limits.max_connections"] == {"value": 7, "origin": "--set limits.max_connections"}
+    assert shown["executors[0].name"]["value"] == "a"
+    assert shown["executors[0].name"]["origin"].startswith(f"{file}:")
+    assert shown["relay_circuit"] == {"value": True, "origin": "default"}
+    assert shown["telemetry_headers"] == {"value": "***", "origin": "OTEL_EXPORTER_OTLP_HEADERS"}
+    text = run("config", "show", "--config", file, env=env)
+    assert "resources.cpu = 3.0  # HYPHA_RESOURCES__CPU" in text.stdout
+    assert "hunter2" not in result.output + text.output
+
+
+def test_the_schema_knows_every_key() -> None:
+    schema = json.loads(run("schema").stdout)
+    assert set(schema["properties"]) == set(ExampleConfig.model_fields)
+
+
+def test_probe_without_usable_certificates_is_bad_configuration(file: Path) -> None:
+    refused = run("probe", "/ip4/127.0.0.1/tcp/1", "--config", file, "--timeout", "5")
+    assert refused.exit_code == 2
+    assert "worker-cert.pem" in refused.stderr
+    assert "Traceback" not in refused.output
+
+
+def test_help_and_version_are_there_and_quick() -> None:
+    for flag in ("-h", "--help"):
+        assert "probe" in run(flag).stdout
+    assert run("--version").stdout.startswith("hypha-net, version ")
+    code = "import sys, hypha_net.node.cli; print([m for m in ('libp2p', 'trio') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert loaded.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "value", ['a"b\\c\n', "ünï", True, 3, 2.5, [], ["x"] * 40, {"service.name": "n", "b": [1]}, Path("a/b")]
+)
+def test_values_are_written_as_toml_reads_them(value: object) -> None:
+    read = tomllib.loads(f"value = {to_toml(value)}")["value"]
+    assert read == (str(value) if isinstance(value, Path) else value)

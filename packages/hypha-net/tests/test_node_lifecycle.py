@@ -1,0 +1,159 @@
+"""Daemons as processes: what a signal does, what a failure says, and that the end is bounded."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hypha_net.node.health import Readiness, serve_health
+from hypha_net.requests import call
+from hypha_net.testing import MemoryNetwork
+from hypha_proto.health import HEALTH_CHECK, HealthRequest
+
+PROGRAM = """
+import sys, time
+import anyio
+from hypha_net.node.config import NodeConfig
+from hypha_net.node.lifecycle import run_daemon
+from hypha_net.node.logs import configure_logs
+from hypha_net.testing import MemoryNetwork
+
+class OwnError(Exception):
+    pass
+
+async def fails():
+    await anyio.sleep(0)
+    raise {"surprise": KeyError, "known": OwnError, "os": OSError}[behaviour]("words of the failure")
+
+async def serve(config, node):
+    if behaviour in ("surprise", "known", "os"):
+        node.tasks.start_soon(fails)
+    elif behaviour == "done":
+        return
+    node.ready()
+    print("running", flush=True)
+    if behaviour == "holds on":
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(60)
+    if behaviour == "blocks":
+        time.sleep(60)
+    await anyio.sleep(60)
+
+def connect(config, role):
+    if behaviour == "slow to start":
+        print("running", flush=True)
+        time.sleep(60)
+    return MemoryNetwork().endpoint("node")
+
+behaviour = sys.argv[1]
+configure_logs("json")
+addresses = ["/ip4/127.0.0.1/tcp/1"]
+config = NodeConfig(cert_pem="c", key_pem="k", trust_pem="t", gateway_addresses=addresses)
+sys.exit(run_daemon(config, serve, role="data", version="1", expected=(OwnError,), grace=0.5, connect=connect))
+"""
+
+
+class Daemon:
+    """One process of PROGRAM."""
+
+    def __init__(self, folder: Path, behaviour: str) -> None:
+        script = folder / "program.py"
+        script.write_text(PROGRAM)
+        command = [sys.executable, str(script), behaviour]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def wait_until_running(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "running\n"
+
+    def end(self, number: signal.Signals | None = None) -> tuple[int, float, list[dict[str, str]]]:
+        """Exit code, seconds it took, log."""
+        start = time.monotonic()
+        if number is not None:
+            self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=20)
+        return self.process.returncode, time.monotonic() - start, [json.loads(line) for line in errors.splitlines()]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Daemon]:
+    made = Daemon(tmp_path, request.param)
+    yield made
+    made.process.kill()
+    made.process.communicate()
+
+
+@pytest.mark.parametrize(("daemon"), ["waits"], indirect=True)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_cleanly(daemon: Daemon, number: signal.Signals, code: int) -> None:
+    daemon.wait_until_running()
+    returned, seconds, log = daemon.end(number)
+    assert returned == code
+    assert seconds < 3
+    assert f"{number.name}: ending" in [entry["message"] for entry in log]
+    assert all("exception" not in entry and entry["level"] == "info" for entry in log)
+
+
+@pytest.mark.parametrize("daemon", ["slow to start"], indirect=True)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_before_the_event_loop_runs(daemon: Daemon, number: signal.Signals, code: int) -> None:
+    daemon.wait_until_running()
+    returned, seconds, log = daemon.end(number)
+    assert (returned, log) == (code, [])
+    assert seconds < 3
+
+
+@pytest.mark.parametrize(
+    ("daemon", "says"),
+    [("holds on", "_main (program.py:"), ("blocks", "the event loop is blocked by serve (program.py:")],
+    indirect=["daemon"],
+)
+def test_what_does_not_end_is_named_and_ended(daemon: Daemon, says: str) -> None:
+    daemon.wait_until_running()
+    returned, seconds, log = daemon.end(signal.SIGTERM)
+    assert returned == 1
+    assert seconds < 5
+    assert "still not ended 0.5 s after being told to" in log[-1]["message"]
+    assert says in log[-1]["message"]
+
+
+@pytest.mark.parametrize(
+    ("daemon", "traceback"), [("known", False), ("os", False), ("surprise", True)], indirect=["daemon"]
+)
+def test_a_failure_ends_it_with_code_1_and_its_words(daemon: Daemon, traceback: bool) -> None:
+    returned, _, log = daemon.end()
+    assert returned == 1
+    assert "words of the failure" in log[-1]["message"]
+    assert ("exception" in log[-1]) is traceback
+
+
+@pytest.mark.parametrize("daemon", ["done"], indirect=True)
+def test_a_program_that_is_done_ends_with_code_0(daemon: Daemon) -> None:
+    assert daemon.end()[0] == 0
+
+
+def test_health_follows_the_readiness_of_the_program() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("node") as node, network.endpoint("asking") as asking:
+            readiness = Readiness()
+            serve_health(node, readiness, role="worker", version="0.1.0")
+            health = await call(asking, node.peer_id, HEALTH_CHECK, HealthRequest())
+            assert (health.healthy, health.reason, health.role) == (False, "starting", "worker")
+            readiness.ready()
+            health = await call(asking, node.peer_id, HEALTH_CHECK, HealthRequest())
+            assert (health.healthy, health.reason, health.version) == (True, None, "0.1.0")
+            assert health.bytes_sent is not None
+            readiness.waiting("no gateway")
+            health = await call(asking, node.peer_id, HEALTH_CHECK, HealthRequest())
+            assert (health.healthy, health.reason) == (False, "no gateway")
+
+    anyio.run(main, backend="trio")
