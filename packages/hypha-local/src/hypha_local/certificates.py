@@ -17,7 +17,7 @@ from hypha_certutil.authority import Authority, make_node, make_org, make_root
 from hypha_certutil.files import PRIVATE, Output, bundle_pem, key_pem, names_in, write_all
 from hypha_local.plan import NodePlan
 
-DAYS: Final = 7
+DAYS: Final = 30
 OWN_NAME: Final = "local"
 
 

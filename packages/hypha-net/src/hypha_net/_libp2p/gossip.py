@@ -1,0 +1,46 @@
+"""Gossipsub set up so that a publish reaches everyone, also through one hub.
+
+The stock settings prune a hub's mesh to a dozen peers, and a pruned leaf's publishes go nowhere: here every peer of a
+topic is in the mesh, and loops end at the seen-cache. Message numbers start at the time, so that a restarted node's
+first messages are not taken for old ones.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from libp2p.abc import IHost
+from libp2p.custom_types import TProtocol
+from libp2p.pubsub import pubsub as pubsub_module
+from libp2p.pubsub import rpc_queue
+from libp2p.pubsub.gossipsub import GossipSub
+from libp2p.pubsub.pubsub import Pubsub
+
+PROTOCOLS: Final = (TProtocol("/meshsub/1.1.0"), TProtocol("/meshsub/1.0.0"))
+DEGREE: Final = 1024
+QUEUE: Final = 1024
+SEEN_SECONDS: Final = 120
+
+
+def make_pubsub(host: IHost) -> tuple[Pubsub, GossipSub]:
+    """A pubsub and its router on `host`; both are services that the engine runs."""
+    # both are dropped from silently when they are full, and their stock size is 32
+    pubsub_module.SUBSCRIPTION_CHANNEL_SIZE = QUEUE
+    rpc_queue.RpcQueue.__init__.__defaults__ = (QUEUE, *rpc_queue.RpcQueue.__init__.__defaults__[1:])  # type: ignore[index]
+    router = GossipSub(
+        protocols=PROTOCOLS,
+        degree=DEGREE,
+        degree_low=DEGREE,
+        degree_high=2 * DEGREE,
+        heartbeat_initial_delay=0.1,
+        heartbeat_interval=1,
+        prune_back_off=1,
+        unsubscribe_back_off=1,
+        adaptive_gossip_enabled=False,
+        spam_protection_enabled=False,
+        eclipse_protection_enabled=False,
+    )
+    pubsub = Pubsub(host, router, seen_ttl=SEEN_SECONDS, strict_signing=True)
+    pubsub.counter = time.time_ns()
+    return pubsub, router

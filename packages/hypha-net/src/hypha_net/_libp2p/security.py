@@ -1,0 +1,301 @@
+"""``/tls/1.0.0`` as Hypha nodes speak it: TLS 1.3 with CA-signed certificates on both sides.
+
+`SSLObject` works on memory buffers, the socket is read in large pieces straight from trio: the stock transport reads
+4 KiB at a time, and carries on after a certificate that did not verify.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import trio
+from cryptography import x509
+from libp2p.abc import IRawConnection, ISecureConn, ISecureTransport
+from libp2p.connection_types import ConnectionType
+from libp2p.crypto.ed25519 import Ed25519PublicKey, create_new_key_pair
+from libp2p.crypto.keys import KeyPair, PrivateKey, PublicKey
+from libp2p.custom_types import TProtocol
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.peer.id import ID
+from libp2p.security.exceptions import HandshakeFailure
+from multiaddr import Multiaddr
+
+from hypha_net.errors import IdentityError, RefusedError
+from hypha_net.identity import CertificateInfo, Identity, describe_certificate
+from hypha_proto.ids import PeerId
+
+_log = logging.getLogger("hypha_net.security")
+
+TLS_PROTOCOL: Final = TProtocol("/tls/1.0.0")
+HANDSHAKE_TIMEOUT: Final = 10.0
+SEND_TIMEOUT: Final = 60.0
+"""Seconds for one encrypted frame to leave; a peer that takes nothing for so long loses its connection."""
+_PIECE: Final = 256 << 10
+
+_ALERTS: Final = {
+    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust the CA that issued ours",
+    "SSLV3_ALERT_CERTIFICATE_REVOKED": "ours is revoked",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "ours has expired",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "ours is bad",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it could not check ours (a missing or expired CRL?)",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "ours is of a kind it does not take",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it wants a certificate",
+}
+
+
+@dataclass(slots=True)
+class ByteCount:
+    """Bytes on the wire of all connections of one endpoint."""
+
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass(slots=True)
+class SecurityRecords:
+    """What the security layer learnt about peers, shared with the engine."""
+
+    certificates: dict[PeerId, CertificateInfo] = field(default_factory=dict)
+    bytes: ByteCount = field(default_factory=ByteCount)
+    refused: int = 0
+
+
+def libp2p_key_pair(identity: Identity) -> KeyPair:
+    """The identity's key as py-libp2p holds keys."""
+    return create_new_key_pair(identity.seed)
+
+
+class TlsConnection(ISecureConn):
+    """An encrypted, authenticated connection; what the muxer reads and writes."""
+
+    def __init__(self, raw: IRawConnection, tls: ssl.SSLObject, bios: tuple[ssl.MemoryBIO, ssl.MemoryBIO]) -> None:
+        self._raw = raw
+        self._socket: trio.SocketStream | None = getattr(getattr(raw, "stream", None), "stream", None)
+        self._tls = tls
+        self._incoming, self._outgoing = bios
+        self._send_lock = trio.Lock()
+        self._receive_lock = trio.Lock()
+        self._bytes = ByteCount()
+        self._peer: PeerId | None = None
+        self._local: tuple[ID, PrivateKey] | None = None
+        self.certificate: CertificateInfo | None = None
+        self.refusal: str | None = None
+        """Why the other side refused this side, once it has said so."""
+        self.is_initiator = not tls.server_side
+
+    def attach(self, records: SecurityRecords, local: ID, key: PrivateKey) -> None:
+        """Count into the endpoint's records, and know the local identity."""
+        self._bytes = records.bytes
+        self._local = (local, key)
+
+    # ----------------------------------------------------------------------------------------------- handshake
+
+    async def handshake(self) -> CertificateInfo:
+        """Run the TLS handshake and read the peer's certificate.
+
+        Raises:
+            RefusedError: one side does not accept the other's certificate.
+            ConnectionClosedError: the connection broke off.
+        """
+        while True:
+            try:
+                self._tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                await self._flush()
+                await self._feed()
+            except ssl.SSLError as error:
+                await self._flush_quietly()
+                raise RefusedError(self._explain(error)) from error
+        await self._flush()
+        data = self._tls.getpeercert(binary_form=True)
+        if data is None:
+            raise RefusedError("the peer showed no certificate")
+        try:
+            self.certificate = describe_certificate(x509.load_der_x509_certificate(data), "the peer's certificate")
+        except (IdentityError, ValueError) as error:
+            raise RefusedError(str(error)) from error
+        self._peer = self.certificate.peer_id
+        return self.certificate
+
+    def _explain(self, error: ssl.SSLError) -> str:
+        """Who refused whose certificate, and why."""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return f"{self._shown_certificate()} is refused here: {error.verify_message}"
+        if error.reason in _ALERTS:
+            return f"the peer refused this node's certificate: {_ALERTS[error.reason]} ({error.reason})"
+        if isinstance(error, ssl.SSLEOFError):
+            return "the peer closed the connection during the TLS handshake"
+        return f"TLS handshake failed: {error.reason or error}"
+
+    def _shown_certificate(self) -> str:
+        """What the peer showed although it did not verify: before 3.13, Python's private object alone tells it."""
+        try:
+            chain = self._tls._sslobj.get_unverified_chain()  # type: ignore[attr-defined]
+            certificate = x509.load_pem_x509_certificate(chain[0].public_bytes().encode())
+            return str(describe_certificate(certificate))
+        except (AttributeError, IndexError, TypeError, ValueError, IdentityError):
+            return "the peer's certificate"
+
+    # ------------------------------------------------------------------------------------------------- data
+
+    async def read(self, n: int | None = None) -> bytes:
+        """Up to `n` decrypted bytes; empty after the peer's clean end."""
+        wanted = n if n is not None and n > 0 else _PIECE
+        async with self._receive_lock:
+            while True:
+                try:
+                    return self._tls.read(wanted)
+                except ssl.SSLWantReadError:
+                    await self._feed()
+                except ssl.SSLZeroReturnError:
+                    return b""
+                except ssl.SSLError as error:
+                    if error.reason in _ALERTS:
+                        self.refusal = self._explain(error)
+                    raise ConnectionClosedError(self.refusal or f"TLS: {error}") from error
+
+    async def write(self, data: bytes) -> None:
+        """Send all of `data`. A cancellation waits until the frame is out: half of one would end the connection."""
+        async with self._send_lock:
+            try:
+                self._tls.write(data)
+            except ssl.SSLError as error:
+                raise ConnectionClosedError(f"TLS: {error}") from error
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + SEND_TIMEOUT) as scope:
+                await self._send(self._outgoing.read())
+            if scope.cancelled_caught:
+                await self.close()
+                raise ConnectionClosedError(f"the peer took nothing for {SEND_TIMEOUT:g} s")
+
+    async def _flush(self) -> None:
+        if self._outgoing.pending:
+            await self._send(self._outgoing.read())
+
+    async def _flush_quietly(self) -> None:
+        """Send the alert that tells the peer why, if it still listens."""
+        try:
+            await self._flush()
+        except ConnectionClosedError:
+            _log.debug("the peer was gone before it could be told why")
+
+    async def _feed(self) -> None:
+        """Move ciphertext from the wire to TLS."""
+        data = await self._receive()
+        if data:
+            self._bytes.received += len(data)
+            self._incoming.write(data)
+        else:
+            self._incoming.write_eof()
+
+    async def _receive(self) -> bytes:
+        if self._socket is None:
+            return bytes(await self._raw.read(_PIECE))
+        try:
+            return bytes(await self._socket.receive_some(_PIECE))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise ConnectionClosedError(f"the connection broke off: {error}") from error
+
+    async def _send(self, data: bytes) -> None:
+        if self._socket is None:
+            await self._raw.write(data)
+        else:
+            try:
+                await self._socket.send_all(data)
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                raise ConnectionClosedError(f"the connection broke off: {error}") from error
+        self._bytes.sent += len(data)
+
+    async def close(self) -> None:
+        """Say goodbye if that needs no waiting, and close the connection."""
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + 0.5):
+            if self._socket is not None and not self._send_lock.locked():
+                # the other side's goodbye is not waited for, and there is none to say before the handshake's end
+                with suppress(ssl.SSLError, ValueError):
+                    self._tls.unwrap()
+                await self._flush_quietly()
+        if self._socket is None:
+            await self._raw.close()
+        else:
+            await trio.aclose_forcefully(self._socket)
+
+    # --------------------------------------------------------------------------------------------- properties
+
+    def get_local_peer(self) -> ID:
+        """The local peer id, as py-libp2p holds it."""
+        assert self._local is not None
+        return self._local[0]
+
+    def get_local_private_key(self) -> PrivateKey:
+        """The local key, as py-libp2p holds it."""
+        assert self._local is not None
+        return self._local[1]
+
+    def get_remote_peer(self) -> ID:
+        """The authenticated peer's id."""
+        assert self._peer is not None
+        return ID(self._peer.raw)
+
+    def get_remote_public_key(self) -> PublicKey:
+        """The authenticated peer's key."""
+        assert self._peer is not None
+        return Ed25519PublicKey.from_bytes(self._peer.public_key)
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        """Host and port of the other end, if there is one."""
+        address: tuple[str, int] | None = self._raw.get_remote_address()
+        return address
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        """Addresses of the connection itself."""
+        return list(self._raw.get_transport_addresses())
+
+    def get_connection_type(self) -> ConnectionType:
+        """Direct or relayed."""
+        return self._raw.get_connection_type()
+
+
+class TlsTransport(ISecureTransport):
+    """Upgrades raw connections; logs every refusal with what was refused."""
+
+    def __init__(self, identity: Identity, records: SecurityRecords) -> None:
+        self._records = records
+        self._keys = libp2p_key_pair(identity)
+        self._local = ID.from_pubkey(self._keys.public_key)
+        self._server = identity.server_context()
+        self._client = identity.client_context()
+
+    async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
+        """Accept a peer."""
+        return await self._secure(conn, self._server, server=True)
+
+    async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
+        """Dial a peer; whether it is the one that was meant is the dialler's to check."""
+        return await self._secure(conn, self._client, server=False)
+
+    async def _secure(self, conn: IRawConnection, context: ssl.SSLContext, *, server: bool) -> TlsConnection:
+        bios = (ssl.MemoryBIO(), ssl.MemoryBIO())
+        tls = context.wrap_bio(*bios, server_side=server)
+        secured = TlsConnection(conn, tls, bios)
+        secured.attach(self._records, self._local, self._keys.private_key)
+        where = _shown_address(conn)
+        try:
+            with trio.fail_after(HANDSHAKE_TIMEOUT):
+                certificate = await secured.handshake()
+        except RefusedError as error:
+            self._records.refused += 1
+            _log.warning("connection %s %s refused: %s", "from" if server else "to", where, error)
+            raise HandshakeFailure(str(error)) from error
+        except trio.TooSlowError as error:
+            raise HandshakeFailure(f"no TLS handshake within {HANDSHAKE_TIMEOUT:g} s") from error
+        self._records.certificates[certificate.peer_id] = certificate
+        return secured
+
+
+def _shown_address(conn: Any) -> str:
+    address = conn.get_remote_address()
+    return f"{address[0]}:{address[1]}" if address else "a relayed peer"

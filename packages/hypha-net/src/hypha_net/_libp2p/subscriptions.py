@@ -1,0 +1,108 @@
+"""Topics: several local subscribers of one topic, and who else is in it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import anyio
+import anyio.abc
+import trio
+from libp2p.abc import ISubscriptionAPI
+from libp2p.peer.id import ID
+from libp2p.pubsub.pubsub import Pubsub
+
+from hypha_net.endpoint import GossipMessage
+from hypha_proto.errors import InvalidIdError
+from hypha_proto.ids import PeerId
+
+_log = logging.getLogger("hypha_net.gossip")
+
+QUEUE: Final = 1024
+
+
+class Inbox:
+    """Messages for one subscriber; when it is full the oldest are dropped and counted."""
+
+    def __init__(self) -> None:
+        self._messages: deque[GossipMessage] = deque()
+        self._arrived = trio.Event()
+        self._dropped = 0
+
+    def put(self, message: GossipMessage) -> None:
+        """Add a message."""
+        if len(self._messages) == QUEUE:
+            self._messages.popleft()
+            self._dropped += 1
+            _log.warning("%d gossip messages dropped: the reader is too slow", self._dropped)
+        self._messages.append(message)
+        self._arrived.set()
+
+    def __aiter__(self) -> Inbox:
+        return self
+
+    async def __anext__(self) -> GossipMessage:
+        while not self._messages:
+            self._arrived = trio.Event()
+            await self._arrived.wait()
+        return self._messages.popleft()
+
+
+class Subscriptions:
+    """The topics of one endpoint."""
+
+    def __init__(self, pubsub: Pubsub, tasks: anyio.abc.TaskGroup) -> None:
+        self._pubsub = pubsub
+        self._tasks = tasks
+        self._inboxes: dict[str, list[Inbox]] = {}
+        self._own: bytes = pubsub.my_id.to_bytes()
+
+    def topics(self) -> list[str]:
+        """Topics that this endpoint is in."""
+        return [topic for topic, inboxes in self._inboxes.items() if inboxes]
+
+    def peers(self, topic: str) -> frozenset[PeerId]:
+        """Connected peers that are in a topic."""
+        found = self._pubsub.peer_topics.get(topic, set())
+        return frozenset(PeerId(peer.to_bytes()) for peer in found if peer in self._pubsub.peers)
+
+    def heard_from(self, peer: PeerId) -> bool:
+        """Whether the peer has said which topics it is in."""
+        raw = ID(peer.raw)
+        return raw in self._pubsub.peers and any(raw in peers for peers in self._pubsub.peer_topics.values())
+
+    async def publish(self, topic: str, data: bytes) -> None:
+        """Publish to everyone in the topic."""
+        await self._pubsub.publish(topic, data)
+
+    @asynccontextmanager
+    async def subscribe(self, topic: str) -> AsyncIterator[Inbox]:
+        """Join a topic, if this endpoint is not in it yet, and receive its messages."""
+        inbox = Inbox()
+        inboxes = self._inboxes.setdefault(topic, [])
+        inboxes.append(inbox)
+        try:
+            if len(inboxes) == 1:
+                subscription = await self._pubsub.subscribe(topic)
+                self._tasks.start_soon(self._distribute, topic, subscription)
+            yield inbox
+        finally:
+            inboxes.remove(inbox)
+            if not inboxes:
+                with anyio.move_on_after(1, shield=True):
+                    await self._pubsub.unsubscribe(topic)
+
+    async def _distribute(self, topic: str, subscription: ISubscriptionAPI) -> None:
+        async for message in subscription:
+            if message.from_id == self._own:
+                continue
+            try:
+                made = GossipMessage(PeerId(message.from_id), bytes(message.data))
+            except InvalidIdError as error:
+                _log.warning("gossip of an unknown kind of peer dropped: %s", error)
+                continue
+            for inbox in self._inboxes.get(topic, []):
+                inbox.put(made)

@@ -1,0 +1,83 @@
+"""Multiaddrs as text: what can be dialled, what a listener's wildcard stands for, what the operator excludes."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import psutil
+
+from hypha_net.errors import AddressError
+from hypha_proto.errors import InvalidIdError
+from hypha_proto.ids import PeerId
+
+_HOSTS: Final = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def split_peer(address: str) -> tuple[str, PeerId | None]:
+    """Split ``/ip4/…/tcp/…/p2p/<id>`` into the transport's part and the peer.
+
+    Raises:
+        AddressError: it is not a TCP multiaddr, or its peer id is not one.
+    """
+    transport, found, peer = address.partition("/p2p/")
+    parts = transport.split("/")
+    if len(parts) != 5 or parts[0] or parts[1] not in _HOSTS or parts[3] != "tcp":
+        raise AddressError(f"{address!r} is not an address such as /ip4/203.0.113.5/tcp/4001 or /dns4/host/tcp/4001")
+    _check_host(address, parts[1], parts[2])
+    if not parts[4].isdigit() or int(parts[4]) > 65535:
+        raise AddressError(f"{address!r}: port {parts[4]!r} is not a number up to 65535")
+    if not found:
+        return transport, None
+    try:
+        return transport, PeerId.parse(peer)
+    except InvalidIdError as error:
+        raise AddressError(f"{address!r}: {error}") from None
+
+
+def _check_host(address: str, kind: str, host: str) -> None:
+    try:
+        if kind == "ip4":
+            ipaddress.IPv4Address(host)
+        elif kind == "ip6":
+            ipaddress.IPv6Address(host)
+        elif not host:
+            raise ValueError("a host name is missing")
+    except ValueError as error:
+        raise AddressError(f"{address!r}: {error}") from None
+
+
+def expand_wildcards(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Replace ``0.0.0.0`` and ``::`` by the addresses of this machine's interfaces."""
+    made: dict[str, None] = {}
+    for address in addresses:
+        parts = address.split("/")
+        if parts[2] in ("0.0.0.0", "::"):
+            for host in _interface_hosts(socket.AF_INET if parts[1] == "ip4" else socket.AF_INET6):
+                made["/".join((*parts[:2], host, *parts[3:]))] = None
+        else:
+            made[address] = None
+    return tuple(made)
+
+
+def _interface_hosts(family: socket.AddressFamily) -> list[str]:
+    found = [
+        entry.address.partition("%")[0]
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == family
+    ]
+    public = [host for host in found if not ipaddress.ip_address(host).is_loopback]
+    return [host for host in public if not ipaddress.ip_address(host).is_link_local] or found
+
+
+def is_excluded(address: str, excluded: Sequence[Network]) -> bool:
+    """Whether an address that a peer reported lies in a network that is not to be dialled."""
+    parts = address.split("/")
+    if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
+        return False
+    host = ipaddress.ip_address(parts[2])
+    return any(host.version == network.version and host in network for network in excluded)

@@ -1,0 +1,250 @@
+"""Who am I: a node's certificate, key and trust, and the TLS contexts made of them.
+
+A node has one identity, the Ed25519 key of its certificate; its peer id follows from that. Files may come from
+`hypha-certutil` or from the Rust network's tool, whose keys are PKCS#8 version 2 and whose trust bundles end at an
+intermediate CA.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+import re
+import ssl
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.x509.oid import NameOID
+
+from hypha_net.errors import IdentityError
+from hypha_proto.ids import PeerId
+
+_log = logging.getLogger(__name__)
+
+ROLE_PREFIX: Final = "hypha://role/"
+_WARN_BEFORE: Final = 14 * 86400.0
+# PKCS#8: version 0 or 1, algorithm 1.3.101.112 (Ed25519), then an octet string that wraps the 32-byte seed
+_ED25519_PKCS8: Final = re.compile(rb"\x02\x01[\x00\x01]\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20(.{32})", re.DOTALL)
+_PEM_KEY: Final = re.compile(rb"-----BEGIN PRIVATE KEY-----(.+?)-----END PRIVATE KEY-----", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateInfo:
+    """What a certificate says, for people and for role checks."""
+
+    subject: str
+    issuer: str
+    serial: int
+    not_before: float
+    """Seconds since the epoch."""
+    not_after: float
+    """Seconds since the epoch."""
+    role: str | None
+    peer_id: PeerId
+
+    def __str__(self) -> str:
+        return f"certificate {self.subject!r} issued by {self.issuer!r} (serial {self.serial:x}, peer {self.peer_id})"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A node's identity; made by `load_identity`."""
+
+    peer_id: PeerId
+    certificate: CertificateInfo
+    key: Ed25519PrivateKey = field(repr=False)
+    cert_pem: Path
+    trust_pem: Path
+    crls_pem: Path | None
+
+    @property
+    def seed(self) -> bytes:
+        """The private key's 32 bytes."""
+        return self.key.private_bytes_raw()
+
+    def server_context(self) -> ssl.SSLContext:
+        """A fresh context for the accepting side. Raises `IdentityError`."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.num_tickets = 0
+        return self._load(context)
+
+    def client_context(self) -> ssl.SSLContext:
+        """A fresh context for the dialling side. Raises `IdentityError`."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        return self._load(context)
+
+    def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        # a bundle of the Rust tool ends at the organisation's CA, and its certificates lack key identifiers
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        try:
+            with _key_file(self.key) as key:
+                context.load_cert_chain(self.cert_pem, key)
+            context.load_verify_locations(self.trust_pem)
+            if self.crls_pem is not None:
+                context.load_verify_locations(self.crls_pem)
+                context.verify_flags |= ssl.VERIFY_CRL_CHECK_CHAIN
+        except (ssl.SSLError, OSError) as error:
+            raise IdentityError(f"TLS does not take {self.cert_pem}, {self.trust_pem}: {error}") from error
+        return context
+
+
+def load_identity(cert_pem: Path, key_pem: Path, trust_pem: Path, crls_pem: Path | None = None) -> Identity:
+    """Read and check a node's identity.
+
+    Args:
+        cert_pem: the node's certificate, then its intermediates.
+        key_pem: its Ed25519 key, PKCS#8 version 1 or 2.
+        trust_pem: CAs whose nodes are trusted.
+        crls_pem: revocation lists, of every CA in the chain.
+
+    Raises:
+        IdentityError: a file is missing or unusable; the message names the configuration key, the file and the remedy.
+    """
+    certificate = _first_certificate(_read("cert_pem", cert_pem), cert_pem)
+    key = _private_key(_read("key_pem", key_pem), key_pem)
+    info = describe_certificate(certificate, f"cert_pem {cert_pem}")
+    if key.public_key().public_bytes_raw() != info.peer_id.public_key:
+        raise IdentityError(
+            f"key_pem {key_pem} does not belong to cert_pem {cert_pem}: name the pair that was made together"
+        )
+    _check_time(info, cert_pem)
+    _certificates(_read("trust_pem", trust_pem), "trust_pem", trust_pem)
+    if crls_pem is not None:
+        _check_crls(_read("crls_pem", crls_pem), crls_pem)
+    if os.name == "posix" and key_pem.stat().st_mode & 0o077:
+        _log.warning("key_pem %s can be read by others: chmod 600 it", key_pem)
+    return Identity(info.peer_id, info, key, cert_pem, trust_pem, crls_pem)
+
+
+def describe_certificate(certificate: x509.Certificate, what: str = "certificate") -> CertificateInfo:
+    """What a certificate says.
+
+    Raises:
+        IdentityError: its key is not Ed25519.
+    """
+    key = certificate.public_key()
+    if not isinstance(key, Ed25519PublicKey):
+        kind = type(key).__name__.removeprefix("_")
+        raise IdentityError(
+            f"{what}: its key is {kind}; Hypha nodes have Ed25519 keys only (hypha-certutil makes them)"
+        )
+    return CertificateInfo(
+        subject=_common_name(certificate.subject),
+        issuer=_common_name(certificate.issuer),
+        serial=certificate.serial_number,
+        not_before=certificate.not_valid_before_utc.timestamp(),
+        not_after=certificate.not_valid_after_utc.timestamp(),
+        role=_role(certificate),
+        peer_id=PeerId.from_public_key(key.public_bytes_raw()),
+    )
+
+
+def _common_name(name: x509.Name) -> str:
+    found = name.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if found else name.rfc4514_string()
+
+
+def _role(certificate: x509.Certificate) -> str | None:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, ValueError):
+        return None
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    return next((uri.removeprefix(ROLE_PREFIX) for uri in uris if uri.startswith(ROLE_PREFIX)), None)
+
+
+def _read(key: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise IdentityError(f"{key} {path} cannot be read: {error.strerror or error}") from error
+
+
+def _certificates(data: bytes, key: str, path: Path) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(data)
+    except ValueError as error:
+        raise IdentityError(f"{key} {path} holds no PEM certificate: {error}") from None
+
+
+def _first_certificate(data: bytes, path: Path) -> x509.Certificate:
+    return _certificates(data, "cert_pem", path)[0]
+
+
+def _private_key(data: bytes, path: Path) -> Ed25519PrivateKey:
+    found = _PEM_KEY.search(data)
+    if found is not None:
+        try:
+            seed = _ED25519_PKCS8.search(base64.b64decode(b"".join(found[1].split())))
+        except ValueError:
+            seed = None
+        if seed is not None:
+            return Ed25519PrivateKey.from_private_bytes(seed[1])
+    try:
+        kind = type(load_pem_private_key(data, None)).__name__.removeprefix("_")
+    except (ValueError, TypeError) as error:
+        raise IdentityError(f"key_pem {path} is not an unencrypted PKCS#8 private key: {error}") from None
+    raise IdentityError(f"key_pem {path} is {kind}; Hypha nodes have Ed25519 keys only (hypha-certutil makes them)")
+
+
+def _check_time(info: CertificateInfo, path: Path) -> None:
+    now = datetime.now(UTC).timestamp()
+    if now > info.not_after:
+        ended = datetime.fromtimestamp(info.not_after, UTC)
+        raise IdentityError(f"cert_pem {path} expired on {ended:%Y-%m-%d %H:%M} UTC: have it renewed")
+    if now < info.not_before:
+        starts = datetime.fromtimestamp(info.not_before, UTC)
+        raise IdentityError(f"cert_pem {path} is not valid before {starts:%Y-%m-%d %H:%M} UTC: check the clock")
+    if info.not_after - now < _WARN_BEFORE:
+        _log.warning("cert_pem %s ends on %s", path, datetime.fromtimestamp(info.not_after, UTC))
+
+
+def _check_crls(data: bytes, path: Path) -> None:
+    parts = [b"-----BEGIN X509 CRL" + part for part in data.split(b"-----BEGIN X509 CRL")[1:]]
+    if not parts:
+        raise IdentityError(f"crls_pem {path} holds no PEM revocation list")
+    now = datetime.now(UTC)
+    for part in parts:
+        try:
+            crl = x509.load_pem_x509_crl(part)
+        except ValueError as error:
+            raise IdentityError(f"crls_pem {path}: {error}") from None
+        issuer = _common_name(crl.issuer)
+        if crl.next_update_utc is not None and crl.next_update_utc < now:
+            _log.error(
+                "crls_pem %s: the list of %r has expired: every peer is refused until it is renewed", path, issuer
+            )
+        elif crl.next_update_utc is not None and (crl.next_update_utc - now).total_seconds() < _WARN_BEFORE:
+            _log.warning("crls_pem %s: the list of %r ends on %s", path, issuer, crl.next_update_utc)
+
+
+@contextmanager
+def _key_file(key: Ed25519PrivateKey) -> Iterator[str]:
+    """The key as a file, because `ssl` loads keys from files only: in memory on Linux, private elsewhere."""
+    data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    if hasattr(os, "memfd_create"):
+        handle = os.memfd_create("hypha-key")
+        try:
+            os.write(handle, data)
+            yield f"/proc/self/fd/{handle}"
+        finally:
+            os.close(handle)
+    else:
+        with tempfile.TemporaryDirectory(prefix="hypha-") as folder:
+            path = Path(folder) / "key.pem"
+            path.touch(mode=0o600)
+            path.write_bytes(data)
+            yield str(path)

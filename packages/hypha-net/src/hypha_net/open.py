@@ -1,0 +1,45 @@
+"""Open the real endpoint. py-libp2p is imported here, when it is needed, and nowhere earlier: it costs a second."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hypha_net.identity import Identity
+
+if TYPE_CHECKING:
+    from hypha_net._libp2p.engine import Libp2pEndpoint
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSettings:
+    """How an endpoint is present in the network; the keys of a daemon's configuration."""
+
+    listen_addresses: tuple[str, ...] = ()
+    external_addresses: tuple[str, ...] = ()
+    gateway_addresses: tuple[str, ...] = ()
+    exclude_cidr: tuple[str, ...] = ()
+    relay_circuit: bool = True
+    role: Literal["gateway", "node"] = "node"
+    max_connections: int = 1024
+    state_dir: Path | None = None
+    """Where a gateway keeps the directory's records over restarts."""
+
+
+@asynccontextmanager
+async def open_endpoint(identity: Identity, settings: EndpointSettings) -> AsyncIterator[Libp2pEndpoint]:
+    """Listen, connect to the gateways and stay connected while the context is open.
+
+    Must run under trio. Gateways are dialled in the background, again and again: use `wait_for_gateway` to wait.
+
+    Raises:
+        AddressError: an address cannot be used.
+        NetError: a listening port is taken.
+    """
+    from hypha_net._libp2p.engine import run_engine
+
+    async with run_engine(identity, settings) as endpoint:
+        yield endpoint
