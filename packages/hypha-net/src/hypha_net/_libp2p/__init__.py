@@ -2,6 +2,5 @@
 
 Kept of it: multistream-select, identify, ping, the swarm's registry of connections and streams, gossipsub. Ours
 instead, because the stock parts fail (docs/libp2p.md): mutual TLS (`security`), yamux (`muxer`), dialling and accepting
-(`connections`), the DHT (`kad`). `engine` joins them to an `Endpoint`, and translates every error of the library at this
-seam.
+(`connections`), the DHT (`kad`). `engine` joins them to an `Endpoint`, and translates every error of the library.
 """

@@ -21,7 +21,7 @@ from libp2p.host import basic_host
 from libp2p.host.basic_host import BasicHost
 from libp2p.identity.identify import identify as identify_module
 from libp2p.identity.identify.pb.identify_pb2 import Identify
-from libp2p.identity.identify_push.identify_push import update_peerstore_from_identify
+from libp2p.identity.update import update_peerstore_from_identify
 from libp2p.io.exceptions import IOException
 from libp2p.network.config import ConnectionConfig
 from libp2p.network.connection.swarm_connection import SwarmConn
@@ -95,7 +95,7 @@ class Libp2pEndpoint:
         self.handle(KAD_PROTOCOL, self._server.serve)
 
     def _make_host(self) -> BasicHost:
-        basic_host.update_peerstore_from_identify = _remember_identify
+        vars(basic_host)["update_peerstore_from_identify"] = _remember_identify
         identify_module.PROTOCOL_VERSION = IDENTIFY_VERSION
         identify_module.AGENT_VERSION = f"hypha-python/{version('hypha-net')}"
         limit = self._settings.max_connections
@@ -448,10 +448,10 @@ class Libp2pEndpoint:
                     tasks.start_soon(connection.close)
 
 
-async def _remember_identify(peerstore: IPeerStore, peer: ID, message: Identify) -> None:
+async def _remember_identify(peerstore: IPeerStore, peer_id: ID, message: Identify) -> None:
     """What py-libp2p keeps of an identify message, and the agent, which it drops."""
-    peerstore.put(peer, AGENT, message.agent_version[:200])
-    await update_peerstore_from_identify(peerstore, peer, message)
+    peerstore.put(peer_id, AGENT, message.agent_version[:200])
+    await update_peerstore_from_identify(peerstore, peer_id, message)
 
 
 def _check_port_free(address: str) -> None:
