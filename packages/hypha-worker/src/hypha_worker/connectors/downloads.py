@@ -78,7 +78,6 @@ async def from_hub(
 
 
 def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path, max_bytes: int) -> Path:
-    import httpx
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
@@ -105,10 +104,12 @@ def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path,
         raise not_found(f"{where} does not exist at revision {reference.revision or 'main'}") from error
     except HfHubHTTPError as error:
         raise peer_failed(f"{where}: {str(error)[:400]}") from error
-    except (OSError, httpx.HTTPError) as error:
-        raise peer_failed(f"{where}: {str(error)[:400]}") from error
     except ValueError as error:  # a repository name that is none
         raise bad_request(f"{where}: {str(error)[:400]}") from error
+    except BridgeFault:
+        raise
+    except Exception as error:  # which HTTP library raises its connection errors here differs by the hub's version
+        raise peer_failed(f"{where}: {error!r:.400}") from error
     return Path(path).resolve()
 
 
@@ -118,10 +119,11 @@ async def from_uri(url: str, folder: Path, access: Access, *, max_bytes: int, ti
     Raises:
         BridgeFault: not allowed, not there, too large, too slow, or the server does not answer.
     """
-    target = folder / safe_name(urlsplit(url).path.rsplit("/", 1)[-1])
+    scheme, path = _split(url)
+    target = folder / safe_name(path.rsplit("/", 1)[-1])
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        if urlsplit(url).scheme == "file":
+        if scheme == "file":
             await anyio.to_thread.run_sync(_copy, access.file_of(url), part, max_bytes)
         else:
             with anyio.fail_after(timeout):
@@ -132,6 +134,14 @@ async def from_uri(url: str, folder: Path, access: Access, *, max_bytes: int, ti
     finally:
         part.unlink(missing_ok=True)
     return await _described(target, url)
+
+
+def _split(url: str) -> tuple[str, str]:
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise bad_request(f"URL {url[:120]!r}: {error}") from None
+    return parts.scheme, parts.path
 
 
 def _copy(source: Path, target: Path, max_bytes: int) -> None:

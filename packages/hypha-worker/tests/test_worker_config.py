@@ -1,0 +1,192 @@
+"""The worker's configuration: the documented example, both forms of keys, and errors that name the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hypha_net.node.config_errors import ConfigError
+from hypha_net.node.config_load import Loaded, load_config
+from hypha_proto.ids import PeerId
+from hypha_proto.offers import AggregateExecutor, TrainExecutor
+from hypha_proto.resources import Resources
+from hypha_worker.capabilities import Device
+from hypha_worker.cli import main
+from hypha_worker.config import WorkerConfig
+from hypha_worker.detection import detect, read_device
+
+COMPLETE_EXAMPLE = """
+# TLS Configuration
+cert_pem = "/etc/hypha/certs/worker-cert.pem"
+key_pem = "/etc/hypha/certs/worker-key.pem"
+trust_pem = "/etc/hypha/certs/ca-bundle.pem"
+
+# Network
+gateway_addresses = [
+    "/ip4/203.0.113.50/tcp/4001",
+    "/ip4/198.51.100.25/tcp/4001"
+]
+
+listen_addresses = [
+    "/ip4/0.0.0.0/tcp/0"
+]
+
+relay_circuit = true
+
+# Resources
+[resources]
+cpu = 32
+memory = 128
+storage = 1000
+gpu = 48  # 2x A6000 GPUs
+
+# Work Directory
+work_dir = "/var/hypha/work"
+
+# Executors
+[[executors]]
+class = "train"
+name = "diloco-transformer"
+runtime = "process"
+cmd = "uv"
+args = [
+    "run",
+    "--python", "3.12",
+    "--no-project",
+    "--with", "https://github.com/hypha-space/hypha/releases/download/v0.1.0/hypha_accelerate_executor-0.1.0-py3-none-any.whl",
+    "--extra", "cu128",
+    "--",
+    "accelerate",
+    "launch",
+    "--config_file", "/etc/hypha/accelerate-2gpu.yaml",
+    "-m", "hypha.accelerate_executor.training",
+    "--socket", "{SOCKET_PATH}",
+    "--work-dir", "{WORK_DIR}",
+    "--job", "{JOB_JSON}",
+]
+
+[[executors]]
+class = "aggregate"
+name = "parameter-server"
+runtime = "parameter-server"
+
+# Telemetry
+telemetry_endpoint = "http://otel-collector:4318"
+telemetry_protocol = "http/protobuf"
+
+[telemetry_attributes]
+"service.name" = "hypha-worker"
+"worker.instance" = "worker-gpu-01"
+"""
+
+LEAST = """
+cert_pem = "c.pem"
+key_pem = "k.pem"
+trust_pem = "t.pem"
+gateway_addresses = ["/ip4/203.0.113.50/tcp/4001"]
+work_dir = "work"
+"""
+
+
+def load(tmp_path: Path, text: str, **env: str) -> Loaded[WorkerConfig]:
+    file = tmp_path / "worker.toml"
+    file.write_text(text)
+    return load_config(WorkerConfig, file, env, {})
+
+
+def test_the_complete_example_of_the_documents_is_a_worker(tmp_path: Path) -> None:
+    loaded = load(tmp_path, COMPLETE_EXAMPLE)
+    assert loaded.config.work_dir == Path("/var/hypha/work")
+    capabilities = loaded.config.capabilities()
+    assert capabilities.capacity.resources == Resources(cpu=32.0, memory=128.0, storage=1000.0, gpu=48.0)
+    wanted = {TrainExecutor(name="diloco-transformer"), AggregateExecutor(name="parameter-server")}
+    assert capabilities.executors == wanted
+    assert any("work_dir" in warning for warning in loaded.warnings), "the misplaced key is told"
+
+
+@pytest.mark.parametrize(
+    "section", ['[offer]\nstrategy = "whole"\nprice = 150.0\nfloor = 120.0', '[offer.strategy]\ntype = "whole"']
+)
+def test_both_forms_of_the_strategy_are_taken(tmp_path: Path, section: str) -> None:
+    assert load(tmp_path, LEAST + section).config.offer.policy().strategy == "whole"
+
+
+def test_defaults_are_the_documented_ones(tmp_path: Path) -> None:
+    policy = load(tmp_path, LEAST).config.offer.policy()
+    assert (policy.price, policy.floor, policy.strategy, policy.evaluation) == (100.0, 0.0, "flexible", "profit")
+    assert policy.schedulers == ()
+
+
+def test_devices_make_up_the_gpu_memory(tmp_path: Path) -> None:
+    text = LEAST + "[[resources.devices]]\nindex = 0\nmemory = 24\n[[resources.devices]]\nindex = 1\nmemory = 24\n"
+    capacity = load(tmp_path, text).config.capabilities().capacity
+    assert capacity.devices == (Device(0, 24.0), Device(1, 24.0))
+    assert capacity.resources.gpu == 48.0
+
+
+def test_the_environment_is_over_the_file(tmp_path: Path) -> None:
+    config = load(tmp_path, LEAST + "[resources]\ngpu = 10", HYPHA_RESOURCES__GPU="24").config
+    assert config.resources.gpu == 24.0
+
+
+PEER = str(PeerId.from_public_key(bytes(32)))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('[[executors]]\nclass = "train"\nname = "x"\n', "needs a command"),
+        ('[[executors]]\nclass = "train"\nname = "x"\nruntime = "parameter-server"\n', "aggregate"),
+        ('[[executors]]\nclass = "aggregate"\nname = "x"\nruntime = "parameter-server"\ncmd = "uv"\n', "built in"),
+        ('[[executors]]\nclass = "train"\nname = "x"\ncmd = "a"\n' * 2, "train/x stands twice"),
+        ("[resources]\ncpu = -1\n", "resources.cpu"),
+        ("[resources]\ncpus = 1\n", "did you mean cpu"),
+        ("[resources]\ngpu = 80\n[[resources.devices]]\nindex = 0\nmemory = 24\n", "80 GB"),
+        ('[offer]\nstrategy = "half"\n', "flexible"),
+        ('[offer]\nschedulers = ["me"]\n', "peer id 'me'"),
+        ('[cache]\npath = "/x"\n', "not yet"),
+        ('[connectors]\nbuckets = ["b"]\n', "not yet"),
+    ],
+)
+def test_errors_name_the_key_and_the_remedy(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, LEAST + text)
+    assert told in str(caught.value)
+    assert "worker.toml:" in str(caught.value)
+
+
+def test_a_worker_that_can_get_no_jobs_says_so(tmp_path: Path) -> None:
+    warnings = load(tmp_path, LEAST).warnings
+    assert any("[[executors]]" in warning for warning in warnings)
+    assert any("[resources]" in warning for warning in warnings)
+    good = (
+        f'[resources]\ncpu = 1\n[offer]\nschedulers = ["{PEER}"]\n[[executors]]\nclass = "train"\nname = "x"\ncmd = "y"'
+    )
+    assert not load(tmp_path, LEAST + good).warnings
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(main, list(args))
+
+
+def test_init_writes_what_the_machine_has_and_run_accepts_it(tmp_path: Path) -> None:
+    file = tmp_path / "worker.toml"
+    answer = run("init", "--out", str(file), "--lan")
+    assert answer.exit_code == 0, answer.output
+    config = load_config(WorkerConfig, file, {}, {}).config
+    found = detect(tmp_path)
+    assert config.resources.cpu == found.cpu >= 1
+    assert config.resources.memory == pytest.approx(found.memory, abs=0.2)
+    assert {entry.name for entry in config.executors} == {"diloco-transformer", "parameter-server"}
+    assert run("run", "--check", "--config", str(file)).exit_code == 0
+    assert run("config", "show", "--config", str(file)).exit_code == 0
+    assert run("schema").exit_code == 0
+
+
+def test_a_line_of_the_drivers_tool_is_a_device() -> None:
+    assert read_device("0, 81559") == (0, 85.5)
+    with pytest.raises(ValueError, match="unpack"):
+        read_device("no devices were found")

@@ -1,0 +1,168 @@
+"""Files from the web and from a hub, both played by a small server on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hypha_proto.job import HuggingFaceReference
+from hypha_worker.bridge.faults import BridgeFault
+from hypha_worker.connectors.access import Access
+from hypha_worker.connectors.downloads import from_hub, from_uri
+
+FILES = {
+    "/file.bin": b"content",
+    "/big.bin": b"x" * 5000,
+    "/org/model/resolve/main/config.json": b'{"a": 1}',
+    "/org/model/resolve/v2/model.safetensors": b"weights",
+}
+ACCESS = Access(hosts=("127.0.0.1",))
+
+
+@dataclass
+class Web:
+    url: str
+    tokens: list[str | None] = field(default_factory=list)
+
+
+@contextmanager
+def web_server() -> Iterator[Web]:
+    web = Web("")
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self.answer(body=False)
+
+        def do_GET(self) -> None:
+            self.answer(body=True)
+
+        def answer(self, *, body: bool) -> None:
+            web.tokens.append(self.headers.get("authorization"))
+            if self.path.startswith("/to/"):
+                self.send_response(302)
+                self.send_header("location", self.path[4:])
+                self.send_header("content-length", "0")
+                self.end_headers()
+                return
+            content = FILES.get(self.path)
+            self.send_response(404 if content is None else 200)
+            if content is None:
+                self.send_header("x-error-code", "EntryNotFound")
+            else:
+                self.send_header("etag", f'"{hashlib.sha256(content).hexdigest()}"')
+                self.send_header("x-repo-commit", "0" * 40)
+            self.send_header("content-length", str(len(content or b"")))
+            self.end_headers()
+            if body and content:
+                self.wfile.write(content)
+
+        def log_message(self, *_args: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    web.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield web
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+
+@pytest.fixture
+def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    with web_server() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        yield running
+
+
+def bring(url: str, folder: Path, access: Access = ACCESS, max_bytes: int = 1000) -> Path:
+    async def main() -> Path:
+        found = await from_uri(url, folder, access, max_bytes=max_bytes, timeout=10)
+        assert found.checksum == f"sha256:{hashlib.sha256(found.path.read_bytes()).hexdigest()}"
+        assert found.size == found.path.stat().st_size
+        return found.path
+
+    return anyio.run(main, backend="trio")
+
+
+def refused(call: Callable[[], object]) -> tuple[int, str]:
+    with pytest.raises(BridgeFault) as caught:
+        call()
+    return caught.value.status, caught.value.detail
+
+
+def test_a_file_comes_from_an_allowed_host_also_by_redirect(web: Web, tmp_path: Path) -> None:
+    assert bring(f"{web.url}/file.bin", tmp_path).read_bytes() == b"content"
+    assert bring(f"{web.url}/to//file.bin", tmp_path).read_bytes() == b"content"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.bin"]
+
+
+def test_what_is_not_allowed_or_not_there_is_refused_and_leaves_nothing(web: Web, tmp_path: Path) -> None:
+    for url, status, told in (
+        (f"{web.url}/none.bin", 404, "404"),
+        (f"{web.url}/big.bin", 400, "over the limit"),
+        (f"{web.url}/to/http://10.0.0.1/x", 403, "10.0.0.1"),
+        (f"{web.url}/to/to/again", 502, "redirects"),
+        ("http://localhost/x", 403, "connectors.hosts"),
+        ("ftp://127.0.0.1/x", 400, "neither http"),
+        ("http://[/x", 400, "URL"),
+        ("http://127.0.0.1:1/x", 502, "Connect"),
+    ):
+        found, detail = refused(lambda url=url: bring(url, tmp_path))  # type: ignore[misc]
+        assert (found, told in detail) == (status, True), (url, found, detail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def hub(tmp_path: Path, access: Access = ACCESS, max_bytes: int = 1000, **changes: object) -> list[Path]:
+    fields = {"repository": "org/model", "filenames": ("config.json",), "token": "hf_secret"}
+    reference = HuggingFaceReference(**(fields | changes))  # type: ignore[arg-type]
+
+    async def main() -> list[Path]:
+        found = await from_hub(reference, tmp_path, access, max_bytes=max_bytes, timeout=20)
+        assert all(file.source.startswith("huggingface:org/model@") for file in found)
+        return [file.path for file in found]
+
+    return anyio.run(main, backend="trio")
+
+
+def test_files_of_a_repository_keep_their_names_and_the_token_is_used(web: Web, tmp_path: Path) -> None:
+    [config] = hub(tmp_path)
+    assert json.loads(config.read_bytes()) == {"a": 1}
+    assert config == (tmp_path / "config.json").resolve()
+    assert "Bearer hf_secret" in web.tokens
+    [weights] = hub(tmp_path, revision="v2", filenames=("model.safetensors",), token=None)
+    assert weights.read_bytes() == b"weights"
+
+
+def test_repositories_that_are_not_allowed_or_do_not_fit_are_refused(web: Web, tmp_path: Path) -> None:
+    for changes, status in (
+        ({"access": Access(repositories=("mine/*",))}, 403),
+        ({"filenames": ("../config.json",)}, 400),
+        ({"filenames": ()}, 400),
+        ({"filenames": ("none.json",)}, 404),
+        ({"max_bytes": 3}, 400),
+        ({"repository": "not a repository"}, 400),
+    ):
+        found, detail = refused(lambda changes=changes: hub(tmp_path, **changes))  # type: ignore[misc]
+        assert found == status, detail
+
+
+def test_a_hub_that_cannot_be_reached_is_the_other_sides_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    assert refused(lambda: hub(tmp_path))[0] == 502
