@@ -15,7 +15,7 @@ _EXAMPLE: dict[str, Any] = {
     "output_dir": "runs",
     "scheduler": {
         "job": {
-            "dataset": "imagenet",
+            "dataset": {"dataset": "imagenet"},
             "model": {"repository": "microsoft/resnet-18", "type": "vision-classification"},
             "inner_optimizer": {"learning_rate": 0.001},
             "resources": {"num_workers": 4},

@@ -1,0 +1,473 @@
+"""Whole jobs over the network in memory: scripted workers and a scripted parameter server, the real scheduler."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import numpy as np
+import pytest
+
+from hypha_net import directory, gossip, requests, transfer
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.aggregate import ROUND_MEMBERS, MembersKnown, RoundMembers
+from hypha_proto.codec import to_json
+from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
+from hypha_proto.ids import PeerId
+from hypha_proto.job import JobSpec, PeersReference, TrainConfig, executor_class
+from hypha_proto.jobs import DISPATCH_JOB, Dispatched, DispatchFailed, DispatchJob, DispatchResult
+from hypha_proto.leases import (
+    JOB_END,
+    RELEASE_LEASE,
+    RENEW_LEASE,
+    WHY_NOT,
+    JobEnd,
+    LeaseReleased,
+    LeaseRenewal,
+    Reasons,
+    ReleaseLease,
+    RenewalFailed,
+    Renewed,
+    RenewLease,
+    WhyNot,
+)
+from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerOffer, WorkerRequest
+from hypha_proto.progress import (
+    REPORT,
+    BatchDone,
+    Done,
+    Progress,
+    ProgressRequest,
+    ProgressResponse,
+    RoundMetrics,
+    ScheduleUpdate,
+    Update,
+    Updated,
+    UpdateReceived,
+)
+from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.slices import DATA, DataRequest, DatasetRecord, Manifest, SliceAssigned, SliceEntry
+from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
+from hypha_proto.update import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_scheduler.errors import AllocationError, JobFailedError
+from hypha_scheduler.job_config import JobConfig
+from hypha_scheduler.service import SchedulerService
+
+NOW = Timestamp.of(0)
+SLICES = 8
+SLICE_SAMPLES = 40
+LEAST = 192 - 3 * 8  # a round may miss its target by a batch a worker: counts are not changed for less
+
+
+def job(model: Path, **changes: Any) -> JobConfig:
+    plain: dict[str, Any] = {
+        "dataset": "digits",
+        "model": {"path": str(model), "type": "vision-classification"},
+        "inner_optimizer": {"learning_rate": 0.001},
+        "rounds": {"update_rounds": 3, "avg_samples_between_updates": 192, "batch_size": 8},
+        "resources": {"num_workers": 3, "allocation_timeout": 3.0, "worker_price": {"bid": 100, "max": 123}},
+    }
+    for key, value in changes.items():
+        plain[key] = {**plain[key], **value} if isinstance(plain[key], dict) else value
+    return JobConfig.model_validate(plain)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "start-model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with TensorFileWriter(folder / "model.safetensors", {"w": TensorInfo("F32", (2, 2))}, {}) as writer:
+        writer.write("w", np.zeros((2, 2), np.float32))
+    return folder
+
+
+@dataclass
+class World:
+    """What the actors share: the outer updates that have been made."""
+
+    tmp: Path
+    stepped: dict[int, anyio.Event] = field(default_factory=dict)
+    given: list[tuple[int, int]] = field(default_factory=list)
+    """(epoch, slice) as handed out."""
+
+    def step(self, number: int) -> anyio.Event:
+        return self.stepped.setdefault(number, anyio.Event())
+
+
+@dataclass
+class Worker:
+    """A worker that bids on its class, holds leases and runs a scripted executor."""
+
+    world: World
+    endpoint: MemoryEndpoint
+    tasks: anyio.abc.TaskGroup
+    role: str = "train"
+    price: float = 100.0
+    batch_seconds: float = 0.004
+    fails_after: int | None = None
+    """Batches after which its executor dies."""
+    hangs: bool = False
+    refuses: bool = False
+    renewals_left: int = 1_000_000
+    leases: dict[uuid.UUID, PeerId] = field(default_factory=dict)
+    released: list[str] = field(default_factory=list)
+    spec: JobSpec | None = None
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    heard: list[WorkerRequest] = field(default_factory=list)
+    rounds_seen: list[RoundMembers] = field(default_factory=list)
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        for conversation, handler in (
+            (RENEW_LEASE, self.renew),
+            (DISPATCH_JOB, self.dispatch),
+            (RELEASE_LEASE, self.release),
+            (WHY_NOT, self.why_not),
+            (HEALTH_CHECK, self.health),
+            (ROUND_MEMBERS, self.members),
+        ):
+            requests.serve(self.endpoint, conversation, handler)  # type: ignore[arg-type]
+        async with gossip.subscribe(self.endpoint, WORKER_REQUESTS) as heard:
+            task_status.started()
+            async for scheduler, request in heard:
+                self.heard.append(request)
+                if request.spec.executor[0].__struct_config__.tag == self.role and not self.refuses:
+                    await self.bid(scheduler, request)
+
+    async def bid(self, scheduler: PeerId, request: WorkerRequest) -> None:
+        lease = uuid.uuid4()
+        self.leases[lease] = scheduler
+        offer = WorkerOffer(
+            id=lease,
+            request_id=request.id,
+            price=self.price,
+            resources=Resources(cpu=2, memory=2),
+            timeout=NOW,
+            timeout_ms=500,
+        )
+        await requests.call(self.endpoint, scheduler, OFFER, offer)
+
+    async def renew(self, peer: PeerId, request: RenewLease) -> LeaseRenewal:
+        self.renewals_left -= 1
+        if self.leases.get(request.id) != peer or self.renewals_left < 0:
+            return RenewalFailed()
+        return Renewed(id=request.id, timeout=NOW, timeout_ms=10_000 if self.renewals_left > 100 else 400)
+
+    async def dispatch(self, peer: PeerId, request: DispatchJob) -> DispatchResult:
+        if self.leases.get(request.id) != peer:
+            return DispatchFailed()
+        self.spec = request.spec
+        assert executor_class(request.spec) == self.role
+        if self.role == "train":
+            self.tasks.start_soon(self.train, peer, request)
+        return Dispatched(id=request.id, timeout=NOW)
+
+    async def release(self, peer: PeerId, request: ReleaseLease) -> LeaseReleased:
+        self.released.append(request.reason)
+        self.scope.cancel()
+        return LeaseReleased(known=self.leases.pop(request.id, None) == peer)
+
+    async def why_not(self, _peer: PeerId, question: WhyNot) -> Reasons:
+        offered = {executor.name for executor in question.request.spec.executor}
+        return Reasons(reasons=("the owner says no",) if self.refuses else (f"has no executor {offered}",))
+
+    async def health(self, _peer: PeerId, _request: HealthRequest) -> Health:
+        return Health(healthy=True, role="worker", bytes_sent=1000, bytes_received=2000)
+
+    async def report(self, peer: PeerId, request: DispatchJob, progress: Progress) -> ProgressResponse:
+        message = ProgressRequest(job_id=request.spec.job_id, progress=progress, lease=request.id)
+        return await requests.call(self.endpoint, peer, REPORT, message)
+
+    async def end(self, peer: PeerId, request: DispatchJob, code: int, reason: str, lines: tuple[str, ...]) -> None:
+        outcome = "finished" if code == 0 else "failed"
+        await requests.call(
+            self.endpoint,
+            peer,
+            JOB_END,
+            JobEnd(
+                lease=request.id,
+                job_id=request.spec.job_id,
+                outcome=outcome,
+                reason=reason,
+                exit_code=code,
+                last_lines=lines,
+            ),
+        )
+
+    # -------------------------------------------------------------------------------------------------------- executor
+
+    async def train(self, peer: PeerId, request: DispatchJob) -> None:
+        with self.scope:
+            config = request.spec.executor.config
+            assert isinstance(config, TrainConfig)
+            await self.fetch_model(config)
+            batches = 0
+            for number in range(1, 1000):
+                left: int | None = None
+                while left is None or left > 0:
+                    if not await self.take_slice_if_needed(peer, batches):
+                        return  # the scheduler knows this worker no longer
+                    await anyio.sleep(self.batch_seconds)
+                    batches += 1
+                    if self.hangs:
+                        await anyio.sleep_forever()
+                    if batches == self.fails_after:
+                        await self.end(
+                            peer, request, 3, "the executor exited with 3", ("Traceback", "RuntimeError: no")
+                        )
+                        return
+                    answer = await self.report(peer, request, BatchDone(batch_size=8, slices={str(self.index): 8}))
+                    if isinstance(answer, ScheduleUpdate):
+                        left = answer.counter
+                    elif left is not None:
+                        left -= 1
+                await self.report(peer, request, Update())
+                await self.world.step(number).wait()
+                await self.report(peer, request, RoundMetrics(round=number, metrics={"loss": 1.0 / number}))
+                if isinstance(await self.report(peer, request, UpdateReceived()), Done):
+                    break
+            await self.end(peer, request, 0, "", ())
+
+    async def fetch_model(self, config: TrainConfig) -> None:
+        artifact = config.model.artifact
+        assert isinstance(artifact, PeersReference)
+        assert artifact.resource is not None
+        for index, name in enumerate(artifact.filenames or ()):
+            target = self.world.tmp / f"{self.endpoint.peer_id}-{name}"
+            asked = PullRequest(dataset=artifact.resource.dataset, index=artifact.resource.index + index)
+            await transfer.pull(self.endpoint, artifact.peers[0], asked, target)
+
+    async def take_slice_if_needed(self, peer: PeerId, batches: int) -> bool:
+        if batches * 8 % SLICE_SAMPLES == 0:
+            answer = await requests.call(self.endpoint, peer, DATA, DataRequest(dataset="digits"))
+            if not isinstance(answer, SliceAssigned):
+                return False
+            assert answer.digest is not None
+            self.index = answer.index
+            self.world.given.append((answer.epoch or 0, answer.index))
+        return True
+
+    # ------------------------------------------------------------------------------------------------ parameter server
+
+    async def members(self, peer: PeerId, message: RoundMembers) -> MembersKnown:
+        self.rounds_seen.append(message)
+        self.tasks.start_soon(self.aggregate, peer, message)
+        return MembersKnown(accepted=True)
+
+    async def aggregate(self, peer: PeerId, message: RoundMembers) -> None:
+        path = self.world.tmp / f"outer-{message.round}.safetensors"
+        delta = np.full((2, 2), message.round, np.float32)
+        write_update(path, {"w": (2, 2)}, [("w", delta)], UpdateMetadata(round=message.round))
+        size, digest = await transfer.describe(path)
+        header = PushHeader(
+            job_id=message.job_id, round=message.round, kind=OUTER_UPDATE, name=path.name, size=size, digest=digest
+        )
+        await transfer.push(self.endpoint, peer, path, header)
+        self.world.step(message.round).set()
+        [lease] = [lease for lease in self.leases if self.spec is not None]
+        request = DispatchJob(id=lease, spec=self.spec)  # type: ignore[arg-type]
+        if isinstance(await self.report(peer, request, Updated()), Done):
+            await self.end(peer, request, 0, "", ())
+
+
+async def data_node(endpoint: MemoryEndpoint, tmp: Path) -> None:
+    digest = "blake3:" + "0" * 64
+    entries = tuple(SliceEntry(file=f"{n}", samples=SLICE_SAMPLES, size=1, digest=digest) for n in range(SLICES))
+    manifest = tmp / "served-manifest.json"
+    manifest.write_bytes(to_json(Manifest, Manifest(dataset="digits", slices=entries)))
+
+    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.Offered | Refusal:
+        return transfer.Offered(manifest) if request.name == "manifest" else Refusal(reason="not in this test")
+
+    transfer.serve_pulls(endpoint, resolve)
+    await directory.announce_dataset(endpoint, "digits", DatasetRecord(num_slices=SLICES))
+
+
+Case = Callable[[SchedulerService, list[Worker], World], Awaitable[None]]
+
+
+def play(tmp_path: Path, case: Case, prepare: Callable[[list[Worker]], None] = lambda workers: None) -> None:
+    """Three training workers and a parameter server, a data node, a scheduler."""
+
+    async def main() -> None:
+        network = MemoryNetwork(seed=7)
+        world = World(tmp_path)
+        async with AsyncExitStack() as stack:
+            stack.enter_context(anyio.fail_after(30))
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            endpoints = [await stack.enter_async_context(network.endpoint(name)) for name in "abcpsd"]
+            workers = [Worker(world, endpoint, tasks) for endpoint in endpoints[:3]]
+            workers.append(Worker(world, endpoints[3], tasks, role="aggregate"))
+            prepare(workers)
+            for worker in workers:
+                await tasks.start(worker.run)
+            await data_node(endpoints[5], tmp_path)
+            await case(SchedulerService(endpoints[4], tmp_path / "runs"), workers, world)
+            tasks.cancel_scope.cancel()
+
+    anyio.run(main, backend="trio")
+
+
+def events(tmp_path: Path) -> list[dict[str, Any]]:
+    [path] = (tmp_path / "runs").glob("*/metrics.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def failing() -> Iterator[list[str]]:
+    told: list[str] = []
+    with pytest.raises(JobFailedError) as caught:
+        yield told
+    told.append(str(caught.value))
+
+
+def test_a_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        path = await service.conduct(job(model))
+        result = json.loads(path.read_text())
+        assert result["rounds"] == 3
+        assert len(result["workers"]) == 3
+        assert result["placement_seconds"] < 1.0
+        assert result["loss"] == pytest.approx(1 / 3)
+        assert result["samples"] == sum(worker["samples"] for worker in result["workers"]) >= 3 * LEAST
+        assert all(worker["samples"] == 8 * worker["batches"] for worker in result["workers"])
+        with TensorFile(path.parent / "model" / "model.safetensors") as trained:
+            assert trained.stored("w").tolist() == [[6.0, 6.0], [6.0, 6.0]]  # 1 + 2 + 3
+        assert not any((path.parent / "updates").iterdir())
+        assert all(worker.released == ["the job is done"] for worker in workers)
+        assert len(set(world.given)) == len(world.given)
+
+    play(tmp_path, case)
+
+
+def test_events_tell_placement_rounds_and_metrics(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        await service.conduct(job(model))
+
+    play(tmp_path, case)
+    told = events(tmp_path)
+    [placement] = [event for event in told if event["event"] == "placement"]
+    assert placement["seconds"] < 1.0
+    assert [entry["role"] for entry in placement["workers"]].count("train") == 3
+    rounds = [event for event in told if event["event"] == "round"]
+    assert [event["round"] for event in rounds] == [1, 2, 3]
+    assert all(event["samples"] >= LEAST and event["samples_per_second"] > 0 for event in rounds)
+    assert [event["loss"] for event in rounds] == pytest.approx([1.0, 1 / 2, 1 / 3])
+    assert len([event for event in told if event["event"] == "metric"]) == 9
+    assert told[-1]["event"] == "finished"
+
+
+def test_a_slow_worker_gets_less_and_members_carry_their_samples(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        await service.conduct(job(model, rounds={"avg_samples_between_updates": 720}))
+        for message in workers[3].rounds_seen[1:]:
+            samples = {member.peer: member.samples for member in message.members}
+            slow = samples[workers[0].endpoint.peer_id]
+            fast = samples[workers[1].endpoint.peer_id]
+            assert 0.1 < slow / fast < 0.5
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].batch_seconds *= 4
+
+    play(tmp_path, case, prepare)
+
+
+def test_a_dying_executor_ends_the_job_with_its_last_lines(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        with failing() as told:
+            await service.conduct(job(model))
+        assert "exit code 3" in told[0]
+        assert "RuntimeError: no" in told[0]
+        assert str(workers[1].endpoint.peer_id) in told[0]
+        assert all(worker.released for worker in workers)
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[1].fails_after = 5
+
+    play(tmp_path, case, prepare)
+    assert events(tmp_path)[-1]["event"] == "failed"
+
+
+def test_a_worker_whose_lease_cannot_be_renewed_fails_the_job(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        with failing() as told:
+            await service.conduct(job(model, rounds={"update_rounds": 10_000}))
+        assert f"worker {workers[2].endpoint.peer_id} was lost" in told[0]
+        assert "2 of at least 3 remain" in told[0]
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[2].renewals_left = 2
+
+    play(tmp_path, case, prepare)
+
+
+def test_the_job_goes_on_without_a_lost_worker_when_it_may(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        path = await service.conduct(job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6}))
+        assert json.loads(path.read_text())["rounds"] == 6
+        assert len(workers[3].rounds_seen[-1].members) == 2
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[2].renewals_left = 2
+        workers[2].hangs = True
+
+    play(tmp_path, case, prepare)
+
+
+def test_a_lost_parameter_server_fails_the_job(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        with failing() as told:
+            await service.conduct(job(model, rounds={"update_rounds": 10_000}))
+        assert "the parameter server" in told[0]
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[3].renewals_left = 2
+
+    play(tmp_path, case, prepare)
+
+
+def test_too_few_workers_and_why(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        with pytest.raises(AllocationError) as caught:
+            await service.conduct(job(model, resources={"allocation_timeout": 1.5}))
+        text = str(caught.value)
+        assert "1 of 3 for train" in text
+        assert "the owner says no" in text
+        assert "asks 500 tokens an hour" in text
+        assert "123" not in text.split("asks 500")[1]
+        assert all(worker.released for worker in (workers[2], workers[3]))
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].refuses = True
+        workers[1].price = 500.0
+
+    play(tmp_path, case, prepare)
+
+
+def test_a_dataset_that_nobody_has(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        with failing() as told:
+            await service.conduct(job(model, dataset={"dataset": "mnist"}, resources={"allocation_timeout": 0.5}))
+        assert "dataset 'mnist' was not found within 0.5 s: nobody announces it" in told[0]
+
+    play(tmp_path, case)
+
+
+def test_the_maximal_price_is_in_nothing_that_is_sent(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        await service.conduct(job(model))
+        for worker in workers:
+            assert worker.heard
+            for request in worker.heard:
+                assert request.bid == 100
+                assert b"\xf9\x57\xb0" not in WORKER_REQUESTS.encode(request)  # 123.0 as CBOR half
+            assert "123.0" not in repr(worker.spec)
+
+    play(tmp_path, case)
