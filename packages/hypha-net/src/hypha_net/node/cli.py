@@ -8,6 +8,7 @@ role="data")``, and may add commands to it. Nothing heavy is imported before a c
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import version as package_version
@@ -19,8 +20,10 @@ import click
 from hypha_net.node.config import NodeConfig
 from hypha_net.node.config_errors import ConfigError
 from hypha_net.node.config_load import Loaded, load_config
-from hypha_net.node.lifecycle import DONE, FAILED, INTERRUPTED, Serve
+from hypha_net.node.lifecycle import DONE, FAILED, INTERRUPTED, Serve, early_signals, run_daemon
 from hypha_net.node.logs import LEVELS, configure_logs
+
+_log = logging.getLogger(__name__)
 
 BAD_USAGE: Final = 2
 UNREACHABLE: Final = 3
@@ -135,20 +138,16 @@ class _Program:
         self, file: Path | None, settings: tuple[str, ...], *, check: bool, log_format: str, log_level: str
     ) -> None:
         """Run until the end and exit, or only check."""
-        import logging
-
-        from hypha_net.node.lifecycle import run_daemon
-
         configure_logs("json" if log_format == "json" else "text", log_level)
-        loaded = self.load(file, settings)
-        for warning in loaded.warnings:
-            logging.getLogger(__name__).warning("%s", warning)
-        if check:
-            click.echo(f"{file or 'environment'}: ok")
-            return
-        code = run_daemon(
-            loaded.config, self.serve, role=self.role, version=package_version(self.name), expected=self.expected
-        )
+        with early_signals():
+            loaded = self.load(file, settings)
+            for warning in loaded.warnings:
+                _log.warning("%s", warning)
+            if check:
+                click.echo(f"{file or 'environment'}: ok")
+                return
+            version = package_version(self.name)
+            code = run_daemon(loaded.config, self.serve, role=self.role, version=version, expected=self.expected)
         click.get_current_context().exit(code)
 
 

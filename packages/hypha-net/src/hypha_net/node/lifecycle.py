@@ -104,6 +104,27 @@ def run_daemon(
     return run.exit_code
 
 
+@contextmanager
+def early_signals() -> Iterator[None]:
+    """Until `run_daemon` takes over: a signal ends the process at once, quietly, with the same exit codes."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(INTERRUPTED if number == signal.SIGINT else DONE)
+
+    with _handling(end):
+        yield
+
+
+@contextmanager
+def _handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
 def leaves(error: BaseException) -> Iterator[BaseException]:
     """The errors inside exception groups."""
     if isinstance(error, BaseExceptionGroup):
@@ -135,18 +156,9 @@ class _Run:
         """Run until the end, in the main thread."""
         # in a thread, because what holds the end up may hold the event loop too
         threading.Thread(target=self._force_end, daemon=True, name="shutdown").start()
-        with self._signals():
+        # own handlers rather than the event loop's: they start the countdown even when the loop is blocked
+        with _handling(self._on_signal):
             anyio.run(self._main, self.connect(self.config, self.role), backend="trio")
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Own handlers rather than the event loop's: they start the countdown even when the loop is blocked."""
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.exit_code = INTERRUPTED if number == signal.SIGINT else DONE
@@ -171,6 +183,7 @@ class _Run:
                 await self._live(opening)
             finally:
                 self._cancel = lambda number: None
+        _log.info("ended")
 
     async def _live(self, opening: AbstractAsyncContextManager[Endpoint]) -> None:
         async with opening as endpoint:
@@ -183,7 +196,6 @@ class _Run:
                 finally:
                     self._told.put(None)
                 tasks.cancel_scope.cancel()
-        _log.info("ended")
 
     def _force_end(self) -> None:
         self._told.get()

@@ -1,0 +1,25 @@
+"""A gateway: where nodes join, find each other, and pass messages on.
+
+Most of it is the endpoint's own doing in the role of a gateway: directory server and relay. What is left is to be in
+the topic on which schedulers look for workers, so that every node that knows only this gateway reaches all others.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from hypha_gateway.config import GatewayConfig
+from hypha_net.node.lifecycle import Node
+from hypha_proto.offers import WORKER_REQUESTS
+
+_log = logging.getLogger(__name__)
+
+
+async def serve(config: GatewayConfig, node: Node) -> None:
+    """Forward until cancelled; ready as soon as the topic is joined."""
+    if config.state_dir is None:
+        _log.warning("state_dir is not set: after a restart datasets are unknown until they are announced again")
+    async with node.endpoint.subscribe(WORKER_REQUESTS.name) as requests:
+        node.ready()
+        async for request in requests:
+            _log.debug("request of %d bytes from %s passed on", len(request.data), request.source)
