@@ -25,7 +25,7 @@ def main() -> None:
 
 @main.command()
 @click.option("--workers", type=click.IntRange(1, 64), default=3, show_default=True, help="Training workers.")
-@click.option("--rounds", type=click.IntRange(min=1), default=30, show_default=True, help="Synchronisations.")
+@click.option("--rounds", type=click.IntRange(min=1), default=16, show_default=True, help="Synchronisations.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Initial weights, data order.")
 @click.option(
     "--dir",

@@ -124,13 +124,13 @@ class Training:
     """What the demo's job asks for. One round is `steps` batches a worker on average."""
 
     workers: int = 3
-    rounds: int = 30
+    rounds: int = 16
     seed: int = 0
     batch_size: int = 16
-    steps: int = 20
+    steps: int = 25
     learning_rate: float = 2e-3
-    outer_learning_rate: float = 0.7
-    outer_momentum: float = 0.9
+    outer_learning_rate: float = 0.9
+    outer_momentum: float = 0.5
 
     @property
     def samples_a_round(self) -> int:
