@@ -1,0 +1,304 @@
+"""What `Endpoint` promises, checked on both implementations: the one over py-libp2p and the one in memory.
+
+The fixture `opener` (see conftest) opens N endpoints that know each other through the first, the gateway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+
+import anyio
+import pytest
+
+from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.errors import (
+    AddressError,
+    RefusedError,
+    StreamClosedError,
+    StreamResetError,
+    UnreachableError,
+    UnsupportedProtocolError,
+)
+from hypha_proto.ids import PeerId
+
+Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
+ECHO = "/test/echo/1"
+OTHER = "/test/other/1"
+TOPIC = "test/topic"
+
+
+def run(opener: Opener, count: int, case: Callable[[list[Endpoint]], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with anyio.fail_after(30):
+            async with opener(count) as nodes:
+                await case(nodes)
+
+    anyio.run(main, backend="trio")
+
+
+async def read_all(stream: Stream) -> bytes:
+    data = bytearray()
+    while part := await stream.receive_some():
+        data += part
+    return bytes(data)
+
+
+async def echo(stream: Stream) -> None:
+    await stream.send_all(str(stream.peer).encode() + b":" + await read_all(stream))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(10):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+def test_a_stream_carries_bytes_both_ways_and_is_half_closable(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        gateway, leaf = nodes
+        gateway.handle(ECHO, echo)
+        stream = await leaf.open_stream(gateway.peer_id, [ECHO])
+        assert (stream.peer, stream.protocol) == (gateway.peer_id, ECHO)
+        await stream.send_all(b"one ")
+        await stream.send_all(bytearray(b"two"))
+        await stream.send_eof()
+        await stream.send_eof()
+        with pytest.raises(StreamClosedError):
+            await stream.send_all(b"three")
+        assert await read_all(stream) == f"{leaf.peer_id}:one two".encode()
+        assert await stream.receive_some() == b""
+        await stream.aclose()
+        await stream.aclose()
+        with pytest.raises(StreamClosedError):
+            await stream.receive_some()
+
+    run(opener, 2, case)
+
+
+def test_leaves_reach_each_other_without_being_told_an_address(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        _, one, two = nodes
+        one.handle(ECHO, echo)
+        stream = await two.open_stream(one.peer_id, [ECHO])
+        await stream.send_eof()
+        assert await read_all(stream) == f"{two.peer_id}:".encode()
+        assert one.peer_id in two.connected_peers()
+        await stream.aclose()
+
+    run(opener, 3, case)
+
+
+def test_more_than_any_buffer_arrives_whole_although_the_reader_is_late(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        gateway, leaf = nodes
+        arrived: list[int] = []
+
+        async def count(stream: Stream) -> None:
+            await anyio.sleep(0.2)
+            arrived.append(len(await read_all(stream)))
+
+        gateway.handle(ECHO, count)
+        stream = await leaf.open_stream(gateway.peer_id, [ECHO])
+        await stream.send_all(memoryview(bytes(12 << 20)))
+        await stream.send_eof()
+        assert await stream.receive_some() == b""
+        assert arrived == [12 << 20]
+        await stream.aclose()
+        assert leaf.traffic.sent >= 12 << 20
+
+    run(opener, 2, case)
+
+
+def test_many_streams_at_once(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        gateway, leaf = nodes
+        gateway.handle(ECHO, echo)
+        answers: set[bytes] = set()
+
+        async def ask(index: int) -> None:
+            stream = await leaf.open_stream(gateway.peer_id, [ECHO])
+            await stream.send_all(b"%d" % index)
+            await stream.send_eof()
+            answers.add(await read_all(stream))
+            await stream.aclose()
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(300):
+                tasks.start_soon(ask, index)
+        assert len(answers) == 300
+
+    run(opener, 2, case)
+
+
+def test_a_reset_is_an_error_and_never_a_clean_end(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        gateway, leaf = nodes
+        seen: list[str] = []
+
+        async def handler(stream: Stream) -> None:
+            assert await stream.receive_some() == b"begin"
+            await stream.send_all(b"go on")
+            try:
+                await read_all(stream)
+                seen.append("end")
+            except StreamResetError:
+                seen.append("reset")
+
+        gateway.handle(ECHO, handler)
+        stream = await leaf.open_stream(gateway.peer_id, [ECHO])
+        await stream.send_all(b"begin")
+        assert await stream.receive_some() == b"go on"
+        await stream.reset()
+        await stream.reset()
+        await until(lambda: bool(seen))
+        assert seen == ["reset"]
+
+    run(opener, 2, case)
+
+
+def test_a_handler_that_fails_resets_its_stream(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        gateway, leaf = nodes
+
+        async def handler(stream: Stream) -> None:
+            await stream.receive_some()
+            raise RuntimeError("a fault of the handler")
+
+        gateway.handle(ECHO, handler)
+        stream = await leaf.open_stream(gateway.peer_id, [ECHO])
+        await stream.send_all(b"x")
+        with pytest.raises(StreamResetError):
+            await read_all(stream)
+        await stream.aclose()
+        gateway.handle(ECHO, echo)
+        again = await leaf.open_stream(gateway.peer_id, [ECHO])
+        await again.send_eof()
+        assert await read_all(again)
+        await again.aclose()
+
+    run(opener, 2, case)
+
+
+def test_the_first_protocol_that_the_peer_speaks_is_taken(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        gateway, leaf = nodes
+        gateway.handle(ECHO, echo)
+        stream = await leaf.open_stream(gateway.peer_id, [OTHER, ECHO])
+        assert stream.protocol == ECHO
+        await stream.aclose()
+        with pytest.raises(UnsupportedProtocolError):
+            await leaf.open_stream(gateway.peer_id, [OTHER])
+        gateway.unhandle(ECHO)
+        gateway.unhandle(ECHO)
+        with pytest.raises(UnsupportedProtocolError):
+            await leaf.open_stream(gateway.peer_id, [ECHO])
+
+    run(opener, 2, case)
+
+
+def test_a_peer_that_nobody_knows_is_unreachable(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        with pytest.raises(UnreachableError):
+            await nodes[1].open_stream(PeerId.from_public_key(bytes(range(32))), [ECHO], timeout=5)
+
+    run(opener, 2, case)
+
+
+def test_an_address_that_names_another_peer_is_refused(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        gateway, leaf, other = nodes
+        transport = other.addresses[0].partition("/p2p/")[0]
+        with pytest.raises(RefusedError, match=str(other.peer_id)):
+            await leaf.connect(f"{transport}/p2p/{PeerId.from_public_key(bytes(range(32)))}")
+        assert await leaf.connect(other.addresses[0]) == other.peer_id
+        assert await leaf.connect(gateway.addresses[0]) == gateway.peer_id
+        with pytest.raises(AddressError):
+            await leaf.connect("/nonsense/1")
+
+    run(opener, 3, case)
+
+
+def test_gossip_passes_from_leaf_over_the_gateway_to_leaf(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        gateway, one, two = nodes
+        async with gateway.subscribe(TOPIC) as hub, one.subscribe(TOPIC) as of_one, two.subscribe(TOPIC) as of_two:
+            await until(lambda: all(gateway.peer_id in leaf.topic_peers(TOPIC) for leaf in (one, two)))
+            await until(lambda: {one.peer_id, two.peer_id} <= gateway.topic_peers(TOPIC))
+            for index in range(20):
+                await one.publish(TOPIC, b"%d" % index)
+            await two.publish(TOPIC, b"back")
+            with anyio.fail_after(5):
+                got = [await anext(of_two) for _ in range(20)]
+                back = await anext(of_one)
+                seen = {(await anext(hub)).data for _ in range(21)}
+        assert {message.data for message in got} == {b"%d" % index for index in range(20)}
+        assert {message.source for message in got} == {one.peer_id}
+        assert (back.source, back.data) == (two.peer_id, b"back")
+        assert len(seen) == 21
+        await until(lambda: not gateway.topic_peers(TOPIC))
+
+    run(opener, 3, case)
+
+
+def test_two_subscriptions_of_one_topic_get_every_message(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        gateway, leaf = nodes
+        async with gateway.subscribe(TOPIC) as first:
+            async with gateway.subscribe(TOPIC) as second:
+                await until(lambda: gateway.peer_id in leaf.topic_peers(TOPIC))
+                await leaf.publish(TOPIC, b"both")
+                with anyio.fail_after(5):
+                    assert [(await anext(first)).data, (await anext(second)).data] == [b"both", b"both"]
+            await leaf.publish(TOPIC, b"one")
+            with anyio.fail_after(5):
+                assert (await anext(first)).data == b"one"
+
+    run(opener, 2, case)
+
+
+def test_a_record_is_found_elsewhere_with_its_publisher(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        _, one, two = nodes
+        assert await two.find_records(b"mnist") == []
+        await one.put_record(b"mnist", b'{"num_slices": 3}')
+        (found,) = await two.find_records(b"mnist")
+        assert (found.key, found.value, found.publisher) == (b"mnist", b'{"num_slices": 3}', one.peer_id)
+        await one.put_record(b"mnist", b'{"num_slices": 4}')
+        assert (await two.find_records(b"mnist"))[0].value == b'{"num_slices": 4}'
+
+    run(opener, 3, case)
+
+
+def test_a_disconnect_breaks_streams_on_both_sides_and_a_later_stream_connects_again(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        _, one, two = nodes
+        served: list[Stream] = []
+        ends: list[str] = []
+
+        async def hold(stream: Stream) -> None:
+            served.append(stream)
+            try:
+                await read_all(stream)
+            except StreamResetError:
+                ends.append("reset")
+                raise
+
+        two.handle(ECHO, hold)
+        stream = await one.open_stream(two.peer_id, [ECHO])
+        await stream.send_all(b"x")
+        await until(lambda: bool(served))
+        await one.disconnect(two.peer_id)
+        await one.disconnect(two.peer_id)
+        assert two.peer_id not in one.connected_peers()
+        with pytest.raises(StreamResetError):
+            await read_all(stream)
+        await stream.aclose()
+        await until(lambda: ends == ["reset"] and one.peer_id not in two.connected_peers())
+        two.handle(ECHO, echo)
+        again = await one.open_stream(two.peer_id, [ECHO])
+        await again.send_eof()
+        assert await read_all(again)
+        await again.aclose()
+
+    run(opener, 3, case)
