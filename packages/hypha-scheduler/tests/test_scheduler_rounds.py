@@ -214,6 +214,17 @@ def test_a_parameter_server_that_never_steps_fails_the_job() -> None:
     assert "the parameter server took no outer step" in effect.reason
 
 
+def test_reports_that_come_again_get_their_answer_again() -> None:
+    rounds = make()
+    for peer in PEERS[:3]:
+        rounds.update(peer, 2.0)
+    assert isinstance(rounds.updated(3.0)[0], Ok)
+    assert isinstance(rounds.updated(3.1)[0], Ok)
+    assert isinstance(rounds.merged(PEERS[0], 3.2), Continue)
+    assert isinstance(rounds.merged(PEERS[0], 3.3), Continue)
+    assert rounds.closed == 1
+
+
 @pytest.mark.parametrize("report", ["updated", "merged", "stranger"])
 def test_reports_that_do_not_fit_are_answered_with_an_error(report: str) -> None:
     rounds = make()

@@ -236,8 +236,10 @@ class Rounds:
     def merged(self, peer: PeerId, now: float) -> ProgressResponse:
         """A worker has merged the outer update of its round: on to the next, or done."""
         member = self._members.get(peer)
-        if member is None or self._rounds[member.round].synchronised_at is None:
+        if member is None:
             return ProgressError()
+        if self._rounds[member.round].synchronised_at is None:  # an answer was lost and the report came again
+            return Continue() if member.round > 1 else ProgressError()
         if member.round >= self._settings.rounds:
             member.done = True
             return Done()
@@ -264,14 +266,16 @@ class Rounds:
     def updated(self, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         """The parameter server has taken an outer step: the answer to it, and the round that this closes."""
         current = self._rounds.get(self._closed + 1)
-        if current is None or current.synchronised_at is None:
-            return ProgressError(), ()
+        if current is None or current.synchronised_at is None:  # an answer was lost and the report came again
+            return (self._after_step() if self._closed else ProgressError()), ()
         self._closed += 1
         current.closed_at = now
-        answer: ProgressResponse = Done() if self._closed >= self._settings.rounds else Ok()
         before = self._rounds.get(self._closed - 1)
         late = self._tell(before, only_whole=False) if before else ()
-        return answer, late + self._tell(current, only_whole=True)
+        return self._after_step(), late + self._tell(current, only_whole=True)
+
+    def _after_step(self) -> ProgressResponse:
+        return Done() if self._closed >= self._settings.rounds else Ok()
 
     def refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
         """The parameter server could not use a member's update: the round goes on without it."""
