@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -264,6 +265,24 @@ def test_secrets_are_masked_also_in_errors(load: Any) -> None:
 def test_an_unknown_variable_is_a_warning_because_programs_share_an_environment(load: Any) -> None:
     loaded = load("", {"HYPHA_RESOURCES__GPUS": "1"})
     assert loaded.warnings == ("HYPHA_RESOURCES__GPUS is not a key of this program: did you mean gpu?",)
+
+
+_layer = st.one_of(st.none(), st.integers(1, 9999))
+
+
+@given(_layer, _layer, _layer)
+def test_the_highest_layer_that_says_anything_wins(toml: int | None, env: int | None, flag: int | None) -> None:
+    needed = {f"{kind}_pem": "x" for kind in ("cert", "key", "trust")}
+    flags: dict[str, object] = {**needed, "gateway_addresses": "/ip4/127.0.0.1/tcp/1"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "f.toml"
+        file.write_text("" if toml is None else f"[limits]\nmax_connections = {toml}\n")
+        environment = {} if env is None else {"HYPHA_LIMITS__MAX_CONNECTIONS": str(env)}
+        flags |= {} if flag is None else {"limits.max_connections": flag}
+        loaded = load_config(ExampleConfig, file, environment, flags)
+    said = [value for value in (flag, env, toml) if value is not None]
+    assert loaded.config.limits.max_connections == (said[0] if said else 1024)
+    assert ("limits.max_connections" in loaded.origins) is bool(said)
 
 
 _names = st.from_regex(r"[a-z]{1,4}", fullmatch=True)

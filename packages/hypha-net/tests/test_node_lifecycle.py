@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
+import psutil
 import pytest
 
 from hypha_net.node.health import Readiness, serve_health
@@ -19,7 +20,7 @@ from hypha_net.testing import MemoryNetwork
 from hypha_proto.health import HEALTH_CHECK, HealthRequest
 
 PROGRAM = """
-import sys, time
+import subprocess, sys, time
 import anyio
 from hypha_net.node.config import NodeConfig
 from hypha_net.node.lifecycle import run_daemon
@@ -38,6 +39,8 @@ async def serve(config, node):
         node.tasks.start_soon(fails)
     elif behaviour == "done":
         return
+    if behaviour == "holds on":
+        child = subprocess.Popen(["sleep", "60"])
     node.ready()
     print("running", flush=True)
     if behaviour == "holds on":
@@ -118,11 +121,15 @@ def test_a_signal_ends_it_before_the_event_loop_runs(daemon: Daemon, number: sig
 )
 def test_what_does_not_end_is_named_and_ended(daemon: Daemon, says: str) -> None:
     daemon.wait_until_running()
+    children = psutil.Process(daemon.process.pid).children()
     returned, seconds, log = daemon.end(signal.SIGTERM)
     assert returned == 1
     assert seconds < 5
-    assert "still not ended 0.5 s after being told to" in log[-1]["message"]
-    assert says in log[-1]["message"]
+    [told] = [entry["message"] for entry in log if "still not ended 0.5 s after being told to" in entry["message"]]
+    assert says in told
+    gone, left = psutil.wait_procs(children, timeout=5)
+    assert not left
+    assert len(gone) == len([entry for entry in log if "was left" in entry["message"]])
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,8 @@ def _set(model: type[NodeConfig], layer: Layer, key: Key, value: object, origin:
 
 def _parsed(text: str, annotation: Any) -> Any:
     """Text as a list or table where one is wanted; everything else stays text, which pydantic converts."""
-    if text.lstrip().startswith(("[", "{")) and not accepts(annotation, Path):
+    structured = bool(items(annotation) or tables(annotation) or is_free(annotation))
+    if structured and text.lstrip().startswith(("[", "{")):
         try:
             return json.loads(text)
         except json.JSONDecodeError:

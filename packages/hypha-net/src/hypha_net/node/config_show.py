@@ -27,7 +27,7 @@ class Row:
 
 def rows(loaded: Loaded[NodeConfig]) -> list[Row]:
     """Every key of a configuration, in the model's order."""
-    data = masked(loaded.config.model_dump(mode="json"))
+    data = masked(loaded.config.model_dump(mode="json", by_alias=True))
     return [Row(key, value, _origin(loaded, key)) for key, value in _flat(data, "")]
 
 

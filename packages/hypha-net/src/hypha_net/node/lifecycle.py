@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -202,8 +202,19 @@ class _Run:
         if not self.ended.wait(self.grace):
             stuck = "; ".join([*_running(), *_waiting(self._root)]) or "no task: a thread holds the process"
             _log.error("still not ended %g s after being told to: %s", self.grace, stuck)
+            _kill_children()
             logging.shutdown()
             os._exit(FAILED)
+
+
+def _kill_children() -> None:
+    """A forced end runs no clean-up, so the processes that this one started are ended here."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            _log.error("killing process %d that was left", child.pid)
+            child.kill()
 
 
 def open_configured(config: NodeConfig, role: str) -> AbstractAsyncContextManager[Endpoint]:
