@@ -142,3 +142,13 @@ def test_help_and_version_are_there_and_quick() -> None:
 def test_values_are_written_as_toml_reads_them(value: object) -> None:
     read = tomllib.loads(f"value = {to_toml(value)}")["value"]
     assert read == (str(value) if isinstance(value, Path) else value)
+
+
+def test_the_daemon_of_the_readme_is_one(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (tmp_path / "echo_daemon.py").write_text(readme.split("```python\n")[1].split("```")[0] + "\nmain()\n")
+    command = [sys.executable, str(tmp_path / "echo_daemon.py")]
+    file = str(tmp_path / "echo.toml")
+    subprocess.run([*command, "init", "--out", file], timeout=30, check=True)
+    checked = subprocess.run([*command, "run", "--check", "--config", file], capture_output=True, timeout=30, text=True)
+    assert checked.stdout == f"{file}: ok\n", checked.stderr

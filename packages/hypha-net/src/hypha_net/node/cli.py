@@ -236,7 +236,7 @@ def _probe(program: _Program) -> click.Command:
 def _asked(
     program: _Program, address: str, file: Path | None, settings: tuple[str, ...], timeout: float
 ) -> dict[str, Any]:
-    configure_logs(level="error")
+    configure_logs(level="critical")  # what went wrong is told once, as the error
     config = program.load(file, settings).config
     from anyio import run as run_async
 
