@@ -55,4 +55,4 @@ class SchedulerConfig(NodeConfig):
     @property
     def runs_dir(self) -> Path:
         """Where jobs leave their results."""
-        return self.scheduler.output_dir or self.output_dir
+        return (self.scheduler.output_dir or self.output_dir).resolve()

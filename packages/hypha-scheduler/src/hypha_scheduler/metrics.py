@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +44,17 @@ class EventFile:
         line = {"event": event, "time": round(time.time(), 3)} | {key: _plain(value) for key, value in fields.items()}
         self._file.write(json.dumps(line).encode() + b"\n")
         level = logging.DEBUG if event in _FREQUENT else logging.INFO
-        _log.log(level, "%s", event, extra={"event": event, "fields": line})
+        _log.log(level, "%s", _readable(event, fields), extra={"event": event, "fields": line})
+
+
+def _readable(event: str, fields: Mapping[str, object]) -> str:
+    """An event in a line for people: what is short of it."""
+    short = [f"{key}={_number(value)}" for key, value in fields.items() if isinstance(value, int | float | str)]
+    return " ".join([event, *short])
+
+
+def _number(value: int | float | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _plain(value: object) -> object:

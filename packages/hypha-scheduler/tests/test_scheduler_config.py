@@ -1,0 +1,224 @@
+"""A scheduler's configuration: every key is known, wrong ones are refused, and what comes later says so."""
+
+from __future__ import annotations
+
+import tomllib
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from hypha_net.node.config_load import load_config
+from hypha_proto.ids import PeerId
+from hypha_proto.job import (
+    AggregateConfig,
+    CosineWithWarmup,
+    HuggingFaceReference,
+    PeersReference,
+    SchedulerReference,
+    TrainConfig,
+    WarmupStableDecay,
+)
+from hypha_proto.offers import AggregateExecutor, TrainExecutor
+from hypha_proto.resources import Resources
+from hypha_scheduler.config import SchedulerConfig
+from hypha_scheduler.job_config import JobConfig
+from hypha_scheduler.submit import PlacedJob, round_settings, wants
+
+PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(5)]
+
+DOCUMENTED = """
+cert_pem = "/etc/hypha/scheduler-cert.pem"
+key_pem = "/etc/hypha/scheduler-key.pem"
+trust_pem = "/etc/hypha/ca-bundle.pem"
+gateway_addresses = ["/ip4/203.0.113.50/tcp/4001"]
+status_bridge = "aim-bridge.internal:61000"
+
+[scheduler.job.model]
+repository = "owner/repo"
+revision = "main"
+filenames = ["config.json", "model.safetensors"]
+token = "hf_secret"
+type = "vision-classification"
+
+[scheduler.job.dataset]
+dataset = "imagenet"
+
+[scheduler.job.inner_optimizer]
+learning_rate = 0.001
+
+[scheduler.job.outer_optimizer]
+learning_rate = 0.7
+momentum = 0.9
+
+[scheduler.job.resources]
+num_workers = 4
+
+[[scheduler.job.resources.worker]]
+type = "GPU"
+min = 10.0
+
+[[scheduler.job.resources.worker]]
+type = "CPU"
+min = 2.0
+
+[[scheduler.job.resources.worker]]
+kind = "diloco-transformer"
+
+[[scheduler.job.resources.parameter_server]]
+type = "Memory"
+min = 16.0
+
+[[scheduler.job.resources.parameter_server]]
+kind = "parameter-server"
+
+[scheduler.job.resources.worker_price]
+bid = 110.0
+max = 160.0
+
+[scheduler.job.resources.parameter_server_price]
+bid = 80.0
+max = 120.0
+"""
+
+
+def job(**changes: Any) -> JobConfig:
+    plain: dict[str, Any] = {
+        "dataset": "digits",
+        "model": {"path": "model", "type": "vision-classification"},
+        "inner_optimizer": {"learning_rate": 0.001},
+    }
+    return JobConfig.model_validate(plain | changes)
+
+
+def test_the_documented_configuration_makes_wants(tmp_path: Path) -> None:
+    file = tmp_path / "scheduler.toml"
+    file.write_text(DOCUMENTED)
+    loaded = load_config(SchedulerConfig, file, {}, {}).config
+    [made] = loaded.jobs
+    train, aggregate = wants(made)
+    assert (train.count, train.bid, train.max_price) == (4, 110.0, 160.0)
+    assert train.spec.resources == Resources(gpu=10, cpu=2)
+    assert train.spec.executor == (TrainExecutor(name="diloco-transformer"),)
+    assert (aggregate.count, aggregate.bid, aggregate.max_price) == (1, 80.0, 120.0)
+    assert aggregate.spec.resources == Resources(memory=16)
+    assert aggregate.spec.executor == (AggregateExecutor(name="parameter-server"),)
+    assert loaded.bridge_address == "aim-bridge.internal:61000"
+    assert "hf_secret" not in repr(loaded)
+    assert "hf_secret" not in str(made.model_dump(mode="json"))
+
+
+def test_several_jobs_and_tables_as_shorthand() -> None:
+    plain = tomllib.loads(
+        """
+        [[jobs]]
+        dataset = "a"
+        model = { path = "m", type = "causal-lm" }
+        inner_optimizer = { learning_rate = 1e-3 }
+        resources = { worker = { gpu = 8, cpu = 2, kind = "mine" }, parameter_server = { memory = 4 } }
+        """
+    )
+    made = JobConfig.model_validate(plain["jobs"][0])
+    train, aggregate = wants(made)
+    assert train.spec.resources == Resources(gpu=8, cpu=2)
+    assert train.spec.executor == (TrainExecutor(name="mine"),)
+    assert aggregate.spec.resources == Resources(memory=4)
+    assert made.model.inputs == ("input_ids", "attention_mask", "labels")
+    assert made.model.task == "causal-lm"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"type": "inference"}, 'type = "inference"'),
+        ({"model": {"path": "m", "type": "torch"}}, 'type = "torch"'),
+        ({"preprocessor": {"path": "p"}}, "preprocessor"),
+        ({"dataset": {"dataset": "a", "evaluation": "b"}}, "dataset.evaluation"),
+        ({"sync": {"codec": "int8"}}, "sync.codec = 'int8'"),
+        ({"sync": {"fragments": 2}}, "sync.fragments = 2"),
+        ({"sync": {"overlap": 1}}, "sync.overlap = 1"),
+        ({"sync": {"aggregation": "median"}}, "sync.aggregation = 'median'"),
+        ({"rounds": {"evaluate_every": 2}}, "rounds.evaluate_every = 2"),
+        ({"resources": {"budget": 10.0}}, "resources.budget"),
+        ({"resources": {"num_workers": 2, "max_workers": 3}}, "resources.max_workers"),
+    ],
+)
+def test_what_comes_later_says_not_yet(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        job(**changes)
+    assert key in str(caught.value)
+    assert "is not yet supported; " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"surprise": 1},
+        {"model": {"type": "vision-classification"}},
+        {"model": {"path": "m", "repository": "o/r", "type": "causal-lm"}},
+        {"model": {"path": "m", "type": "nonsense"}},
+        {"model": {"path": "m", "type": "causal-lm", "filenames": ["../secret"]}},
+        {"resources": {"worker_price": {"bid": 10, "max": 5}}},
+        {"resources": {"num_workers": 2, "min_workers": 3}},
+        {"resources": {"worker": [{"type": "GPU"}]}},
+        {"rounds": {"update_rounds": 0}},
+    ],
+)
+def test_what_is_wrong_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        job(**changes)
+
+
+def test_specs_of_a_placed_job() -> None:
+    made = job(
+        rounds={"update_rounds": 10, "avg_samples_between_updates": 480, "batch_size": 8},
+        inner_optimizer={"learning_rate": 1e-3, "schedule": "cosine-with-warmup", "warmup_steps": 5},
+        outer_optimizer={"nesterov": False},
+        seed=9,
+    )
+    model = HuggingFaceReference(repository="o/r", filenames=("config.json",))
+    placed = PlacedJob(uuid.UUID(int=1), made, PEERS[0], PEERS[1], tuple(PEERS[2:5]), model)
+    train = placed.train_spec().executor.config
+    assert isinstance(train, TrainConfig)
+    assert train.batch_size == 8
+    assert train.seed == 9
+    assert train.model.input_names == ("pixel_values", "labels")
+    assert train.data == SchedulerReference(peer=PEERS[0], dataset="digits")
+    assert train.scheduler == CosineWithWarmup(warmup_steps=5, training_steps=200)
+    assert isinstance(train.updates, PeersReference)
+    assert train.updates.peers == (PEERS[1],)
+    aggregate = placed.aggregate_spec().executor.config
+    assert isinstance(aggregate, AggregateConfig)
+    assert isinstance(aggregate.results, PeersReference)
+    assert aggregate.results.peers == (*PEERS[2:5], PEERS[0])
+    assert aggregate.members is True
+    assert aggregate.optimizer.nesterov is False
+
+
+def test_a_stable_schedule_decays_in_its_last_tenth() -> None:
+    made = job(
+        rounds={"update_rounds": 10, "avg_samples_between_updates": 400, "batch_size": 4},
+        inner_optimizer={"learning_rate": 1e-3, "schedule": "wsd"},
+    )
+    placed = PlacedJob(
+        uuid.UUID(int=1), made, PEERS[0], PEERS[1], (PEERS[2],), HuggingFaceReference(repository="o/r", filenames=())
+    )
+    config = placed.train_spec().executor.config
+    assert isinstance(config, TrainConfig)
+    assert config.scheduler == WarmupStableDecay(warmup_steps=0, decay_steps=100, training_steps=1000)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "workers", "batch"),
+    [
+        ({"batch_size": 10}, 3, 10),
+        ({"batch_size": 10, "max_batch_size": 4}, 3, 4),
+        ({"avg_samples_between_updates": 1200}, 3, 64),
+        ({"avg_samples_between_updates": 1200, "max_batch_size": 20}, 3, 16),
+        ({"avg_samples_between_updates": 2}, 3, 1),
+    ],
+)
+def test_the_batch_size_leaves_every_worker_some_batches(rounds: dict[str, int], workers: int, batch: int) -> None:
+    assert round_settings(job(rounds=rounds), workers).batch_size == batch

@@ -1,0 +1,254 @@
+"""What a scheduler writes and posts: events, journal, models; and how jobs are handed in."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import uuid
+from collections.abc import Awaitable, Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from hypha_net.transfer import Offered
+from hypha_proto.ids import PeerId
+from hypha_proto.job import PeersReference
+from hypha_proto.transfer import PullRequest, Refusal
+from hypha_proto.update import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_scheduler.cli import main
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.hand_in import read_job
+from hypha_scheduler.job_config import JobConfig, ModelTable
+from hypha_scheduler.journal import Journal, read_journal
+from hypha_scheduler.metrics import EventFile, StatusBridge
+from hypha_scheduler.results import ResultModel, open_start_model
+from hypha_scheduler.submissions import serve_submissions, socket_path
+
+PEER = PeerId.from_public_key(bytes(32))
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with anyio.fail_after(20):
+            await main()
+
+    anyio.run(bounded, backend="trio")
+
+
+def test_events_are_whole_lines_of_json(tmp_path: Path) -> None:
+    with EventFile(tmp_path / "metrics.jsonl") as events:
+        events.write("round", round=1, loss=float("nan"), counts={"a": 1})
+        [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) | {"time": 0} == {"event": "round", "time": 0, "round": 1, "loss": None, "counts": {"a": 1}}
+
+
+def test_a_journal_survives_a_cut_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.record("accepted", job_id="x")
+    with path.open("ab") as file:
+        file.write(b'{"record": "rou')
+    assert read_journal(path) == [{"record": "accepted", "job_id": "x"}]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert read_journal(tmp_path / "none") == []
+
+
+class _Bridge(BaseHTTPRequestHandler):
+    got: list[tuple[str, Any]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.got.append((self.path, json.loads(body)))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_metrics_are_posted_to_the_bridge() -> None:
+    _Bridge.got = []
+    server = HTTPServer(("127.0.0.1", 0), _Bridge)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+
+    async def case() -> None:
+        bridge = StatusBridge(f"127.0.0.1:{server.server_port}")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(bridge.run)
+            bridge.put("w", 2, "loss", 0.5)
+            bridge.put("w", 2, "bad", float("nan"))
+            while not _Bridge.got:
+                await anyio.sleep(0.01)
+            tasks.cancel_scope.cancel()
+
+    try:
+        run(case)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert _Bridge.got == [("/status", {"worker_id": "w", "round": 2, "metric_name": "loss", "value": 0.5})]
+
+
+def test_a_dead_bridge_costs_nothing_and_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+
+    async def case() -> None:
+        bridge = StatusBridge(address)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(bridge.run)
+            for number in range(5000):
+                bridge.put("w", number, "loss", 1.0)
+            await anyio.sleep(0.3)
+            tasks.cancel_scope.cancel()
+
+    run(case)
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    with TensorFileWriter(folder / "model.safetensors", {"w": TensorInfo("F32", (3,))}, {}) as writer:
+        writer.write("w", np.ones(3, np.float32))
+    return folder
+
+
+def test_a_local_model_is_copied_and_served_file_by_file(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "start")
+
+    async def case() -> None:
+        model = ModelTable(path=source, type="vision-classification")
+        job_id = uuid.UUID(int=5)
+        start = await open_start_model(model, tmp_path / "copy", job_id, PEER)
+        assert isinstance(start.reference, PeersReference)
+        assert start.reference.filenames == ("config.json", "model.safetensors")
+        found = start.resolve(PullRequest(dataset=f"{job_id}/model", index=1))
+        assert isinstance(found, Offered)
+        assert found.path == source / "model.safetensors"
+        assert isinstance(start.resolve(PullRequest(dataset=f"{job_id}/model", index=2)), Refusal)
+        assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
+
+    run(case)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    async def case() -> None:
+        model = ModelTable(path=tmp_path, type="vision-classification")
+        with pytest.raises(JobFailedError, match=r"holds no \*\.safetensors"):
+            await open_start_model(model, tmp_path / "copy", uuid.UUID(int=5), PEER)
+
+    run(case)
+
+
+def update(path: Path, number: int, name: str = "w") -> Path:
+    write_update(path, {name: (3,)}, [(name, np.full(3, number, np.float32))], UpdateMetadata(round=number))
+    return path
+
+
+def weights(folder: Path) -> list[float]:
+    with TensorFile(folder / "model.safetensors") as file:
+        values: list[float] = file.stored("w").tolist()
+        return values
+
+
+def test_outer_updates_are_added_once_and_in_order(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+
+    async def case() -> None:
+        result = ResultModel(folder, every=2)
+        await result.take(update(tmp_path / "u1", 1), 1)
+        assert weights(folder) == [1.0] * 3
+        await result.take(update(tmp_path / "again", 1), 1)
+        await result.take(update(tmp_path / "u2", 2), 2)
+        assert weights(folder) == [4.0] * 3
+        await result.take(update(tmp_path / "u3", 3), 3)
+        await result.finish()
+        assert weights(folder) == [7.0] * 3
+        assert result.round == 3
+
+    run(case)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_an_update_that_does_not_fit_fails_the_job(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+
+    async def case() -> None:
+        with pytest.raises(JobFailedError, match="cannot be added to the model"):
+            await ResultModel(folder).take(update(tmp_path / "u1", 1, "stranger"), 1)
+
+    run(case)
+
+
+JOB = """
+[scheduler.job]
+dataset = "digits"
+model = { path = "start", type = "vision-classification" }
+inner_optimizer = { learning_rate = 1e-3 }
+"""
+
+
+def hand_in_with(tmp_path: Path, text: str, conduct: Callable[[JobConfig], Awaitable[Path]]) -> tuple[int, str]:
+    """Run `submit` against a scheduler that conducts jobs in this way; exit code and output."""
+    file = tmp_path / "job.toml"
+    file.write_text(text)
+    outcome: list[tuple[int, str]] = []
+
+    def submit() -> None:
+        done = CliRunner().invoke(main, ["submit", str(file), "--socket", str(socket_path(tmp_path / "r"))])
+        outcome.append((done.exit_code, done.output))
+
+    async def case() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve_submissions, tmp_path / "r", conduct)
+            while not await anyio.Path(socket_path(tmp_path / "r")).exists():
+                await anyio.sleep(0.01)
+            await anyio.to_thread.run_sync(submit)
+            tasks.cancel_scope.cancel()
+
+    run(case)
+    assert not socket_path(tmp_path / "r").exists()
+    return outcome[0]
+
+
+def test_a_job_is_handed_to_a_running_scheduler(tmp_path: Path) -> None:
+    taken: list[JobConfig] = []
+
+    async def conduct(job: JobConfig) -> Path:
+        taken.append(job)
+        return Path("/somewhere/result.json")
+
+    code, output = hand_in_with(tmp_path, JOB, conduct)
+    assert code == 0
+    assert "/somewhere/result.json" in output
+    assert taken[0].model.path == tmp_path / "start"
+    assert read_job(tmp_path / "job.toml")["dataset"] == "digits"
+
+
+def test_a_job_that_fails_or_is_none_says_so(tmp_path: Path) -> None:
+    async def conduct(job: JobConfig) -> Path:
+        raise JobFailedError("no workers at all")
+
+    assert "no workers at all" in hand_in_with(tmp_path, JOB, conduct)[1]
+    code, output = hand_in_with(tmp_path, JOB.replace("dataset", "datset"), conduct)
+    assert code == 1
+    assert "datset" in output
+
+
+def test_submit_without_a_scheduler_is_unreachable(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(JOB)
+    done = CliRunner().invoke(main, ["submit", str(file), "--socket", str(tmp_path / "none")])
+    assert done.exit_code == 3
+    assert "no scheduler takes jobs at" in done.output
