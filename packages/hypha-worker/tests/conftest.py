@@ -319,8 +319,9 @@ async def open_lab(folder: Path, *, old: bool = False, **changes: Any) -> AsyncI
 
 
 @pytest.fixture
-def in_lab(tmp_path: Path) -> Callable[..., None]:
+def in_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Run an async function with a `Lab`, with a bound on its time."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     def run(case: Callable[[Lab], Any], *, seconds: float = 40.0, old: bool = False, **changes: Any) -> None:
         async def main() -> None:

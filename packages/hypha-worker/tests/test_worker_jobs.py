@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from hypha_proto.leases import (
 from hypha_proto.progress import BatchDone, Done, ProgressRequest, ProgressResponse, ScheduleUpdate
 from hypha_proto.slices import DATA, DataRequest, SliceAssigned
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
+from hypha_worker.executors.process import exit_text, substitute
 
 InLab = Callable[..., None]
 
@@ -323,3 +325,51 @@ def test_a_release_without_a_job_frees_the_machine_at_once(in_lab: InLab) -> Non
         assert lab.worker.ledger.free.resources.cpu == 2.0
 
     in_lab(case)
+
+
+PRINTS = """
+for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OWN"):
+    print(name, repr(os.environ.get(name)))
+print(os.getcwd() == work_dir == os.path.dirname(os.environ["JOB"]), oct(os.stat(work_dir).st_mode))
+print(json.load(open(os.environ["JOB"])) == job, config["model"]["artifact"]["token"])
+"""
+
+
+def test_a_job_sees_its_own_devices_folder_and_spec_and_no_secret(in_lab: InLab, tmp_path: Path) -> None:
+    async def case(lab: Any) -> None:
+        lab.write_script(PRINTS)
+        first = await lab.scheduler.hire(gpu=10.0)
+        second = await lab.scheduler.hire(gpu=20.0, cpu=2.0)
+        third = await lab.scheduler.hire(cpu=1.0)
+        seen = []
+        for lease in (first, second, third):
+            await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec())
+            end = await lab.scheduler.ended()
+            assert end.outcome == "finished", end
+            assert end.last_lines[3:] == ("OWN '{not a word}'", "True 0o40700", "True None")
+            seen.append(end.last_lines[:3])
+        for (threads, cuda, rocr), (wanted, devices) in zip(seen, (("1", "0"), ("2", "1"), ("1", "")), strict=True):
+            assert threads == f"OMP_NUM_THREADS {wanted!r}"
+            assert cuda == f"CUDA_VISIBLE_DEVICES {devices!r}"
+            assert rocr == f"ROCR_VISIBLE_DEVICES {devices!r}"
+
+    executor = {
+        "class": "train",
+        "name": "script",
+        "runtime": "process",
+        "cmd": sys.executable,
+        "args": ["-I", "-S", str(tmp_path / "script.py"), "{SOCKET_PATH}", "{WORK_DIR}", "{JOB_JSON}"],
+        "env": {"JOB": "{JOB_FILE}", "OWN": "{not a word}"},
+    }
+    devices = [{"index": 0, "memory": 16.0}, {"index": 1, "memory": 24.0}]
+    in_lab(case, executors=[executor], resources={"cpu": 4.0, "devices": devices})
+
+
+def test_values_that_look_like_words_are_not_substituted_again(tmp_path: Path) -> None:
+    words = {"{A}": "{B}", "{B}": "b", "{C}": "{A}"}
+    assert substitute("-{A}-{B}-{C}-{D}-{}", words) == "-{B}-b-{A}-{D}-{}"
+
+
+@pytest.mark.parametrize(("code", "text"), [(3, "exited with status 3"), (-15, "was ended by SIGTERM")])
+def test_an_exit_status_is_told_in_words(code: int, text: str) -> None:
+    assert exit_text(code) == text

@@ -110,7 +110,7 @@ class JobManager:
             _log.warning("dispatch of job %s by %s refused: %s", message.spec.job_id, scheduler, error)
             return DispatchFailed()
         try:
-            job = self._make(lease, message.spec, factory)
+            job = self._make(lease, message, factory)
         except ExecutionError as error:
             self._ledger.vacate(lease.id, keep=True)
             _log.warning("dispatch of job %s by %s refused: %s", message.spec.job_id, scheduler, error)
@@ -139,11 +139,18 @@ class JobManager:
                 raise ExecutionError("another part of this job runs here, and pushes could not tell the two apart")
         return self._executors[descriptor]
 
-    def _make(self, lease: Lease, spec: JobSpec, factory: ExecutionFactory) -> Job:
-        work_dir = self._work_dir / f"hypha-{uuid.uuid4()}"
-        scope = anyio.CancelScope()
-        context = JobContext(self._endpoint, spec, lease.id, lease.scheduler, lease.allocation, work_dir, scope)
-        return Job(lease.id, lease.scheduler, spec, factory(context), work_dir, scope)
+    def _make(self, lease: Lease, message: DispatchJob, factory: ExecutionFactory) -> Job:
+        context = JobContext(
+            endpoint=self._endpoint,
+            spec=message.spec,
+            lease=lease.id,
+            scheduler=lease.scheduler,
+            allocation=lease.allocation,
+            work_dir=self._work_dir / f"hypha-{uuid.uuid4()}",
+            scope=anyio.CancelScope(),
+            traceparent=message.traceparent,
+        )
+        return Job(lease.id, lease.scheduler, message.spec, factory(context), context.work_dir, context.scope)
 
     def _confirm(self, lease: Lease) -> Dispatched:
         remaining = lease.remaining(self._clock())

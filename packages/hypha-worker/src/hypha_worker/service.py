@@ -65,6 +65,9 @@ _log = logging.getLogger(__name__)
 
 OFFER_TIMEOUT = 5.0
 """Seconds in which an offer must reach its scheduler."""
+TOPIC_PATIENCE = 10.0
+"""Seconds that a start waits for somebody on the topic."""
+_TOPIC_POLL = 0.05
 SOCKET_FOLDER_LIMIT = 90
 """Bytes of the folder's path that leave room for a socket's name."""
 
@@ -72,8 +75,19 @@ SOCKET_FOLDER_LIMIT = 90
 async def serve(config: WorkerConfig, node: Node) -> None:
     """Be a worker until cancelled; ends every job on the way out."""
     async with open_worker(config, node.endpoint):
+        await _join_topic(node)
         node.ready()
         await anyio.sleep_forever()
+
+
+async def _join_topic(node: Node) -> None:
+    """Wait until requests can reach this worker; not for ever: gateways of the old wire are not in the topic."""
+    node.waiting(f"nobody else is on the topic {WORKER_REQUESTS.name} yet")
+    for _ in range(int(TOPIC_PATIENCE / _TOPIC_POLL)):
+        if node.endpoint.topic_peers(WORKER_REQUESTS.name):
+            return
+        await anyio.sleep(_TOPIC_POLL)
+    _log.info("nobody else is on the topic %s: requests come when a peer joins it", WORKER_REQUESTS.name)
 
 
 @asynccontextmanager

@@ -36,6 +36,8 @@ class JobContext:
     """A folder of its own; it exists while the job runs."""
     scope: anyio.CancelScope
     """Cancelled when this job is to end; what is cancelled around it is the worker."""
+    traceparent: str | None = None
+    """Trace that the job belongs to."""
 
     @property
     def max_bytes(self) -> int:

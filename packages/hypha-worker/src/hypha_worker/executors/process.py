@@ -177,7 +177,8 @@ class ProcessExecution:
         devices: dict[str, str] = {}
         if self._settings.has_devices:
             devices = dict.fromkeys(_DEVICE_VARIABLES, ",".join(str(device.index) for device in allocation.devices))
-        return {**threads, **os.environ, **own, **devices, TOKEN_VARIABLE: self._token}
+        trace = {"TRACEPARENT": self._context.traceparent} if self._context.traceparent else {}
+        return {**threads, **os.environ, **own, **devices, **trace, TOKEN_VARIABLE: self._token}
 
     async def _read_output(self, process: anyio.abc.Process, reading: anyio.CancelScope) -> None:
         """Keep what the process prints: all of it (bounded) in a file, the last lines here, each line in our log."""

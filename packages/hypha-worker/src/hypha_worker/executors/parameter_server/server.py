@@ -123,7 +123,7 @@ class ParameterServer:
     async def _check_layout(self, path: Path, size: int) -> None:
         from hypha_worker.executors.parameter_server.outer_step import Layout, inspect_update
 
-        layout = await anyio.to_thread.run_sync(inspect_update, path)
+        layout = await anyio.to_thread.run_sync(inspect_update, path, abandon_on_cancel=True)
         first = self._layouts.first
         if not isinstance(first, Layout):
             self._layouts = _Layouts(layout, size)
@@ -199,6 +199,7 @@ class ParameterServer:
             result,
             OuterOptimizer(settings.learning_rate, settings.momentum, settings.nesterov is not False),
             UpdateMetadata(round=done.round, statistics=layout.statistics),
+            abandon_on_cancel=True,  # a job that ends leaves the step to its thread, whose files are gone
         )
         for _, path, _ in done.updates:
             _remove(path)
