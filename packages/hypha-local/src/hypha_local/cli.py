@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -12,8 +12,10 @@ import anyio
 import click
 
 from hypha_local.errors import LocalError
+from hypha_local.tasks import DIGITS, TASKS
 
-INTERRUPTED: Final = 130
+_SIGNALLED: Final = 128
+"""Exit status of a run that a signal ended: this and the signal's number, as shells count."""
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -24,8 +26,9 @@ def main() -> None:
 
 
 @main.command()
+@click.option("--task", type=click.Choice(list(TASKS)), default=DIGITS.name, show_default=True, help="What to learn.")
 @click.option("--workers", type=click.IntRange(1, 64), default=3, show_default=True, help="Training workers.")
-@click.option("--rounds", type=click.IntRange(min=1), default=16, show_default=True, help="Synchronisations.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Synchronisations.  [default: what the task needs]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Initial weights, data order.")
 @click.option(
     "--dir",
@@ -36,19 +39,36 @@ def main() -> None:
     help="Run directory; what an earlier run left there is replaced.",
 )
 @click.option("--keep", is_flag=True, help="Keep certificates, configuration, slices and work directories too.")
+@click.option(
+    "--compare", is_flag=True, help="Afterwards train each worker alone on its shard, to compare; as long again."
+)
 @click.option("--timeout", type=click.FloatRange(min=1), default=900.0, show_default=True, help="Seconds to train for.")
 @click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of the summary."
 )
 @click.option("--no-color", is_flag=True, help="No colours and no moving bar.")
 def demo(
-    workers: int, rounds: int, seed: int, folder: Path, keep: bool, timeout: float, form: str, no_color: bool
+    task: str,
+    workers: int,
+    rounds: int | None,
+    seed: int,
+    folder: Path,
+    keep: bool,
+    compare: bool,
+    timeout: float,
+    form: str,
+    no_color: bool,
 ) -> None:
-    """Train a digits classifier with DiLoCo over a network of local processes.
+    """Train with DiLoCo over a network of local processes.
+
+    digits: a classifier of handwritten digits. text: a language model of bytes, on the source of the running
+    interpreter's standard library; its loss is in nats a byte.
 
     Leaves model/, metrics.jsonl, summary.json, the test set and every process's log in the run directory.
     Progress goes to stderr, the summary to stdout.
     """
+    for number in _SIGNALS:
+        signal.signal(number, _end_early)
     from rich.console import Console
 
     from hypha_local.demo import run_demo
@@ -56,45 +76,54 @@ def demo(
 
     console = Console(stderr=True, no_color=no_color, force_terminal=False if no_color else None)
     folders = Folders(folder.resolve())
-    training = Training(workers=workers, rounds=rounds, seed=seed)
+    training = Training(workers=workers, rounds=rounds or TASKS[task].rounds, seed=seed, task=TASKS[task])
 
     async def work() -> None:
-        summary = await run_demo(folders, training, keep=keep, console=console, timeout=timeout)
+        summary = await run_demo(folders, training, keep=keep, console=console, timeout=timeout, compare=compare)
         click.echo(summary.as_json() if form == "json" else summary.as_text())
 
     sys.exit(_run(work))
 
 
 def _run(work: Callable[[], Awaitable[None]]) -> int:
-    """Run to the end, to an error, or to a signal; the exit status."""
+    """Run to the end, to an error, or to a signal; the exit status.
+
+    Signals are watched until the work has cleaned up: a second Ctrl-C leaves nothing behind either.
+    """
     status = 0
 
     async def main_task() -> None:
         nonlocal status
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch_signals, tasks.cancel_scope)
-            try:
-                await work()
-            except* LocalError as group:
-                status = 1
-                for error in _leaves(group):
-                    click.echo(f"Error: {error}", err=True)
-            tasks.cancel_scope.cancel()
-
-    async def watch_signals(scope: anyio.CancelScope) -> None:
-        nonlocal status
         with anyio.open_signal_receiver(*_SIGNALS) as signals:
-            async for number in signals:
-                if status != INTERRUPTED:
-                    status = INTERRUPTED
-                    click.echo(f"{number.name}: ending every process", err=True)
-                    scope.cancel()
+            async with anyio.create_task_group() as tasks:
+                with anyio.CancelScope() as working:
+                    tasks.start_soon(watch, signals, working)
+                    try:
+                        await work()
+                    except* (LocalError, OSError) as group:
+                        status = status or 1
+                        for error in _leaves(group):
+                            click.echo(f"Error: {error}", err=True)
+                tasks.cancel_scope.cancel()
+
+    async def watch(signals: AsyncIterator[signal.Signals], working: anyio.CancelScope) -> None:
+        nonlocal status
+        async for number in signals:
+            if not working.cancel_called:
+                status = _SIGNALLED + number
+                click.echo(f"{number.name}: ending every process", err=True)
+                working.cancel()
 
     anyio.run(main_task, backend="trio")
     return status
 
 
-def _leaves(group: BaseExceptionGroup[LocalError]) -> list[BaseException]:
+def _end_early(number: int, _frame: object) -> None:
+    """A signal before any process was started."""
+    raise SystemExit(_SIGNALLED + number)
+
+
+def _leaves(group: BaseExceptionGroup[LocalError | OSError]) -> list[BaseException]:
     """The errors of a group of groups."""
     found: list[BaseException] = []
     for error in group.exceptions:

@@ -1,0 +1,120 @@
+"""The house keeps its shape: import layers hold, and the walkthroughs name only what exists."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WALKTHROUGHS = ("job.md", "slice.md")
+_NAME = re.compile(r"`(hypha(?:_[a-z]+)?(?:\.\w+)+)`")
+
+
+def names_in(page: str) -> list[str]:
+    """Every dotted name of ours that stands in backticks."""
+    return _NAME.findall(page)
+
+
+def resolve(name: str) -> object:
+    """Import the longest module of a dotted name, and take the rest of it as attributes.
+
+    Raises:
+        LookupError: no such module, or it has no such attribute.
+    """
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        module_name = ".".join(parts[:end])
+        try:
+            found: object = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the module exists, and something that it imports does not
+            continue
+        for attribute in parts[end:]:
+            if not hasattr(found, attribute):
+                raise LookupError(f"{name}: {module_name} has no {'.'.join(parts[end:])}")
+            found = getattr(found, attribute)
+        return found
+    raise LookupError(f"{name}: no such module")
+
+
+@pytest.mark.parametrize("page", WALKTHROUGHS)
+def test_a_walkthrough_names_only_functions_that_exist(page: str) -> None:
+    names = names_in((ROOT / "docs" / "walkthroughs" / page).read_text())
+    assert len(names) >= 5, f"{page} names no way through the code"
+    missing = []
+    for name in dict.fromkeys(names):
+        try:
+            resolve(name)
+        except LookupError as error:
+            missing.append(str(error))
+    assert missing == []
+
+
+def test_names_are_resolved_or_refused() -> None:
+    assert names_in(
+        "`hypha_proto.codec.encode`, `hypha.accelerate_executor.training`, `os.path`, `hypha-data run`"
+    ) == [
+        "hypha_proto.codec.encode",
+        "hypha.accelerate_executor.training",
+    ]
+    assert callable(resolve("hypha_proto.ids.PeerId"))
+    for wrong in ("hypha_proto.ids.PeerIdd", "hypha_proto.nowhere.x", "hypha_nowhere.x"):
+        with pytest.raises(LookupError, match=wrong):
+            resolve(wrong)
+
+
+def test_imports_keep_to_the_layers() -> None:
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """What each module of ours imports, wherever in its code."""
+    found = {}
+    for source in ROOT.glob("*/*/src/**/*.py"):
+        tree = ast.parse(source.read_text(), str(source))
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {
+            node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level
+        }
+        parts = source.with_suffix("").parts
+        found[".".join(parts[parts.index("src") + 1 :])] = imported
+    return found
+
+
+def importers(library: str) -> set[str]:
+    """Modules of ours that import `library`."""
+    return {
+        module for module, names in imports().items() if any(f"{name}.".startswith(f"{library}.") for name in names)
+    }
+
+
+@pytest.mark.parametrize(
+    ("library", "allowed"),
+    [
+        ("libp2p", r"hypha_net\._libp2p(\..+)?"),
+        ("torch", r"hypha\.accelerate_executor\..+"),
+        ("accelerate", r"hypha\.accelerate_executor\..+"),
+        ("transformers", r"hypha\.accelerate_executor\..+"),
+        ("click", r".+\.cli(_\w+)?"),
+        ("opentelemetry.sdk", r"hypha_net\.node\.telemetry"),
+    ],
+)
+def test_a_library_is_imported_where_it_belongs(library: str, allowed: str) -> None:
+    assert {module for module in importers(library) if not re.fullmatch(allowed, module)} == set()
+
+
+def test_importers_are_found() -> None:
+    assert "hypha_local.cli" in importers("click")
+    assert any(module.startswith("hypha_net._libp2p.") for module in importers("libp2p"))
