@@ -143,6 +143,7 @@ class ProcessExecution:
                 reading.deadline = anyio.current_time() + _DRAIN
         with anyio.CancelScope(shield=True):
             await process.aclose()
+        _log.info("[%s] executor %s", f"{self._context.spec.job_id}"[:8], exit_text(self._exit_code))
         if self._exit_code != 0:
             raise ExecutionError(f"executor {self._settings.cmd} {exit_text(self._exit_code)}")
 
