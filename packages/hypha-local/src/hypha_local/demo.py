@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,9 +20,8 @@ import anyio.to_thread
 from rich.console import Console
 
 from hypha_local.certificates import write_certificates
-from hypha_local.digits import write_digits
 from hypha_local.errors import ProcessFailedError
-from hypha_local.plan import DATASET, Folders, NodePlan, Training, plan_nodes, write_configuration
+from hypha_local.plan import Folders, NodePlan, Training, plan_nodes, write_configuration
 from hypha_local.probe import wait_until_healthy
 from hypha_local.processes import Processes, local_processes, script
 from hypha_local.progress import Display, EventLog
@@ -35,12 +35,15 @@ SLICES_PER_WORKER: Final = 4
 POLL: Final = 0.05
 
 
-async def run_demo(folders: Folders, training: Training, *, keep: bool, console: Console, timeout: float) -> Summary:
-    """Train the digits model on a network in `folders` and return what came of it.
+async def run_demo(
+    folders: Folders, training: Training, *, keep: bool, console: Console, timeout: float, compare: bool = False
+) -> Summary:
+    """Train the task's model on a network in `folders` and return what came of it.
 
     Args:
         keep: leave certificates, configuration, slices and work directories in place.
         timeout: seconds for the training itself.
+        compare: train once more for each worker, alone on its shard of the data, when the network is down.
 
     Raises:
         RunDirectoryError: the folder cannot be used.
@@ -54,6 +57,9 @@ async def run_demo(folders: Folders, training: Training, *, keep: bool, console:
         await _bring_up(processes, folders, nodes, training, display)
         await _train(processes, folders, nodes, display, timeout)
         summary = await _finish(processes, folders, nodes, training, display)
+        if compare:
+            summary = replace(summary, alone_losses=await _train_alone(processes, folders, training, display, timeout))
+    (folders.root / "summary.json").write_text(summary.as_json() + "\n")
     if not keep:
         folders.tidy()
     return summary
@@ -78,15 +84,15 @@ async def _bring_up(
 
 
 async def _make_model(processes: Processes, folders: Folders, training: Training) -> None:
-    command = [script("hypha-accelerate-executor"), "create-model", "--arch", "resnet-digits"]
-    command += ["--task", "image-classification", "--seed", str(training.seed), "--out", str(folders.start_model)]
+    command = [script("hypha-accelerate-executor"), "create-model", "--arch", training.task.arch]
+    command += ["--task", training.task.wire, "--seed", str(training.seed), "--out", str(folders.start_model)]
     await processes.run("create-model", command, timeout=STEP_TIMEOUT)
 
 
 async def _make_data(processes: Processes, folders: Folders, training: Training) -> None:
     source = folders.data / "train.safetensors"
-    await anyio.to_thread.run_sync(write_digits, source, folders.test_set)
-    command = [script("hypha-data"), "prepare", str(source), "--out", str(folders.data / DATASET)]
+    await anyio.to_thread.run_sync(training.task.write, source, folders.test_set)
+    command = [script("hypha-data"), "prepare", str(source), "--out", str(folders.data / training.task.name)]
     command += ["--slices", str(SLICES_PER_WORKER * training.workers), "--seed", str(training.seed)]
     await processes.run("prepare", command, timeout=STEP_TIMEOUT)
 
@@ -147,7 +153,7 @@ async def _finish(
     shutil.copyfile(result_path.parent / "metrics.jsonl", folders.metrics)
     output = folders.root / "evaluation.json"
     command = [script("hypha-accelerate-executor"), "evaluate", "--model", str(folders.model)]
-    command += ["--data", str(folders.test_set), "--task", "image-classification"]
+    command += ["--data", str(folders.test_set), "--task", training.task.wire]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(processes.stop, [node.name for node in nodes])
         await processes.run("evaluate", command, timeout=STEP_TIMEOUT, stdout=output)
@@ -155,6 +161,40 @@ async def _finish(
     result: dict[str, Any] = json.loads(result_path.read_text())
     wall = time.monotonic() - display.started
     summary = summarise(result, evaluation, seed=training.seed, wall_seconds=wall, model_dir=folders.model)
-    (folders.root / "summary.json").write_text(summary.as_json() + "\n")
+    summary = replace(summary, task=training.task.name)
     display.step("model evaluated, every process ended")
     return summary
+
+
+async def _train_alone(
+    processes: Processes, folders: Folders, training: Training, display: Display, timeout: float
+) -> tuple[float, ...]:
+    """The test loss that each worker would have reached without the others.
+
+    Worker i of n gets the slices i, i + n, …, starts from the job's start model and makes as many steps as a worker of
+    the job has made on average, with the same batch size and learning rate.
+    """
+    losses: dict[int, float] = {}
+
+    async def one(index: int) -> None:
+        losses[index] = await _one_alone(processes, folders, training, index, timeout)
+        display.step(f"worker {index + 1} alone on its shard: test loss {losses[index]:.4f}")
+
+    async with anyio.create_task_group() as tasks:
+        for index in range(training.workers):
+            tasks.start_soon(one, index)
+    return tuple(losses[index] for index in range(training.workers))
+
+
+async def _one_alone(processes: Processes, folders: Folders, training: Training, index: int, timeout: float) -> float:
+    task, name = training.task, f"alone-{index + 1}"
+    model, output = folders.work / name, folders.work / f"{name}.json"
+    shard = sorted((folders.data / task.name).glob("*.safetensors"))[index :: training.workers]
+    executor = script("hypha-accelerate-executor")
+    command = [executor, "train-alone", "--task", task.wire, "--model", str(folders.start_model), "--out", str(model)]
+    command += ["--steps", str(training.steps_a_worker), "--batch-size", str(task.batch_size), "--threads", "1"]
+    command += ["--learning-rate", str(task.learning_rate), "--seed", str(training.seed), *map(str, shard)]
+    await processes.run(name, command, timeout=timeout)
+    command = [executor, "evaluate", "--task", task.wire, "--model", str(model), "--data", str(folders.test_set)]
+    await processes.run(f"{name}-evaluate", command, timeout=STEP_TIMEOUT, stdout=output)
+    return float(json.loads(output.read_text())["loss"])

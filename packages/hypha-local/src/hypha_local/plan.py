@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from hypha_local.errors import RunDirectoryError
+from hypha_local.tasks import DIGITS, Task
 
 MARKER: Final = ".hypha-local"
 PARAMETER_SERVER: Final = "parameter-server"
-DATASET: Final = "digits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +121,22 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What the demo's job asks for. One round is `steps` batches a worker on average."""
+    """What the demo's job asks for."""
 
     workers: int = 3
-    rounds: int = 16
+    rounds: int = DIGITS.rounds
     seed: int = 0
-    batch_size: int = 16
-    steps: int = 25
-    learning_rate: float = 2e-3
-    outer_learning_rate: float = 0.9
-    outer_momentum: float = 0.5
+    task: Task = DIGITS
 
     @property
     def samples_a_round(self) -> int:
         """Samples of all workers between two synchronisations."""
-        return self.batch_size * self.steps * self.workers
+        return self.task.batch_size * self.task.steps * self.workers
+
+    @property
+    def steps_a_worker(self) -> int:
+        """Batches that a worker processes in the whole job, on average."""
+        return self.rounds * self.task.steps
 
 
 def free_ports(count: int) -> list[int]:
@@ -179,7 +180,7 @@ def _network(node: NodePlan, gateways: list[str]) -> str:
 
 def _own(folders: Folders, node: NodePlan, training: Training, python: str) -> str:
     if node.role == "data":
-        return f"\n[[datasets]]\nname = {_toml(DATASET)}\npath = {_toml(f'../data/{DATASET}')}\n"
+        return f"\n[[datasets]]\nname = {_toml(training.task.name)}\npath = {_toml(f'../data/{training.task.name}')}\n"
     if node.role == "scheduler":
         return _job(training)
     if node.name == PARAMETER_SERVER:
@@ -223,28 +224,29 @@ args = [
 
 
 def _job(training: Training) -> str:
+    task = training.task
     return f"""output_dir = "../runs"
 
 [scheduler.job]
 type = "diloco"
 seed = {training.seed}
-dataset = {_toml(DATASET)}
+dataset = {_toml(task.name)}
 
 [scheduler.job.model]
 path = "../start-model"
-type = "vision-classification"
+type = {_toml(task.type)}
 
 [scheduler.job.inner_optimizer]
-learning_rate = {training.learning_rate}
+learning_rate = {task.learning_rate}
 
 [scheduler.job.outer_optimizer]
-learning_rate = {training.outer_learning_rate}
-momentum = {training.outer_momentum}
+learning_rate = {task.outer_learning_rate}
+momentum = {task.outer_momentum}
 
 [scheduler.job.rounds]
 update_rounds = {training.rounds}
 avg_samples_between_updates = {training.samples_a_round}
-batch_size = {training.batch_size}
+batch_size = {task.batch_size}
 
 [scheduler.job.resources]
 num_workers = {training.workers}

@@ -17,8 +17,9 @@ class Summary:
     """The demo's result. Bytes are those on the wire of each worker process, headers and TLS included."""
 
     accuracy: float
-    """Share of the test images that the trained model classifies rightly."""
+    """Share of the test images that the trained model classifies rightly; for text, of bytes that it predicts."""
     test_loss: float
+    """Mean cross entropy on samples that no worker saw: nats an image, for text nats a byte."""
     rounds: int
     workers: int
     samples: int
@@ -39,6 +40,9 @@ class Summary:
     parameters: int
     seed: int
     model_dir: str
+    task: str = "digits"
+    alone_losses: tuple[float, ...] = ()
+    """What `test_loss` would be for each worker alone on its shard of the data, with as many steps; when compared."""
 
     def as_json(self) -> str:
         """One JSON object."""
@@ -48,7 +52,7 @@ class Summary:
         """For people."""
         return "\n".join(
             (
-                f"test accuracy      {self.accuracy:.4f}  ({self.parameters:,} parameters, seed {self.seed})",
+                *self._quality(),
                 f"rounds             {self.rounds}, {self.samples:,} samples by {self.workers} workers",
                 f"time               {self.wall_seconds:.1f} s, of which training {self.training_seconds:.1f} s",
                 f"placement          {self.placement_seconds:.2f} s from request to leases",
@@ -58,6 +62,18 @@ class Summary:
                 f"model              {self.model_dir}",
             )
         )
+
+    def _quality(self) -> list[str]:
+        size = f"({self.parameters:,} parameters, seed {self.seed})"
+        lines = [f"test accuracy      {self.accuracy:.4f}  {size}"]
+        if self.task == "text":
+            lines = [f"validation loss    {self.test_loss:.4f} nats/byte  {size}"]
+        if self.alone_losses:
+            alone = ", ".join(f"{loss:.4f}" for loss in self.alone_losses)
+            lines.append(
+                f"each worker alone  {alone} after as many steps on its own shard; together {self.test_loss:.4f}"
+            )
+        return lines
 
 
 def count_parameters(model_dir: Path) -> int:

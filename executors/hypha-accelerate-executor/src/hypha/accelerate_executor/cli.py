@@ -22,7 +22,7 @@ def main() -> None:
 
 @main.command("create-model")
 @click.option("--task", default="image-classification", show_default=True, help="Task as jobs name it, e.g. causal-lm.")
-@click.option("--arch", help="A configuration known by name: resnet-digits.")
+@click.option("--arch", help="A configuration known by name: resnet-digits, llama-bytes.")
 @click.option("--config-json", type=click.Path(path_type=Path, dir_okay=False), help="A model's config.json.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the weights.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory to make.")
@@ -35,6 +35,45 @@ def create(task: str, arch: str | None, config_json: Path | None, seed: int, out
     except ExecutorError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{out}: {parameters} parameters")
+
+
+@main.command("train-alone")
+@click.option("--task", default="image-classification", show_default=True, help="Task as jobs name it, e.g. causal-lm.")
+@click.option("--model", type=click.Path(path_type=Path, file_okay=False), required=True, help="Model directory.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory to make.")
+@click.option("--steps", type=click.IntRange(1), required=True, help="Batches to train on.")
+@click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Samples of a batch.")
+@click.option(
+    "--learning-rate", type=click.FloatRange(0, min_open=True), default=1e-3, show_default=True, help="AdamW."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the order of samples.")
+@click.option("--threads", type=click.IntRange(1), help="Threads to compute with; with one the result is exact.")
+@click.argument("slices", type=click.Path(path_type=Path, dir_okay=False, exists=True), nargs=-1, required=True)
+def alone(
+    task: str,
+    model: Path,
+    out: Path,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    seed: int,
+    threads: int | None,
+    slices: tuple[Path, ...],
+) -> None:
+    """Train on SLICES without a network: what one worker would reach by itself."""
+    import torch
+
+    from hypha.accelerate_executor.solo import train_alone
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        loss = train_alone(
+            task, model, slices, out, learning_rate=learning_rate, batch_size=batch_size, steps=steps, seed=seed
+        )
+    except (ExecutorError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(json.dumps({"loss": loss, "steps": steps}))
 
 
 @main.command("evaluate")
