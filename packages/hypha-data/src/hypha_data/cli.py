@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
 from hypha_data.config import DataConfig
-from hypha_data.service import serve
+from hypha_data.errors import DatasetError
 from hypha_net.node.cli import daemon_cli
 
-main = daemon_cli("hypha-data", DataConfig, serve, role="data")
+
+async def _serve(config: DataConfig, node: Any) -> None:
+    from hypha_data.service import serve  # here: `--help` and `init` need none of it
+
+    await serve(config, node)
+
+
+main = daemon_cli(
+    "hypha-data", DataConfig, _serve, role="data", example={"dataset_path": "dataset"}, expected=(DatasetError,)
+)
 
 
 @main.command()
@@ -27,7 +37,6 @@ def prepare(source: Path, out: Path, slices: int, name: str | None, seed: int, f
 
     All tensors of SOURCE share their first dimension, the samples.
     """
-    from hypha_data.errors import DatasetError
     from hypha_data.prepare import prepare_dataset
 
     try:
