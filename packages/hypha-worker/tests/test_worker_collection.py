@@ -52,6 +52,11 @@ def test_members_that_are_late_are_left_out_at_the_deadline() -> None:
     assert done.missing == (B,)
     with pytest.raises(UpdateRefusedError, match="round 1 is over, round 2 runs"):
         deliver(collection, B, 1)
+    assert collection.is_late(B, 1)
+    assert collection.is_late(A, 1)
+    assert not collection.is_late(C, 1)
+    assert not collection.is_late(B, 2)
+    assert not collection.is_late(B, None)
 
 
 def test_a_round_without_any_update_is_an_error_and_not_a_step() -> None:

@@ -127,13 +127,20 @@ def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_lab: InLab,
 
 def test_a_member_that_is_missing_at_the_deadline_is_left_out(in_lab: InLab, take_pushes: Any) -> None:
     async def case(lab: Any) -> None:
-        lab.scheduler.answer = done_after(1)
+        lab.scheduler.answer = done_after(2)
         async with running(lab, take_pushes) as group:
             await group.name(1, {0: 1, 1: 1, 2: 98}, deadline_ms=300)
             await group.push(0, 1, group.write(2.0))
             await group.push(1, 1, group.write(4.0))
             _, value = await group.result(2, 1)
             assert value == pytest.approx(0.7 * 1.9 * 3.0)
+            await group.push(2, 1, group.write(99.0))  # too late: taken, and not counted
+            await group.name(2, {0: 1, 1: 1, 2: 1})
+            for who in range(3):
+                await group.push(who, 2, group.write(0.0))
+            _, value = await group.result(2, 2)
+            assert value == pytest.approx(0.7 * 0.9 * 0.9 * 3.0)
+            assert lab.scheduler.refused == []
             assert (await lab.scheduler.ended()).outcome == "finished"
 
     in_lab(case)

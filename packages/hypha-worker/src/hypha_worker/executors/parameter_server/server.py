@@ -87,19 +87,36 @@ class ParameterServer:
 
     async def accept_push(self, peer: PeerId, header: PushHeader | None) -> Landing | Refusal:
         """See `Execution.accept_push`."""
+        self._count += 1
+        if header is not None and self._collection.is_late(peer, header.round):
+            return self._discard(peer, header)
         try:
             number = self._admit(peer, header)
         except UpdateRefusedError as error:
             self._tell_refused(peer, header.round if header else self._collection.round or 0, str(error))
             return Refusal(reason=str(error))
-        self._count += 1
         path = self._context.work_dir / f"update-{number}-{self._count}.safetensors"
 
         async def arrived(size: int, _digest: str) -> None:
             await self._arrived(peer, number, path, size)
 
-        limit = self._layouts.size + self._layouts.size // 50 + _HEADER_ROOM if self._layouts.size else None
-        return Landing(path, min(limit or self._context.max_bytes, self._context.max_bytes), arrived)
+        return Landing(path, self._limit(), arrived)
+
+    def _discard(self, peer: PeerId, header: PushHeader) -> Landing:
+        path = self._context.work_dir / f"late-{self._count}.safetensors"
+
+        async def arrived(_size: int, _digest: str) -> None:
+            _log.warning(
+                "update of %s for round %d came when the round was over, and does not count", peer, header.round
+            )
+            _remove(path)
+
+        return Landing(path, self._limit(), arrived)
+
+    def _limit(self) -> int:
+        """Largest update that is taken: hardly more than the first was."""
+        known = self._layouts.size
+        return min(self._context.max_bytes, known + known // 50 + _HEADER_ROOM if known else self._context.max_bytes)
 
     def _admit(self, peer: PeerId, header: PushHeader | None) -> int:
         if header is not None and header.kind != PSEUDO_GRADIENT:
