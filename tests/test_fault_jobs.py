@@ -1,0 +1,128 @@
+"""What goes wrong while a job runs on a real network: it ends with a clear error, promptly, and nothing is left."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from local_network import LocalNetwork, executor, local_network, wait_until
+
+pytestmark = pytest.mark.slow
+
+MANY = 2000
+"""Rounds of a job that no test waits for."""
+PROMPTLY = 30.0
+"""Seconds in which a job that cannot go on must end."""
+BROKEN = executor("broken", "import sys; print('boom'); sys.exit(3)")
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
+    root: Path = tmp_path_factory.mktemp("network") / "run"
+    with local_network(root, worker_1=BROKEN, worker_2=BROKEN) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(network: LocalNetwork) -> Iterator[None]:
+    yield
+    wait_until(lambda: not network.executors(), 15, "the end of all executors")
+    assert all("Traceback" not in network.log(name) for name in network.nodes if name != "scheduler")
+    wait_until(lambda: not list(network.folders.work.glob("*/hypha-*")), 5, "work directories removed")
+
+
+def test_a_killed_executor_ends_the_job_with_its_last_lines(network: LocalNetwork) -> None:
+    job = network.job(rounds=MANY)
+    job.wait_for_round(2)
+    victim = network.executors()[0]
+    victim.send_signal(signal.SIGKILL)
+    assert job.wait(PROMPTLY) == 1
+    assert "was ended by SIGKILL" in job.log
+    assert "| INFO hypha.accelerate_executor.loop: round 1" in job.log
+    assert "Traceback" not in job.log
+    [failed] = job.events("failed")
+    assert "SIGKILL" in failed["error"]
+
+
+def test_an_executor_that_exits_with_an_error_ends_the_job_with_its_last_lines(network: LocalNetwork) -> None:
+    job = network.job(rounds=MANY, kind="broken")
+    assert job.wait(PROMPTLY) == 1
+    assert "exited with status 3" in job.log
+    assert "| boom" in job.log
+    assert "Traceback" not in job.log
+
+
+def test_a_second_job_gets_its_workers_the_moment_the_first_has_ended(network: LocalNetwork) -> None:
+    first = network.job(rounds=2)
+    assert first.wait(90) == 0, first.log
+    second = network.job(rounds=2)
+    assert second.wait(90) == 0, second.log
+    [placement] = second.events("placement")
+    assert placement["seconds"] < 1.0
+    for name in network.trainers:
+        assert network.log(name).count("executor exited with status 0") >= 2
+
+
+def test_a_killed_scheduler_costs_its_leases_and_executors(network: LocalNetwork) -> None:
+    job = network.job(rounds=MANY)
+    job.wait_for_round(1)
+    assert len(network.executors()) == len(network.trainers)
+    job.child.process.kill()
+    assert job.wait(10) == -signal.SIGKILL
+    wait_until(lambda: not network.executors(), 15, "executors of a scheduler that is gone")
+    after = network.job(rounds=1)
+    assert after.wait(90) == 0, after.log
+
+
+def test_an_interrupted_scheduler_gives_its_workers_back(network: LocalNetwork) -> None:
+    job = network.job(rounds=MANY)
+    job.wait_for_round(1)
+    job.child.process.send_signal(signal.SIGINT)
+    assert job.wait(10) == 130
+    assert "Traceback" not in job.log
+    wait_until(lambda: not network.executors(), 10, "executors of a scheduler that left")
+
+
+def test_a_killed_parameter_server_ends_the_job(network: LocalNetwork) -> None:
+    job = network.job(rounds=MANY)
+    job.wait_for_round(1)
+    network.kill("parameter-server")
+    assert job.wait(PROMPTLY) == 1
+    assert "parameter server" in job.log
+    assert "Traceback" not in job.log
+    network.restart("parameter-server")
+    after = network.job(rounds=1)
+    assert after.wait(90) == 0, after.log
+
+
+def test_a_killed_worker_ends_the_job_and_its_executor_leaves(network: LocalNetwork) -> None:
+    job = network.job(rounds=MANY)
+    job.wait_for_round(1)
+    orphan = psutil.Process(network.processes.child("worker-1").process.pid).children(recursive=True)[0]
+    network.kill("worker-1")
+    assert job.wait(PROMPTLY) == 1
+    assert "Traceback" not in job.log
+    wait_until(lambda: not orphan.is_running(), 15, "an executor whose worker is gone")
+    for folder in (network.folders.work / "worker-1").glob("hypha-*"):
+        print(f"left behind by the killed worker: {folder}")
+    network.restart("worker-1")
+    after = network.job(rounds=1)
+    assert after.wait(90) == 0, after.log
+
+
+def test_a_worker_of_another_authority_is_refused_on_both_sides(network: LocalNetwork) -> None:
+    began = len(network.log("gateway"))
+    child = network.stranger("stranger")
+    wait_until(lambda: "refused" in child.log.read_text(), 20, "the stranger hears that it is refused")
+    wait_until(lambda: "refused" in network.log("gateway")[began:], 5, "the gateway says that it refused somebody")
+    time.sleep(1.0)
+    assert child.process.poll() is None  # goes on trying: its owner may be about to put the certificate right
+    for text in (child.log.read_text(), network.log("gateway")[began:]):
+        print(text)
+        assert "Traceback" not in text
+    child.process.terminate()
+    assert child.process.wait(10) == 0
