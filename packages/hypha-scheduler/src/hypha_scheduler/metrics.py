@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 _QUEUE: Final = 1024
 _POST_TIMEOUT: Final = 5.0
+_LINE: Final = 300
 _FREQUENT: Final = frozenset({"metric"})
 
 
@@ -49,12 +50,14 @@ class EventFile:
 
 def _readable(event: str, fields: Mapping[str, object]) -> str:
     """An event in a line for people: what is short of it."""
-    short = [f"{key}={_number(value)}" for key, value in fields.items() if isinstance(value, int | float | str)]
+    short = [f"{key}={_short(value)}" for key, value in fields.items() if isinstance(value, int | float | str)]
     return " ".join([event, *short])
 
 
-def _number(value: int | float | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _short(value: int | float | str) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value).partition("\n")[0][:_LINE]
 
 
 def _plain(value: object) -> object:
