@@ -14,7 +14,7 @@ import click
 from hypha.accelerate_executor.errors import ExecutorError
 
 
-@click.group()
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hypha-accelerate-executor")
 def main() -> None:
     """Models for Hypha jobs: make one to start from, measure the one that came out."""
