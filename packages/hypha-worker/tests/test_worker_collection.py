@@ -6,6 +6,9 @@ import uuid
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from hypha_proto.aggregate import Member, RoundMembers
 from hypha_proto.ids import PeerId
@@ -144,3 +147,67 @@ def test_without_named_members_every_sender_counts_once_and_there_is_no_deadline
         assert collection.due(0.0) == 0.0
         done = collection.close()
         assert (done.round, [weight for _, _, weight in done.updates]) == (number, [1.0, 1.0])
+
+
+class Rounds(RuleBasedStateMachine):
+    """Members push, get lost, come late and lie; the scheduler names and renames; time passes."""
+
+    everybody = (A, B, C, STRANGER)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collection = Collection({A, B, C}, named=True)
+        self.now = 0.0
+        self.count = 0
+        self.closed = 0
+        self.used: set[Path] = set()
+        self.latest: dict[int, dict[PeerId, int]] = {}
+
+    @rule(
+        ahead=st.integers(-1, 5),
+        samples=st.dictionaries(st.sampled_from(everybody), st.integers(0, 9), max_size=4),
+        deadline=st.integers(0, 3000),
+    )
+    def name(self, ahead: int, samples: dict[PeerId, int], deadline: int) -> None:
+        number = max(1, (self.collection.round or 1) + ahead)
+        answer, dropped = self.collection.name_members(members(number, samples, deadline), self.now)
+        if answer.accepted:
+            assert samples
+            assert number > self.closed
+            self.latest[number] = samples
+            assert all(path not in self.used for path in dropped)
+
+    @rule(peer=st.sampled_from(everybody), ahead=st.integers(-2, 6), bare=st.booleans())
+    def push(self, peer: PeerId, ahead: int, bare: bool) -> None:
+        number = None if bare else max(1, (self.collection.round or 1) + ahead)
+        self.count += 1
+        try:
+            admitted = self.collection.admit(peer, number)
+            self.collection.add(peer, admitted, Path(f"{admitted}/{peer}/{self.count}"))
+        except UpdateRefusedError:
+            return
+        assert admitted > self.closed
+        assert peer in self.latest.get(admitted, dict.fromkeys(self.everybody))
+
+    @rule(seconds=st.floats(0, 2))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        if self.collection.due(self.now) != 0.0:
+            return
+        try:
+            done = self.collection.close()
+        except EmptyRoundError:
+            return
+        assert done.round > self.closed
+        self.closed = done.round
+        named = self.latest[done.round]
+        assert {peer for peer, _, _ in done.updates} | set(done.missing) == set(named)
+        for peer, path, weight in done.updates:
+            assert weight == named[peer]
+            assert path not in self.used
+            assert path.parts[:2] == (str(done.round), str(peer)), "another round's or peer's update was counted"
+            self.used.add(path)
+
+
+TestRounds = Rounds.TestCase
+TestRounds.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
