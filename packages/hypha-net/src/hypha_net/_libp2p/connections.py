@@ -96,6 +96,8 @@ async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None)
             if peer == swarm.self_id and raw.is_initiator and swarm.listeners:
                 raise RefusedError("this is the node itself")
             muxed = await swarm.upgrader.upgrade_connection(secured, peer)
+            if not swarm.get_connections(peer):
+                _forget_identify(swarm, peer)
             connection = await swarm.add_conn(muxed, direction="outbound" if raw.is_initiator else "inbound")
             registered = True
             return connection
@@ -111,6 +113,12 @@ async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None)
         if not registered:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 1):
                 await (raw if secured is None else secured).close()
+
+
+def _forget_identify(swarm: Swarm, peer: ID) -> None:
+    """Have a peer that comes back asked anew: it may have restarted at another address, with other protocols."""
+    if swarm.peerstore.has_peer(peer):
+        swarm.peerstore.clear_protocol_data(peer)
 
 
 async def _secure(swarm: Swarm, raw: IRawConnection) -> TlsConnection:

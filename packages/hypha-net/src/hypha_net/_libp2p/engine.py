@@ -1,33 +1,25 @@
-"""`Libp2pEndpoint`: py-libp2p's host with our connections, and the tasks that keep it in the network."""
+"""`Libp2pEndpoint`: the `Endpoint` that nodes talk through, made of the rooms beside it.
+
+An outgoing stream: here → `dialer` → `connections` → `security` → `muxer`, then multistream-select, then `streams`. An
+incoming one: py-libp2p's swarm accepts (`connections`), its host negotiates, and `handle` wraps the handler.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import logging
-import random
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from importlib.metadata import version
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import anyio
 import anyio.abc
-import trio
-from libp2p import new_host
-from libp2p.abc import INetStream, IPeerStore
+from libp2p.abc import INetStream
 from libp2p.custom_types import TProtocol
-from libp2p.host import basic_host
-from libp2p.host.basic_host import BasicHost
-from libp2p.identity.identify import identify as identify_module
-from libp2p.identity.identify.pb.identify_pb2 import Identify
-from libp2p.identity.update import update_peerstore_from_identify
 from libp2p.io.exceptions import IOException
-from libp2p.network.config import ConnectionConfig
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
-from libp2p.peer.peerstore import PeerStoreError
 from libp2p.protocol_muxer.exceptions import MultiselectClientError
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.stream_muxer.exceptions import MuxedConnError, MuxedStreamError
@@ -35,19 +27,24 @@ from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p import kad
-from hypha_net._libp2p.connections import YamuxMultistream, dial, patch_swarm
+from hypha_net._libp2p.circuits import CircuitConnection
+from hypha_net._libp2p.connections import upgrade
+from hypha_net._libp2p.dialer import Dialer, Routes, is_direct
+from hypha_net._libp2p.gateways import Gateways
 from hypha_net._libp2p.gossip import make_pubsub
+from hypha_net._libp2p.host import NEGOTIATE_TIMEOUT, addresses_of, agent_of, check_port_free, make_host, protocols_of
 from hypha_net._libp2p.kad_messages import PROTOCOL as KAD_PROTOCOL
-from hypha_net._libp2p.muxer import PROTOCOL as YAMUX_PROTOCOL
+from hypha_net._libp2p.library_logs import adopt_library_logs
 from hypha_net._libp2p.muxer import Muxer
-from hypha_net._libp2p.security import TLS_PROTOCOL, SecurityRecords, TlsTransport, libp2p_key_pair
+from hypha_net._libp2p.relay import RelayClient, RelayHop
+from hypha_net._libp2p.relay_messages import HOP, STOP
+from hypha_net._libp2p.security import SecurityRecords
 from hypha_net._libp2p.streams import Libp2pStream
 from hypha_net._libp2p.subscriptions import Subscriptions
-from hypha_net.addresses import expand_wildcards, is_excluded, split_peer
+from hypha_net.addresses import expand_wildcards, split_peer
 from hypha_net.endpoint import GossipMessage, PeerInfo, Record, Stream, StreamHandler, Traffic
 from hypha_net.errors import (
     NetError,
-    RefusedError,
     StreamClosedError,
     StreamResetError,
     UnreachableError,
@@ -56,18 +53,10 @@ from hypha_net.errors import (
 from hypha_net.identity import Identity
 from hypha_net.open import EndpointSettings
 from hypha_proto.ids import PeerId
-from hypha_proto.protocol import IDENTIFY_VERSION
 
 _log = logging.getLogger("hypha_net.endpoint")
 
-NEGOTIATE_TIMEOUT: Final = 10
-CLOSE_TIMEOUT: Final = 2.0
-STAGGER: Final = 0.25
-"""Seconds between dials to further addresses of one peer while the earlier ones have not answered."""
-BACKOFF: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds between attempts at a gateway, each with jitter; the last repeats."""
-RECORD_INTERVAL: Final = 600.0
-AGENT: Final = "agent_version"
+CLOSE_TIMEOUT: Final = 1.0
 
 
 class Libp2pEndpoint:
@@ -78,44 +67,40 @@ class Libp2pEndpoint:
         self._settings = settings
         self._tasks = tasks
         self._records = SecurityRecords()
-        self._excluded = [ipaddress.ip_network(entry, strict=False) for entry in settings.exclude_cidr]
-        self._host = self._make_host()
+        self._swarm: Swarm | None = None  # its host asks for addresses while it is made
+        self._relay = RelayClient(self, self._accept_circuit)
+        self._host = make_host(identity, self._records, settings.max_connections, self._own_addresses)
         self._swarm = cast(Swarm, self._host.get_network())
-        self.pubsub, self.router = make_pubsub(self._host)
-        self._subscriptions = Subscriptions(self.pubsub, tasks)
-        store = kad.RecordStore(settings.state_dir) if settings.role == "gateway" else None
-        self._server = kad.DirectoryServer(self._known_peers, store)
-        self._directory = kad.DirectoryClient(self, self._connected_gateways)
-        self._gateways: dict[str, PeerId] = {}
-        self._own_records: dict[bytes, tuple[bytes, float]] = {}
-        self._dials: dict[PeerId, trio.Event] = {}
-        self._gateway_found = trio.Event()
-        self._refused_excluded: set[str] = set()
-        self._closed = False
-        self.handle(KAD_PROTOCOL, self._server.serve)
-
-    def _make_host(self) -> BasicHost:
-        vars(basic_host)["update_peerstore_from_identify"] = _remember_identify
-        identify_module.PROTOCOL_VERSION = IDENTIFY_VERSION
-        identify_module.AGENT_VERSION = f"hypha-python/{version('hypha-net')}"
-        limit = self._settings.max_connections
-        host = new_host(
-            key_pair=libp2p_key_pair(self._identity),
-            sec_opt={TLS_PROTOCOL: TlsTransport(self._identity, self._records)},
-            muxer_opt={TProtocol(YAMUX_PROTOCOL): cast(Any, Muxer)},
-            connection_config=ConnectionConfig(
-                max_connections=limit, min_connections=0, low_watermark=0, high_watermark=limit
-            ),
-            disable_identify_address_discovery=True,
-            addrs_factory=lambda _candidates: [Multiaddr(address) for address in self._own_addresses()],
-            negotiate_timeout=NEGOTIATE_TIMEOUT,
+        self._dialer = Dialer(
+            self._swarm, [ipaddress.ip_network(entry, strict=False) for entry in settings.exclude_cidr]
         )
-        swarm = cast(Swarm, host.get_network())
-        swarm.set_resource_manager(None)  # its limits per peer and second fit public swarms
-        swarm.upgrader.muxer_multistream = YamuxMultistream({TProtocol(YAMUX_PROTOCOL): cast(Any, Muxer)})
-        swarm._inbound_limiter = trio.CapacityLimiter(limit)
-        patch_swarm(swarm)
-        return cast(BasicHost, host)
+        pubsub, router = make_pubsub(self._host)
+        self._gossip = (pubsub, router)
+        self._subscriptions = Subscriptions(pubsub, tasks)
+        self._make_directory()
+        self._make_relay()
+
+    def _make_directory(self) -> None:
+        is_gateway = self._settings.role == "gateway"
+        store = kad.RecordStore(self._settings.state_dir) if is_gateway else None
+        server = kad.DirectoryServer(self._known_peers, store)
+        self._directory = kad.DirectoryClient(self, lambda: self._gateways.connected(), server if is_gateway else None)
+        self.handle(KAD_PROTOCOL, server.serve)
+
+    def _make_relay(self) -> None:
+        self._hop = RelayHop(self) if self._settings.role == "gateway" else None
+        if self._hop is not None:
+            self.handle(HOP, self._hop.serve)
+        reserve = self._settings.relay_circuit and self._hop is None
+        if reserve:
+            self.handle(STOP, self._relay.serve)
+        self._gateways = Gateways(self._dialer, self._directory, self._subscriptions, self._relay if reserve else None)
+        self._dialer.routes = Routes(
+            known=lambda peer: addresses_of(self._host.peerstore, ID(peer.raw)),
+            look_up=lambda peer: self._directory.find_addresses(peer, kad.ASK_TIMEOUT),
+            relays=self._gateways.connected,
+            open_circuit=self._relay.open_circuit,
+        )
 
     # ---------------------------------------------------------------------------------------------- about itself
 
@@ -130,10 +115,10 @@ class Libp2pEndpoint:
         return tuple(f"{address}/p2p/{self.peer_id}" for address in self._own_addresses())
 
     def _own_addresses(self) -> tuple[str, ...]:
-        if not hasattr(self, "_swarm"):  # the host asks once while it is made
-            return self._settings.external_addresses
-        bound = [str(address) for listener in self._swarm.listeners.values() for address in listener.get_addrs()]
-        return tuple(dict.fromkeys((*self._settings.external_addresses, *expand_wildcards(bound))))
+        listeners = () if self._swarm is None else tuple(self._swarm.listeners.values())
+        bound = [str(address) for listener in listeners for address in listener.get_addrs()]
+        own = (*self._settings.external_addresses, *expand_wildcards(bound), *self._relay.addresses)
+        return tuple(dict.fromkeys(own))
 
     @property
     def traffic(self) -> Traffic:
@@ -144,134 +129,69 @@ class Libp2pEndpoint:
 
     async def connect(self, address: str, *, timeout: float = 10.0) -> PeerId:
         """See `Endpoint.connect`."""
-        transport, peer = split_peer(address)
-        if peer is not None and self._connection(peer) is not None:
-            return peer
-        with anyio.move_on_after(timeout) as scope:
-            connection = await dial(self._swarm, Multiaddr(transport), peer)
-        if scope.cancelled_caught:
-            raise UnreachableError(f"{address} did not answer within {timeout:g} s")
-        return PeerId(connection.muxed_conn.peer_id.to_bytes())
+        with anyio.move_on_after(timeout):
+            return await self._dialer.connect(address)
+        raise UnreachableError(f"{address} did not answer within {timeout:g} s")
 
     async def disconnect(self, peer: PeerId) -> None:
         """See `Endpoint.disconnect`."""
-        for connection in self._swarm.get_connections(ID(peer.raw)):
+        for connection in self._dialer.connections(peer):
             await connection.close()
+
+    def is_direct(self, peer: PeerId) -> bool:
+        """Whether there is a connection to `peer` that is not relayed."""
+        connection = self._dialer.connection(peer)
+        return connection is not None and is_direct(connection)
 
     def connected_peers(self) -> Mapping[PeerId, PeerInfo]:
         """See `Endpoint.connected_peers`."""
-        found = {}
-        for raw in list(self._swarm.connections):
-            peer = PeerId(raw.to_bytes())
-            if self._connection(peer) is not None:
-                found[peer] = self._describe(raw, peer)
-        return found
+        return {peer: self._describe(peer) for peer in self._alive()}
 
-    def _describe(self, raw: ID, peer: PeerId) -> PeerInfo:
+    def _alive(self) -> list[PeerId]:
+        assert self._swarm is not None
+        peers = [PeerId(raw.to_bytes()) for raw in list(self._swarm.connections)]
+        return [peer for peer in peers if self._dialer.connection(peer) is not None]
+
+    def _describe(self, peer: PeerId) -> PeerInfo:
+        store, raw = self._host.peerstore, ID(peer.raw)
         certificate = self._records.certificates.get(peer)
-        try:
-            agent = str(self._host.peerstore.get(raw, AGENT))
-        except (PeerStoreError, KeyError):
-            agent = ""
-        try:
-            protocols = frozenset(self._host.peerstore.get_protocols(raw))
-        except (PeerStoreError, KeyError):
-            protocols = frozenset()
         return PeerInfo(
             peer,
-            tuple(str(Multiaddr(address)) for address in self._peer_addresses(raw)),
-            agent,
-            protocols,
+            tuple(str(Multiaddr(address)) for address in addresses_of(store, raw)),
+            agent_of(store, raw),
+            protocols_of(store, raw),
             certificate.not_after if certificate else None,
             certificate.role if certificate else None,
         )
 
-    def _peer_addresses(self, raw: ID) -> tuple[bytes, ...]:
-        try:
-            return tuple(address.to_bytes() for address in self._host.peerstore.addrs(raw))
-        except (PeerStoreError, KeyError):
-            return ()
-
     def _known_peers(self) -> list[kad.KnownPeer]:
-        raws = list(self._swarm.connections)
-        return [kad.KnownPeer(PeerId(raw.to_bytes()), self._peer_addresses(raw)) for raw in raws]
+        """Connected peers for the directory, with the circuits that lead to them through here."""
+        circuits = tuple(Multiaddr(f"{address}/p2p-circuit").to_bytes() for address in self.addresses[:8])
+        store = self._host.peerstore
+        return [
+            kad.KnownPeer(peer, addresses_of(store, ID(peer.raw)) + (circuits if self._is_reserved(peer) else ()))
+            for peer in self._alive()
+        ]
 
-    def _connection(self, peer: PeerId) -> SwarmConn | None:
-        for connection in self._swarm.get_connections(ID(peer.raw)):
-            muxed = cast(SwarmConn, connection).muxed_conn
-            if muxed.is_established and not connection.is_closed:
-                return cast(SwarmConn, connection)
-        return None
+    def _is_reserved(self, peer: PeerId) -> bool:
+        return self._hop is not None and self._hop.has_reservation(peer)
 
-    async def _ensure_connected(self, peer: PeerId, timeout: float) -> SwarmConn:
-        """The connection to `peer`; simultaneous callers share one dial."""
-        while (connection := self._connection(peer)) is None:
-            if self._closed:
-                raise StreamClosedError("the endpoint is shut down")
-            if peer in self._dials:
-                await self._dials[peer].wait()
-                if (connection := self._connection(peer)) is not None:
-                    return connection
-                raise UnreachableError(f"{peer} cannot be reached")
-            self._dials[peer] = trio.Event()
-            try:
-                await self._find_and_dial(peer, timeout)
-            finally:
-                self._dials.pop(peer).set()
-        return connection
-
-    async def _find_and_dial(self, peer: PeerId, timeout: float) -> None:
-        addresses = [bytes(address) for address in self._peer_addresses(ID(peer.raw))]
-        if not addresses:
-            addresses = await self._directory.find_addresses(peer, min(timeout, kad.ASK_TIMEOUT))
-        dialable = self._dialable(addresses)
-        if not dialable:
-            raise UnreachableError(f"no address of {peer} is known")
-        failures: list[str] = []
-        done = trio.Event()
-
-        async def attempt(address: str, delay: float) -> None:
-            with anyio.move_on_after(delay):
-                await done.wait()
-            if done.is_set():
-                return
-            try:
-                await dial(self._swarm, Multiaddr(address), peer)
-                done.set()
-                tasks.cancel_scope.cancel()
-            except UnreachableError as error:
-                failures.append(str(error))
-
-        async with anyio.create_task_group() as tasks:
-            for index, address in enumerate(dialable):
-                tasks.start_soon(attempt, address, index * STAGGER)
-        if not done.is_set():
-            raise UnreachableError(f"{peer} cannot be reached: " + "; ".join(failures))
-
-    def _dialable(self, addresses: Sequence[bytes]) -> list[str]:
-        """Reported addresses that are TCP and not excluded; what is excluded is logged once."""
-        made: dict[str, None] = {}
-        for raw in addresses:
-            try:
-                address, _ = split_peer(str(Multiaddr(raw)))
-            except (ValueError, NetError):
-                continue  # QUIC, circuits and rubbish: nothing that is dialled directly
-            if is_excluded(address, self._excluded):
-                if address not in self._refused_excluded and len(self._refused_excluded) < 4096:
-                    self._refused_excluded.add(address)
-                    _log.warning("address %s of a peer is left out by exclude_cidr", address)
-                continue
-            made[address] = None
-        return list(made)
+    async def _accept_circuit(self, circuit: CircuitConnection, source: PeerId) -> None:
+        assert self._swarm is not None
+        try:
+            connection = await upgrade(self._swarm, circuit, expected=source)
+        except UnreachableError as error:
+            _log.debug("circuit from %s not taken: %s", source, error)
+            return
+        await cast(Muxer, connection.muxed_conn).event_closed.wait()
 
     # ---------------------------------------------------------------------------------------------------- streams
 
     async def open_stream(self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0) -> Stream:
         """See `Endpoint.open_stream`."""
-        with anyio.move_on_after(timeout) as scope:
-            connection = await self._ensure_connected(peer, timeout)
+        with anyio.move_on_after(timeout):
+            connection = await self._dialer.ensure(peer)
             return await self._negotiate(connection, peer, protocols)
-        assert scope.cancelled_caught
         raise UnreachableError(f"{peer} did not answer within {timeout:g} s")
 
     async def _negotiate(self, connection: SwarmConn, peer: PeerId, protocols: Sequence[str]) -> Stream:
@@ -287,7 +207,7 @@ class Libp2pEndpoint:
             stream.set_protocol(selected)
             agreed = True
         except MultiselectClientError as error:
-            if self._connection(peer) is None:
+            if self._dialer.connection(peer) is None:
                 raise UnreachableError(f"{peer}: the connection broke off") from error
             raise UnsupportedProtocolError(f"{peer} speaks none of {', '.join(protocols)}") from error
         except (IOException, MuxedConnError, MuxedStreamError) as error:
@@ -307,6 +227,9 @@ class Libp2pEndpoint:
                 await handler(stream)
             except (StreamResetError, StreamClosedError) as error:
                 _log.debug("%s with %s ended early: %s", protocol, stream.peer, error)
+                await stream.reset()
+            except NetError as error:
+                _log.warning("%s with %s ended: %s", protocol, stream.peer, error)
                 await stream.reset()
             except Exception:  # noqa: BLE001 - a handler's fault breaks its stream, never the node
                 _log.exception("serving %s for %s failed", protocol, stream.peer)
@@ -342,130 +265,57 @@ class Libp2pEndpoint:
 
     async def put_record(self, key: bytes, value: bytes, *, ttl: float = 3600.0) -> None:
         """See `Endpoint.put_record`; put again whenever a gateway is met anew."""
-        self._own_records[key] = (value, ttl)
-        await self._directory.put(key, value, ttl)
+        await self._gateways.records.put(key, value, ttl)
 
     async def find_records(self, key: bytes, *, timeout: float = 5.0) -> list[Record]:
         """See `Endpoint.find_records`."""
         return await self._directory.find(key, timeout)
 
-    def _connected_gateways(self) -> list[PeerId]:
-        return [peer for peer in dict.fromkeys(self._gateways.values()) if self._connection(peer) is not None]
-
-    # --------------------------------------------------------------------------------------------------- gateways
-
-    async def wait_for_gateway(self) -> None:
-        """Wait until a gateway is connected."""
-        await self._gateway_found.wait()
-
-    async def _keep_gateway(self, address: str) -> None:
-        """Stay connected to the gateway at `address`, with growing pauses between attempts that fail."""
-        failures = 0
-        while True:
-            try:
-                peer = await self.connect(address)
-            except NetError as error:
-                pause = BACKOFF[min(failures, len(BACKOFF) - 1)] * random.uniform(0.75, 1.25)
-                level = logging.ERROR if isinstance(error, RefusedError) else logging.WARNING
-                _log.log(level, "gateway %s: %s; again in %.1f s", address, error, pause)
-                failures += 1
-                await anyio.sleep(pause)
-                continue
-            failures = 0
-            self._gateways[address] = peer
-            _log.info("connected to gateway %s at %s", peer, address)
-            self._gateway_found.set()
-            await self._announce_own_records()
-            await self._meet_neighbours(peer)
-            await self._wait_for_loss(peer)
-            _log.warning("gateway %s at %s is lost", peer, address)
-
-    async def _announce_own_records(self) -> None:
-        for key, (value, ttl) in list(self._own_records.items()):
-            try:
-                await self._directory.put(key, value, ttl)
-            except UnreachableError as error:
-                _log.warning("record %r is not announced: %s", key[:60], error)
-
-    async def _meet_neighbours(self, gateway: PeerId) -> None:
-        """Dial peers that the gateway knows when it is not itself in our topics: then it forwards no gossip."""
-        with anyio.move_on_after(2.0):  # gossipsub has no event for "a peer has said what it subscribes to"
-            while not self._subscriptions.heard_from(gateway):  # noqa: ASYNC110
-                await anyio.sleep(0.05)
-        wanted = self._subscriptions.topics()
-        if not wanted or any(gateway in self.topic_peers(topic) for topic in wanted):
-            return
-        try:
-            neighbours = await self._directory.neighbours(kad.ASK_TIMEOUT)
-        except UnreachableError as error:
-            _log.info("no neighbours learnt: %s", error)
-            return
-        for peer, addresses in neighbours.items():
-            for address in self._dialable(addresses):
-                try:
-                    await self.connect(f"{address}/p2p/{peer}", timeout=3.0)
-                    break
-                except NetError as error:
-                    _log.debug("neighbour %s: %s", peer, error)
-
-    async def _wait_for_loss(self, peer: PeerId) -> None:
-        while (connection := self._connection(peer)) is not None:
-            with anyio.move_on_after(RECORD_INTERVAL):
-                await cast(Muxer, connection.muxed_conn).event_closed.wait()
-            if not connection.muxed_conn.is_closed:
-                await self._announce_own_records()
-
     # ------------------------------------------------------------------------------------------------------- life
+
+    async def wait_for_gateway(self, timeout: float | None = None) -> None:
+        """Wait until a gateway is connected; at once if the settings name none.
+
+        Raises:
+            UnreachableError: none was within `timeout` seconds.
+        """
+        if not self._settings.gateway_addresses:
+            return
+        with anyio.move_on_after(timeout):
+            await self._gateways.wait()
+            return
+        raise UnreachableError(f"no gateway within {timeout:g} s: {', '.join(self._settings.gateway_addresses)}")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Listen and keep the gateways while the context is open."""
+        assert self._swarm is not None
         listen = [Multiaddr(split_peer(address)[0]) for address in self._settings.listen_addresses]
+        pubsub, router = self._gossip
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._host.run(listen))
             await self._swarm.auto_connector.stop()
             if len(self._swarm.listeners) < len(set(map(str, listen))):
                 raise NetError(f"cannot listen on {', '.join(self._settings.listen_addresses)}")
-            await stack.enter_async_context(background_trio_service(self.router))
-            await stack.enter_async_context(background_trio_service(self.pubsub))
-            await self.pubsub.wait_until_ready()
+            await stack.enter_async_context(background_trio_service(router))
+            await stack.enter_async_context(background_trio_service(pubsub))
+            await pubsub.wait_until_ready()
             for address in self._settings.gateway_addresses:
-                self._tasks.start_soon(self._keep_gateway, address)
+                self._tasks.start_soon(self._gateways.keep, address)
             try:
                 yield
             finally:
-                self._closed = True
-                self._tasks.cancel_scope.cancel()
-                with anyio.move_on_after(CLOSE_TIMEOUT, shield=True):
-                    await self._close_connections()
-                with anyio.move_on_after(CLOSE_TIMEOUT, shield=True):
-                    await self._host.close()
+                await self._close()
 
-    async def _close_connections(self) -> None:
-        async with anyio.create_task_group() as tasks:
-            for connections in list(self._swarm.connections.values()):
-                for connection in list(connections):
-                    tasks.start_soon(connection.close)
-
-
-async def _remember_identify(peerstore: IPeerStore, peer_id: ID, message: Identify) -> None:
-    """What py-libp2p keeps of an identify message, and the agent, which it drops."""
-    peerstore.put(peer_id, AGENT, message.agent_version[:200])
-    await update_peerstore_from_identify(peerstore, peer_id, message)
-
-
-def _check_port_free(address: str) -> None:
-    """Listeners share a port silently (SO_REUSEPORT): bind it once without, which fails when it is taken."""
-    parts = split_peer(address)[0].split("/")
-    if parts[4] == "0":
-        return
-    family = socket.AF_INET6 if parts[1] == "ip6" else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((parts[2], int(parts[4])))
-        except OSError as error:
-            raise NetError(f"listen_addresses {address}: {error.strerror}; another program uses the port?") from error
+    async def _close(self) -> None:
+        self._dialer.closed = True
+        self._tasks.cancel_scope.cancel()
+        with anyio.move_on_after(CLOSE_TIMEOUT, shield=True):
+            async with anyio.create_task_group() as tasks:
+                for peer in self._alive():
+                    tasks.start_soon(self.disconnect, peer)
+        with anyio.move_on_after(CLOSE_TIMEOUT, shield=True):
+            await self._host.close()
 
 
 @asynccontextmanager
@@ -474,7 +324,8 @@ async def run_engine(identity: Identity, settings: EndpointSettings) -> AsyncIte
     for address in (*settings.gateway_addresses, *settings.external_addresses):
         split_peer(address)
     for address in settings.listen_addresses:
-        _check_port_free(address)
+        check_port_free(address)
+    adopt_library_logs()
     failure: Exception | None = None
     async with anyio.create_task_group() as tasks:
         endpoint = Libp2pEndpoint(identity, settings, tasks)

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import anyio
-from google.protobuf.message import DecodeError as ProtobufDecodeError
 
-from hypha_net._libp2p.kad_messages import MAX_MESSAGE, PROTOCOL, Kind, Message
+from hypha_net._libp2p.framing import read_message, write_message
+from hypha_net._libp2p.kad_messages import PROTOCOL, Kind, Message
 from hypha_net.endpoint import Endpoint, Record, Stream
-from hypha_net.errors import NetError, StreamResetError, TransferError, UnreachableError
+from hypha_net.errors import NetError, StreamResetError, UnreachableError
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
@@ -33,6 +33,8 @@ MAX_VALUE: Final = 64 << 10
 MAX_KEY: Final = 1024
 READ_TIMEOUT: Final = 30.0
 ASK_TIMEOUT: Final = 5.0
+GRACE: Final = 0.5
+"""Seconds that the other gateways have once one has answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class DirectoryServer:
         """Answer every message of one stream until the peer ends it."""
         while True:
             with anyio.move_on_after(READ_TIMEOUT) as scope:
-                message = await read_message(stream)
+                message = await read_message(stream, Message)
             if scope.cancelled_caught or message is None:
                 return
             answer = self.answer(stream.peer, message)
@@ -182,9 +184,13 @@ class DirectoryServer:
 class DirectoryClient:
     """Asks gateways."""
 
-    def __init__(self, endpoint: Endpoint, gateways: Callable[[], Iterable[PeerId]]) -> None:
+    def __init__(
+        self, endpoint: Endpoint, gateways: Callable[[], Iterable[PeerId]], local: DirectoryServer | None = None
+    ) -> None:
         self._endpoint = endpoint
         self._gateways = gateways
+        self._local = local
+        """A gateway's own part of the directory."""
 
     async def put(self, key: bytes, value: bytes, ttl: float) -> None:
         """Store a record at every gateway. Raises `UnreachableError` when none took it."""
@@ -229,17 +235,23 @@ class DirectoryClient:
     async def _ask_all(self, message: Any, timeout: float) -> Mapping[PeerId, Any]:
         answers: dict[PeerId, Any] = {}
         failures: list[str] = []
+        if self._local is not None:
+            answers[self._endpoint.peer_id] = self._local.answer(self._endpoint.peer_id, message)
 
         async def ask(gateway: PeerId) -> None:
             try:
-                with anyio.fail_after(timeout):
-                    answers[gateway] = await self._ask(gateway, message, timeout)
-            except (NetError, TimeoutError) as error:
-                failures.append(f"{gateway}: {error or 'no answer in time'}")
+                answers[gateway] = await self._ask(gateway, message, timeout)
+            except NetError as error:
+                failures.append(f"{gateway}: {error}")
+                return
+            tasks.cancel_scope.deadline = min(tasks.cancel_scope.deadline, anyio.current_time() + GRACE)
 
+        gateways = list(self._gateways())
         async with anyio.create_task_group() as tasks:
-            for gateway in self._gateways():
+            tasks.cancel_scope.deadline = anyio.current_time() + timeout
+            for gateway in gateways:
                 tasks.start_soon(ask, gateway)
+        failures += [f"{gateway}: no answer within {timeout:g} s" for gateway in gateways if gateway not in answers]
         if not answers:
             raise UnreachableError("no gateway answered: " + ("; ".join(failures) or "none is connected"))
         return answers
@@ -248,7 +260,7 @@ class DirectoryClient:
         stream = await self._endpoint.open_stream(gateway, [PROTOCOL], timeout=timeout)
         try:
             await write_message(stream, message)
-            answer = await read_message(stream)
+            answer = await read_message(stream, Message)
         finally:
             with anyio.CancelScope(shield=True):
                 await stream.aclose()
@@ -262,47 +274,3 @@ def _peer_id(raw: bytes) -> PeerId | None:
         return PeerId(bytes(raw))
     except InvalidIdError:
         return None
-
-
-async def write_message(stream: Stream, message: Any) -> None:
-    """Send a message behind its length, an unsigned varint."""
-    data = message.SerializeToString()
-    size, prefix = len(data), bytearray()
-    while size > 0x7F:
-        prefix.append(size & 0x7F | 0x80)
-        size >>= 7
-    prefix.append(size)
-    await stream.send_all(bytes(prefix) + data)
-
-
-async def read_message(stream: Stream) -> Any:
-    """Receive a message; none at the clean end of the stream.
-
-    Raises:
-        TransferError: it is too large, cut, or not a message.
-    """
-    size, shift = 0, 0
-    while True:
-        byte = await stream.receive_some(1)
-        if not byte:
-            if shift:
-                raise TransferError("the stream ended within a message")
-            return None
-        size |= (byte[0] & 0x7F) << shift
-        shift += 7
-        if byte[0] < 0x80:
-            break
-        if shift > 28:
-            raise TransferError("a message's length has too many bytes")
-    if size > MAX_MESSAGE:
-        raise TransferError(f"a message of {size} bytes is over the limit of {MAX_MESSAGE}")
-    data = bytearray()
-    while len(data) < size:
-        part = await stream.receive_some(size - len(data))
-        if not part:
-            raise TransferError("the stream ended within a message")
-        data += part
-    try:
-        return Message.FromString(bytes(data))
-    except ProtobufDecodeError as error:
-        raise TransferError(f"not a Kademlia message: {error}") from None

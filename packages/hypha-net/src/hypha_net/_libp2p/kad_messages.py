@@ -8,7 +8,6 @@ from typing import Any, Final
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 PROTOCOL: Final = "/ipfs/kad/1.0.0"
-MAX_MESSAGE: Final = 1 << 20
 
 
 class Kind(IntEnum):

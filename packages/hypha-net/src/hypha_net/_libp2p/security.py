@@ -187,7 +187,8 @@ class TlsConnection(ISecureConn):
         """Move ciphertext from the wire to TLS."""
         data = await self._receive()
         if data:
-            self._bytes.received += len(data)
+            if self._socket is not None:  # a circuit's bytes are counted by the connection that carries it
+                self._bytes.received += len(data)
             self._incoming.write(data)
         else:
             self._incoming.write_eof()
@@ -203,11 +204,11 @@ class TlsConnection(ISecureConn):
     async def _send(self, data: bytes) -> None:
         if self._socket is None:
             await self._raw.write(data)
-        else:
-            try:
-                await self._socket.send_all(data)
-            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-                raise ConnectionClosedError(f"the connection broke off: {error}") from error
+            return
+        try:
+            await self._socket.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise ConnectionClosedError(f"the connection broke off: {error}") from error
         self._bytes.sent += len(data)
 
     async def close(self) -> None:

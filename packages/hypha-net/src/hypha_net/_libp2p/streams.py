@@ -11,7 +11,7 @@ from libp2p.abc import INetStream
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError
 
-from hypha_net._libp2p.muxer import MuxedStream
+from hypha_net._libp2p.muxed_stream import MuxedStream
 from hypha_net.errors import StreamClosedError, StreamResetError
 from hypha_proto.ids import PeerId
 

@@ -1,0 +1,245 @@
+"""Finding the way to a peer: a connection that is there, its addresses all at once, or a circuit through a relay.
+
+Before it: `engine.open_stream`, which needs a connection. After it: `connections`, which makes one at one address.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, cast
+
+import anyio
+from libp2p.connection_types import ConnectionType
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.swarm import Swarm
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from hypha_net._libp2p.circuits import CircuitConnection
+from hypha_net._libp2p.connections import dial, upgrade
+from hypha_net.addresses import is_excluded, split_peer
+from hypha_net.errors import AddressError, NetError, RefusedError, StreamClosedError, UnreachableError
+from hypha_proto.errors import InvalidIdError
+from hypha_proto.ids import PeerId
+
+_log = logging.getLogger("hypha_net.dialer")
+
+STAGGER: Final = 0.25
+"""Seconds between dials to further addresses of one peer while the earlier ones have not answered."""
+CIRCUIT_DELAY: Final = 1.0
+"""Head start in seconds that direct dials have before a relay is asked."""
+LOOK_UPS: Final = (0.1, 0.2, 0.4, 0.0)
+"""Pauses in seconds after look-ups that find nothing: a gateway knows a node only moments after it has joined."""
+CIRCUIT: Final = "/p2p-circuit"
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Where a dialer learns how to reach a peer."""
+
+    known: Callable[[PeerId], Iterable[bytes]]
+    """Addresses at hand, as multiaddr bytes."""
+    look_up: Callable[[PeerId], Awaitable[Iterable[bytes]]]
+    """Addresses that the directory knows. Raises `UnreachableError`."""
+    relays: Callable[[], Sequence[PeerId]]
+    """Relays to try."""
+    open_circuit: Callable[[PeerId, PeerId], Awaitable[CircuitConnection]]
+    """A circuit through a relay to a peer. Raises `NetError`."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One attempt to connect, shared by all who want it; without an error when its first caller gave up."""
+
+    done: anyio.Event = field(default_factory=anyio.Event)
+    error: NetError | None = None
+
+
+class Dialer:
+    """The connections of one endpoint."""
+
+    def __init__(self, swarm: Swarm, excluded: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network]) -> None:
+        self._swarm = swarm
+        self._excluded = excluded
+        self._told: set[str] = set()
+        self._flights: dict[PeerId, _Flight] = {}
+        self.routes = Routes(lambda _: (), _nothing, lambda: (), _no_circuit)
+        self.closed = False
+
+    def connection(self, peer: PeerId) -> SwarmConn | None:
+        """A living connection to `peer`, a direct one if there is one."""
+        alive = [connection for connection in self.connections(peer) if not connection.is_closed]
+        alive.sort(key=lambda connection: not is_direct(connection))
+        return alive[0] if alive else None
+
+    def connections(self, peer: PeerId) -> list[SwarmConn]:
+        """Every connection to `peer` whose muxer lives."""
+        found = [cast(SwarmConn, connection) for connection in self._swarm.get_connections(ID(peer.raw))]
+        return [connection for connection in found if connection.muxed_conn.is_established]
+
+    # -------------------------------------------------------------------------------------------- one address
+
+    async def connect(self, address: str) -> PeerId:
+        """See `Endpoint.connect`, without its timeout."""
+        if CIRCUIT in address:
+            return await self._connect_by_relay(address)
+        transport, peer = split_peer(address)
+        if peer is not None:
+            named = peer
+            await self._once(named, lambda: self._dial(transport, named))
+            return named
+        connection = await dial(self._swarm, Multiaddr(transport), None)
+        return PeerId(connection.muxed_conn.peer_id.to_bytes())
+
+    async def _dial(self, transport: str, peer: PeerId) -> None:
+        await dial(self._swarm, Multiaddr(transport), peer)
+
+    async def _connect_by_relay(self, address: str) -> PeerId:
+        relay_address, _, rest = address.partition(CIRCUIT)
+        _, relay = split_peer(relay_address)
+        try:
+            target = PeerId.parse(rest.removeprefix("/p2p/"))
+        except InvalidIdError as error:
+            raise AddressError(f"{address!r} does not end in /p2p/<the peer behind the relay>: {error}") from None
+        if relay is None:
+            raise AddressError(f"{address!r} does not name its relay: /p2p/<id> before {CIRCUIT}")
+        if self.connection(target) is None:
+            await self.connect(relay_address)
+            await self._once(target, lambda: self._dial_circuit(relay, target))
+        return target
+
+    async def _dial_circuit(self, relay: PeerId, target: PeerId) -> None:
+        await upgrade(self._swarm, await self.routes.open_circuit(relay, target), expected=target)
+
+    # -------------------------------------------------------------------------------------------------- a peer
+
+    async def ensure(self, peer: PeerId) -> SwarmConn:
+        """The connection to `peer`, made if need be.
+
+        Raises:
+            RefusedError: it was reached, and one side refused the other.
+            UnreachableError: there is no way to it.
+        """
+        while (connection := self.connection(peer)) is None:
+            await self._once(peer, lambda: self._find_and_dial(peer))
+        return connection
+
+    async def _once(self, peer: PeerId, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Run `attempt` unless there is a connection, or somebody else's attempt brings one."""
+        while self.connection(peer) is None:
+            if self.closed:
+                raise StreamClosedError("the endpoint is shut down")
+            if (flight := self._flights.get(peer)) is not None:
+                await flight.done.wait()
+                if flight.error is not None:
+                    raise type(flight.error)(str(flight.error)) from flight.error
+                continue
+            flight = self._flights[peer] = _Flight()
+            try:
+                await attempt()
+                return
+            except NetError as error:
+                flight.error = error
+                raise
+            finally:
+                del self._flights[peer]
+                flight.done.set()
+
+    async def _find_and_dial(self, peer: PeerId) -> None:
+        race = _Race()
+        async with anyio.create_task_group() as tasks:
+            race.scope = tasks.cancel_scope
+            tasks.start_soon(self._go_direct, peer, race)
+            tasks.start_soon(self._go_by_relay, peer, race)
+        if not race.won:
+            refused = bool(race.failures) and all(isinstance(error, RefusedError) for error in race.failures)
+            reasons = "; ".join(dict.fromkeys(map(str, race.failures))) or "no address of it is known"
+            raise (RefusedError if refused else UnreachableError)(f"{peer} cannot be reached: {reasons}")
+
+    async def _go_direct(self, peer: PeerId, race: _Race) -> None:
+        tried = self._dialable(self.routes.known(peer))
+        await self._dial_all(peer, tried, race)
+        for pause in LOOK_UPS:
+            try:
+                found = self._dialable(await self.routes.look_up(peer))
+            except UnreachableError as error:
+                race.failures.append(error)
+                break
+            if found:
+                await self._dial_all(peer, [address for address in found if address not in tried], race)
+                break
+            await anyio.sleep(pause)
+        race.direct_failed.set()
+
+    async def _dial_all(self, peer: PeerId, addresses: Sequence[str], race: _Race) -> None:
+        async def attempt(address: str, delay: float) -> None:
+            await anyio.sleep(delay)
+            await race.run(self._dial(address, peer))
+
+        async with anyio.create_task_group() as tasks:
+            for index, address in enumerate(addresses):
+                tasks.start_soon(attempt, address, index * STAGGER)
+
+    async def _go_by_relay(self, peer: PeerId, race: _Race) -> None:
+        with anyio.move_on_after(CIRCUIT_DELAY):
+            await race.direct_failed.wait()
+        for relay in self.routes.relays():
+            if relay != peer:
+                await race.run(self._dial_circuit(relay, peer))
+
+    def _dialable(self, addresses: Iterable[bytes]) -> list[str]:
+        """Reported addresses that are TCP and not excluded; what is excluded is logged once."""
+        made: dict[str, None] = {}
+        for raw in addresses:
+            try:
+                address, _ = split_peer(str(Multiaddr(raw)))
+            except (ValueError, NetError):
+                continue  # QUIC, circuits and rubbish: nothing that is dialled directly
+            if is_excluded(address, self._excluded):
+                if address not in self._told and len(self._told) < 4096:
+                    self._told.add(address)
+                    _log.warning("address %s of a peer is left out by exclude_cidr", address)
+                continue
+            made[address] = None
+        return list(made)
+
+    def dialable(self, addresses: Iterable[bytes]) -> list[str]:
+        """Those of a peer's reported addresses that may be dialled, as text without ``/p2p/``."""
+        return self._dialable(addresses)
+
+
+class _Race:
+    """Attempts of which the first success ends the others."""
+
+    def __init__(self) -> None:
+        self.won = False
+        self.failures: list[NetError] = []
+        self.direct_failed = anyio.Event()
+        self.scope: anyio.CancelScope | None = None
+
+    async def run(self, attempt: Awaitable[None]) -> None:
+        """Run one attempt, and note how it ends."""
+        try:
+            await attempt
+        except NetError as error:
+            self.failures.append(error)
+            return
+        self.won = True
+        if self.scope is not None:
+            self.scope.cancel()
+
+
+def is_direct(connection: SwarmConn) -> bool:
+    """Whether a connection does not run through a relay."""
+    return connection.muxed_conn.get_connection_type() != ConnectionType.RELAYED
+
+
+async def _nothing(_peer: PeerId) -> Iterable[bytes]:
+    return ()
+
+
+async def _no_circuit(relay: PeerId, _peer: PeerId) -> CircuitConnection:
+    raise UnreachableError(f"{relay} is no relay")

@@ -1,0 +1,155 @@
+"""Staying in the network: connections to the gateways are kept, and all that hangs on them is made anew.
+
+A gateway that is met gets this node's records, is asked for a place as a relay, and, where it does not forward the
+topics this node is in (the gateways of other implementations do not), for the neighbours that do.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Final, cast
+
+import anyio
+import anyio.abc
+from libp2p.network.connection.swarm_connection import SwarmConn
+
+from hypha_net._libp2p.dialer import Dialer
+from hypha_net._libp2p.kad import ASK_TIMEOUT, DirectoryClient
+from hypha_net._libp2p.muxer import Muxer
+from hypha_net._libp2p.relay import RelayClient
+from hypha_net._libp2p.subscriptions import Subscriptions
+from hypha_net.errors import NetError, RefusedError, UnreachableError
+from hypha_proto.ids import PeerId
+
+_log = logging.getLogger("hypha_net.gateways")
+
+CONNECT_TIMEOUT: Final = 10.0
+BACKOFF: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Seconds between attempts at a gateway, each with jitter; the last repeats."""
+RECORD_INTERVAL: Final = 600.0
+"""Seconds after which records are put again at the latest; half of the shortest life if that is less."""
+NEIGHBOUR_INTERVAL: Final = 30.0
+HEARD_TIMEOUT: Final = 2.0
+
+
+class OwnRecords:
+    """What this node has published, to be put again."""
+
+    def __init__(self, directory: DirectoryClient) -> None:
+        self._directory = directory
+        self._records: dict[bytes, tuple[bytes, float]] = {}
+
+    async def put(self, key: bytes, value: bytes, ttl: float) -> None:
+        """Publish a record, and keep it published."""
+        self._records[key] = (value, ttl)
+        await self._directory.put(key, value, ttl)
+
+    async def announce(self) -> None:
+        """Put all of them again."""
+        for key, (value, ttl) in list(self._records.items()):
+            try:
+                await self._directory.put(key, value, ttl)
+            except UnreachableError as error:
+                _log.warning("record %r is not announced: %s", key[:60], error)
+
+    async def renew(self) -> None:
+        """Put them again in time, until cancelled."""
+        while True:
+            await self.announce()
+            shortest = min((ttl for _, ttl in self._records.values()), default=RECORD_INTERVAL)
+            await anyio.sleep(min(RECORD_INTERVAL, max(1.0, shortest / 2)))
+
+
+class Gateways:
+    """The gateways of one endpoint."""
+
+    def __init__(
+        self, dialer: Dialer, directory: DirectoryClient, subscriptions: Subscriptions, relay: RelayClient | None
+    ) -> None:
+        self._dialer = dialer
+        self._directory = directory
+        self._subscriptions = subscriptions
+        self._relay = relay
+        self._met: dict[str, PeerId] = {}
+        self._changed = anyio.Event()
+        self.records = OwnRecords(directory)
+
+    def connected(self) -> list[PeerId]:
+        """Gateways that are connected now."""
+        return [peer for peer in dict.fromkeys(self._met.values()) if self._dialer.connection(peer) is not None]
+
+    async def wait(self) -> None:
+        """Wait until one is connected."""
+        while not self.connected():
+            await self._changed.wait()
+
+    async def keep(self, address: str) -> None:
+        """Stay connected to the gateway at `address` until cancelled, with growing pauses after failures."""
+        failures = 0
+        while True:
+            peer = await self._connect(address, failures)
+            if peer is None:
+                failures += 1
+                continue
+            failures = 0
+            self._met[address] = peer
+            self._changed.set()
+            self._changed = anyio.Event()
+            _log.info("connected to gateway %s at %s", peer, address)
+            await self._stay(peer)
+            _log.warning("gateway %s at %s is lost", peer, address)
+
+    async def _connect(self, address: str, failures: int) -> PeerId | None:
+        try:
+            with anyio.fail_after(CONNECT_TIMEOUT):
+                return await self._dialer.connect(address)
+        except (NetError, TimeoutError) as error:
+            pause = BACKOFF[min(failures, len(BACKOFF) - 1)] * random.uniform(0.75, 1.25)
+            level = logging.ERROR if isinstance(error, RefusedError) else logging.WARNING
+            reason = error if isinstance(error, NetError) else f"no answer within {CONNECT_TIMEOUT:g} s"
+            _log.log(level, "gateway %s: %s; again in %.1f s", address, reason, pause)
+        await anyio.sleep(pause)
+        return None
+
+    async def _stay(self, gateway: PeerId) -> None:
+        """Do what hangs on a gateway for as long as it is connected."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.records.renew)
+            tasks.start_soon(self._meet_neighbours, gateway)
+            if self._relay is not None:
+                tasks.start_soon(self._relay.keep_reservation, gateway)
+            await _until_lost(gateway, self._dialer.connection)
+            tasks.cancel_scope.cancel()
+
+    async def _meet_neighbours(self, gateway: PeerId) -> None:
+        """Dial peers that the gateway knows, as long as it is not itself in our topics and so forwards nothing."""
+        while True:
+            with anyio.move_on_after(HEARD_TIMEOUT):  # there is no event for "a peer has said what it subscribes to"
+                while not self._subscriptions.heard_from(gateway):  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+            wanted = self._subscriptions.topics()
+            if wanted and not any(gateway in self._subscriptions.peers(topic) for topic in wanted):
+                await self._dial_neighbours()
+            await anyio.sleep(NEIGHBOUR_INTERVAL if wanted else HEARD_TIMEOUT)
+
+    async def _dial_neighbours(self) -> None:
+        try:
+            neighbours = await self._directory.neighbours(ASK_TIMEOUT)
+        except UnreachableError as error:
+            _log.info("no neighbours learnt: %s", error)
+            return
+        for peer, addresses in neighbours.items():
+            for address in self._dialer.dialable(addresses):
+                try:
+                    with anyio.fail_after(3.0):
+                        await self._dialer.connect(f"{address}/p2p/{peer}")
+                    break
+                except (NetError, TimeoutError) as error:
+                    _log.debug("neighbour %s at %s: %s", peer, address, error)
+
+
+async def _until_lost(peer: PeerId, connection_to: Callable[[PeerId], SwarmConn | None]) -> None:
+    while (connection := connection_to(peer)) is not None:
+        await cast(Muxer, connection.muxed_conn).event_closed.wait()

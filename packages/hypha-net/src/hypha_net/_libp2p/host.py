@@ -1,0 +1,126 @@
+"""py-libp2p's host, made with our transport and muxer, and what of it has to be replaced or turned off."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any, Final, cast
+
+import trio
+from libp2p import new_host
+from libp2p.abc import IPeerStore
+from libp2p.custom_types import TProtocol
+from libp2p.host import basic_host
+from libp2p.host.basic_host import BasicHost
+from libp2p.identity.identify import identify as identify_module
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.identity.identify_push import identify_push as push_module
+from libp2p.identity.update import update_peerstore_from_identify
+from libp2p.network.config import ConnectionConfig
+from libp2p.network.swarm import Swarm
+from libp2p.peer.id import ID
+from libp2p.peer.peerstore import PeerStoreError
+from multiaddr import Multiaddr
+
+from hypha_net._libp2p.connections import YamuxMultistream, patch_swarm
+from hypha_net._libp2p.muxer import PROTOCOL, Muxer
+from hypha_net._libp2p.security import TLS_PROTOCOL, SecurityRecords, TlsTransport, libp2p_key_pair
+from hypha_net.addresses import split_peer
+from hypha_net.errors import NetError
+from hypha_net.identity import Identity
+from hypha_proto.protocol import IDENTIFY_VERSION
+
+NEGOTIATE_TIMEOUT: Final = 10
+_AGENT: Final = "agent_version"
+_MAX_ADDRESSES: Final = 32
+_FOR_GOOD: Final = 10 * 365 * 86400
+
+
+def make_host(
+    identity: Identity, records: SecurityRecords, max_connections: int, own_addresses: Callable[[], Sequence[str]]
+) -> BasicHost:
+    """A host that speaks mutual TLS and our yamux, and reports `own_addresses` (without ``/p2p/``) to peers."""
+    for module in (basic_host, push_module):
+        vars(module)["update_peerstore_from_identify"] = _remember_identify
+    identify_module.PROTOCOL_VERSION = IDENTIFY_VERSION
+    identify_module.AGENT_VERSION = f"hypha-python/{version('hypha-net')}"
+    host = new_host(
+        key_pair=libp2p_key_pair(identity),
+        sec_opt={TLS_PROTOCOL: TlsTransport(identity, records)},
+        muxer_opt={TProtocol(PROTOCOL): cast(Any, Muxer)},
+        connection_config=ConnectionConfig(
+            max_connections=max_connections,
+            min_connections=0,
+            low_watermark=0,
+            high_watermark=max_connections,
+            max_connections_per_peer=8,
+        ),
+        disable_identify_address_discovery=True,
+        negotiate_timeout=NEGOTIATE_TIMEOUT,
+    )
+    # py-libp2p's own cuts a circuit's address at its first /p2p/, which makes it the relay's
+    vars(host)["get_addrs"] = lambda: [Multiaddr(f"{address}/p2p/{identity.peer_id}") for address in own_addresses()]
+    _prepare(cast(Swarm, host.get_network()), max_connections)
+    return cast(BasicHost, host)
+
+
+def _prepare(swarm: Swarm, max_connections: int) -> None:
+    swarm.set_resource_manager(None)  # its limits per peer and second fit public swarms
+    swarm.upgrader.muxer_multistream = YamuxMultistream({TProtocol(PROTOCOL): cast(Any, Muxer)})
+    swarm._inbound_limiter = trio.CapacityLimiter(max_connections)
+    vars(swarm.auto_connector)["maybe_connect"] = _dial_nobody
+    patch_swarm(swarm)
+
+
+async def _dial_nobody() -> None:
+    """Instead of the automatic dials to everyone in the peerstore."""
+
+
+async def _remember_identify(peerstore: IPeerStore, peer: ID, message: Identify) -> None:
+    """What py-libp2p keeps of an identify message, for as long as it is not replaced, and the agent, which it drops."""
+    peerstore.put(peer, _AGENT, message.agent_version[:200])
+    await update_peerstore_from_identify(peerstore, peer, message)
+    peerstore.add_addrs(peer, [], _FOR_GOOD)
+
+
+def agent_of(peerstore: IPeerStore, peer: ID) -> str:
+    """The agent version of a peer; empty before identify."""
+    try:
+        return str(peerstore.get(peer, _AGENT))
+    except (PeerStoreError, KeyError):
+        return ""
+
+
+def protocols_of(peerstore: IPeerStore, peer: ID) -> frozenset[str]:
+    """The protocols a peer speaks; none before identify."""
+    try:
+        return frozenset(peerstore.get_protocols(peer))
+    except (PeerStoreError, KeyError):
+        return frozenset()
+
+
+def addresses_of(peerstore: IPeerStore, peer: ID) -> tuple[bytes, ...]:
+    """Where a peer says it listens, as multiaddr bytes; nothing before identify."""
+    try:
+        return tuple(address.to_bytes() for address in peerstore.addrs(peer)[:_MAX_ADDRESSES])
+    except (PeerStoreError, KeyError):
+        return ()
+
+
+def check_port_free(address: str) -> None:
+    """Listeners share a port silently (SO_REUSEPORT): bind it once without, which fails when it is taken.
+
+    Raises:
+        NetError: another program has the port, or this machine does not have the address.
+    """
+    _, kind, host, _, port = split_peer(address)[0].split("/")
+    if port == "0":
+        return
+    family = socket.AF_INET6 if kind == "ip6" else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise NetError(f"listen_addresses {address}: {error.strerror}; another program uses the port?") from error

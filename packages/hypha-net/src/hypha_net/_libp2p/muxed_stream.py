@@ -1,0 +1,214 @@
+"""One yamux stream: its buffer, its credit in both directions, and how it ends. Made by `muxer.Muxer`."""
+
+from __future__ import annotations
+
+import logging
+from enum import IntEnum, IntFlag
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+import trio
+from libp2p.abc import IMuxedStream
+from libp2p.io.exceptions import IOException
+from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
+
+if TYPE_CHECKING:
+    from hypha_net._libp2p.muxer import Muxer
+
+_log = logging.getLogger("hypha_net.muxer")
+
+INITIAL_WINDOW: Final = 256 << 10
+"""What the specification grants every stream at its start."""
+WINDOW: Final = 4 << 20
+"""What we let a peer have under way on one stream."""
+FRAME: Final = 64 << 10
+"""Largest piece of one stream that is sent at a time, so that streams take turns."""
+
+
+class Type(IntEnum):
+    """Kinds of frames."""
+
+    DATA = 0
+    WINDOW = 1
+    PING = 2
+    GO_AWAY = 3
+
+
+class Flag(IntFlag):
+    """What a frame does to its stream."""
+
+    SYN = 1
+    ACK = 2
+    FIN = 4
+    RST = 8
+
+
+class MuxedStream(IMuxedStream):
+    """One stream. Reading returns buffered bytes before an end; a reset discards them."""
+
+    def __init__(self, muxer: Muxer, stream_id: int) -> None:
+        self.muxed_conn = muxer
+        self.muxer = muxer
+        self.stream_id = stream_id
+        self.pending_flags = Flag(0)
+        """SYN or ACK that the next frame of this stream carries."""
+        self._buffer = bytearray()
+        self._unreturned = 0
+        self._credit = INITIAL_WINDOW
+        self._room = WINDOW
+        self._ended_here = False
+        self._ended_there = False
+        self._broken: str | None = None
+        self._discarding = False
+        self._changed = trio.Event()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    async def read(self, n: int | None = None) -> bytes:
+        """1 to `n` bytes; `MuxedStreamEOF` after the peer's clean end, `MuxedStreamReset` after any other."""
+        while True:
+            if self._broken is not None:
+                raise MuxedStreamReset(self._broken)
+            if self._buffer:
+                break
+            if self._ended_there:
+                raise MuxedStreamEOF("the peer has ended the stream")
+            await self._changed.wait()
+        size = len(self._buffer) if n is None or n <= 0 else min(n, len(self._buffer))
+        data = bytes(memoryview(self._buffer)[:size])
+        del self._buffer[:size]
+        await self._return_credit(size)
+        return data
+
+    async def _return_credit(self, size: int) -> None:
+        """Let the peer send as much again as was read, in portions of a quarter of the window."""
+        self._unreturned += size
+        if self._unreturned >= WINDOW // 4 and not self._ended_there and self._broken is None:
+            amount, self._unreturned = self._unreturned, 0
+            self._room += amount
+            try:
+                await self.muxer.send_frame(Type.WINDOW, Flag(0), self.stream_id, amount)
+            except IOException as error:
+                _log.debug("no credit returned on a dying connection: %s", error)
+
+    def receive(self, data: bytes) -> None:
+        """Take bytes off the wire.
+
+        Raises:
+            MuxedStreamError: they are more than this side allowed.
+        """
+        if len(data) > self._room:
+            raise MuxedStreamError(
+                f"the peer sent {len(data)} bytes on stream {self.stream_id} with {self._room} allowed"
+            )
+        self._room -= len(data)
+        if self._discarding:
+            self.muxer.queue_credit(self, len(data))
+        elif data:
+            self._buffer += data
+            self._notify()
+
+    def allow(self, amount: int) -> None:
+        """Count credit that goes to the peer."""
+        self._room += amount
+
+    def end_there(self) -> None:
+        """The peer sends no more."""
+        self._ended_there = True
+        self._notify()
+
+    # ------------------------------------------------------------------------------------------------ writing
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of `data`, waiting for the peer's credit as long as it takes."""
+        rest = memoryview(data)
+        while rest:
+            if self._broken is not None:
+                raise MuxedStreamReset(self._broken)
+            if self._ended_here:
+                raise MuxedStreamClosed("sending has ended on this side")
+            if self._credit == 0:
+                await self._changed.wait()
+                continue
+            size = min(len(rest), self._credit, FRAME)
+            self._credit -= size
+            await self._send(Type.DATA, Flag(0), size, rest[:size])
+            rest = rest[size:]
+
+    async def _send(self, kind: Type, flags: Flag, length: int, data: memoryview | None = None) -> None:
+        flags |= self.pending_flags
+        self.pending_flags = Flag(0)
+        try:
+            await self.muxer.send_frame(kind, flags, self.stream_id, length, data)
+        except IOException as error:
+            raise MuxedStreamReset(f"the connection broke off: {error}") from error
+
+    def add_credit(self, amount: int) -> None:
+        """The peer takes `amount` bytes more."""
+        self._credit = min(self._credit + amount, 1 << 32)
+        self._notify()
+
+    async def announce(self) -> None:
+        """Open the stream on the wire, with our whole window."""
+        await self._send(Type.WINDOW, Flag(0), WINDOW - INITIAL_WINDOW)
+
+    # ------------------------------------------------------------------------------------------------- ending
+
+    async def close(self) -> None:
+        """End the sending side; reading goes on. Idempotent."""
+        if self._ended_here or self._broken is not None:
+            return
+        self._ended_here = True
+        self._notify()
+        await self._send(Type.WINDOW, Flag.FIN, 0)
+        self.muxer.forget_if_over(self)
+
+    async def discard(self) -> None:
+        """Read no more: what still comes is dropped."""
+        self._discarding = True
+        size = len(self._buffer)
+        self._buffer.clear()
+        await self._return_credit(size)
+
+    async def reset(self) -> None:
+        """Break the stream off, and tell the peer."""
+        if self._broken is not None or (self._ended_here and self._ended_there):
+            return
+        self.break_off("this side reset the stream")
+        await self._send(Type.WINDOW, Flag.RST, 0)
+
+    def break_off(self, reason: str) -> None:
+        """Everything under way is lost."""
+        self._broken = self._broken or reason
+        self._buffer.clear()
+        self._notify()
+        self.muxer.forget_if_over(self)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will pass any more, in either direction."""
+        return self._broken is not None or (self._ended_here and self._ended_there)
+
+    def is_closed(self) -> bool:
+        """See `over`; the name that py-libp2p asks for."""
+        return self.over
+
+    def set_deadline(self, ttl: int) -> None:
+        """Deadlines are the caller's cancel scopes."""
+        raise NotImplementedError("use a cancel scope around the operation")
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        """Address of the connection's other end."""
+        return self.muxer.get_remote_address()
+
+    async def __aenter__(self) -> MuxedStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await (self.close() if error is None else self.reset())
