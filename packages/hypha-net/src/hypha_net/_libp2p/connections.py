@@ -133,6 +133,12 @@ async def _secure(swarm: Swarm, raw: IRawConnection) -> TlsConnection:
 
 def _root_cause(error: BaseException) -> str:
     """The first cause that has words."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error) or type(error).__name__
+    while True:
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        elif error.__cause__ is not None:
+            error = error.__cause__
+        elif isinstance(error, OSError) and error.strerror:
+            return error.strerror
+        else:
+            return str(error) or type(error).__name__

@@ -1,0 +1,300 @@
+"""Circuits: two nodes that nobody can dial meet through their gateway, and what may not pass does not."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from hypha_net import EndpointSettings, open_endpoint, transfer
+from hypha_net._libp2p.circuits import join
+from hypha_net._libp2p.engine import Libp2pEndpoint
+from hypha_net._libp2p.framing import read_message, write_message
+from hypha_net._libp2p.relay import RESERVATION, RelayHop
+from hypha_net._libp2p.relay_messages import HOP, STOP, HopKind, HopMessage, Status, StopKind, StopMessage
+from hypha_net.endpoint import Stream
+from hypha_net.errors import StreamResetError, UnreachableError, UnsupportedProtocolError
+from hypha_net.testing import MemoryNetwork
+from hypha_proto.ids import PeerId
+from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+ECHO = "/test/echo/1"
+Case = Callable[[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint], Awaitable[None]]
+
+
+@asynccontextmanager
+async def hidden_nodes(
+    authority: Any, **changes: Any
+) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint]]:
+    """A gateway and two nodes that listen nowhere."""
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False)
+    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+        hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],), **changes)
+        async with (
+            open_endpoint(authority.identity("one", "worker"), hidden) as one,
+            open_endpoint(authority.identity("two", "worker"), hidden) as two,
+        ):
+            with anyio.fail_after(5):
+                for node in (one, two):
+                    await node.wait_for_gateway()
+                    while hidden.relay_circuit and not node.addresses:
+                        await anyio.sleep(0.01)
+            yield gateway, one, two
+
+
+def run(authority: Any, case: Case, **changes: Any) -> None:
+    async def main() -> None:
+        with anyio.fail_after(30):
+            async with hidden_nodes(authority, **changes) as nodes:
+                await case(*nodes)
+
+    anyio.run(main, backend="trio")
+
+
+async def read_all(stream: Stream) -> bytes:
+    data = bytearray()
+    while part := await stream.receive_some():
+        data += part
+    return bytes(data)
+
+
+async def echo(stream: Stream) -> None:
+    await stream.send_all(await read_all(stream))
+
+
+async def ask_hop(node: Libp2pEndpoint, gateway: PeerId, request: Any) -> Any:
+    stream = await node.open_stream(gateway, [HOP])
+    await write_message(stream, request)
+    answer = await read_message(stream, HopMessage)
+    await stream.aclose()
+    return answer
+
+
+def test_hidden_nodes_talk_and_know_each_other(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        assert two.addresses == (f"{gateway.addresses[0]}/p2p-circuit/p2p/{two.peer_id}",)
+        two.handle(ECHO, echo)
+        stream = await one.open_stream(two.peer_id, [ECHO])
+        assert stream.peer == two.peer_id
+        await stream.send_all(b"through the gateway")
+        await stream.send_eof()
+        assert await read_all(stream) == b"through the gateway"
+        await stream.aclose()
+        assert one.peer_id in two.connected_peers()
+        assert two.connected_peers()[one.peer_id].role == "worker"
+        assert not one.is_direct(two.peer_id)
+
+    run(authority, case)
+
+
+@pytest.mark.parametrize("excluded", [(), ("127.0.0.0/8", "10.0.0.0/8")], ids=["all", "loopback excluded"])
+def test_a_circuit_address_can_be_dialled_also_where_the_relay_would_be_excluded(
+    authority: Any, excluded: tuple[str, ...]
+) -> None:
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        two.handle(ECHO, echo)
+        assert await one.connect(two.addresses[0]) == two.peer_id
+        assert one.peer_id in two.connected_peers()
+
+    run(authority, case, exclude_cidr=excluded)
+
+
+def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(authority: Any, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(bytes(range(256)) * (4 << 12))
+
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        async def landed(_size: int, _digest: str) -> None:
+            return
+
+        async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.Landing:
+            return transfer.Landing(target, 1 << 24, landed)
+
+        transfer.serve_pushes(two, accept)
+        size, digest = await transfer.describe(source)
+        header = PushHeader(
+            job_id=uuid.UUID(int=1), round=1, kind=PSEUDO_GRADIENT, name="source", size=size, digest=digest
+        )
+        assert await transfer.push(one, two.peer_id, source, header) == 4 << 20
+        assert 4 << 20 < one.traffic.sent < 5 << 20
+        assert 4 << 20 < gateway.traffic.received < 5 << 20
+
+    run(authority, case)
+    assert target.read_bytes() == source.read_bytes()
+
+
+def test_ends_and_resets_pass_through(authority: Any) -> None:
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        seen: list[str] = []
+
+        async def handler(stream: Stream) -> None:
+            try:
+                await read_all(stream)
+                seen.append("end")
+            except StreamResetError:
+                seen.append("reset")
+
+        two.handle(ECHO, handler)
+        stream = await one.open_stream(two.peer_id, [ECHO])
+        await stream.send_all(b"x")
+        await stream.reset()
+        other = await one.open_stream(two.peer_id, [ECHO])
+        await other.send_eof()
+        assert await read_all(other) == b""
+        await other.aclose()
+        with anyio.fail_after(5):
+            while len(seen) < 2:
+                await anyio.sleep(0.01)
+        assert sorted(seen) == ["end", "reset"]
+        held = await one.open_stream(two.peer_id, [ECHO])
+        await held.send_all(b"x")
+        await one.disconnect(two.peer_id)
+        with anyio.fail_after(5):
+            while one.peer_id in two.connected_peers() or len(seen) < 3:
+                await anyio.sleep(0.01)
+        assert seen[2] == "reset"
+        again = await one.open_stream(two.peer_id, [ECHO])
+        await again.aclose()
+
+    run(authority, case)
+
+
+def test_without_a_reservation_there_is_no_circuit(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        assert two.addresses == ()
+        with pytest.raises(UnreachableError, match="NO_RESERVATION"):
+            await one.open_stream(two.peer_id, [ECHO])
+        with pytest.raises(UnsupportedProtocolError):
+            await gateway.open_stream(two.peer_id, [STOP])
+
+    run(authority, case, relay_circuit=False)
+
+
+def test_a_hop_answers_what_it_is_asked(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        request = HopMessage(type=HopKind.RESERVE)
+        request.peer.id = two.peer_id.raw
+        answer = await ask_hop(one, gateway.peer_id, request)
+        assert (answer.type, answer.status) == (HopKind.STATUS, Status.OK)
+        assert answer.reservation.addrs
+        assert answer.reservation.expire
+        assert not answer.HasField("limit")
+        connect = HopMessage(type=HopKind.CONNECT)
+        connect.peer.id = b"nonsense"
+        assert (await ask_hop(one, gateway.peer_id, connect)).status == Status.MALFORMED_MESSAGE
+        strange = HopMessage(type=HopKind.STATUS)
+        assert (await ask_hop(one, gateway.peer_id, strange)).status == Status.UNEXPECTED_MESSAGE
+
+    run(authority, case)
+
+
+def test_a_node_takes_circuits_from_its_gateways_only(authority: Any) -> None:
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        stream = await one.open_stream(two.peer_id, [STOP])
+        request = StopMessage(type=StopKind.CONNECT)
+        request.peer.id = one.peer_id.raw
+        await write_message(stream, request)
+        assert (await read_message(stream, StopMessage)).status == Status.PERMISSION_DENIED
+        await stream.aclose()
+
+    run(authority, case)
+
+
+def test_a_reservation_comes_back_with_the_connection(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        two.handle(ECHO, echo)
+        await gateway.disconnect(two.peer_id)
+        with anyio.fail_after(5):
+            while True:
+                try:
+                    stream = await one.open_stream(two.peer_id, [ECHO])
+                    break
+                except UnreachableError:
+                    await anyio.sleep(0.05)
+        await stream.send_eof()
+        assert await read_all(stream) == b""
+        await stream.aclose()
+
+    run(authority, case)
+
+
+class Present:
+    """An endpoint of a relay, of which only presence matters."""
+
+    addresses = (f"/ip4/127.0.0.1/tcp/1/p2p/{PeerId.from_public_key(bytes(32))}",)
+
+    def __init__(self) -> None:
+        self.peers: set[PeerId] = set()
+
+    def is_direct(self, peer: PeerId) -> bool:
+        return peer in self.peers
+
+    async def open_stream(self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0) -> Stream:
+        raise UnreachableError(f"{peer} is not asked here")
+
+
+def test_a_reservation_is_its_connection_s_and_ends_with_it_or_with_time() -> None:
+    now = [1000.0]
+    present = Present()
+    hop = RelayHop(present, lambda: now[0])
+    node, other = (PeerId.from_public_key(bytes([n]) * 32) for n in (1, 2))
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("node") as asking, network.endpoint("relay") as relay:
+            relay.handle(HOP, hop.serve)
+
+            async def reserve(claimed: PeerId) -> int:
+                stream = await asking.open_stream(relay.peer_id, [HOP])
+                request = HopMessage(type=HopKind.RESERVE)
+                request.peer.id = claimed.raw
+                await write_message(stream, request)
+                answer = await read_message(stream, HopMessage)
+                return int(answer.status)
+
+            assert await reserve(node) == Status.PERMISSION_DENIED  # it came through a relay, or is not there
+            present.peers = {asking.peer_id}
+            assert await reserve(node) == Status.OK
+            assert hop.has_reservation(asking.peer_id)
+            assert not hop.has_reservation(node)
+            assert not hop.has_reservation(other)
+            now[0] += RESERVATION - 1
+            assert hop.has_reservation(asking.peer_id)
+            now[0] += 2
+            assert not hop.has_reservation(asking.peer_id)
+            assert await reserve(node) == Status.OK
+            present.peers = set()
+            assert not hop.has_reservation(asking.peer_id)
+            present.peers = {asking.peer_id}
+            assert not hop.has_reservation(asking.peer_id)
+
+    anyio.run(main, backend="trio")
+
+
+def test_joined_streams_pass_half_closes_on_with_back_pressure() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with (
+            network.endpoint("left") as left,
+            network.endpoint("relay") as relay,
+            network.endpoint("right") as right,
+        ):
+            right.handle(ECHO, echo)
+
+            async def carry(stream: Stream) -> None:
+                await join(stream, await relay.open_stream(right.peer_id, [ECHO]))
+
+            relay.handle(ECHO, carry)
+            stream = await left.open_stream(relay.peer_id, [ECHO])
+            with anyio.fail_after(10):
+                await stream.send_all(bytes(200_000))
+                await stream.send_eof()
+                assert len(await read_all(stream)) == 200_000
+
+    anyio.run(main, backend="trio")
