@@ -300,6 +300,43 @@ def test_pushed_files_are_kept_until_asked_for_and_told_once(at_door: AtDoor) ->
     at_door(case)
 
 
+def test_of_two_streams_each_file_goes_to_one(at_door: AtDoor) -> None:
+    async def case(door: Door) -> None:
+        seen: list[int] = []
+
+        async def read() -> None:
+            async with door.client.stream("POST", "/resources/receive", json=door.results) as answer:
+                lines = [line async for line in answer.aiter_lines()]
+                seen.extend(json.loads(line[6:])["round"] for line in lines if line.startswith("data: "))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read)
+            tasks.start_soon(read)
+            await anyio.sleep(0.2)
+            for number in range(1, 6):
+                await door.push(door.server, number, b"%d" % number)
+            await anyio.sleep(0.2)
+            door.inbox.close()
+        assert sorted(seen) == [1, 2, 3, 4, 5]
+
+    at_door(case)
+
+
+def test_a_disk_that_fails_is_an_answer(at_door: AtDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*_args: Any, **_kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(transfer, "pull", full)
+
+    async def case(door: Door) -> None:
+        model = plain(door.spec.executor.config.model.artifact)
+        answer = await door.client.post("/resources/fetch", json={"resource": model, "path": "in"})
+        assert (answer.status_code, answer.json()["error"]) == (500, "worker-failed")
+        assert "No space left" in answer.json()["detail"]
+
+    at_door(case)
+
+
 def test_a_stream_that_is_cut_while_it_waits_loses_no_file(at_door: AtDoor) -> None:
     async def case(door: Door) -> None:
         for _ in range(3):

@@ -12,7 +12,7 @@ import stat
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,10 +98,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
         OSError: the work directory cannot be used.
     """
     await anyio.to_thread.run_sync(prepare_work_dir, config.work_dir)
-    if any(executor.runtime == "process" for executor in config.executors):
-        from hypha_worker.bridge.server import preload
-
-        await anyio.to_thread.run_sync(preload)
+    await anyio.to_thread.run_sync(_preload, frozenset(executor.runtime for executor in config.executors))
     with _socket_folder() as sockets:
         async with anyio.create_task_group() as tasks:
             capabilities = config.capabilities()
@@ -113,6 +110,16 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
             tasks.start_soon(worker.keep_time)
             yield worker
             tasks.cancel_scope.cancel()
+
+
+def _preload(runtimes: Set[str]) -> None:
+    """Import what jobs will need, in a thread: the first job does not wait for it, nor the network."""
+    if "process" in runtimes:
+        from hypha_worker.bridge.server import preload
+
+        preload()
+    if "parameter-server" in runtimes:
+        import hypha_worker.executors.parameter_server.outer_step  # noqa: F401
 
 
 def prepare_work_dir(folder: Path) -> None:

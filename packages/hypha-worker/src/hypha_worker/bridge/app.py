@@ -112,7 +112,8 @@ async def _events(backend: BridgeBackend, call: Call, wanted: Transfer) -> Async
     """An event a file, taken only when it is about to be written: a stream that is cut while it waits loses none."""
     while (delivery := await call(backend.next_delivery, wanted)) is not None:
         file = await call(backend.hand_over, wanted, delivery)
-        yield b"data: " + to_json(ReceivedFile, file) + b"\n\n"
+        if file is not None:
+            yield b"data: " + to_json(ReceivedFile, file) + b"\n\n"
 
 
 def _json(value: object) -> Response:

@@ -47,3 +47,8 @@ def peer_failed(detail: str) -> BridgeFault:
 def timed_out(detail: str) -> BridgeFault:
     """504: the other side was too slow."""
     return BridgeFault(504, "timeout", detail)
+
+
+def ending() -> BridgeFault:
+    """503: the job ends while the request is under way."""
+    return BridgeFault(503, "ending", "the job is ending")

@@ -93,8 +93,10 @@ class Inbox:
             await self._changed.wait()
         return None
 
-    def hand_over(self, delivery: Delivery, folder: Path) -> ReceivedFile:
-        """Move a file to the executor's folder and describe it."""
+    def hand_over(self, delivery: Delivery, folder: Path) -> ReceivedFile | None:
+        """Move a file to the executor's folder and describe it; none when another stream was quicker."""
+        if delivery not in self._waiting:
+            return None
         target = folder / delivery.path.name
         os.replace(delivery.path, target)
         self._waiting.remove(delivery)

@@ -78,8 +78,8 @@ class BridgeBackend(Protocol):
         """Wait for a file from the peers of a reference; none when the job ends."""
         ...
 
-    async def hand_over(self, wanted: Transfer, delivery: Delivery) -> ReceivedFile:
-        """Move a delivered file to where the executor wants it."""
+    async def hand_over(self, wanted: Transfer, delivery: Delivery) -> ReceivedFile | None:
+        """Move a delivered file to where the executor wants it; none when another stream has it."""
         ...
 
     async def report(self, progress: Progress) -> ProgressResponse:
@@ -201,7 +201,7 @@ class JobResources:
         check_peers(self.spec, wanted.reference)
         return frozenset(wanted.reference.peers)
 
-    async def hand_over(self, wanted: Transfer, delivery: Delivery) -> ReceivedFile:
+    async def hand_over(self, wanted: Transfer, delivery: Delivery) -> ReceivedFile | None:
         """See `BridgeBackend.hand_over`."""
         return self.inbox.hand_over(delivery, confine_folder(self.work_dir, wanted.path or "received"))
 

@@ -19,7 +19,7 @@ import anyio
 import anyio.from_thread
 import anyio.to_thread
 
-from hypha_worker.bridge.faults import BridgeFault
+from hypha_worker.bridge.faults import BridgeFault, ending
 from hypha_worker.bridge.resources import BridgeBackend
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def _make_server(backend: BridgeBackend, portal: anyio.from_thread.BlockingPorta
 
     from hypha_worker.bridge.app import make_app
 
-    # the bridge's own lines suffice: uvicorn tells of every start and of every client that it had to cut off
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it tells of every start and end
+    logging.getLogger("uvicorn.error").addFilter(_is_worth_telling)
     config = uvicorn.Config(
         make_app(backend, _into(portal)),
         loop="asyncio",
@@ -116,13 +116,27 @@ def _make_server(backend: BridgeBackend, portal: anyio.from_thread.BlockingPorta
     return uvicorn.Server(config)
 
 
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    """Drop what uvicorn says of clients that it cut off when a job ended: that is its order, and no error."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return not (record.getMessage().startswith("Cancel ") or (kind and issubclass(kind, asyncio.CancelledError)))
+
+
 def _into(portal: anyio.from_thread.BlockingPortal) -> Callable[..., Awaitable[Any]]:
     async def call(function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         try:
             future = portal.start_task_soon(function, *args)
         except RuntimeError:  # the portal is shut
-            raise BridgeFault(503, "ending", "the job is ending") from None
-        return await asyncio.wrap_future(future)
+            raise ending() from None
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise ending() from None  # the worker's side was cancelled, not this one
+        except OSError as error:
+            raise BridgeFault(500, "worker-failed", f"the worker's disk: {error}") from error
 
     return call
 

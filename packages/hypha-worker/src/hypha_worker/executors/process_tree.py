@@ -15,7 +15,7 @@ import anyio.abc
 import anyio.to_thread
 import psutil
 
-TOKEN_VARIABLE: Final = "HYPHA_JOB_TOKEN"
+TOKEN_VARIABLE: Final = "_HYPHA_JOB"  # not HYPHA_…: those are keys of a configuration
 TERM_GRACE: Final = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 SHUTDOWN_GRACE: Final = 2.0
