@@ -235,3 +235,17 @@ def test_reports_that_do_not_fit_are_answered_with_an_error(report: str) -> None
         "stranger": lambda: rounds.batch(PEERS[4], 16, 1.0),
     }[report]()
     assert isinstance(answer, ProgressError)
+
+
+def test_a_round_whose_last_batch_meets_the_target_is_not_overdue() -> None:
+    began = 1e6
+    rounds = Rounds(RoundSettings(rounds=1, target=32, batch_size=16, min_members=2), PEERS[:2], began)
+    for peer in PEERS[:2]:
+        rounds.began(peer, began)
+    for _ in range(2):
+        rounds.batch(PEERS[0], 16, began + 12.0)
+    assert rounds.batch(PEERS[1], 16, began + 15.0) == ScheduleUpdate(counter=0)
+    due = rounds.deadline()
+    assert due is not None
+    assert due >= began + 45.0
+    assert rounds.expire(began + 16.0) == ()

@@ -174,7 +174,7 @@ class Rounds:
         if part.left == 0 or not self._decidable(current):
             return Continue()
         shares = self._shares(current, now)
-        current.finish = shares.finish
+        current.finish = max(shares.finish, now)  # nothing is left to do: the forecast knows no later moment
         share = shares.batches[peer]
         if part.left is not None and abs(share - part.left) <= max(1.0, _CHANGE * part.left):
             return Continue()
