@@ -371,6 +371,9 @@ class TrainingRun:
 
     def _ended_badly(self, task: Task, what: str) -> None:
         text = f"task {task.name} on worker {task.peer}: {what}"
+        server = self._running.placed.server if self._running is not None else None
+        if server is not None and task.role != AGGREGATE and str(server) in what:
+            text += f"\n({server} is the job's parameter server)"
         if self._over.is_set():
             _log.warning("%s", text)
             self._report.tell("warning", text=text)
