@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from hypha_net import directory, gossip, requests, transfer
+from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.aggregate import ROUND_MEMBERS, MembersKnown, RoundMembers
 from hypha_proto.codec import to_json
@@ -114,6 +115,9 @@ class Worker:
     batch_seconds: float = 0.004
     fails_after: int | None = None
     """Batches after which its executor dies."""
+    outcome: str = "failed"
+    forgets: int = 0
+    """Round whose outer update it does not send to the scheduler."""
     hangs: bool = False
     refuses: bool = False
     renewals_left: int = 1_000_000
@@ -186,7 +190,8 @@ class Worker:
         return await requests.call(self.endpoint, peer, REPORT, message)
 
     async def end(self, peer: PeerId, request: DispatchJob, code: int, reason: str, lines: tuple[str, ...]) -> None:
-        outcome = "finished" if code == 0 else "failed"
+        outcome = "finished" if code == 0 else self.outcome
+        reason = "the owner needs it" if outcome == "cancelled" else reason
         await requests.call(
             self.endpoint,
             peer,
@@ -269,7 +274,9 @@ class Worker:
         header = PushHeader(
             job_id=message.job_id, round=message.round, kind=OUTER_UPDATE, name=path.name, size=size, digest=digest
         )
-        await transfer.push(self.endpoint, peer, path, header)
+        if message.round != self.forgets:
+            with suppress(TransferRefusedError):
+                await transfer.push(self.endpoint, peer, path, header)
         self.world.step(message.round).set()
         [lease] = [lease for lease in self.leases if self.spec is not None]
         request = DispatchJob(id=lease, spec=self.spec)  # type: ignore[arg-type]
@@ -419,6 +426,43 @@ def test_the_job_goes_on_without_a_lost_worker_when_it_may(tmp_path: Path, model
         workers[2].hangs = True
 
     play(tmp_path, case, prepare)
+
+
+def test_a_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        with failing() as told:
+            await service.conduct(job(model, rounds={"update_rounds": 10_000}))
+        assert (
+            f"worker {workers[0].endpoint.peer_id} was lost: its executor was cancelled: the owner needs it" in told[0]
+        )
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].fails_after = 5
+        workers[0].outcome = "cancelled"
+
+    play(tmp_path, case, prepare)
+
+
+def test_an_outer_update_that_never_came_fails_the_job(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        with failing() as told:
+            await service.conduct(job(model))
+        assert "the outer update of round 2 never came" in told[0]
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[3].forgets = 2
+
+    play(tmp_path, case, prepare)
+
+
+def test_an_interrupted_job_gives_its_leases_back(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        with anyio.move_on_after(1.0):
+            await service.conduct(job(model, rounds={"update_rounds": 10_000}))
+        assert all(worker.released for worker in workers)
+
+    play(tmp_path, case)
+    assert events(tmp_path)[-1]["error"] == "the scheduler was told to end"
 
 
 def test_a_lost_parameter_server_fails_the_job(tmp_path: Path, model: Path) -> None:

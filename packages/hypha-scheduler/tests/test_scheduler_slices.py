@@ -74,7 +74,7 @@ def test_epochs_overlap_and_each_holds_every_slice_once() -> None:
 def test_the_seed_decides_the_order() -> None:
     def order(seed: int) -> list[Assignment]:
         ledger = SliceLedger([1] * 50, seed)
-        return [ledger.assign("a") for _ in range(100)]
+        return [ledger.assign(number) for number in range(100)]
 
     assert order(5) == order(5)
     assert order(5) != order(6)

@@ -43,6 +43,7 @@ from hypha_scheduler.strategies.diloco.operator import START_MODEL, DilocoOperat
 from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, Measured, RoundClosed, Rounds
 from hypha_scheduler.strategies.diloco.slices import LedgerFullError, SliceLedger
 from hypha_scheduler.submit import AGGREGATE, TRAIN, PlacedJob, round_settings, wants
+from hypha_scheduler.summary import summarise
 from hypha_scheduler.tasks import Task, TaskGraph, TaskState
 from hypha_scheduler.traffic import Carried, measure_traffic
 
@@ -50,6 +51,8 @@ _log = logging.getLogger(__name__)
 
 _GOODBYE: Final = 30.0
 """Seconds for executors to end once they were told that the job is done."""
+_LAST_UPDATE: Final = 30.0
+"""Seconds that this scheduler waits for an outer update which all workers have."""
 _ABANDON: Final = 3.0
 """Seconds for giving leases back when a job is given up."""
 _LAST_WORDS: Final = 2.0
@@ -107,6 +110,10 @@ class TrainingRun:
             except JobFailedError as error:
                 self._report.failed(str(error))
                 raise
+            except BaseException as error:
+                interrupted = isinstance(error, anyio.get_cancelled_exc_class())
+                self._report.failed("the scheduler was told to end" if interrupted else f"internal error: {error!r}")
+                raise
 
     async def _conduct(self) -> Path:
         failure: JobFailedError | None = None
@@ -147,7 +154,10 @@ class TrainingRun:
         after: dict[PeerId, Carried] = {}
         await measure_traffic(self._endpoint, peers, after)
         await self._release_all("the job is done")
-        summary = self._summary(running, before, after) | {
+        summary = {
+            "job_id": str(self.job_id),
+            **summarise(running.operator, running.placed.workers, before, after),
+            "model_dir": str(self._result.directory),
             "placement_seconds": round(placement_seconds, 4),
             "wall_seconds": round(anyio.current_time() - began, 3),
         }
@@ -186,9 +196,14 @@ class TrainingRun:
 
     async def _watch_time(self) -> None:
         """Let deadlines pass."""
-        while self._running is not None:
-            self._carry_out(self._running.operator.expire(anyio.current_time()))
+        assert self._running is not None
+        operator = self._running.operator
+        while not operator.rounds.over:
+            self._carry_out(operator.expire(anyio.current_time()))
             await anyio.sleep(_TICK)
+        with anyio.move_on_after(_LAST_UPDATE):
+            await self._over.wait()
+        self.fail(f"the outer update of round {self._result.round + 1} did not come from the parameter server")
 
     async def _end(self, running: _Running) -> None:
         """Wait until every executor has left, and close the books."""
@@ -201,29 +216,6 @@ class TrainingRun:
             self._report.tell("warning", text=f"task {task.name} at {task.peer} did not end in time")
         await self._result.finish()
         self._carry_out(running.operator.finish())
-
-    def _summary(
-        self, running: _Running, before: dict[PeerId, Carried], after: dict[PeerId, Carried]
-    ) -> dict[str, object]:
-        operator = running.operator
-
-        def of(peer: PeerId) -> dict[str, object]:
-            carried = after.get(peer, Carried()) - before.get(peer, Carried())
-            return {"peer": str(peer), "bytes_sent": carried.sent, "bytes_received": carried.received}
-
-        workers = [
-            of(peer) | {"samples": operator.samples[peer], "batches": operator.batches[peer]}
-            for peer in running.placed.workers
-        ]
-        return {
-            "job_id": str(self.job_id),
-            "rounds": operator.rounds.closed,
-            "samples": operator.samples.total(),
-            "workers": workers,
-            "parameter_server": of(running.placed.server),
-            "loss": operator.loss,
-            "model_dir": str(self._result.directory),
-        }
 
     async def _release_all(self, reason: str) -> None:
         async with anyio.create_task_group() as tasks:
@@ -251,11 +243,16 @@ class TrainingRun:
         task = self._running.graph.of_lease(held.lease)
         if task is None or not self._running.graph.end(task.name, TaskState.FAILED) or self._over.is_set():
             return
-        self._report.tell("worker_lost", worker=str(held.peer), reason=why)
+        self._changed.set()
         if task.role == AGGREGATE:
             self.fail(f"the parameter server {held.peer} was lost: {why}")
         else:
-            self._carry_out(self._running.operator.lost(held.peer, why, anyio.current_time()))
+            self._worker_lost(held.peer, why)
+
+    def _worker_lost(self, peer: PeerId, why: str) -> None:
+        assert self._running is not None
+        self._report.tell("worker_lost", worker=str(peer), reason=why)
+        self._carry_out(self._running.operator.lost(peer, why, anyio.current_time()))
 
     # --------------------------------------------------------------------------------------------------- what peers say
 
@@ -322,7 +319,13 @@ class TrainingRun:
             return Refusal(reason="only the job's parameter server sends here")
         if header is not None and header.kind != OUTER_UPDATE:
             return Refusal(reason=f"a scheduler takes {OUTER_UPDATE}, not {header.kind[:40]}")
-        number = self._result.round + 1 if header is None else header.round
+        expected = self._result.round + 1
+        number = expected if header is None else header.round
+        if number < expected:
+            return Refusal(reason=f"the outer update of round {number} is here already")
+        if number > expected:
+            self.fail(f"the outer update of round {expected} never came: the parameter server sends that of {number}")
+            return Refusal(reason=f"the outer update of round {expected} is missing")
         path = self.directory / "updates" / f"round-{number}-{uuid.uuid4().hex[:8]}.safetensors"
 
         async def arrived(_size: int, _digest: str) -> None:
@@ -347,8 +350,10 @@ class TrainingRun:
         self._report.keep("ended", task=task.name, outcome=end.outcome, exit_code=end.exit_code)
         code = "" if end.exit_code is None else f", exit code {end.exit_code}"
         lines = "".join(f"\n  | {line[:500]}" for line in end.last_lines[-40:])
-        if end.outcome != "finished" or peer not in self._running.operator.dismissed:
-            reason = end.reason[:1000] or "it left before the job was done"
+        reason = end.reason[:1000] or "it left before the job was done"
+        if end.outcome == "cancelled" and task.role == TRAIN and not self._over.is_set():
+            self._worker_lost(peer, f"its executor was cancelled: {reason}")
+        elif end.outcome != "finished" or peer not in self._running.operator.dismissed:
             self._ended_badly(task, f"executor {end.outcome}{code}: {reason}{lines}")
 
     def on_job_status(self, peer: PeerId, status: JobStatus) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-_OPEN_EPOCHS: Final = 64
-"""More epochs than this are never open at once: a worker that hoards slices cannot make the ledger grow."""
+_HELD: Final = 64
+"""Slices that one worker holds at most: one that hoards them cannot make the ledger grow."""
 
 
 class SliceState(Enum):
@@ -26,7 +26,7 @@ class SliceState(Enum):
 
 
 class LedgerFullError(Exception):
-    """Too many slices are assigned and not used."""
+    """A worker was given so many slices without using them that it gets no more."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -112,21 +112,21 @@ class SliceLedger:
         """Give `worker` the next slice.
 
         Raises:
-            LedgerFullError: so much is assigned and not used that something must be wrong with the workers.
+            LedgerFullError: it holds so many that something must be wrong with it.
         """
         holder = self._holders.setdefault(worker, _Holder())
         if holder.silent:
             for held in holder.holdings:
                 self._use(held.assignment)
             holder.holdings.clear()
+        if len(holder.holdings) >= _HELD:
+            raise LedgerFullError(f"{_HELD} slices were given to this worker and not used")
         epoch = next((e for e in self._epochs.values() if e.queue), None) or self._open_epoch()
         assignment = Assignment(epoch.number, epoch.queue.popleft())
         holder.holdings.append(_Holding(assignment))
         return assignment
 
     def _open_epoch(self) -> _Epoch:
-        if len(self._epochs) >= _OPEN_EPOCHS:
-            raise LedgerFullError(f"{len(self._epochs)} epochs hold slices that were assigned and never used")
         order = list(range(len(self._samples)))
         random.Random(f"{self._seed}/{self._next_epoch}").shuffle(order)
         epoch = _Epoch(self._next_epoch, deque(order), len(order))
