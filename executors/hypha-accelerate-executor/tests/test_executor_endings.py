@@ -149,10 +149,10 @@ def test_done_ends_the_run_wherever_it_comes(make_worker: Callable[..., Any], ki
     [
         ({"batch_size": 0}, 2, "batch_size"),
         ({"batch_size": "x"}, 2, "batch_size"),
-        ({"model": {**MODEL, "task": "torch"}}, 2, "not supported yet"),
+        ({"model": {**MODEL, "task": "torch"}}, 1, "torch_class"),
         ({"model": {**MODEL, "task": "causal-lm"}}, 1, "causal-lm"),
         ({"model": {**MODEL, "task": "no-such"}}, 2, "AutoModelForNoSuch"),
-        ({"preprocessor": MODEL}, 2, "preprocessor"),
+        ({"preprocessor": MODEL}, 2, "preprocessor 'image-classification' is not known"),
         ({"model": {**MODEL, "input-names": ["pixels"]}}, 1, "lacks the tensor 'pixels'"),
     ],
 )

@@ -192,8 +192,10 @@ def test_the_inner_optimizer_is_adamw_bit_for_bit() -> None:
 
 def test_accelerate_is_used_only_where_it_has_something_to_do() -> None:
     assert isinstance(choose_device({}), Processor)
-    with pytest.raises(JobError, match="num_processes 1"):
-        choose_device({"WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    with pytest.raises(JobError, match="'fp16' needs a GPU"):
+        choose_device({"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"})
+    with pytest.raises(JobError, match="gradient_accumulation_steps"):
+        choose_device({"ACCELERATE_USE_CPU": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "0"})
     placed = choose_device({"ACCELERATE_USE_CPU": "true"})
     assert isinstance(placed, Accelerated)
     assert placed.torch_device.type == ("cuda" if torch.cuda.is_available() else "cpu")

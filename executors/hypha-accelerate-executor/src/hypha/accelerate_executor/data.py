@@ -8,7 +8,7 @@ slice) alone, and batches run on over the border of two slices. The next slice i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ class Batch:
     """Samples for one step of the inner optimiser."""
 
     tensors: Arrays
-    """Name as in the slice -> float32 or int64 array whose first dimension is the samples."""
+    """Name as in the slice -> float32 or int64 array (as stored, for a preprocessor) of samples first."""
     samples: int
     slices: Mapping[str, int]
     """Index of a slice -> how many of the samples came from it; empty when the worker names no slices."""
@@ -42,13 +42,16 @@ class Batch:
 class Slice:
     """One fetched slice: tensors of a file in a shuffled order, taken from the front."""
 
-    def __init__(self, path: Path, index: str | None, order: Callable[[int], NDArray[np.int64]]) -> None:
+    def __init__(
+        self, path: Path, index: str | None, order: Callable[[int], NDArray[np.int64]], raw: Collection[str] = ()
+    ) -> None:
         """Open the file.
 
         Args:
             path: a safetensors file.
             index: the slice's index in its dataset; none when unknown.
             order: gives a permutation of that many sample numbers.
+            raw: tensors that are taken as they are stored.
 
         Raises:
             DataError: the file is malformed, or its tensors do not share their first dimension.
@@ -61,6 +64,7 @@ class Slice:
             raise DataError(f"slice {error}") from None
         self.samples = count_samples(self._file)
         self._order = order(self.samples)
+        self._raw = raw
         self._used = 0
 
     @property
@@ -72,7 +76,7 @@ class Slice:
         """Take the next samples, every tensor of them, fewer when fewer are left."""
         rows = self._order[self._used : self._used + samples]
         self._used += len(rows)
-        return {name: read_rows(self._file, name, rows) for name in self._file.tensors}
+        return {name: read_rows(self._file, name, rows, name in self._raw) for name in self._file.tensors}
 
     def drop(self) -> None:
         """Close the file and delete it."""
@@ -94,11 +98,16 @@ def count_samples(file: TensorFile) -> int:
     return count
 
 
-def read_rows(file: TensorFile, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Read samples of one tensor by number: floats as float32, integers as int64, or float32 for images and sound."""
+def read_rows(file: TensorFile, name: str, rows: NDArray[np.int64], raw: bool = False) -> NDArray[Any]:
+    """Read samples of one tensor by number: floats as float32, integers as int64, or float32 for images and sound.
+
+    With `raw` integers stay as they are stored.
+    """
     stored, dtype = file.stored(name)[rows], file.tensors[name].dtype
     if dtype in FLOAT_DTYPES:
         return to_float32(stored, dtype)
+    if raw:
+        return stored
     return stored.astype(np.float32 if name in _FLOAT_INPUTS else np.int64)
 
 
@@ -110,15 +119,19 @@ def shuffled(samples: int, seed: int, epoch: int, index: int) -> NDArray[np.int6
 class Batches:
     """An endless row of batches, as long as the scheduler hands out slices."""
 
-    def __init__(self, fetch: Callable[[], list[Fetched]], batch_size: int, seed: int) -> None:
+    def __init__(
+        self, fetch: Callable[[], list[Fetched]], batch_size: int, seed: int, raw: Collection[str] = ()
+    ) -> None:
         """Prepare; the first slice is asked for by `prefetch` or by the first batch.
 
         Args:
             fetch: brings the next slice; raises `NoMoreData` when there is none.
             batch_size: samples in a batch; the last one of all may have fewer.
             seed: of the order of samples.
+            raw: tensors whose integers stay as they are stored: what a preprocessor takes.
         """
         self._fetch = fetch
+        self._raw = frozenset(raw)
         self._batch_size = batch_size
         self._seed = seed
         self._open: list[Slice] = []
@@ -194,7 +207,7 @@ class Batches:
         self._seen[index] = again + 1
         told = fetched.metadata.get("epoch", "")
         epoch = int(told) if told.isdecimal() else again
-        return Slice(fetched.path, name, lambda samples: shuffled(samples, self._seed, epoch, index))
+        return Slice(fetched.path, name, lambda samples: shuffled(samples, self._seed, epoch, index), self._raw)
 
 
 def _join(parts: list[dict[str, NDArray[Any]]]) -> Arrays:

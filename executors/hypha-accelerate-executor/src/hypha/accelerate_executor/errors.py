@@ -47,3 +47,7 @@ class NoMoreData(ExecutorError):
 
 class SchedulerRefused(ExecutorError):
     """The scheduler answered a report with an error."""
+
+
+class TeamBroken(ExecutorError):
+    """Another process that computes for the same job has ended, or says nothing any more."""

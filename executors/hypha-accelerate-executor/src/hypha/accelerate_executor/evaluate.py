@@ -11,8 +11,8 @@ import torch
 
 from hypha.accelerate_executor.data import count_samples, read_rows
 from hypha.accelerate_executor.errors import DataError, JobError
+from hypha.accelerate_executor.inputs import IGNORED_LABEL, ModelInputs
 from hypha.accelerate_executor.model import load_model
-from hypha.accelerate_executor.trainer import IGNORED_LABEL, ModelInputs
 from hypha_proto.errors import TensorFileError
 from hypha_proto.update import TensorFile
 

@@ -10,20 +10,16 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-import torch
-
 from hypha.accelerate_executor.bridge import Bridge, OuterUpdates
-from hypha.accelerate_executor.data import Batches
+from hypha.accelerate_executor.choices import Choices, Files
+from hypha.accelerate_executor.data import Batch, Batches
 from hypha.accelerate_executor.device import choose_device
-from hypha.accelerate_executor.model import load_model
-from hypha.accelerate_executor.optimizer import InnerOptimizer
-from hypha.accelerate_executor.replica import Replica
 from hypha.accelerate_executor.report import RoundTally, batch_done
 from hypha.accelerate_executor.rounds import Next, RoundCountdown
-from hypha.accelerate_executor.trainer import ModelInputs, Trainer
+from hypha.accelerate_executor.setup import Setup, set_up
+from hypha.accelerate_executor.team import Compute, GatherWeights, Leave, LoadModel, TakeWeights, form_team
 from hypha_proto.job import PeersReference, Reference, TrainConfig
 from hypha_proto.progress import Done, Update, UpdateReceived
 
@@ -50,8 +46,7 @@ class TrainingLoop:
         self,
         bridge: Bridge,
         config: TrainConfig,
-        trainer: Trainer,
-        replica: Replica,
+        setup: Setup,
         batches: Batches,
         outer_updates: OuterUpdates,
         pace: Pace,
@@ -60,8 +55,9 @@ class TrainingLoop:
         """Put the parts together; nothing happens before `run`."""
         self._bridge = bridge
         self._config = config
-        self._trainer = trainer
-        self._replica = replica
+        self._trainer = setup.trainer
+        self._replica = setup.replica
+        self._team = setup.team
         self._batches = batches
         self._outer_updates = outer_updates
         self._pace = pace
@@ -81,6 +77,7 @@ class TrainingLoop:
             following = self._train(tally)
             if following is Next.SYNCHRONISE:
                 following = self._synchronise(tally)
+        self._team.order([Leave()] * self._team.size)
 
     def _train(self, tally: RoundTally) -> Next:
         """Process batches until the round ends."""
@@ -93,7 +90,7 @@ class TrainingLoop:
             if batch is None:
                 logger.info("no data is left in round %d: training is over", self._countdown.round)
                 return self._countdown.without_data() if tally.samples else Next.STOP
-            loss = self._trainer.step(batch)
+            loss = self._step(batch)
             if self._pace.delay:
                 time.sleep(self._pace.delay)
             now = self._clock()
@@ -103,6 +100,12 @@ class TrainingLoop:
                 self._bridge.report(batch_done(batch.samples, batch.slices, seconds))
             )
         return following
+
+    def _step(self, batch: Batch) -> float:
+        """Have every process train on its part of the batch."""
+        parts = self._trainer.divide(batch, self._team.size)
+        self._team.order([Compute(part) for part in parts])
+        return self._trainer.compute(parts[0])
 
     def _synchronise(self, tally: RoundTally) -> Next:
         """Send the pseudo-gradient, wait for the outer update, merge it."""
@@ -114,6 +117,7 @@ class TrainingLoop:
         if isinstance(self._bridge.report(metrics), Done):
             return Next.STOP
         outer = self._outer_updates.wait(number, self._pace.update_timeout)
+        self._team.order([TakeWeights()] * self._team.size)
         self._replica.merge(outer)
         outer.unlink(missing_ok=True)
         logger.info("round %d: %d samples, loss %.4f", number, tally.samples, metrics.metrics["loss"])
@@ -121,34 +125,57 @@ class TrainingLoop:
 
     def _send_update(self, number: int, samples: int) -> None:
         path = self._bridge.work_dir / f"update-{number}.safetensors"
+        self._team.order([GatherWeights()] * self._team.size)
         self._replica.write_update(path, number, samples)
         self._bridge.send(self._config.updates, path, number, samples)
         path.unlink(missing_ok=True)
 
 
-def make_loop(bridge: Bridge, config: TrainConfig, model_dir: Path, batches: Batches, pace: Pace) -> TrainingLoop:
+def follow(config: TrainConfig, choices: Choices, pace: Pace) -> None:
+    """Compute for the process that leads, until it says that the job is over.
+
+    Raises:
+        ExecutorError: the leader has ended, or this process cannot go on.
+    """
+    device, team = choose_device(), form_team(pace.update_timeout)
+    first = team.hear()
+    if not isinstance(first, LoadModel):
+        return
+    setup = set_up(config, choices, first.files, device, team)
+    while not isinstance(order := team.hear(), Leave):
+        match order:
+            case Compute(pieces):
+                setup.trainer.compute(pieces)
+            case GatherWeights():
+                setup.weights.gather()
+            case TakeWeights():
+                setup.weights.take({})
+
+
+def make_loop(
+    bridge: Bridge,
+    config: TrainConfig,
+    choices: Choices,
+    fetched: Callable[[], Files],
+    batches: Batches,
+    pace: Pace,
+) -> TrainingLoop:
     """Load the model and put a loop together that trains it.
+
+    Args:
+        choices: what the worker's owner has allowed and asked for.
+        fetched: waits for the model's files and says where they lie.
 
     Raises:
         ExecutorError: the model cannot be loaded, or the job asks for what is not supported.
     """
-    torch.manual_seed(config.seed or 0)
-    device = choose_device()
-    model = load_model(config.model.task, model_dir)
-    inputs = ModelInputs(config.model.task, config.model.input_names, model)
-    placed = device.place(model)
-    replica = Replica(model, model_dir)
-    optimizer = InnerOptimizer(replica.parameters.values(), config.optimizer, config.scheduler)
-    trainer = Trainer(placed, inputs, optimizer, device)
+    device, team = choose_device(), form_team(pace.update_timeout)
+    files = fetched()
+    batches.prefetch()
+    team.order([LoadModel(files)] * team.size)
+    setup = set_up(config, choices, files, device, team)
     outer_updates = bridge.updates(_source(config), INCOMING)
-    logger.info(
-        "training %s: %d tensors, %d statistics, on %s",
-        type(model).__name__,
-        len(replica.parameters),
-        len(replica.statistics),
-        device.torch_device,
-    )
-    return TrainingLoop(bridge, config, trainer, replica, batches, outer_updates, pace)
+    return TrainingLoop(bridge, config, setup, batches, outer_updates, pace)
 
 
 def _source(config: TrainConfig) -> Reference:

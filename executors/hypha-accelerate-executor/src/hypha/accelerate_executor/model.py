@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,6 +39,8 @@ _AUTO_CLASSES: Final = {
 _NEEDLESS: Final = ("scipy", "sklearn", "torchvision", "tensorboard")
 _LEAN_TASKS: Final = frozenset({"image-classification", "causal-lm", "masked-lm", "sequence-classification"})
 _CONFIG: Final = "config.json"
+TORCH: Final = "torch"
+"""The task whose models are classes of the worker's owner."""
 
 
 def auto_class_name(task: str) -> str:
@@ -47,8 +49,8 @@ def auto_class_name(task: str) -> str:
     Raises:
         JobError: the task is not supported.
     """
-    if task == "torch":
-        raise JobError("task 'torch' is not supported yet; use a Hugging Face model and its task")
+    if task == TORCH:
+        raise JobError("task 'torch' has no Auto class: its model's config.json names a class of the worker's owner")
     words = "".join(word.capitalize() for word in task.split("-"))
     return _AUTO_CLASSES.get(task, f"AutoModelFor{words}")
 
@@ -81,12 +83,16 @@ def lean_imports(task: str) -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
-def load_model(task: str, model_dir: Path) -> torch.nn.Module:
+def load_model(
+    task: str, model_dir: Path, *, allowed: Collection[str] = (), device_map: str | None = None
+) -> torch.nn.Module:
     """Load a model in float32, ready to train.
 
     Args:
         task: wire name of the task.
         model_dir: config.json and safetensors files.
+        allowed: modules whose classes a model of task `torch` may name.
+        device_map: how to lay the model's layers over several devices, as transformers takes it; none loads it whole.
 
     Raises:
         JobError: the task is not supported.
@@ -95,16 +101,31 @@ def load_model(task: str, model_dir: Path) -> torch.nn.Module:
     """
     if not (model_dir / _CONFIG).is_file():
         raise ModelError(f"the model has no {_CONFIG}")
+    if task == TORCH:
+        from hypha.accelerate_executor.torch_model import load_torch_model
+
+        if device_map is not None:
+            raise JobError("--device-map needs a model of transformers; task 'torch' has none")
+        module = load_torch_model(model_dir, allowed)
+    else:
+        module = _load_transformers(task, model_dir, device_map)
+    module.float()
+    module.train()
+    return module
+
+
+def _load_transformers(task: str, model_dir: Path, device_map: str | None) -> torch.nn.Module:
     with lean_imports(task):
         kind = auto_class(task)
         quieten_transformers()
         try:
-            model, info = kind.from_pretrained(
+            module, info = kind.from_pretrained(
                 model_dir,
                 trust_remote_code=False,
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
+                **({} if device_map is None else {"device_map": device_map}),
             )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             raise ModelError(f"the model cannot be loaded for task {task!r}: {_first_line(error)}") from error
@@ -113,9 +134,8 @@ def load_model(task: str, model_dir: Path) -> torch.nn.Module:
         raise ModelError(
             f"the model's files lack {len(missing)} tensors that task {task!r} needs, first {missing[0]!r}"
         )
-    module: torch.nn.Module = model.float()
-    module.train()
-    return module
+    loaded: torch.nn.Module = module
+    return loaded
 
 
 def model_directory(paths: list[Path]) -> Path:

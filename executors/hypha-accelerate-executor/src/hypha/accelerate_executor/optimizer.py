@@ -49,29 +49,43 @@ class InnerOptimizer:
             config: learning rate, betas, epsilon, weight decay, limit of the gradient's norm.
             schedule: of the learning rate; none keeps it constant.
         """
-        self._parameters = list(parameters)
-        self._max_norm = config.max_grad_norm
+        self.parameters = list(parameters)
+        self.max_norm = config.max_grad_norm
         self._rate = config.learning_rate
         self._factor = learning_rate_factor(schedule)
         self._steps = 0
-        self.adamw = torch.optim.AdamW(
-            self._parameters,
+        self.adamw: torch.optim.Optimizer = torch.optim.AdamW(
+            self.parameters,
             lr=config.learning_rate,
             betas=config.betas or _BETAS,
             eps=_EPSILON if config.epsilon is None else config.epsilon,
             weight_decay=_WEIGHT_DECAY if config.weight_decay is None else config.weight_decay,
         )
 
-    def step(self) -> None:
-        """Change the parameters by their gradients, and forget those."""
-        if self._max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
+    def adopt(self, adamw: torch.optim.Optimizer) -> None:
+        """Go on with AdamW as a device has rearranged it, before the first step: its parameters are shards now."""
+        self.adamw = adamw
+        self.parameters = [parameter for group in adamw.param_groups for parameter in group["params"]]
+
+    def step(self, apply: Callable[[InnerOptimizer], None] | None = None) -> None:
+        """Change the parameters by their gradients, and forget those.
+
+        Args:
+            apply: clips the gradients and has `adamw` step, for a device that has its own ways; none does it plainly.
+        """
         rate = self._rate * self._factor(self._steps)
         for group in self.adamw.param_groups:
             group["lr"] = rate
-        self.adamw.step()
+        (apply or clip_and_step)(self)
         self.adamw.zero_grad(set_to_none=True)
         self._steps += 1
+
+
+def clip_and_step(optimizer: InnerOptimizer) -> None:
+    """Clip the gradients where the job says so, and have AdamW step."""
+    if optimizer.max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(optimizer.parameters, optimizer.max_norm)
+    optimizer.adamw.step()
 
 
 def _warmed(warmup: int, after: Callable[[int], float]) -> Callable[[int], float]:

@@ -1,7 +1,7 @@
 """This worker's copy of the model beside the one that all workers agreed on last.
 
-Before it stands `model`, which loads the module; `training` asks it for the pseudo-gradient `theta_local -
-theta_global` at the end of a round and has it merge the outer update that answers it.
+Before it stands `model`, which loads the module, and `weights`, which reads and sets it; `loop` asks it for the
+pseudo-gradient `theta_local - theta_global` at the end of a round and has it merge the outer update that answers it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from hypha.accelerate_executor.errors import ModelError
+from hypha.accelerate_executor.team import Single
+from hypha.accelerate_executor.weights import Weights, WholeWeights
 from hypha_proto.errors import TensorFileError
 from hypha_proto.update import Float32Array, TensorFile, UpdateMetadata, model_files, open_update, write_update
 
@@ -29,12 +31,13 @@ class Replica:
         statistics: name -> running statistic, float32 or an integer count.
     """
 
-    def __init__(self, module: torch.nn.Module, model_dir: Path) -> None:
+    def __init__(self, module: torch.nn.Module, model_dir: Path, keep: bool = True) -> None:
         """Take the module's present values as agreed on.
 
         Args:
             module: just loaded from `model_dir`, in float32.
             model_dir: whose files give the names.
+            keep: whether to keep a copy of the agreed values; a process that follows another needs none.
 
         Raises:
             ModelError: a trained tensor is not in the files under its name.
@@ -42,12 +45,23 @@ class Replica:
         names = names_in_files(model_dir)
         self.parameters = _trained_parameters(module, names)
         self.statistics = {name: buffer for name, buffer in module.named_buffers() if _is_statistic(name, names)}
-        self._global = {name: local.detach().to("cpu", copy=True) for name, local in self._local()}
+        local = self.local if keep else {}
+        self._global = {name: tensor.detach().to("cpu", copy=True) for name, tensor in local.items()}
+        self._weights: Weights = WholeWeights(self.local, Single())
+
+    def hold(self, weights: Weights) -> None:
+        """Read and set the module through `weights` from now on: it has been placed."""
+        self._weights = weights
+
+    @property
+    def local(self) -> dict[str, torch.Tensor]:
+        """The module's own tensors that travel, as they were when it was loaded: parameters, then statistics."""
+        return {**self.parameters, **self.statistics}
 
     @property
     def names(self) -> frozenset[str]:
         """Names of all tensors that travel."""
-        return frozenset(self._global)
+        return frozenset(self.local)
 
     def write_update(self, path: Path, round_number: int, samples: int) -> None:
         """Write the pseudo-gradient `theta_local - theta_global` as an update file.
@@ -77,16 +91,14 @@ class Replica:
             raise ModelError(f"outer update {error}") from None
         with file:
             self._check(file)
-            for name, local in self._local():
-                self._add(name, local, torch.from_numpy(file.tensor(name)))
-
-    def _local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.parameters.items()
-        yield from self.statistics.items()
+            for name in self._global:
+                self._add(name, torch.from_numpy(file.tensor(name)))
+        self._weights.take(self._global)
 
     def _differences(self) -> Iterator[tuple[str, Float32Array]]:
-        for name, local in self._local():
-            difference = local.detach().to("cpu") - self._global[name]
+        tensors = self._weights.gather()
+        for name, agreed in self._global.items():
+            difference = tensors[name].detach().to("cpu") - agreed
             yield name, difference.to(torch.float32).numpy()
 
     def _check(self, file: TensorFile) -> None:
@@ -103,15 +115,13 @@ class Replica:
             if not all(np.isfinite(block).all() for block in file.blocks(name)):
                 raise ModelError(f"outer update {file.path.name}: {name!r} holds a NaN or an infinity")
 
-    def _add(self, name: str, local: torch.Tensor, update: torch.Tensor) -> None:
+    def _add(self, name: str, update: torch.Tensor) -> None:
         agreed = self._global[name]
         if agreed.is_floating_point():
             agreed += update
         else:
             # as `hypha_proto.update.apply_update` does, so that the scheduler's copy stays the same
             agreed.copy_((agreed.to(torch.float64) + update.to(torch.float64)).round())
-        with torch.no_grad():
-            local.copy_(agreed)
 
 
 def names_in_files(model_dir: Path) -> frozenset[str]:

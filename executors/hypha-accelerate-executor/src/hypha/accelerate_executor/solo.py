@@ -16,12 +16,13 @@ import torch
 
 from hypha.accelerate_executor.bridge import Fetched
 from hypha.accelerate_executor.data import Batches
-from hypha.accelerate_executor.device import Processor
+from hypha.accelerate_executor.device import Processor, trained
 from hypha.accelerate_executor.errors import JobError
+from hypha.accelerate_executor.inputs import ModelInputs
 from hypha.accelerate_executor.model import load_model
 from hypha.accelerate_executor.optimizer import InnerOptimizer
 from hypha.accelerate_executor.report import RoundTally
-from hypha.accelerate_executor.trainer import ModelInputs, Trainer
+from hypha.accelerate_executor.trainer import Trainer
 from hypha_proto.job import Adam
 
 
@@ -60,7 +61,7 @@ def train_alone(
     torch.manual_seed(seed)
     module = load_model(task, model_dir)
     device = Processor()
-    optimizer = InnerOptimizer(module.parameters(), Adam(learning_rate=learning_rate))
+    optimizer = InnerOptimizer(trained(module), Adam(learning_rate=learning_rate))
     trainer = Trainer(module, ModelInputs(task, (), module), optimizer, device)
     tally = RoundTally()
     with tempfile.TemporaryDirectory(prefix="hypha-alone-") as scratch:

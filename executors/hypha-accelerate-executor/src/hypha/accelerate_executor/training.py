@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Final
 
 from hypha.accelerate_executor.bridge import Bridge, Fetched
+from hypha.accelerate_executor.choices import Choices, Files
 from hypha.accelerate_executor.data import Batches
 from hypha.accelerate_executor.errors import ExecutorError, JobError
+from hypha.accelerate_executor.model import model_directory
+from hypha.accelerate_executor.preprocess import preprocessed_columns
 from hypha_proto.codec import from_json
 from hypha_proto.errors import DecodeError, ProtoError
 from hypha_proto.job import JobSpec, TrainConfig, TrainJob
@@ -70,8 +73,6 @@ def read_job(text: str) -> TrainConfig:
     if not isinstance(spec.executor, TrainJob):
         raise JobError("--job: expected a job of class 'train'")
     config = spec.executor.config
-    if config.preprocessor is not None:
-        raise JobError("--job: a preprocessor is not supported yet; prepare the slices with the model's own inputs")
     if config.batch_size < 1:
         raise JobError("--job: batch_size must be at least 1")
     return config
@@ -82,6 +83,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--socket", type=Path, required=True, help="Unix socket of the worker's job bridge")
     parser.add_argument("--work-dir", type=Path, required=True, help="directory of this job")
     parser.add_argument("--job", required=True, help="job specification as JSON, or @FILE")
+    parser.add_argument(
+        "--allow-module",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a module whose classes a job of task 'torch' may train; may be repeated",
+    )
+    parser.add_argument(
+        "--device-map",
+        metavar="MAP",
+        help="lay the model's layers over several devices of one process, as transformers names it: auto, balanced, …",
+    )
     parser.add_argument(
         "--timeout",
         type=float,
@@ -109,22 +122,43 @@ def _train(options: argparse.Namespace, started: float) -> None:
     timeout = options.timeout if options.timeout is not None else _seconds(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT)
     delay = _seconds(DELAY_VARIABLE, 0.0)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all that is needed comes through the worker
-    with Bridge(options.socket, options.work_dir.resolve(), timeout) as bridge:
-        batches = Batches(_slices(bridge, config), config.batch_size, config.seed or 0)
+    work_dir = options.work_dir.resolve()
+    # `python -m` looks for modules where it was started: in the job's directory, where the job's files are put
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != work_dir]
+    if int(os.environ.get("RANK", "0")) > 0:
+        from hypha.accelerate_executor.loop import Pace, follow
+
+        follow(config, _choices(options), Pace(timeout, delay))
+        return
+    with Bridge(options.socket, work_dir, timeout) as bridge:
+        batches = Batches(_slices(bridge, config), config.batch_size, config.seed or 0, preprocessed_columns(config))
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="model") as thread:
-                model = thread.submit(bridge.fetch, config.model.artifact, "model")
+                files = thread.submit(_files, bridge, config)
                 # takes seconds, in which the files arrive
                 from hypha.accelerate_executor.loop import Pace, make_loop
-                from hypha.accelerate_executor.model import model_directory
 
-                files = [fetched.path for fetched in model.result()]
-            batches.prefetch()
-            loop = make_loop(bridge, config, model_directory(files), batches, Pace(timeout, delay))
+                pace = Pace(timeout, delay)
+                loop = make_loop(bridge, config, _choices(options), files.result, batches, pace)
             logger.info("ready after %.1f s", time.perf_counter() - started)
             loop.run()
         finally:
             batches.close()
+
+
+def _choices(options: argparse.Namespace) -> Choices:
+    return Choices(frozenset(options.allow_module), options.device_map)
+
+
+def _files(bridge: Bridge, config: TrainConfig) -> Files:
+    model = model_directory([fetched.path for fetched in bridge.fetch(config.model.artifact, "model")])
+    if config.preprocessor is None:
+        return Files(model)
+    paths = [fetched.path for fetched in bridge.fetch(config.preprocessor.artifact, "preprocessor")]
+    if not paths:
+        raise JobError("the preprocessor's artifact holds no file")
+    top = min(paths, key=lambda path: len(path.parts))
+    return Files(model, top if top.is_dir() else top.parent)
 
 
 def _slices(bridge: Bridge, config: TrainConfig) -> Callable[[], list[Fetched]]:

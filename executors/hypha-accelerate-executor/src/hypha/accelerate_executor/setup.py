@@ -1,0 +1,79 @@
+"""From a model's files to everything that a process trains with; the same in a leader and its followers.
+
+Between `training`, which has the files brought, and `loop`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hypha.accelerate_executor.choices import Choices, Files
+from hypha.accelerate_executor.data import Arrays
+from hypha.accelerate_executor.device import Device
+from hypha.accelerate_executor.errors import JobError
+from hypha.accelerate_executor.inputs import ModelInputs
+from hypha.accelerate_executor.model import load_model
+from hypha.accelerate_executor.optimizer import InnerOptimizer
+from hypha.accelerate_executor.replica import Replica
+from hypha.accelerate_executor.team import Team
+from hypha.accelerate_executor.trainer import Trainer
+from hypha.accelerate_executor.weights import ShardedWeights, Weights, WholeWeights
+from hypha_proto.job import TrainConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What one process trains with."""
+
+    trainer: Trainer
+    replica: Replica
+    weights: Weights
+    team: Team
+
+
+def set_up(config: TrainConfig, choices: Choices, files: Files, device: Device, team: Team) -> Setup:
+    """Load the model, place it and make its optimiser; the leader loads the preprocessor too.
+
+    Raises:
+        ExecutorError: the model cannot be loaded, or the job asks for what is not supported.
+    """
+    if choices.device_map is not None and team.size > 1:
+        raise JobError("--device-map lays one model over all devices: launch it with --num_processes 1")
+    torch.manual_seed(config.seed or 0)
+    model = load_model(config.model.task, files.model, allowed=choices.modules, device_map=choices.device_map)
+    inputs = ModelInputs(config.model.task, config.model.input_names, model)
+    preprocess = _preprocessor(config, files.preprocessor, model) if team.leads else None
+    before = Replica(model, files.model, team.leads) if device.is_sharded else None  # then nobody has whole tensors
+    placed, optimizer = device.prepare(
+        model, lambda parameters: InnerOptimizer(parameters, config.optimizer, config.scheduler)
+    )
+    replica = before or Replica(model, files.model, team.leads)
+    weights: Weights = ShardedWeights(placed, replica.names) if before else WholeWeights(replica.local, team)
+    replica.hold(weights)
+    logger.info(
+        "training %s: %d tensors, %d statistics, on %s%s",
+        type(model).__name__,
+        len(replica.parameters),
+        len(replica.statistics),
+        device.torch_device,
+        f", {team.size} processes" if team.size > 1 else "",
+    )
+    return Setup(Trainer(placed, inputs, optimizer, device, preprocess), replica, weights, team)
+
+
+def _preprocessor(
+    config: TrainConfig, folder: Path | None, model: torch.nn.Module
+) -> Callable[[Arrays], Arrays] | None:
+    if config.preprocessor is None or folder is None:
+        return None
+    from hypha.accelerate_executor.preprocess import load_preprocessor, preprocessed_columns
+
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return load_preprocessor(config.preprocessor.task, folder, preprocessed_columns(config), longest)
