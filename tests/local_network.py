@@ -128,16 +128,20 @@ class LocalNetwork:
         write_digits(source, self.folders.test_set)
         dataset = ("--out", str(self.folders.data / DIGITS.name), "--slices", str(4 * len(self.trainers)))
         self._run("hypha-data", "prepare", str(source), *dataset)
-        for name in self.nodes:
-            if name != "scheduler":
-                self.start(name)
+        for name in self.daemons:
+            self.start(name)
         model = ("--arch", "resnet-digits", "--task", "image-classification", "--out", str(self.folders.start_model))
         self._run("hypha-accelerate-executor", "create-model", *model)
-        self.wait_healthy(*(name for name in self.nodes if name != "scheduler"))
+        self.wait_healthy(*self.daemons)
 
     def _run(self, program: str, *args: str) -> None:
         done = subprocess.run([script(program), *args], capture_output=True, text=True, timeout=90, check=False)
         assert done.returncode == 0, done.stderr
+
+    @property
+    def daemons(self) -> list[str]:
+        """Names of all nodes but the scheduler, which lives as long as its job."""
+        return [name for name in self.nodes if name != "scheduler"]
 
     @property
     def trainers(self) -> list[str]:
@@ -164,10 +168,12 @@ class LocalNetwork:
         process.send_signal(signal.SIGKILL)
         process.wait(10)
 
-    def restart(self, name: str) -> None:
-        """Start a node that was killed, and wait until it is healthy."""
-        self.start(name)
-        self.wait_healthy(name)
+    def revive(self) -> None:
+        """Start again what was killed, and wait until it is healthy."""
+        dead = [name for name in self.daemons if self.processes.child(name).process.poll() is not None]
+        for name in dead:
+            self.start(name)
+        self.wait_healthy(*dead)
 
     def log(self, name: str) -> str:
         """What a node has logged."""

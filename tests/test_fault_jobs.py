@@ -30,9 +30,9 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
 @pytest.fixture(autouse=True)
 def _nothing_is_left(network: LocalNetwork) -> Iterator[None]:
     yield
+    network.revive()
     wait_until(lambda: not network.executors(), 15, "the end of all executors")
-    assert all("Traceback" not in network.log(name) for name in network.nodes if name != "scheduler")
-    wait_until(lambda: not list(network.folders.work.glob("*/hypha-*")), 5, "work directories removed")
+    assert [name for name in network.daemons if "Traceback" in network.log(name)] == []
 
 
 def test_a_killed_executor_ends_the_job_with_its_last_lines(network: LocalNetwork) -> None:
@@ -94,7 +94,7 @@ def test_a_killed_parameter_server_ends_the_job(network: LocalNetwork) -> None:
     assert job.wait(PROMPTLY) == 1
     assert "parameter server" in job.log
     assert "Traceback" not in job.log
-    network.restart("parameter-server")
+    network.revive()
     after = network.job(rounds=1)
     assert after.wait(90) == 0, after.log
 
@@ -107,9 +107,7 @@ def test_a_killed_worker_ends_the_job_and_its_executor_leaves(network: LocalNetw
     assert job.wait(PROMPTLY) == 1
     assert "Traceback" not in job.log
     wait_until(lambda: not orphan.is_running(), 15, "an executor whose worker is gone")
-    for folder in (network.folders.work / "worker-1").glob("hypha-*"):
-        print(f"left behind by the killed worker: {folder}")
-    network.restart("worker-1")
+    network.revive()
     after = network.job(rounds=1)
     assert after.wait(90) == 0, after.log
 
