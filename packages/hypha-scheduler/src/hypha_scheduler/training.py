@@ -149,7 +149,8 @@ class TrainingRun:
         await dispatch_ready(self._endpoint, running.graph, self._spec_of)
         self._report.tell("dispatched", seconds=round(anyio.current_time() - began, 3))
         await self._over.wait()
-        self._raise_failure()
+        if self._failure is not None:
+            raise JobFailedError(self._failure)
         await self._end(running)
         after: dict[PeerId, Carried] = {}
         await measure_traffic(self._endpoint, peers, after)
@@ -230,10 +231,6 @@ class TrainingRun:
         if self._failure is None and not self._over.is_set():
             self._failure = reason
             self._over.set()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise JobFailedError(self._failure)
 
     def _lease_lost(self, held: HeldLease, why: str) -> None:
         if self._running is None:
@@ -376,8 +373,8 @@ class TrainingRun:
 
     def _ended_badly(self, task: Task, what: str) -> None:
         text = f"task {task.name} on worker {task.peer}: {what}"
-        server = self._running.placed.server if self._running is not None else None
-        if server is not None and task.role != AGGREGATE and str(server) in what:
+        server = self._running.placed.server if self._running is not None else task.peer
+        if server != task.peer and str(server) in what:
             text += f"\n({server} is the job's parameter server)"
         if self._over.is_set():
             _log.warning("%s", text)
