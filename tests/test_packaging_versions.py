@@ -1,0 +1,137 @@
+"""Versions are static, noted, and the bounds between packages are ones that exist; one tag releases one package."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from wheelhouse import OVERRIDE, ROOT, Package, packages
+
+BY_NAME = {package.name: package for package in packages()}
+each_package = pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
+
+DISTRIBUTIONS = {"google": "protobuf", "sklearn": "scikit-learn", "pydantic_core": "pydantic", "hypha": "-"}
+"""Imported names whose distribution is called otherwise."""
+
+
+def requirements(package: Package) -> list[Requirement]:
+    return [Requirement(text) for text in package.project["dependencies"]]
+
+
+def released(package: Package) -> list[Version]:
+    """The versions that a package's changelog tells of."""
+    headings = re.findall(r"^## (\S+)", (package.folder / "CHANGELOG.md").read_text(), re.MULTILINE)
+    return [Version(heading) for heading in headings]
+
+
+@each_package
+def test_the_version_is_static_and_in_the_changelog(package: Package) -> None:
+    assert "dynamic" not in package.project
+    assert released(package)[0] == Version(package.version)
+
+
+@each_package
+def test_bounds_between_packages_admit_the_sibling_and_begin_at_a_version_that_exists(package: Package) -> None:
+    for requirement in requirements(package):
+        if (sibling := BY_NAME.get(canonicalize_name(requirement.name))) is None:
+            continue
+        assert requirement.specifier.contains(sibling.version), requirement
+        lowest = [Version(part.version) for part in requirement.specifier if part.operator == ">="]
+        assert len(lowest) == 1, f"{requirement}: name the lowest version that works"
+        assert lowest[0] in released(sibling), f"{requirement}: {sibling.name} has no such version"
+        # before 1.0 each minor version may break: the bound must not admit one that nobody has seen
+        newest = Version(sibling.version)
+        assert not requirement.specifier.contains(f"{newest.major}.{newest.minor + 1}.0"), requirement
+
+
+def imported(package: Package) -> set[str]:
+    """Distributions whose modules the package's code imports, wherever it does."""
+    names = set()
+    for path in (package.folder / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                names.add(node.module.split(".")[0])
+    own = package.module.split(".")[0]
+    foreign = {name for name in names if name not in sys.stdlib_module_names and name != own}
+    return {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in foreign}
+
+
+@each_package
+def test_what_is_imported_is_declared(package: Package) -> None:
+    optional = [
+        Requirement(text) for texts in package.project.get("optional-dependencies", {}).values() for text in texts
+    ]
+    declared = {canonicalize_name(each.name) for each in requirements(package)}
+    extras = {canonicalize_name(each.name) for each in optional}
+    assert imported(package) - declared - extras == set()
+
+
+def test_the_documents_name_the_override_of_the_lock_file() -> None:
+    assert OVERRIDE in (ROOT / "pyproject.toml").read_text()
+    assert OVERRIDE in (ROOT / "docs" / "install.md").read_text()
+    assert OVERRIDE in (ROOT / "README.md").read_text()
+
+
+def workflow() -> dict[Any, Any]:
+    loaded: dict[Any, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    return loaded
+
+
+def check_step(tag: str, output: Path) -> subprocess.CompletedProcess[str]:
+    """Run the step that reads the tag, as the workflow would."""
+    [step] = [step for step in workflow()["jobs"]["release"]["steps"] if step.get("id") == "tag"]
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", step["run"]],
+        cwd=ROOT,
+        env={"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "TAG": tag, "GITHUB_OUTPUT": str(output)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@each_package
+def test_a_tag_releases_one_package(package: Package, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    done = check_step(f"{package.name}-v{package.version}", output)
+    assert done.returncode == 0, done.stderr
+    assert dict(line.split("=", 1) for line in output.read_text().splitlines()) == {
+        "package": package.name,
+        "version": package.version,
+        "folder": str(package.folder.relative_to(ROOT)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("tag", "reason"),
+    [
+        ("v0.1.0", "names no package"),
+        ("hypha-nothing-v0.1.0", "no package hypha-nothing"),
+        ("hypha-net-v9.9.9", "pyproject.toml says"),
+        ("hypha-net-v", "names no package"),
+        ("../../x-v1", "names no package"),
+    ],
+)
+def test_a_tag_that_fits_no_package_releases_nothing(tag: str, reason: str, tmp_path: Path) -> None:
+    done = check_step(tag, tmp_path / "output")
+    assert done.returncode == 1
+    assert reason in done.stdout + done.stderr
+    assert not (tmp_path / "output").exists()
+
+
+def test_the_workflow_starts_by_the_tags_of_packages_alone() -> None:
+    triggers = workflow()[True]  # YAML 1.1 reads the key `on` so
+    assert triggers == {"push": {"tags": ["*-v*"]}}
+    assert workflow()["permissions"] == {"contents": "write"}
