@@ -65,6 +65,8 @@ class Identity:
     cert_pem: Path
     trust_pem: Path
     crls_pem: Path | None
+    trust_has_root: bool = True
+    """Whether every chain of the trust bundle ends at a root in it; the Rust tool's end at the organisation."""
 
     @property
     def seed(self) -> bytes:
@@ -86,16 +88,22 @@ class Identity:
     def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        # a bundle of the Rust tool ends at the organisation's CA, and its certificates lack key identifiers
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        # certificates of the Rust tool lack key identifiers
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        # a chain may end below the root only where there is no root: it ends there always then, and the list that
+        # could revoke its last CA cannot be checked
+        if self.trust_has_root:
+            context.verify_flags &= ~ssl.VERIFY_X509_PARTIAL_CHAIN
+        else:
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         try:
             with _key_file(self.key) as key:
                 context.load_cert_chain(self.cert_pem, key)
             context.load_verify_locations(self.trust_pem)
             if self.crls_pem is not None:
                 context.load_verify_locations(self.crls_pem)
-                context.verify_flags |= ssl.VERIFY_CRL_CHECK_CHAIN
+                whole = self.trust_has_root
+                context.verify_flags |= ssl.VERIFY_CRL_CHECK_CHAIN if whole else ssl.VERIFY_CRL_CHECK_LEAF
         except (ssl.SSLError, OSError) as error:
             raise IdentityError(f"TLS does not take {self.cert_pem}, {self.trust_pem}: {error}") from error
         return context
@@ -121,12 +129,12 @@ def load_identity(cert_pem: Path, key_pem: Path, trust_pem: Path, crls_pem: Path
             f"key_pem {key_pem} does not belong to cert_pem {cert_pem}: name the pair that was made together"
         )
     _check_time(info, cert_pem)
-    _certificates(_read("trust_pem", trust_pem), "trust_pem", trust_pem)
+    trusted = _certificates(_read("trust_pem", trust_pem), "trust_pem", trust_pem)
     if crls_pem is not None:
         _check_crls(_read("crls_pem", crls_pem), crls_pem)
     if os.name == "posix" and key_pem.stat().st_mode & 0o077:
         _log.warning("key_pem %s can be read by others: chmod 600 it", key_pem)
-    return Identity(info.peer_id, info, key, cert_pem, trust_pem, crls_pem)
+    return Identity(info.peer_id, info, key, cert_pem, trust_pem, crls_pem, _has_roots(trusted))
 
 
 def describe_certificate(certificate: x509.Certificate, what: str = "certificate") -> CertificateInfo:
@@ -182,6 +190,11 @@ def _certificates(data: bytes, key: str, path: Path) -> list[x509.Certificate]:
 
 def _first_certificate(data: bytes, path: Path) -> x509.Certificate:
     return _certificates(data, "cert_pem", path)[0]
+
+
+def _has_roots(certificates: list[x509.Certificate]) -> bool:
+    subjects = {certificate.subject for certificate in certificates}
+    return all(certificate.issuer in subjects for certificate in certificates)
 
 
 def _private_key(data: bytes, path: Path) -> Ed25519PrivateKey:
