@@ -306,9 +306,8 @@ class TrainingRun:
 
     def on_pull(self, request: PullRequest) -> Offered | Refusal:
         """A worker fetches the start model."""
-        if self._model is None or request.dataset != model_dataset(self.job_id):
-            return Refusal(reason="there is no such model")
-        return self._model.resolve(request)
+        wanted = self._model if request.dataset == model_dataset(self.job_id) else None
+        return Refusal(reason="there is no such model") if wanted is None else wanted.resolve(request)
 
     def on_push(self, peer: PeerId, header: PushHeader | None) -> Landing | Refusal:
         """The parameter server sends an outer update."""
