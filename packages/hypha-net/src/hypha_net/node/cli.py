@@ -54,8 +54,25 @@ class UnreachableNetworkError(click.ClickException):
     exit_code = UNREACHABLE
 
 
+def _plain(ctx: click.Context, _option: click.Parameter, chosen: bool) -> None:
+    if chosen:
+        ctx.color = False
+
+
+def _no_color() -> click.Option:
+    return click.Option(
+        ["--no-color"], is_flag=True, expose_value=False, callback=_plain, help="Print without colours, ever."
+    )
+
+
 class DaemonGroup(click.Group):
-    """Commands of a daemon; an interrupt anywhere ends with exit code 130."""
+    """Commands of a daemon, each with ``--no-color``; an interrupt anywhere ends with exit code 130."""
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """See `click.Group.add_command`."""
+        for each in (cmd, *cmd.commands.values()) if isinstance(cmd, click.Group) else (cmd,):
+            each.params.append(_no_color())
+        super().add_command(cmd, name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -102,6 +119,7 @@ def daemon_cli(
         elif file is not None:
             raise click.UsageError(f"write --config after the command: {name} {ctx.invoked_subcommand} --config {file}")
 
+    group.params.append(_no_color())
     for command in (_run(program), _init(program), _probe(program), _config(program), _schema(program)):
         group.add_command(command)
     return group

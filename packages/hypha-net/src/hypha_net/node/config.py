@@ -74,7 +74,11 @@ def _endpoint(text: str) -> str:
     return text
 
 
-_SECRET: Final = re.compile(r"(^|[._])(telemetry_headers|tokens?|secrets?|passwords?|credentials?)($|[._])")
+_SECRET: Final = re.compile(
+    r"(^|[._])(telemetry_headers|tokens?|secrets?|passwords?|credentials?|api_?keys?|authorization)($|[._\[])"
+)
+_USER: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+"""Name and password in a URL."""
 
 ListenAddress = Annotated[str, AfterValidator(check_listen_address)]
 DialAddress = Annotated[str, AfterValidator(check_dial_address)]
@@ -185,4 +189,4 @@ def masked(value: Any, key: str = "") -> Any:
         return {name: masked(part, f"{key}.{name}" if key else str(name)) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [masked(part, key) for part in value]
-    return value
+    return _USER.sub("***", value) if isinstance(value, str) else value

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from hypha_net.node.config import NodeConfig
+
+if TYPE_CHECKING:
+    from hypha_net.endpoint import Endpoint, PeerInfo
+    from hypha_proto.ids import PeerId
+
+IDENTIFY_WAIT: Final = 1.0
+"""Seconds that the answer waits for identify, which runs beside the health check and may end after it."""
+_POLL: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,7 @@ async def probe(config: NodeConfig, address: str, timeout: float) -> Probed:
             async with open_endpoint(identity, settings) as endpoint:
                 peer = await endpoint.connect(address, timeout=timeout)
                 health = await call(endpoint, peer, HEALTH_CHECK, HealthRequest(), timeout=timeout)
-                about = endpoint.connected_peers().get(peer)
+                about = await _identified(endpoint, peer)
     except TimeoutError:
         raise UnreachableError(f"{address}: no answer within {timeout:g} s") from None
     end = about.certificate_not_after if about else None
@@ -68,3 +76,16 @@ async def probe(config: NodeConfig, address: str, timeout: float) -> Probed:
         bytes_sent=health.bytes_sent,
         bytes_received=health.bytes_received,
     )
+
+
+async def _identified(endpoint: Endpoint, peer: PeerId) -> PeerInfo | None:
+    """What the peer says of itself: with its agent, unless it keeps that back for `IDENTIFY_WAIT` seconds."""
+    import anyio
+
+    about = endpoint.connected_peers().get(peer)
+    left = anyio.current_effective_deadline() - anyio.current_time()  # a peer that is well has answered in time
+    with anyio.move_on_after(min(IDENTIFY_WAIT, left - _POLL)):
+        while about is None or not about.agent:
+            await anyio.sleep(_POLL)
+            about = endpoint.connected_peers().get(peer, about)
+    return about
