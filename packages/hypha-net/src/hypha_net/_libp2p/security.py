@@ -24,6 +24,7 @@ from libp2p.peer.id import ID
 from libp2p.security.exceptions import HandshakeFailure
 from multiaddr import Multiaddr
 
+from hypha_net._libp2p.shown_certificates import shown, watch
 from hypha_net.errors import IdentityError, RefusedError
 from hypha_net.identity import CertificateInfo, Identity, describe_certificate
 from hypha_proto.ids import PeerId
@@ -133,13 +134,12 @@ class TlsConnection(ISecureConn):
         return f"TLS handshake failed: {error.reason or error}"
 
     def _shown_certificate(self) -> str:
-        """What the peer showed although it did not verify: before 3.13, Python's private object alone tells it."""
+        """What the peer showed although it did not verify."""
         try:
-            chain = self._tls._sslobj.get_unverified_chain()  # type: ignore[attr-defined]
-            certificate = x509.load_pem_x509_certificate(chain[0].public_bytes().encode())
-            return str(describe_certificate(certificate))
-        except (AttributeError, IndexError, TypeError, ValueError, IdentityError):
-            return "the peer's certificate"
+            certificate = shown(self._tls)
+            return "the peer's certificate" if certificate is None else str(describe_certificate(certificate))
+        except (ValueError, IdentityError) as error:
+            return f"the peer's certificate ({error})"
 
     # ------------------------------------------------------------------------------------------------- data
 
@@ -267,20 +267,22 @@ class TlsTransport(ISecureTransport):
         self._records = records
         self._keys = libp2p_key_pair(identity)
         self._local = ID.from_pubkey(self._keys.public_key)
-        self._server = identity.server_context()
-        self._client = identity.client_context()
+        self._contexts = {True: identity.server_context(), False: identity.client_context()}
+        self._watched = {True: identity.server_context(), False: identity.client_context()}
+        for context in self._watched.values():
+            watch(context)
 
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
         """Accept a peer."""
-        return await self._secure(conn, self._server, server=True)
+        return await self._secure(conn, server=True)
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
         """Dial a peer; whether it is the one that was meant is the dialler's to check."""
-        return await self._secure(conn, self._client, server=False)
+        return await self._secure(conn, server=False)
 
-    async def _secure(self, conn: IRawConnection, context: ssl.SSLContext, *, server: bool) -> TlsConnection:
+    async def _secure(self, conn: IRawConnection, *, server: bool) -> TlsConnection:
         bios = (ssl.MemoryBIO(), ssl.MemoryBIO())
-        tls = context.wrap_bio(*bios, server_side=server)
+        tls = self._watched[server].wrap_bio(*bios, server_side=server)
         secured = TlsConnection(conn, tls, bios)
         secured.attach(self._records, self._local, self._keys.private_key)
         where = _shown_address(conn)
@@ -293,6 +295,7 @@ class TlsTransport(ISecureTransport):
             raise HandshakeFailure(str(error)) from error
         except trio.TooSlowError as error:
             raise HandshakeFailure(f"no TLS handshake within {HANDSHAKE_TIMEOUT:g} s") from error
+        tls.context = self._contexts[server]  # watching costs a call for every record, and there is nothing more to see
         self._records.certificates[certificate.peer_id] = certificate
         return secured
 
