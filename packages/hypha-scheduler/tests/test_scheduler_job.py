@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from hypha_net import directory, gossip, requests, transfer
-from hypha_net.errors import TransferRefusedError
+from hypha_net.errors import NetError, TransferRefusedError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.aggregate import ROUND_MEMBERS, MembersKnown, RoundMembers
 from hypha_proto.codec import to_json
@@ -171,7 +171,7 @@ class Worker:
         self.spec = request.spec
         assert executor_class(request.spec) == self.role
         if self.role == "train":
-            self.tasks.start_soon(self.train, peer, request)
+            self.tasks.start_soon(self.until_gone, self.train, peer, request)
         return Dispatched(id=request.id, timeout=NOW)
 
     async def release(self, peer: PeerId, request: ReleaseLease) -> LeaseReleased:
@@ -208,6 +208,11 @@ class Worker:
         )
 
     # -------------------------------------------------------------------------------------------------------- executor
+
+    async def until_gone(self, role: Callable[..., Awaitable[None]], peer: PeerId, message: Any) -> None:
+        """Play a role for as long as the scheduler is there."""
+        with suppress(NetError):
+            await role(peer, message)
 
     async def train(self, peer: PeerId, request: DispatchJob) -> None:
         with self.scope:
@@ -264,7 +269,7 @@ class Worker:
 
     async def members(self, peer: PeerId, message: RoundMembers) -> MembersKnown:
         self.rounds_seen.append(message)
-        self.tasks.start_soon(self.aggregate, peer, message)
+        self.tasks.start_soon(self.until_gone, self.aggregate, peer, message)
         return MembersKnown(accepted=True)
 
     async def aggregate(self, peer: PeerId, message: RoundMembers) -> None:
