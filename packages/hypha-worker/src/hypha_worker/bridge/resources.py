@@ -158,7 +158,10 @@ class JobResources:
         )
 
     def _downloaded(self, file: Downloaded) -> FetchedFile:
-        metadata = {"source": file.source, "timestamp": _now()}
+        source, _, origin = file.source.partition(":")
+        hub = source == "huggingface"
+        metadata = {"source": source, "origin": origin} if hub else {"source": file.source}
+        metadata["timestamp"] = _now()
         return FetchedFile(
             path=relative_text(self.work_dir, file.path), size=file.size, checksum=file.checksum, metadata=metadata
         )
@@ -199,7 +202,7 @@ class JobResources:
         if not isinstance(wanted.reference, PeersReference):
             raise bad_request("files can be received from peers only")
         check_peers(self.spec, wanted.reference)
-        return frozenset(wanted.reference.peers)
+        return frozenset(wanted.reference.peers) or frozenset(self.inbox.senders)  # naming nobody means anybody
 
     async def hand_over(self, wanted: Transfer, delivery: Delivery) -> ReceivedFile | None:
         """See `BridgeBackend.hand_over`."""
@@ -215,4 +218,4 @@ class JobResources:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
