@@ -19,6 +19,7 @@ import pytest
 from hypha_net import directory, gossip, requests, transfer
 from hypha_net.errors import NetError, TransferRefusedError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_net.testing.memory import Faults
 from hypha_proto.aggregate import ROUND_MEMBERS, MembersKnown, RoundMembers
 from hypha_proto.codec import to_json
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
@@ -306,11 +307,16 @@ async def data_node(endpoint: MemoryEndpoint, tmp: Path) -> None:
 Case = Callable[[SchedulerService, list[Worker], World], Awaitable[None]]
 
 
-def play(tmp_path: Path, case: Case, prepare: Callable[[list[Worker]], None] = lambda workers: None) -> None:
+def play(
+    tmp_path: Path,
+    case: Case,
+    prepare: Callable[[list[Worker]], None] = lambda workers: None,
+    faults: Faults | None = None,
+) -> None:
     """Three training workers and a parameter server, a data node, a scheduler."""
 
     async def main() -> None:
-        network = MemoryNetwork(seed=7)
+        network = MemoryNetwork(seed=7, faults=faults or Faults())
         world = World(tmp_path)
         async with AsyncExitStack() as stack:
             stack.enter_context(anyio.fail_after(30))
@@ -522,3 +528,11 @@ def test_the_maximal_price_is_in_nothing_that_is_sent(tmp_path: Path, model: Pat
             assert "123.0" not in repr(worker.spec)
 
     play(tmp_path, case)
+
+
+def test_requests_that_are_lost_are_published_again(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        path = await service.conduct(job(model, resources={"allocation_timeout": 20.0}))
+        assert json.loads(path.read_text())["rounds"] == 3
+
+    play(tmp_path, case, faults=Faults(gossip_loss=0.4, delay=0.002, jitter=0.01))
