@@ -110,10 +110,13 @@ def _add(app: FastAPI, path: str, route: Callable[[Request], Awaitable[Response]
 
 async def _events(backend: BridgeBackend, call: Call, wanted: Transfer) -> AsyncIterator[bytes]:
     """An event a file, taken only when it is about to be written: a stream that is cut while it waits loses none."""
-    while (delivery := await call(backend.next_delivery, wanted)) is not None:
-        file = await call(backend.hand_over, wanted, delivery)
-        if file is not None:
-            yield b"data: " + to_json(ReceivedFile, file) + b"\n\n"
+    try:
+        while (delivery := await call(backend.next_delivery, wanted)) is not None:
+            file = await call(backend.hand_over, wanted, delivery)
+            if file is not None:
+                yield b"data: " + to_json(ReceivedFile, file) + b"\n\n"
+    except BridgeFault as fault:  # too late for a status: the stream ends
+        _log.info("a stream of received files ends: %s", fault.detail)
 
 
 def _json(value: object) -> Response:

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
+import anyio.abc
 import anyio.from_thread
 import anyio.to_thread
 
 from hypha_worker.bridge.faults import BridgeFault, ending
 from hypha_worker.bridge.resources import BridgeBackend
+from hypha_worker.executors.execution import ExecutionError
 
 if TYPE_CHECKING:
     import uvicorn
@@ -33,7 +35,7 @@ _START_LIMIT: Final = 10.0
 _START_POLL: Final = 0.002
 
 
-class BridgeStartError(Exception):
+class BridgeStartError(ExecutionError):
     """The bridge of a job could not be opened."""
 
 
@@ -52,26 +54,44 @@ async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]
         BridgeStartError: the socket cannot be made.
     """
     listener = _bind(path)
+    closing = anyio.Event()
     try:
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(_serve, backend, listener, closing)
+            try:
+                yield
+            finally:
+                closing.set()
+    finally:
+        _unbind(listener, path)
+
+
+async def _serve(
+    backend: BridgeBackend,
+    listener: socket.socket,
+    closing: anyio.Event,
+    *,
+    task_status: anyio.abc.TaskStatus[None],
+) -> None:
+    """Serve until `closing`, also through a cancellation: an executor is ended first, and its door is shut after it."""
+    with anyio.CancelScope(shield=True):
         async with anyio.from_thread.BlockingPortal() as portal, anyio.create_task_group() as tasks:
             server = await anyio.to_thread.run_sync(_make_server, backend, portal)
             ended = anyio.Event()
 
-            async def serve() -> None:
+            async def run() -> None:
                 await anyio.to_thread.run_sync(server.run, [listener], limiter=anyio.CapacityLimiter(1))
                 ended.set()
 
-            tasks.start_soon(serve)
+            tasks.start_soon(run)
             try:
-                await _started(server, ended, path)
-                yield
+                await _started(server, ended)
+                task_status.started()
+                await closing.wait()
             finally:
                 server.should_exit = True
-                with anyio.CancelScope(shield=True):
-                    await ended.wait()
-                    await portal.stop(cancel_remaining=True)
-    finally:
-        _unbind(listener, path)
+                await ended.wait()
+                await portal.stop(cancel_remaining=True)
 
 
 def _bind(path: Path) -> socket.socket:
@@ -141,7 +161,7 @@ def _into(portal: anyio.from_thread.BlockingPortal) -> Callable[..., Awaitable[A
     return call
 
 
-async def _started(server: uvicorn.Server, ended: anyio.Event, path: Path) -> None:
+async def _started(server: uvicorn.Server, ended: anyio.Event) -> None:
     """Wait until uvicorn listens: it tells by an attribute only."""
     for _ in range(int(_START_LIMIT / _START_POLL)):
         if server.started:
@@ -149,4 +169,4 @@ async def _started(server: uvicorn.Server, ended: anyio.Event, path: Path) -> No
         if ended.is_set():
             break
         await anyio.sleep(_START_POLL)
-    raise BridgeStartError(f"the bridge at {path} did not start")
+    raise BridgeStartError("the bridge did not start")

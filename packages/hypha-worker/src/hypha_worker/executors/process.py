@@ -31,7 +31,7 @@ from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
 from hypha_worker.bridge.inbox import Inbox
 from hypha_worker.bridge.references import reference_peers, without_secrets
 from hypha_worker.bridge.resources import JobResources
-from hypha_worker.bridge.server import BridgeStartError, open_bridge
+from hypha_worker.bridge.server import open_bridge
 from hypha_worker.connectors.access import Access
 from hypha_worker.connectors.peers import PeerFiles
 from hypha_worker.executors.execution import ExecutionError, JobContext, Traces
@@ -106,14 +106,11 @@ class ProcessExecution:
     async def run(self) -> None:
         """See `Execution.run`."""
         socket_path = self._settings.socket_folder / f"{secrets.token_hex(4)}.sock"
-        try:
-            async with open_bridge(self._resources(), socket_path):
-                try:
-                    await self._run_process(socket_path)
-                finally:
-                    self._inbox.close()
-        except BridgeStartError as error:
-            raise ExecutionError(str(error)) from error
+        async with open_bridge(self._resources(), socket_path):
+            try:
+                await self._run_process(socket_path)
+            finally:
+                self._inbox.close()
 
     def _resources(self) -> JobResources:
         context = self._context
