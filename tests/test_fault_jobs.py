@@ -11,7 +11,7 @@ import psutil
 import pytest
 from local_network import LocalNetwork, executor, local_network, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 MANY = 2000
 """Rounds of a job that no test waits for."""

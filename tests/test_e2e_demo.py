@@ -1,0 +1,109 @@
+"""The main job as its user sees it: one command trains a real model over a real network, and leaves nothing running."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_network import processes_of
+
+from hypha_local.processes import child_environment, script
+
+pytestmark = pytest.mark.timeout(400)
+
+PROMISED = {"accuracy", "rounds", "workers", "samples", "wall_seconds", "placement_seconds", "model_dir"}
+PROMISED |= {"bytes_sent_per_worker"}
+PLAIN = Path(__file__).with_name("plain_accuracy.py")
+
+
+def run_demo(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """The demo's summary and what it said on the way; fails when it fails or leaves a process."""
+    command = [script("hypha-local"), "demo", "--dir", str(folder), "--format", "json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment())
+    assert done.returncode == 0, done.stderr + last_lines(folder)
+    assert processes_of(folder) == []
+    return json.loads(done.stdout), done.stderr
+
+
+def environment() -> dict[str, str]:
+    """As a newcomer's: nothing of ours is set, bytecode is cached."""
+    return child_environment(os.environ)
+
+
+def last_lines(folder: Path) -> str:
+    """The end of every log."""
+    logs = sorted((folder / "logs").glob("*.log"))
+    return "".join(f"\n--- {log.name}\n" + "\n".join(log.read_text().splitlines()[-8:]) for log in logs)
+
+
+def plain_accuracy(summary: dict[str, Any], folder: Path) -> float:
+    """What transformers by themselves say of the model."""
+    command = [sys.executable, str(PLAIN), summary["model_dir"], str(folder / "test.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True, env=environment())
+    return float(done.stdout)
+
+
+def assert_clean(folder: Path, workers: int) -> None:
+    """Every executor exited with 0, every program ended by itself, nothing went wrong on the way."""
+    logs = {log.stem: log.read_text() for log in (folder / "logs").glob("*.log")}
+    nodes = {"gateway", "data", "parameter-server", "scheduler", *(f"worker-{i + 1}" for i in range(workers))}
+    assert nodes <= set(logs)
+    for name, text in logs.items():
+        assert "Traceback" not in text, f"{name}:\n{text}"
+        assert " ERROR " not in text, f"{name}:\n{text}"
+    for name in nodes:
+        assert logs[name].splitlines()[-1].endswith("ended"), f"{name}:\n{logs[name][-500:]}"
+    for worker in range(workers):
+        assert logs[f"worker-{worker + 1}"].count("executor exited with status 0") == 1
+
+
+def test_one_command_trains_a_model_over_a_real_network(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    summary, progress = run_demo(folder, "--workers", "2", "--rounds", "3", "--seed", "1")
+    assert set(summary) >= PROMISED
+    assert (summary["workers"], summary["rounds"], summary["seed"]) == (2, 3, 1)
+    assert summary["model_dir"] == str(folder / "model")
+    assert_clean(folder, workers=2)
+    assert summary["accuracy"] == plain_accuracy(summary, folder)
+    assert summary["accuracy"] > 0.5
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    events = [json.loads(line)["event"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [events.count(kind) for kind in ("placement", "round", "finished", "failed")] == [1, 3, 1, 0]
+    kept = {path.name for path in folder.iterdir()}
+    assert {"model", "metrics.jsonl", "logs", "test.safetensors", "summary.json"} <= kept
+    assert not kept & {"certs", "config", "data", "work", "runs"}
+    for stage in ("healthy", "placement", "round 3/3", "every process ended"):
+        assert stage in progress
+    assert "Traceback" not in progress
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_three_workers_learn_the_digits_in_time(seed: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    summary, _ = run_demo(folder, "--seed", str(seed))
+    print(summary)
+    assert summary["workers"] == 3
+    assert summary["accuracy"] >= 0.95
+    assert summary["accuracy"] == plain_accuracy(summary, folder)
+    assert summary["wall_seconds"] < 120
+    assert summary["placement_seconds"] < 1
+    assert summary["per_step_bytes_per_worker"] > 5 * summary["bytes_sent_per_worker"]
+    assert_clean(folder, workers=3)
+
+
+@pytest.mark.slow
+def test_one_worker_alone_is_a_network_too(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    summary, _ = run_demo(folder, "--workers", "1", "--rounds", "2", "--keep")
+    assert (summary["workers"], summary["rounds"]) == (1, 2)
+    assert_clean(folder, workers=1)
+    kept = {path.name for path in folder.iterdir()}
+    assert {"certs", "config", "data", "work", "runs", "start-model"} <= kept
+    for key in (folder / "certs").glob("*-key.pem"):
+        assert key.stat().st_mode & 0o777 == 0o600
