@@ -29,16 +29,26 @@ class Kept:
         self.metrics.append(metric)
 
 
-@pytest.mark.parametrize("body", [GOOD, GOOD | {"value": 1}, GOOD | {"job_id": "later"}])
+@pytest.mark.parametrize("body", [GOOD, GOOD | {"value": 1}, GOOD | {"job_id": "a"}, GOOD | {"later": 1}])
 def test_a_metric_is_kept(body: dict[str, Any]) -> None:
     sink = Kept()
     assert TestClient(create_app(sink)).post("/status", json=body).status_code == 200
-    assert sink.metrics == [AimMetrics(worker_id=PEER, round=3, metric_name="loss", value=body["value"])]
+    expected = AimMetrics(worker_id=PEER, round=3, metric_name="loss", value=body["value"], job_id=body.get("job_id"))
+    assert sink.metrics == [expected]
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"worker_id": "someone"}, {"round": -1}, {"round": 2**32}, {"round": "3"}, {"metric_name": ""}, {"value": None}],
+    [
+        {"worker_id": "someone"},
+        {"round": -1},
+        {"round": 2**32},
+        {"round": "3"},
+        {"metric_name": ""},
+        {"metric_name": "lo\0ss"},
+        {"value": None},
+        {"job_id": ""},
+    ],
 )
 def test_a_malformed_metric_is_answered_by_422(change: dict[str, Any]) -> None:
     sink = Kept()
