@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
-import anyio.abc
 import anyio.from_thread
 import anyio.to_thread
 
@@ -50,48 +49,32 @@ def preload() -> None:
 async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]:
     """Serve `backend` at the Unix socket `path` while the context is open.
 
+    When the context is cancelled, what the executor asks is answered by 503 until its process is ended.
+
     Raises:
         BridgeStartError: the socket cannot be made.
     """
     listener = _bind(path)
-    closing = anyio.Event()
     try:
-        async with anyio.create_task_group() as tasks:
-            await tasks.start(_serve, backend, listener, closing)
-            try:
-                yield
-            finally:
-                closing.set()
-    finally:
-        _unbind(listener, path)
-
-
-async def _serve(
-    backend: BridgeBackend,
-    listener: socket.socket,
-    closing: anyio.Event,
-    *,
-    task_status: anyio.abc.TaskStatus[None],
-) -> None:
-    """Serve until `closing`, also through a cancellation: an executor is ended first, and its door is shut after it."""
-    with anyio.CancelScope(shield=True):
         async with anyio.from_thread.BlockingPortal() as portal, anyio.create_task_group() as tasks:
             server = await anyio.to_thread.run_sync(_make_server, backend, portal)
             ended = anyio.Event()
 
-            async def run() -> None:
+            async def serve() -> None:
                 await anyio.to_thread.run_sync(server.run, [listener], limiter=anyio.CapacityLimiter(1))
                 ended.set()
 
-            tasks.start_soon(run)
+            tasks.start_soon(serve)
             try:
                 await _started(server, ended)
-                task_status.started()
-                await closing.wait()
+                yield
             finally:
                 server.should_exit = True
-                await ended.wait()
-                await portal.stop(cancel_remaining=True)
+                with anyio.CancelScope(shield=True):
+                    await ended.wait()
+                    await portal.stop(cancel_remaining=True)
+    finally:
+        _unbind(listener, path)
 
 
 def _bind(path: Path) -> socket.socket:
