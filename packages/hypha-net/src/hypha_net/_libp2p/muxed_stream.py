@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from enum import IntEnum, IntFlag
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
@@ -70,6 +71,7 @@ class MuxedStream(IMuxedStream):
 
     async def read(self, n: int | None = None) -> bytes:
         """1 to `n` bytes; `MuxedStreamEOF` after the peer's clean end, `MuxedStreamReset` after any other."""
+        await trio.lowlevel.checkpoint()  # here, and nowhere after bytes are taken: a cancellation must not lose them
         while True:
             if self._broken is not None:
                 raise MuxedStreamReset(self._broken)
@@ -81,19 +83,16 @@ class MuxedStream(IMuxedStream):
         size = len(self._buffer) if n is None or n <= 0 else min(n, len(self._buffer))
         data = bytes(memoryview(self._buffer)[:size])
         del self._buffer[:size]
-        await self._return_credit(size)
+        self.muxer.buffered -= size
+        self._return_credit(size)
         return data
 
-    async def _return_credit(self, size: int) -> None:
+    def _return_credit(self, size: int) -> None:
         """Let the peer send as much again as was read, in portions of a quarter of the window."""
         self._unreturned += size
         if self._unreturned >= WINDOW // 4 and not self._ended_there and self._broken is None:
             amount, self._unreturned = self._unreturned, 0
-            self._room += amount
-            try:
-                await self.muxer.send_frame(Type.WINDOW, Flag(0), self.stream_id, amount)
-            except IOException as error:
-                _log.debug("no credit returned on a dying connection: %s", error)
+            self.muxer.queue_credit(self, amount)
 
     def receive(self, data: bytes) -> None:
         """Take bytes off the wire.
@@ -101,6 +100,8 @@ class MuxedStream(IMuxedStream):
         Raises:
             MuxedStreamError: they are more than this side allowed.
         """
+        if self._ended_there and data:
+            raise MuxedStreamError(f"the peer sent {len(data)} bytes on stream {self.stream_id} after its end")
         if len(data) > self._room:
             raise MuxedStreamError(
                 f"the peer sent {len(data)} bytes on stream {self.stream_id} with {self._room} allowed"
@@ -110,6 +111,7 @@ class MuxedStream(IMuxedStream):
             self.muxer.queue_credit(self, len(data))
         elif data:
             self._buffer += data
+            self.muxer.buffered += len(data)
             self._notify()
 
     def allow(self, amount: int) -> None:
@@ -136,14 +138,20 @@ class MuxedStream(IMuxedStream):
                 continue
             size = min(len(rest), self._credit, FRAME)
             self._credit -= size
-            await self._send(Type.DATA, Flag(0), size, rest[:size])
+            try:
+                await self._send(Type.DATA, Flag(0), size, rest[:size])
+            except trio.Cancelled:  # before its turn: a frame is sent whole or not at all
+                self._credit += size
+                raise
             rest = rest[size:]
 
     async def _send(self, kind: Type, flags: Flag, length: int, data: memoryview | None = None) -> None:
-        flags |= self.pending_flags
-        self.pending_flags = Flag(0)
+        pending, self.pending_flags = self.pending_flags, Flag(0)
         try:
-            await self.muxer.send_frame(kind, flags, self.stream_id, length, data)
+            await self.muxer.send_frame(kind, flags | pending, self.stream_id, length, data)
+        except trio.Cancelled:
+            self.pending_flags = pending
+            raise
         except IOException as error:
             raise MuxedStreamReset(f"the connection broke off: {error}") from error
 
@@ -164,29 +172,42 @@ class MuxedStream(IMuxedStream):
             return
         self._ended_here = True
         self._notify()
-        await self._send(Type.WINDOW, Flag.FIN, 0)
+        await self._send_end(Flag.FIN)
         self.muxer.forget_if_over(self)
 
     async def discard(self) -> None:
         """Read no more: what still comes is dropped."""
         self._discarding = True
-        size = len(self._buffer)
-        self._buffer.clear()
-        await self._return_credit(size)
+        self._return_credit(self._drop_buffer())
 
     async def reset(self) -> None:
         """Break the stream off, and tell the peer."""
         if self._broken is not None or (self._ended_here and self._ended_there):
             return
         self.break_off("this side reset the stream")
-        await self._send(Type.WINDOW, Flag.RST, 0)
+        await self._send_end(Flag.RST)
+
+    async def _send_end(self, flag: Flag) -> None:
+        """Send FIN or RST; a caller that is cancelled before its turn leaves that to the writer task."""
+        try:
+            await self._send(Type.WINDOW, flag, 0)
+        except trio.Cancelled:
+            with suppress(MuxedStreamError):  # the connection is about to be dropped
+                self.muxer.queue_frame(Type.WINDOW, flag, self.stream_id, 0)
+            raise
 
     def break_off(self, reason: str) -> None:
         """Everything under way is lost."""
         self._broken = self._broken or reason
-        self._buffer.clear()
+        self._drop_buffer()
         self._notify()
         self.muxer.forget_if_over(self)
+
+    def _drop_buffer(self) -> int:
+        size = len(self._buffer)
+        self._buffer.clear()
+        self.muxer.buffered -= size
+        return size
 
     @property
     def over(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Final
 
 import trio
@@ -32,10 +33,15 @@ MAX_STREAMS: Final = 4096
 """Streams that a peer may have open at once."""
 PING_INTERVAL: Final = 15.0
 PING_TIMEOUT: Final = 15.0
+GOODBYE_TIMEOUT: Final = 0.5
+"""Seconds within which what waits to be sent has to leave when this side closes the connection."""
 FROZEN: Final = 2.0
 """When a sleep overshoots by so much this process was stopped, and silence says nothing about the peer."""
 MAX_CONTROL: Final = 4 * MAX_STREAMS
 """Control frames that wait to be sent; a peer that causes more without reading any is dropped."""
+
+MAX_BUFFERED: Final = 256 << 20
+"""Bytes of one connection that may wait to be read; a peer that fills more streams than are read is dropped."""
 
 _HEADER: Final = struct.Struct(">BBHII")
 
@@ -49,10 +55,13 @@ class Muxer(IMuxedConn):
         self.event_started = trio.Event()
         self.event_closed = trio.Event()
         self.on_close: Callable[[], Awaitable[None]] | None = None
+        self.buffered = 0
+        """Bytes that have come and are not read yet, of all streams."""
         self._streams: dict[int, MuxedStream] = {}
         self._next_id = 1 if conn.is_initiator else 2
         self._accepted, self._to_accept = trio.open_memory_channel[MuxedStream](MAX_STREAMS)
         self._control, self._to_send = trio.open_memory_channel[tuple[Type, Flag, int, int]](MAX_CONTROL)
+        self._queue_empty = trio.Event()
         self._leaving = False
         self._peer_leaving = False
         self._heard = trio.current_time()
@@ -69,24 +78,26 @@ class Muxer(IMuxedConn):
                     nursery.start_soon(self._keep_alive)
                     nursery.start_soon(self._send_control)
                     self.event_started.set()
-                    reason = await self._read_frames()
-                    nursery.cancel_scope.cancel()
+                    try:
+                        reason = await self._read_frames()
+                    finally:
+                        await self._shut_down(reason)  # first: it frees a write that the peer does not take
+                        nursery.cancel_scope.cancel()
         finally:
             self.event_started.set()
-            with trio.CancelScope(shield=True):
-                await self._shut_down(reason)
+            await self._shut_down(reason)
 
     async def close(self) -> None:
         """Tell the peer, end every stream and the connection. Idempotent."""
-        if not self._leaving:
-            self._leaving = True
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + 0.5):
-                try:
-                    await self.send_frame(Type.GO_AWAY, Flag(0), 0, 0)
-                except IOException as error:
-                    _log.debug("no goodbye to %s: %s", self.peer_id, error)
-            self._scope.cancel()
-            await self._shut_down("the connection was closed")
+        if self._leaving or self.is_closed:
+            return
+        self._leaving = True
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + GOODBYE_TIMEOUT):
+            with suppress(MuxedStreamError):  # a peer that takes nothing gets no goodbye
+                self.queue_frame(Type.GO_AWAY, Flag(0), 0, 0)
+            await self._queue_empty.wait()
+        await self._shut_down("the connection was closed")
+        self._scope.cancel()
 
     async def _shut_down(self, reason: str) -> None:
         if self.event_closed.is_set():
@@ -95,9 +106,11 @@ class Muxer(IMuxedConn):
         for stream in list(self._streams.values()):
             stream.break_off(reason)
         self._accepted.close()
-        await self._conn.close()
-        if self.on_close is not None:
-            await self.on_close()
+        self._control.close()
+        with trio.CancelScope(shield=True):
+            await self._conn.close()
+            if self.on_close is not None:
+                await self.on_close()
 
     async def _keep_alive(self) -> None:
         """Ask a silent peer for a sign of life, and end the connection when none comes."""
@@ -110,7 +123,8 @@ class Muxer(IMuxedConn):
             ):
                 continue
             asked_at = trio.current_time()
-            self._queue(Type.PING, Flag.SYN, 0, 0)
+            with suppress(MuxedStreamError):  # so many frames wait that one more would tell nothing new
+                self.queue_frame(Type.PING, Flag.SYN, 0, 0)
             await trio.sleep(PING_TIMEOUT)
             if self._heard < asked_at and trio.current_time() - asked_at < PING_TIMEOUT + FROZEN:
                 _log.warning(
@@ -129,7 +143,11 @@ class Muxer(IMuxedConn):
         stream.pending_flags = Flag.SYN
         self._next_id += 2
         self._streams[stream.stream_id] = stream
-        await stream.announce()
+        try:
+            await stream.announce()
+        except BaseException:
+            self._streams.pop(stream.stream_id, None)
+            raise
         return stream
 
     async def accept_stream(self) -> MuxedStream:
@@ -181,23 +199,29 @@ class Muxer(IMuxedConn):
         except IOException as error:
             return str(error)
 
-    def _queue(self, kind: Type, flags: Flag, stream_id: int, length: int) -> None:
+    def queue_frame(self, kind: Type, flags: Flag, stream_id: int, length: int) -> None:
         """Have the writer task send a frame: readers that wait for room could wait for each other for ever."""
+        if self.is_closed:
+            return
         try:
             self._control.send_nowait((kind, flags, stream_id, length))
         except trio.WouldBlock:
             raise MuxedStreamError("it causes control frames faster than it reads them") from None
+        if self._queue_empty.is_set():
+            self._queue_empty = trio.Event()
 
     def queue_credit(self, stream: MuxedStream, amount: int) -> None:
         """Return credit for bytes that nobody wants."""
         if amount:
             stream.allow(amount)
-            self._queue(Type.WINDOW, Flag(0), stream.stream_id, amount)
+            self.queue_frame(Type.WINDOW, Flag(0), stream.stream_id, amount)
 
     async def _send_control(self) -> None:
         try:
             async for frame in self._to_send:
                 await self.send_frame(*frame)
+                if not self._to_send.statistics().current_buffer_used:
+                    self._queue_empty.set()
         except IOException as error:
             _log.debug("control frames to %s end: %s", self.peer_id, error)
 
@@ -213,7 +237,7 @@ class Muxer(IMuxedConn):
     async def _handle(self, kind: Type, flags: Flag, stream_id: int, length: int, body: bytes) -> None:
         if kind == Type.PING:
             if Flag.SYN in flags:
-                self._queue(Type.PING, Flag.ACK, 0, length)
+                self.queue_frame(Type.PING, Flag.ACK, 0, length)
             return
         if kind == Type.GO_AWAY:
             self._peer_leaving = True
@@ -221,10 +245,12 @@ class Muxer(IMuxedConn):
         stream = self._accept(stream_id) if Flag.SYN in flags else self._streams.get(stream_id)
         if stream is None:
             if not flags & (Flag.RST | Flag.FIN) and Flag.SYN not in flags and kind == Type.DATA:
-                self._queue(Type.WINDOW, Flag.RST, stream_id, 0)
+                self.queue_frame(Type.WINDOW, Flag.RST, stream_id, 0)
             return
         if kind == Type.DATA:
             stream.receive(body)
+            if self.buffered > MAX_BUFFERED:
+                raise MuxedStreamError(f"{self.buffered} bytes of it wait to be read")
         else:
             stream.add_credit(length)
         if Flag.RST in flags:
@@ -237,13 +263,16 @@ class Muxer(IMuxedConn):
         ours = stream_id % 2 == self._next_id % 2
         if ours or stream_id == 0 or stream_id in self._streams:
             raise MuxedStreamError(f"stream {stream_id} is not the peer's to open")
-        if len(self._streams) >= MAX_STREAMS or self._leaving:
-            self._queue(Type.WINDOW, Flag.RST, stream_id, 0)
+        if len(self._streams) >= MAX_STREAMS or self._leaving or self.is_closed:
+            self.queue_frame(Type.WINDOW, Flag.RST, stream_id, 0)
             return None
         stream = MuxedStream(self, stream_id)
         stream.pending_flags = Flag.ACK
+        try:
+            self._accepted.send_nowait(stream)
+        except trio.WouldBlock:
+            raise MuxedStreamError("it opens and resets streams faster than it reads their acknowledgements") from None
         self._streams[stream_id] = stream
-        self._accepted.send_nowait(stream)  # its size is that of the table of streams
         return stream
 
     # --------------------------------------------------------------------------------------------- properties

@@ -1,0 +1,578 @@
+"""The muxer over a pipe in memory, on a clock that jumps: what it carries, what it withstands, whom it understands."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.peer.id import ID
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF, MuxedStreamReset
+from libp2p.stream_muxer.yamux.yamux import Yamux
+
+from hypha_net._libp2p import muxer as muxer_module
+from hypha_net._libp2p.muxed_stream import WINDOW
+from hypha_net._libp2p.muxer import MAX_STREAMS, PING_INTERVAL, PING_TIMEOUT, Muxer
+
+PEER = ID(b"\x00\x24" + bytes(36))
+HEADER = struct.Struct(">BBHII")
+DATA, UPDATE, PING, GO_AWAY = range(4)
+SYN, ACK, FIN, RST = 1, 2, 4, 8
+
+
+class PipeConnection:
+    """One end of a pipe as a secure connection: a write is whole, or has not begun."""
+
+    def __init__(self, stream: Any, *, is_initiator: bool) -> None:
+        self.stream = stream
+        self.is_initiator = is_initiator
+        self._lock = trio.Lock()
+
+    async def read(self, n: int | None = None) -> bytes:
+        try:
+            return bytes(await self.stream.receive_some(n))
+        except (trio.ClosedResourceError, trio.BrokenResourceError) as error:
+            raise ConnectionClosedError("gone") from error
+
+    async def write(self, data: bytes) -> None:
+        async with self._lock:
+            with trio.CancelScope(shield=True):
+                try:
+                    await self.stream.send_all(data)
+                except (trio.ClosedResourceError, trio.BrokenResourceError) as error:
+                    raise ConnectionClosedError("gone") from error
+
+    async def close(self) -> None:
+        with trio.CancelScope(shield=True):
+            await self.stream.aclose()
+
+    def get_remote_address(self) -> None:
+        return None
+
+
+Pipe = Callable[[], tuple[Any, Any]]
+
+
+@asynccontextmanager
+async def two_muxers(
+    make_pipe: Pipe = trio.testing.memory_stream_pair, kinds: tuple[type, type] = (Muxer, Muxer)
+) -> AsyncIterator[tuple[Any, Any]]:
+    """A dialling and an accepting muxer, of the kinds that are wanted."""
+    ends = make_pipe()
+    made: list[Any] = []
+    for kind, end, initiator in zip(kinds, ends, (True, False), strict=True):
+        connection: Any = PipeConnection(end, is_initiator=initiator)
+        made.append(kind(connection, PEER) if kind is Muxer else kind(connection, PEER, is_initiator=initiator))
+    async with trio.open_nursery() as nursery:
+        for muxer in made:
+            nursery.start_soon(muxer.start)
+        for muxer in made:
+            await muxer.event_started.wait()
+        yield made[0], made[1]
+        for muxer in made:
+            await muxer.close()
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def muxer_and_wire(make_pipe: Pipe = trio.testing.memory_stream_pair) -> AsyncIterator[tuple[Muxer, Any]]:
+    """An accepting muxer and the other end of its pipe, for a peer that keeps to no rule."""
+    ours, theirs = make_pipe()
+    connection: Any = PipeConnection(ours, is_initiator=False)
+    muxer = Muxer(connection, PEER)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(muxer.start)
+        await muxer.event_started.wait()
+        yield muxer, theirs
+        await muxer.close()
+
+
+def run(case: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with trio.fail_after(3600):
+            await case()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def frame(kind: int, flags: int, stream: int, length: int | None = None, data: bytes = b"") -> bytes:
+    return HEADER.pack(0, kind, flags, stream, len(data) if length is None else length) + data
+
+
+async def read_all(stream: Any) -> bytes:
+    data = bytearray()
+    while True:
+        try:
+            part = await stream.read(65536)
+        except Exception as error:
+            if "EOF" in type(error).__name__:
+                return bytes(data)
+            raise
+        if not part:
+            return bytes(data)
+        data += part
+
+
+# ------------------------------------------------------------------------------------------------------------ carrying
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.lists(st.integers(0, 200_000), max_size=4), st.lists(st.integers(0, 9000))),
+        max_size=6,
+    )
+)
+def test_every_stream_brings_what_was_sent_in_order(plan: list[tuple[bool, list[int], list[int]]]) -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            for index, (dialler, there, back) in enumerate(plan):
+                opener, accepter = (one, two) if dialler else (two, one)
+                near = await opener.open_stream()
+                far = await accepter.accept_stream()
+                sent = [random.Random(index * 100 + i).randbytes(size) for i, size in enumerate(there)]
+                answer = [random.Random(index * 100 + 50 + i).randbytes(size) for i, size in enumerate(back)]
+                got: dict[str, bytes] = {}
+
+                async def pump(
+                    stream: Any, parts: list[bytes], into: str, peer: Any, *, got: dict[str, bytes] = got
+                ) -> None:
+                    async with trio.open_nursery() as nursery:
+
+                        async def receive() -> None:
+                            got[into] = await read_all(peer)
+
+                        nursery.start_soon(receive)
+                        for part in parts:
+                            await stream.write(part)
+                        await stream.close()
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(pump, near, sent, "there", far)
+                    nursery.start_soon(pump, far, answer, "back", near)
+                assert got == {"there": b"".join(sent), "back": b"".join(answer)}
+            assert not one._streams
+            assert not two._streams
+
+    run(case)
+
+
+@pytest.mark.parametrize("kinds", [(Muxer, Yamux), (Yamux, Muxer)], ids=["we dial stock", "stock dials us"])
+@pytest.mark.parametrize("ours_opens", [True, False])
+def test_the_stock_muxer_is_understood(kinds: tuple[type, type], ours_opens: bool) -> None:
+    async def case() -> None:
+        async with two_muxers(kinds=kinds) as pair:
+            ours, stock = pair if kinds[0] is Muxer else pair[::-1]
+            opener, accepter = (ours, stock) if ours_opens else (stock, ours)
+            payload = random.Random(1).randbytes(1_500_000)
+            near = await opener.open_stream()
+            got: list[bytes] = []
+
+            async def serve() -> None:
+                far = await accepter.accept_stream()
+                data = await read_all(far)
+                await far.write(data[::-1])
+                await far.close()
+
+            async def ask() -> None:
+                await near.write(payload)
+                await near.close()
+                got.append(await read_all(near))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve)
+                nursery.start_soon(ask)
+            assert got == [payload[::-1]]
+            broken = await opener.open_stream()
+            await broken.write(b"x")
+            far = await accepter.accept_stream()
+            await broken.reset()
+            if accepter is ours:
+                with pytest.raises(MuxedStreamReset):
+                    await far.read(10)
+            again = await opener.open_stream()  # the connection has not suffered, whatever stock makes of the reset
+            await again.write(b"y")
+            assert await (await accepter.accept_stream()).read(10) == b"y"
+
+    run(case)
+
+
+def test_a_writer_waits_as_long_as_nobody_reads_and_other_streams_pass_it() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            slow = await one.open_stream()
+            slow_far = await two.accept_stream()
+            done = trio.Event()
+
+            async def write() -> None:
+                await slow.write(bytes(3 * WINDOW))
+                await slow.close()
+                done.set()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(write)
+                await trio.sleep(120)  # far longer than the stock muxer's five seconds, and than keepalive
+                assert not done.is_set()
+                assert two.buffered <= WINDOW
+                quick = await one.open_stream()
+                quick_far = await two.accept_stream()
+                await quick.write(b"hello")
+                assert await quick_far.read(10) == b"hello"
+                assert len(await read_all(slow_far)) == 3 * WINDOW
+            assert done.is_set()
+            assert two.buffered == 0
+
+    run(case)
+
+
+# ---------------------------------------------------------------------------------------------------------------- ends
+
+
+def test_a_connection_that_breaks_off_is_never_a_clean_end() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            await near.write(b"half of it")
+            assert await far.read(100) == b"half of it"
+            await one._conn.stream.aclose()
+            for _ in range(2):
+                with pytest.raises(MuxedStreamReset):
+                    await far.read(100)
+            with pytest.raises(MuxedStreamReset):
+                await far.write(b"x")
+            await two.event_closed.wait()
+            with pytest.raises(MuxedConnUnavailable):
+                await two.open_stream()
+            with pytest.raises(MuxedConnUnavailable):
+                await two.accept_stream()
+
+    run(case)
+
+
+def test_a_reset_discards_what_was_not_read() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            await near.write(bytes(1000))
+            await near.reset()
+            await near.reset()
+            await trio.sleep(1)
+            assert two.buffered == 0
+            with pytest.raises(MuxedStreamReset):
+                await far.read(10)
+            assert not one._streams
+            assert not two._streams
+
+    run(case)
+
+
+def test_a_reader_that_has_closed_does_not_stop_the_writer() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            await near.write(b"x")
+            await far.close()
+            await far.discard()
+            await near.write(bytes(3 * WINDOW))
+            await near.close()
+            with pytest.raises(MuxedStreamEOF):
+                await near.read(1)
+            await trio.sleep(1)
+            assert not one._streams
+            assert not two._streams
+
+    run(case)
+
+
+# -------------------------------------------------------------------------------------------------------- cancellation
+
+
+def test_a_cancelled_write_leaves_other_streams_whole() -> None:
+    async def case() -> None:
+        async with two_muxers(trio.testing.lockstep_stream_pair) as (one, two):
+            streams = [await one.open_stream() for _ in range(8)]
+            far = [await two.accept_stream() for _ in streams]
+            for number, stream in enumerate(streams):
+                with trio.move_on_after(0.01 * number):
+                    await stream.write(bytes(WINDOW))
+            survivor = await one.open_stream()
+            survivor_far = await two.accept_stream()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(survivor.write, bytes(range(256)) * 1000)
+                got = bytearray()
+                while len(got) < 256_000:
+                    got += await survivor_far.read(10_000)
+            assert got == bytes(range(256)) * 1000
+            for stream in (*streams, *far):
+                await stream.reset()
+
+    run(case)
+
+
+def test_a_cancelled_read_loses_nothing() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            payload = random.Random(3).randbytes(2 * WINDOW)
+            got = bytearray()
+
+            async def write() -> None:
+                await near.write(payload)
+                await near.close()
+
+            async def read() -> None:
+                chance = random.Random(4)
+                while len(got) < len(payload):
+                    with trio.CancelScope() as scope:
+                        if chance.random() < 0.5:
+                            scope.cancel()
+                        got.extend(await far.read(100_000))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(write)
+                nursery.start_soon(read)
+            assert got == payload
+
+    run(case)
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_an_end_that_was_cancelled_still_reaches_the_peer(how: str) -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await getattr(near, how)()
+            assert scope.cancelled_caught
+            with pytest.raises(MuxedStreamEOF if how == "close" else MuxedStreamReset):
+                await far.read(10)
+
+    run(case)
+
+
+def test_a_cancelled_open_leaves_nothing() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await one.open_stream()
+            assert not one._streams
+            near = await one.open_stream()
+            await near.write(b"next")
+            assert await (await two.accept_stream()).read(10) == b"next"
+
+    run(case)
+
+
+# ------------------------------------------------------------------------------------------------------- hostile peers
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"\x01" + bytes(11),
+        frame(7, 0, 0),
+        frame(DATA, SYN, 1, WINDOW + 1),
+        frame(DATA, SYN, 2, data=b"x"),
+        frame(DATA, SYN, 0, data=b"x"),
+        frame(UPDATE, SYN, 1, 0) * 2,
+        frame(UPDATE, SYN, 1, 0) + frame(DATA, 0, 1, data=bytes(WINDOW)) + frame(DATA, 0, 1, data=b"x"),
+        frame(DATA, SYN | FIN, 1, data=b"x") + frame(DATA, 0, 1, data=b"y"),
+    ],
+    ids=["version", "type", "length", "our id", "id 0", "open twice", "window", "after its end"],
+)
+def test_a_violation_ends_the_connection(wire: bytes) -> None:
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, peer):
+            await peer.send_all(wire)
+            await muxer.event_closed.wait()
+            assert muxer.is_closed
+
+    run(case)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=40),
+            st.builds(
+                lambda kind, flags, stream, data: frame(kind, flags, stream, data=data if kind == DATA else b""),
+                st.integers(0, 3),
+                st.integers(0, 15),
+                st.integers(0, 9),
+                st.binary(max_size=30),
+            ),
+        ),
+        max_size=40,
+    )
+)
+def test_rubbish_ends_in_a_closed_connection_and_nothing_else(wire: list[bytes]) -> None:
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, peer), trio.open_nursery() as nursery:
+
+            async def accept() -> None:
+                try:
+                    while True:
+                        nursery.start_soon(read, await muxer.accept_stream())
+                except MuxedConnUnavailable:
+                    return
+
+            async def read(stream: Any) -> None:
+                try:
+                    while True:
+                        await stream.read(10)
+                except MuxedStreamEOF:
+                    with suppress(MuxedStreamReset):
+                        await stream.close()
+                except MuxedStreamReset:
+                    return
+
+            nursery.start_soon(accept)
+            for part in wire:
+                try:
+                    await peer.send_all(part)
+                except trio.BrokenResourceError:
+                    break
+            await peer.aclose()
+            await muxer.event_closed.wait()
+        assert muxer.buffered == 0
+
+    run(case)
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        lambda n: frame(UPDATE, SYN, 2 * n + 1, 0) + frame(UPDATE, RST, 2 * n + 1, 0),
+        lambda n: frame(PING, SYN, 0, n),
+        lambda n: frame(DATA, 0, 2 * n + 1, data=b"x"),
+    ],
+    ids=["open and reset", "ping", "unknown streams"],
+)
+def test_a_flood_by_a_peer_that_reads_nothing_ends_in_a_closed_connection(flood: Callable[[int], bytes]) -> None:
+    async def case() -> None:
+        async with muxer_and_wire(trio.testing.lockstep_stream_pair) as (muxer, peer), trio.open_nursery() as nursery:
+
+            async def accept() -> None:
+                with pytest.raises(MuxedConnUnavailable):
+                    while True:
+                        await muxer.accept_stream()
+
+            nursery.start_soon(accept)
+            with pytest.raises((trio.BrokenResourceError, trio.ClosedResourceError)):
+                for first in range(0, 8 * MAX_STREAMS, 64):
+                    await peer.send_all(b"".join(map(flood, range(first, first + 64))))
+            await muxer.event_closed.wait()
+
+    run(case)
+
+
+def test_a_peer_cannot_make_us_keep_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muxer_module, "MAX_BUFFERED", 3 * WINDOW)
+
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, peer):
+            for stream in range(1, 11, 2):
+                await peer.send_all(frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(WINDOW)))
+            await muxer.event_closed.wait()
+            assert muxer.buffered == 0
+
+    run(case)
+
+
+def test_too_many_streams_are_reset_one_by_one() -> None:
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, peer):
+
+            async def accept() -> None:
+                while True:
+                    await muxer.accept_stream()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(accept)
+                for stream in range(MAX_STREAMS):
+                    await peer.send_all(frame(UPDATE, SYN, 2 * stream + 1, 0))
+                await trio.sleep(1)
+                over = 2 * MAX_STREAMS + 1
+                await peer.send_all(frame(UPDATE, SYN, over, 0))
+                await trio.sleep(1)
+                assert not muxer.is_closed
+                assert (await peer.receive_some()).endswith(frame(UPDATE, RST, over, 0))
+                nursery.cancel_scope.cancel()
+
+    run(case)
+
+
+# ----------------------------------------------------------------------------------------------------------- keepalive
+
+
+def test_a_silent_peer_is_given_up_after_both_waits() -> None:
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, peer):
+            began = trio.current_time()
+            await muxer.event_closed.wait()
+            assert trio.current_time() - began == pytest.approx(PING_INTERVAL + PING_TIMEOUT)
+            assert await peer.receive_some() == frame(PING, SYN, 0, 0)
+
+    run(case)
+
+
+def test_a_peer_that_answers_is_kept_for_ever() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            await trio.sleep(1000)
+            assert not one.is_closed
+            assert not two.is_closed
+
+    run(case)
+
+
+def test_a_process_that_was_stopped_itself_gives_nobody_up() -> None:
+    clock = trio.testing.MockClock()
+
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, peer):
+            for seconds in (PING_INTERVAL + 40, PING_INTERVAL, PING_TIMEOUT + 40):
+                await trio.testing.wait_all_tasks_blocked()
+                clock.jump(seconds)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not muxer.is_closed
+            assert await peer.receive_some() == frame(PING, SYN, 0, 0)
+            clock.jump(PING_INTERVAL)
+            await trio.testing.wait_all_tasks_blocked()
+            await peer.send_all(frame(PING, ACK, 0, 0))
+            await trio.testing.wait_all_tasks_blocked()
+            clock.jump(PING_TIMEOUT)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not muxer.is_closed
+
+    trio.run(case, clock=clock)
+
+
+def test_a_silent_peer_that_also_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muxer_module, "MAX_CONTROL", 4)
+
+    async def case() -> None:
+        async with muxer_and_wire(trio.testing.lockstep_stream_pair) as (muxer, peer):
+            await peer.send_all(frame(PING, SYN, 0, 1))
+            await trio.testing.wait_all_tasks_blocked()
+            await peer.send_all(frame(PING, SYN, 0, 1) * 4)  # the first is being written, these wait
+            await muxer.event_closed.wait()
+            await peer.aclose()
+
+    run(case)
