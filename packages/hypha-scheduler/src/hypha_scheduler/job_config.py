@@ -94,6 +94,16 @@ class PreprocessorTable(ArtifactTable):
     type: str = Field(default="auto", description=f"One of {', '.join(PREPROCESSOR_TASKS)}.")
     input_names: tuple[str, ...] = Field(default=(), description="Tensors of a slice given to the preprocessor.")
 
+    @model_validator(mode="after")
+    def _can_be_fetched(self) -> PreprocessorTable:
+        if self.type not in PREPROCESSOR_TASKS:
+            raise ValueError(f"type: {self.type!r} is not one of {', '.join(PREPROCESSOR_TASKS)}")
+        if self.path is not None:
+            raise not_yet("preprocessor.path", "name a repository, or prepare the dataset with the model's own tensors")
+        if not self.filenames:
+            raise ValueError('filenames: name the preprocessor\'s files, such as ["preprocessor_config.json"]')
+        return self
+
 
 class DatasetTable(Table):
     """``[.dataset]``."""
@@ -299,6 +309,12 @@ class JobConfig(Table):
     def _only_what_there_is(self) -> JobConfig:
         if self.type != "diloco":
             raise not_yet(f'type = "{self.type}"', 'set it to "diloco"')
-        if self.preprocessor is not None:
-            raise not_yet("preprocessor", "leave it out and prepare the dataset with the tensors that the model takes")
         return self
+
+    @property
+    def preprocessor_task(self) -> str:
+        """Wire name of the preprocessor; without a type and inputs of its own it is the one that the model implies."""
+        chosen = self.preprocessor
+        if chosen is None or chosen.type != "auto" or chosen.input_names:
+            return chosen.type if chosen else "auto"
+        return "image" if self.model.inputs[:1] == _VISION_INPUTS[:1] else "tokenizer"

@@ -17,6 +17,7 @@ from hypha_proto.job import (
     All,
     CosineWithWarmup,
     Descriptor,
+    HuggingFaceReference,
     JobSpec,
     LearningRateSchedule,
     LinearWithWarmup,
@@ -24,6 +25,7 @@ from hypha_proto.job import (
     Nesterov,
     One,
     PeersReference,
+    Preprocessor,
     Reference,
     SchedulerReference,
     TrainConfig,
@@ -106,11 +108,23 @@ class PlacedJob:
             results=PeersReference(peers=(self.server,), strategy=All()),
             optimizer=_adam(job),
             batch_size=batch_size,
+            preprocessor=_preprocessor(job),
             scheduler=_schedule(job, len(self.workers), batch_size),
             seed=job.seed,
         )
         descriptor = Descriptor(name=kinds(job.resources.worker, TRAIN_KIND)[0])
         return JobSpec(job_id=self.job_id, executor=TrainJob(descriptor=descriptor, config=config))
+
+
+def _preprocessor(job: JobConfig) -> Preprocessor | None:
+    table = job.preprocessor
+    if table is None or table.repository is None:
+        return None
+    token = table.token.get_secret_value() if table.token else None
+    artifact = HuggingFaceReference(
+        repository=table.repository, revision=table.revision, filenames=table.filenames, token=token
+    )
+    return Preprocessor(task=job.preprocessor_task, artifact=artifact, input_names=table.input_names)
 
 
 def _adam(job: JobConfig) -> Adam:
