@@ -337,3 +337,8 @@ def in_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
 @pytest.fixture
 def take_pushes() -> type[Pushed]:
     return Pushed
+
+
+@pytest.fixture
+def make_config() -> Callable[..., WorkerConfig]:
+    return worker_config

@@ -13,7 +13,9 @@ import anyio
 import psutil
 import pytest
 
-from hypha_net import requests, transfer
+from hypha_net import gossip, requests, transfer
+from hypha_net.node.lifecycle import Node
+from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.jobs import Dispatched, DispatchFailed, NotFound
 from hypha_proto.leases import (
@@ -26,10 +28,12 @@ from hypha_proto.leases import (
     Renewed,
     WhyNot,
 )
+from hypha_proto.offers import WORKER_REQUESTS
 from hypha_proto.progress import BatchDone, Done, ProgressRequest, ProgressResponse, ScheduleUpdate
 from hypha_proto.slices import DATA, DataRequest, SliceAssigned
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_worker.executors.process import exit_text, substitute
+from hypha_worker.service import serve
 
 InLab = Callable[..., None]
 
@@ -373,3 +377,41 @@ def test_values_that_look_like_words_are_not_substituted_again(tmp_path: Path) -
 @pytest.mark.parametrize(("code", "text"), [(3, "exited with status 3"), (-15, "was ended by SIGTERM")])
 def test_an_exit_status_is_told_in_words(code: int, text: str) -> None:
     assert exit_text(code) == text
+
+
+def test_two_jobs_run_beside_each_other_and_end_apart(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        first = await lab.start(WAITS)
+        second = await lab.start(WAITS)
+        await lab.scheduler.until(lambda: len(lab.scheduler.reports) == 2)
+        assert len(lab.left_behind()) == 2
+        assert await lab.scheduler.release(lab.peer, first)
+        assert (await lab.scheduler.ended()).lease == first
+        assert [job.lease for job in lab.worker.jobs.running] == [second]
+        assert len(lab.left_behind()) == 1
+        assert isinstance(await lab.scheduler.renew(lab.peer, second), Renewed)
+
+    in_lab(case)
+
+
+def test_a_worker_is_healthy_when_somebody_is_on_its_topic(tmp_path: Path, make_config: Any) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with (
+            network.endpoint("worker") as endpoint,
+            network.endpoint("gateway") as gateway,
+            anyio.create_task_group() as tasks,
+        ):
+            node = Node(endpoint, tasks)
+            tasks.start_soon(serve, make_config(tmp_path), node)
+            await anyio.sleep(0.5)
+            assert not node.readiness.is_ready
+            assert "hypha/worker" in (node.readiness.reason or "")
+            await gateway.connect(endpoint.addresses[0])
+            async with gossip.subscribe(gateway, WORKER_REQUESTS):
+                with anyio.fail_after(5):
+                    while not node.readiness.is_ready:
+                        await anyio.sleep(0.02)
+            tasks.cancel_scope.cancel()
+
+    anyio.run(main, backend="trio")
