@@ -1,0 +1,267 @@
+"""The requests of the users' documents to a job bridge, over a real socket, and the shapes of its answers.
+
+Behind the bridge stand a network in memory and a hub on this machine. A `#` comment in a body is left out, as JSON has
+none, and the peers' shortened ids are replaced by those of the job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+import threading
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from document_blocks import block
+
+from hypha_net import transfer
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.job import (
+    Adam,
+    All,
+    Descriptor,
+    HuggingFaceReference,
+    JobSpec,
+    Model,
+    PeersReference,
+    SchedulerReference,
+    TrainConfig,
+    TrainJob,
+)
+from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
+from hypha_worker.bridge.inbox import Inbox
+from hypha_worker.bridge.resources import JobResources
+from hypha_worker.bridge.server import open_bridge
+from hypha_worker.connectors.access import Access
+from hypha_worker.connectors.peers import PeerFiles
+
+LIMIT = 1 << 20
+HUB = {"model.safetensors": b"weights", "config.json": b"{}"}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A server that answers for the repository of the block; gives the paths that it was asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            content = HUB.get(self.path.removeprefix("/microsoft/resnet-50/resolve/main/"), b"")
+            self.send_response(200 if content else 404)
+            self.send_header("etag", f'"{hashlib.sha256(content).hexdigest()}"')
+            self.send_header("x-repo-commit", "0" * 40)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        def log_message(self, *_args: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    try:
+        yield asked
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+
+@dataclass
+class Bridge:
+    """A job's bridge, and the peers of the job."""
+
+    client: httpx.AsyncClient
+    work_dir: Path
+    worker: MemoryEndpoint
+    peers: tuple[MemoryEndpoint, MemoryEndpoint]
+    spec: JobSpec
+
+    async def push(self, peer: MemoryEndpoint, number: int, content: bytes) -> None:
+        """What a parameter server does after an outer step."""
+        path = self.work_dir.parent / f"{uuid.uuid4()}"
+        path.write_bytes(content)
+        size, digest = await transfer.describe(path)
+        header = PushHeader(self.spec.job_id, number, OUTER_UPDATE, "chunk.bin", size, digest)
+        await transfer.push(peer, self.worker.peer_id, path, header)
+
+    def request(self, name: str) -> httpx.Request:
+        """The documented request, as it stands but for ids and comments."""
+        head, _, body = block(name).text.partition("\n\n")
+        first, *headers = head.splitlines()
+        method, path = first.split(" ")
+        body = re.sub(r"\s# .*$", "", body, flags=re.MULTILINE)
+        for short, peer in zip(("12D3KooWA...", "QmX7d..."), self.peers, strict=True):
+            body = body.replace(short, str(peer.peer_id))
+        named = dict(line.split(": ", 1) for line in headers)
+        return self.client.build_request(method, path, content=body, headers=named)
+
+
+@asynccontextmanager
+async def opened(folder: Path, socket: Path) -> AsyncIterator[Bridge]:
+    network = MemoryNetwork()
+    async with AsyncExitStack() as stack:
+        worker, one, two = [await stack.enter_async_context(network.endpoint(name)) for name in ("worker", "1", "2")]
+        peers = PeersReference(peers=(one.peer_id, two.peer_id), strategy=All())
+        model = HuggingFaceReference(repository="owner/repo", filenames=("config.json",))
+        config = TrainConfig(
+            model=Model(task="auto", artifact=model, input_names=("x",)),
+            data=SchedulerReference(peer=one.peer_id, dataset="imagenet"),
+            updates=peers,
+            results=peers,
+            optimizer=Adam(learning_rate=0.1),
+            batch_size=1,
+        )
+        spec = JobSpec(job_id=uuid.uuid4(), executor=TrainJob(descriptor=Descriptor(name="x"), config=config))
+        work_dir = folder / "job"
+        work_dir.mkdir()
+        inbox = Inbox(spec.job_id, work_dir, frozenset(peers.peers), LIMIT, OUTER_UPDATE)
+        files = PeerFiles(worker, LIMIT)
+        backend = JobResources(worker, spec, uuid.uuid4(), one.peer_id, work_dir, inbox, Access(), files)
+
+        async def accept(peer: Any, header: PushHeader | None) -> transfer.Landing | Refusal:
+            return inbox.accept(peer, header)
+
+        transfer.serve_pushes(worker, accept)
+        await stack.enter_async_context(open_bridge(backend, socket))
+        transport = httpx.AsyncHTTPTransport(uds=str(socket))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(transport=transport, base_url="http://bridge", timeout=20)
+        )
+        try:
+            yield Bridge(client, work_dir, worker, (one, two), spec)
+        finally:
+            inbox.close()
+
+
+AtBridge = Callable[[Callable[[Bridge], Awaitable[None]]], None]
+
+
+@pytest.fixture
+def at_bridge(tmp_path: Path) -> Iterator[AtBridge]:
+    with tempfile.TemporaryDirectory(prefix="hd-", dir="/tmp") as short:
+
+        def run(case: Callable[[Bridge], Awaitable[None]]) -> None:
+            async def main() -> None:
+                with anyio.fail_after(30):
+                    async with opened(tmp_path, Path(short) / "b.sock") as bridge:
+                        await case(bridge)
+
+            anyio.run(main, backend="trio")
+
+        yield run
+
+
+def check_shape(shown: Any, given: Any) -> None:
+    """Every key that the document shows is there, with a value of the same kind; text keeps its form."""
+    assert type(given) is type(shown)
+    if isinstance(shown, dict):
+        assert set(shown) <= set(given)
+        for key in shown:
+            check_shape(shown[key], given[key])
+    elif isinstance(shown, list):
+        for each in given:
+            check_shape(shown[0], each)
+
+
+def test_a_fetch_is_answered_as_documented(at_bridge: AtBridge, hub: list[str]) -> None:
+    async def case(bridge: Bridge) -> None:
+        answer = await bridge.client.send(bridge.request("worker-older:425"))
+        assert answer.status_code == 200, answer.text
+        [shown] = json.loads(block("worker-older:441").text)
+        files = answer.json()
+        check_shape([shown], files)
+        assert [file["path"] for file in files] == ["models/model.safetensors", "models/config.json"]
+        for file, content in zip(files, HUB.values(), strict=True):
+            assert (bridge.work_dir / file["path"]).read_bytes() == content
+            assert (file["size"], file["checksum"]) == (len(content), f"sha256:{hashlib.sha256(content).hexdigest()}")
+            assert file["metadata"]["source"] == shown["metadata"]["source"] == "huggingface"
+            form = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+            assert form.fullmatch(file["metadata"]["timestamp"])
+            assert form.fullmatch(shown["metadata"]["timestamp"])
+        assert any(path.startswith("/microsoft/resnet-50/resolve/main/") for path in hub)
+
+    at_bridge(case)
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("All", 2), ("One", 1), ("Random", 1)])
+def test_a_file_is_sent_as_documented(at_bridge: AtBridge, tmp_path: Path, strategy: str, count: int) -> None:
+    async def case(bridge: Bridge) -> None:
+        (bridge.work_dir / "output").mkdir()
+        (bridge.work_dir / "output" / "gradients.safetensors").write_bytes(b"gradients")
+        arrived: list[bytes] = []
+
+        async def accept(_peer: Any, header: PushHeader | None) -> transfer.Landing | Refusal:
+            path = tmp_path / f"{uuid.uuid4()}"
+
+            async def done(_size: int, _digest: str) -> None:
+                arrived.append(path.read_bytes())
+
+            return transfer.Landing(path, LIMIT, done)
+
+        for peer in bridge.peers:
+            transfer.serve_pushes(peer, accept)
+        request = bridge.request("worker-older:462")
+        content = request.content.replace(b'"All"', json.dumps(strategy).encode())
+        answer = await bridge.client.post(request.url, content=content)
+        assert answer.status_code == 200, answer.text
+        assert arrived == [b"gradients"] * count
+        assert len(answer.json()["sent"]) == count
+
+    at_bridge(case)
+
+
+def test_received_files_are_told_as_documented(at_bridge: AtBridge) -> None:
+    """The request names no peers, which the document says means any: that is, any that the job itself deals with."""
+
+    async def case(bridge: Bridge) -> None:
+        shown = [json.loads(line.removeprefix("data: ")) for line in block("worker-older:501").text.splitlines()]
+        for number, peer in enumerate(bridge.peers, 1):
+            await bridge.push(peer, number, b"chunk")
+        answer = await bridge.client.send(bridge.request("worker-older:486"), stream=True)
+        assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, "text/event-stream")
+        events = []
+        async for line in answer.aiter_lines():
+            if line:
+                events.append(json.loads(line.removeprefix("data: ")))
+            if len(events) == 2:
+                break
+        await answer.aclose()
+        check_shape(shown, events)
+        assert [event["from_peer"] for event in events] == [str(peer.peer_id) for peer in bridge.peers]
+        assert events[1]["sequence"] == events[0]["sequence"] + 1
+        for event in events:
+            assert event["path"].startswith("incoming/")
+            assert (bridge.work_dir / event["path"]).read_bytes() == b"chunk"
+
+    at_bridge(case)
+
+
+def test_the_documented_bounds_of_paths(at_bridge: AtBridge) -> None:
+    async def case(bridge: Bridge) -> None:
+        body = json.loads(bridge.request("worker-older:462").content)
+        for path in ("/etc/passwd", "../other/file", "output/../../file"):
+            answer = await bridge.client.post("/resources/send", json={**body, "path": path})
+            assert answer.status_code == 400
+            assert set(answer.json()) == {"error", "detail"}
+
+    at_bridge(case)
