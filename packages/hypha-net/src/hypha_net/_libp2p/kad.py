@@ -29,7 +29,12 @@ _log = logging.getLogger("hypha_net.directory")
 
 CLOSEST: Final = 20
 MAX_RECORDS: Final = 16_384
+MAX_RECORDS_OF_PEER: Final = 512
+MAX_STORED: Final = 64 << 20
+"""Bytes of keys and values that a gateway keeps in all."""
 MAX_VALUE: Final = 64 << 10
+MAX_TTL: Final = 48 * 3600.0
+DEFAULT_TTL: Final = 36 * 3600.0
 MAX_KEY: Final = 1024
 READ_TIMEOUT: Final = 30.0
 ASK_TIMEOUT: Final = 5.0
@@ -76,13 +81,23 @@ class RecordStore:
         old = self.get(key)
         if old is not None and old.publisher == publisher and sequence(old.value) > sequence(value):
             return False
-        if old is None and len(self._records) >= MAX_RECORDS:
+        if not self._has_room(key, value, publisher):
             self._expire()
-            if len(self._records) >= MAX_RECORDS:
+            if not self._has_room(key, value, publisher):
                 return False
-        self._records[key] = StoredRecord(value, publisher, self._clock() + ttl)
+        self._records[key] = StoredRecord(value, publisher, self._clock() + min(ttl, MAX_TTL))
         self._save()
         return True
+
+    def remaining(self, record: StoredRecord) -> int:
+        """Whole seconds that a record has left, at least one."""
+        return max(1, int(record.expires - self._clock()))
+
+    def _has_room(self, key: bytes, value: bytes, publisher: bytes) -> bool:
+        others = [(k, r) for k, r in self._records.items() if k != key]
+        stored = sum(len(k) + len(r.value) for k, r in others) + len(key) + len(value)
+        of_peer = sum(r.publisher == publisher for _, r in others)
+        return len(others) < MAX_RECORDS and of_peer < MAX_RECORDS_OF_PEER and stored <= MAX_STORED
 
     def _expire(self) -> None:
         now = self._clock()
@@ -103,10 +118,11 @@ class RecordStore:
         if self._path is None or not self._path.exists():
             return
         try:
-            for key, value, publisher, expires in json.loads(self._path.read_text()):
-                record = StoredRecord(base64.b64decode(value), base64.b64decode(publisher), float(expires))
-                self._records[base64.b64decode(key)] = record
+            for *parts, expires in json.loads(self._path.read_text()):
+                key, value, publisher = (base64.b64decode(part, validate=True) for part in parts)
+                self._records[key] = StoredRecord(value, publisher, float(expires))
         except (ValueError, TypeError) as error:
+            self._records.clear()
             _log.warning("%s is not readable and is begun anew: %s", self._path, error)
 
 
@@ -159,16 +175,15 @@ class DirectoryServer:
         own = publisher == peer.raw or (known is not None and known.publisher == publisher)
         if self._store is None or not fits or not own:
             _log.warning("record %r of %s is not stored here", bytes(record.key[:60]), peer)
-        elif self._store.put(bytes(record.key), bytes(record.value), bytes(publisher), record.ttl or 36 * 3600):
+        elif self._store.put(bytes(record.key), bytes(record.value), bytes(publisher), record.ttl or DEFAULT_TTL):
             _log.info("record %r of %s stored", bytes(record.key[:60]), peer)
 
     def _get(self, key: bytes, answer: Any) -> None:
-        stored = None if self._store is None else self._store.get(key)
-        if stored is not None:
+        if self._store is not None and (stored := self._store.get(key)) is not None:
             answer.record.key = key
             answer.record.value = stored.value
             answer.record.publisher = stored.publisher
-            answer.record.ttl = max(1, int(stored.expires - time.time()))
+            answer.record.ttl = self._store.remaining(stored)
 
     def _add_closest(self, asking: PeerId, key: bytes, answer: Any) -> None:
         target = int.from_bytes(hashlib.sha256(key).digest(), "big")
