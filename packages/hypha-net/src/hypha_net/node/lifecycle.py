@@ -151,6 +151,8 @@ class _Run:
     _cancel: Callable[[int], None] | None = None
     """Cancels the program from a signal handler, once there is something to cancel."""
     _root: Any = None
+    _program: anyio.CancelScope | None = None
+    """Holds the program and its tasks, once the endpoint is open."""
 
     def start(self) -> None:
         """Run until the end, in the main thread."""
@@ -176,7 +178,8 @@ class _Run:
 
             def cancel(number: int) -> None:
                 _log.info("%s: ending", signal.Signals(number).name)
-                life.cancel()
+                # the program's last words (a lease given back, a job's end) still need the endpoint
+                (self._program or life).cancel()
 
             self._cancel = lambda number: token.run_sync_soon(cancel, number)
             try:
@@ -191,6 +194,7 @@ class _Run:
             serve_health(endpoint, readiness, role=self.role, version=self.version)
             _log.info("%s %s is %s, at %s", self.role, self.version, endpoint.peer_id, ", ".join(endpoint.addresses))
             async with anyio.create_task_group() as tasks:
+                self._program = tasks.cancel_scope
                 try:
                     await self.serve(self.config, Node(endpoint, tasks, readiness))
                 finally:
