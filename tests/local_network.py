@@ -6,6 +6,7 @@ Stands on hypha_local's rooms, in the order of its demo: plan, certificates, pro
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -178,6 +179,12 @@ class LocalNetwork:
     def log(self, name: str) -> str:
         """What a node has logged."""
         return self.processes.child(name).log.read_text(errors="replace")
+
+    def peer_id(self, name: str) -> str:
+        """A node's peer id, from what it logged when it started."""
+        found = re.search(r" is (12D3\w+), at ", self.log(name))
+        assert found is not None, self.log(name)
+        return found[1]
 
     def executors(self) -> list[psutil.Process]:
         """Processes that workers have started."""
