@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +31,9 @@ from hypha_scheduler.hand_in import read_job
 from hypha_scheduler.job_config import JobConfig, ModelTable
 from hypha_scheduler.journal import Journal, read_journal
 from hypha_scheduler.metrics import EventFile, StatusBridge
+from hypha_scheduler.reporting import JobReport
 from hypha_scheduler.results import ResultModel, open_start_model
+from hypha_scheduler.strategies.diloco.rounds import Measured, RoundClosed
 from hypha_scheduler.submissions import serve_submissions, socket_path
 
 PEER = PeerId.from_public_key(bytes(32))
@@ -62,58 +66,146 @@ def test_a_journal_survives_a_cut_last_line(tmp_path: Path) -> None:
 
 
 class _Bridge(BaseHTTPRequestHandler):
+    """Answers 503 to the first `refusals` posts, and 422 to a metric called bad."""
+
     got: list[tuple[str, Any]]
+    refusals = 0
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.got.append((self.path, json.loads(body)))
-        self.send_response(200)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        status = 200
+        if _Bridge.refusals:
+            _Bridge.refusals -= 1
+            status = 503
+        elif body["metric_name"] == "bad":
+            status = 422
+        else:
+            self.got.append((self.path, body))
+        self.send_response(status)
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
         pass
 
 
-def test_metrics_are_posted_to_the_bridge() -> None:
-    _Bridge.got = []
+@contextmanager
+def serving(refusals: int = 0) -> Iterator[str]:
+    _Bridge.got, _Bridge.refusals = [], refusals
     server = HTTPServer(("127.0.0.1", 0), _Bridge)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-
-    async def case() -> None:
-        bridge = StatusBridge(f"127.0.0.1:{server.server_port}")
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(bridge.run)
-            bridge.put("w", 2, "loss", 0.5)
-            bridge.put("w", 2, "bad", float("nan"))
-            while not _Bridge.got:
-                await anyio.sleep(0.01)
-            tasks.cancel_scope.cancel()
-
     try:
-        run(case)
+        yield f"127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()
-    assert _Bridge.got == [("/status", {"worker_id": "w", "round": 2, "metric_name": "loss", "value": 0.5})]
 
 
-def test_a_dead_bridge_costs_nothing_and_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+@contextmanager
+def posting(bridge: StatusBridge) -> Iterator[Callable[[Callable[[], Awaitable[None]]], None]]:
+    def play(case: Callable[[], Awaitable[None]]) -> None:
+        async def with_bridge() -> None:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(bridge.run)
+                await case()
+                tasks.cancel_scope.cancel()
 
-    async def case() -> None:
-        bridge = StatusBridge(address)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(bridge.run)
+        run(with_bridge)
+
+    yield play
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_metrics_are_posted_to_the_bridge() -> None:
+    with serving() as address, posting(bridge := StatusBridge(address)) as play:
+
+        async def case() -> None:
+            bridge.put("w", 2, "loss", 0.5)
+            bridge.put("w", 2, "infinite", float("nan"))
+            bridge.put("w", 3, "loss", 0.25, job_id="j")
+            await bridge.drain(10)
+
+        play(case)
+    metric = {"worker_id": "w", "round": 2, "metric_name": "loss", "value": 0.5}
+    assert _Bridge.got == [("/status", metric), ("/status", metric | {"round": 3, "value": 0.25, "job_id": "j"})]
+
+
+def test_what_a_bridge_does_not_take_is_posted_again_and_what_it_finds_wrong_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serving(refusals=2) as address, posting(bridge := StatusBridge(address)) as play:
+
+        async def case() -> None:
+            for name in ("loss", "bad", "samples"):
+                bridge.put("w", 1, name, 1.0)
+            while len(_Bridge.got) < 2:
+                await anyio.sleep(0.01)
+
+        play(case)
+    assert [body["metric_name"] for _, body in _Bridge.got] == ["loss", "samples"]
+    assert ["HTTP 503" in warnings(caplog)[0], "HTTP 422" in warnings(caplog)[1]] == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["refuses", "hangs"])
+def test_a_dead_bridge_costs_nothing_and_is_reported_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if kind == "hangs":
+            listener.listen(16)  # connections are made, and nobody ever reads from them
+        bridge = StatusBridge(f"127.0.0.1:{listener.getsockname()[1]}", post_timeout=0.1)
+
+        async def case() -> None:
+            began = time.monotonic()
             for number in range(5000):
                 bridge.put("w", number, "loss", 1.0)
-            await anyio.sleep(0.3)
-            tasks.cancel_scope.cancel()
+            assert time.monotonic() - began < 1.0
+            while not warnings(caplog):
+                await anyio.sleep(0.01)
+            await anyio.sleep(1.5)  # some repetitions
+            began = time.monotonic()
+            await bridge.drain(10)
+            assert time.monotonic() - began < 0.5
 
-    run(case)
-    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+        with posting(bridge) as play:
+            play(case)
+    assert len(warnings(caplog)) == 1
+
+
+class _KeptPosts(StatusBridge):
+    def __init__(self) -> None:
+        super().__init__("nowhere:1")
+        self.posts: list[tuple[str, int, str, float, str | None]] = []
+
+    def put(self, worker: str, round_number: int, name: str, value: float, *, job_id: str | None = None) -> None:
+        self.posts.append((worker, round_number, name, value, job_id))
+
+
+def test_a_round_is_posted_worker_by_worker(tmp_path: Path) -> None:
+    other, job_id = PeerId.from_public_key(bytes([1] * 32)), uuid.uuid4()
+    bridge = _KeptPosts()
+    with JobReport(tmp_path, bridge) as report:
+        report.accepted(job_id, {})
+        report.measured(Measured(PEER, 3, {"loss": 0.5, "samples_per_second": 80.0, "samples": 1.0}))
+        report.round_closed(
+            RoundClosed(3, {PEER: 96, other: 40}, {PEER: 6, other: 5}, {PEER: 0.0, other: 1.0}, 4.0, 0.5), 1
+        )
+    posted = {
+        (worker, name): value for worker, number, name, value, job in bridge.posts if (number, job) == (3, str(job_id))
+    }
+    assert posted == {
+        (str(PEER), "loss"): 0.5,
+        (str(PEER), "samples_per_second"): 80.0,
+        (str(PEER), "samples"): 96,
+        (str(PEER), "batch_size"): 16.0,
+        (str(PEER), "utilisation"): 1.0,
+        (str(other), "samples"): 40,
+        (str(other), "batch_size"): 8.0,
+        (str(other), "utilisation"): 0.75,
+    }
+    assert len(bridge.posts) == len(posted)
 
 
 def make_model(folder: Path) -> Path:

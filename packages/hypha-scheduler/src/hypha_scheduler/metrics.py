@@ -1,7 +1,7 @@
 """What is told while a job runs: events in ``metrics.jsonl`` and the log, and worker metrics to a bridge.
 
-A dead bridge costs the job nothing: metrics wait in a bounded queue, in a task of its own, and are dropped when it is
-full. That the bridge cannot be reached is reported once, and once more when it is back.
+A dead bridge costs the job nothing: metrics wait in a bounded queue, a task of its own posts them and repeats what was
+not taken, and new ones are dropped when the queue is full. It is reported once, and once more when the bridge is back.
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Final
+from typing import IO, TYPE_CHECKING, Final
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+if TYPE_CHECKING:
+    import httpx
 
 _log = logging.getLogger(__name__)
 
 _QUEUE: Final = 1024
 _POST_TIMEOUT: Final = 5.0
+_RETRY_FIRST: Final = 0.5
+_RETRY_LONGEST: Final = 10.0
+_LATER: Final = frozenset({408, 425, 429})
+"""Client errors that say "not now" rather than "not this"."""
 _LINE: Final = 300
 _FREQUENT: Final = frozenset({"metric"})
 
@@ -64,24 +71,40 @@ def _plain(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a post was not taken."""
+
+    why: str
+    final: bool = False
+    """Posting it again would not help."""
+
+
 @dataclass(slots=True)
 class StatusBridge:
     """Posts metrics to ``http://<address>/status``."""
 
     address: str
+    post_timeout: float = _POST_TIMEOUT
+    """Seconds for one post, from connecting to the answer."""
     _send: MemoryObjectSendStream[dict[str, object]] = field(init=False)
     _receive: MemoryObjectReceiveStream[dict[str, object]] = field(init=False)
     _reachable: bool = True
+    _unposted: int = 0
+    _settled: anyio.Event = field(default_factory=anyio.Event)
+    """Set when all is posted or the bridge fails."""
 
     def __post_init__(self) -> None:
         self._send, self._receive = anyio.create_memory_object_stream[dict[str, object]](_QUEUE)
 
-    def put(self, worker: str, round_number: int, name: str, value: float) -> None:
+    def put(self, worker: str, round_number: int, name: str, value: float, *, job_id: str | None = None) -> None:
         """Queue one metric; dropped when the queue is full."""
         if not math.isfinite(value):
             return
+        metric: dict[str, object] = {"worker_id": worker, "round": round_number, "metric_name": name, "value": value}
         try:
-            self._send.send_nowait({"worker_id": worker, "round": round_number, "metric_name": name, "value": value})
+            self._send.send_nowait(metric if job_id is None else metric | {"job_id": job_id})
+            self._unposted += 1
         except anyio.WouldBlock:
             self._report("its queue is full, metrics are dropped")
 
@@ -89,20 +112,53 @@ class StatusBridge:
         """Post what is queued until cancelled."""
         import httpx  # here: most schedulers have no bridge, and start without its 0.2 s
 
-        async with httpx.AsyncClient(timeout=_POST_TIMEOUT) as client, self._receive:
+        async with httpx.AsyncClient(timeout=self.post_timeout) as client, self._receive:
             async for metric in self._receive:
-                try:
-                    answer = await client.post(f"http://{self.address}/status", json=metric)
-                    answer.raise_for_status()
-                except (httpx.HTTPError, httpx.InvalidURL) as error:
-                    self._report(f"{type(error).__name__}: {error}")
-                else:
-                    self._recovered()
+                await self._deliver(client, metric)
+                self._unposted -= 1
+                if not self._unposted:
+                    self._settled.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until everything is posted, for some seconds at most; not at all for a bridge that takes nothing."""
+        with anyio.move_on_after(seconds):
+            while self._unposted and self._reachable:
+                self._settled = anyio.Event()
+                await self._settled.wait()
+
+    async def _deliver(self, client: httpx.AsyncClient, metric: dict[str, object]) -> None:
+        """Post until it is taken; one that the bridge finds wrong is given up."""
+        delay = _RETRY_FIRST
+        while (failure := await self._post(client, metric)) is not None:
+            self._report(failure.why)
+            if failure.final:
+                return
+            await anyio.sleep(delay)
+            delay = min(2 * delay, _RETRY_LONGEST)
+        self._recovered()
+
+    async def _post(self, client: httpx.AsyncClient, metric: dict[str, object]) -> _Failure | None:
+        import httpx
+
+        try:
+            with anyio.fail_after(self.post_timeout):
+                answer = await client.post(f"http://{self.address}/status", json=metric)
+        except TimeoutError:
+            return _Failure(f"no answer within {self.post_timeout:g} s")
+        except httpx.InvalidURL as error:
+            return _Failure(f"{type(error).__name__}: {error}", final=True)
+        except httpx.HTTPError as error:
+            return _Failure(f"{type(error).__name__}: {error}")
+        if answer.is_success:
+            return None
+        refused = answer.is_client_error and answer.status_code not in _LATER
+        return _Failure(f"HTTP {answer.status_code}: {answer.text[:_LINE]}", final=refused)
 
     def _report(self, why: str) -> None:
         if self._reachable:
             _log.warning("status_bridge %s does not take metrics (training goes on): %s", self.address, why)
         self._reachable = False
+        self._settled.set()
 
     def _recovered(self) -> None:
         if not self._reachable:

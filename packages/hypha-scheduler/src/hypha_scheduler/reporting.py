@@ -7,11 +7,16 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
+from hypha_proto.ids import PeerId
 from hypha_scheduler.auction import Bid
 from hypha_scheduler.journal import Journal
 from hypha_scheduler.metrics import EventFile, StatusBridge
 from hypha_scheduler.strategies.diloco.rounds import Measured, RoundClosed
+
+_COUNTED: Final = frozenset({"samples", "batch_size", "utilisation"})
+"""What the scheduler posts from its own account of a round, for workers of every make."""
 
 
 class JobReport:
@@ -21,6 +26,7 @@ class JobReport:
         """Write into `directory`, which exists."""
         self._directory = directory
         self._bridge = bridge
+        self._job_id: str | None = None
         self._open = ExitStack()
         self._events: EventFile
         self._journal: Journal
@@ -43,6 +49,7 @@ class JobReport:
 
     def accepted(self, job_id: uuid.UUID, job: Mapping[str, object]) -> None:
         """The job begins; secrets in `job` are masked."""
+        self._job_id = str(job_id)
         self.keep("accepted", job_id=str(job_id), job=job)
         self.tell("accepted", job_id=str(job_id), directory=str(self._directory))
 
@@ -57,8 +64,12 @@ class JobReport:
         """A worker measured something over a round."""
         for name, value in measured.values.items():
             self.tell("metric", worker=str(measured.peer), round=measured.round, name=name, value=value)
-            if self._bridge is not None:
-                self._bridge.put(str(measured.peer), measured.round, name, value)
+            if name not in _COUNTED:
+                self._post(measured.peer, measured.round, name, value)
+
+    def _post(self, worker: PeerId, number: int, name: str, value: float) -> None:
+        if self._bridge is not None:
+            self._bridge.put(str(worker), number, name, value, job_id=self._job_id)
 
     def round_closed(self, closed: RoundClosed, update_bytes: int) -> None:
         """A round is over; `update_bytes` is the size of its outer update, and of each worker's."""
@@ -75,6 +86,12 @@ class JobReport:
             update_bytes=update_bytes * (2 * members + 1),  # from every member, and to every member and the scheduler
         )
         self.keep("round", round=closed.round, samples=samples)
+        for peer, count in closed.samples.items():
+            self._post(peer, closed.round, "samples", count)
+            if batches := closed.batches[peer]:
+                self._post(peer, closed.round, "batch_size", count / batches)
+            if closed.seconds > 0:
+                self._post(peer, closed.round, "utilisation", max(0.0, 1.0 - closed.waits[peer] / closed.seconds))
 
     def failed(self, error: str) -> None:
         """The job came to no result."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from pathlib import Path
+from typing import Final
 
 from hypha_net import requests, transfer
 from hypha_net.endpoint import Endpoint
@@ -26,6 +27,9 @@ from hypha_scheduler.submissions import serve_submissions
 from hypha_scheduler.training import TrainingRun
 
 _log = logging.getLogger(__name__)
+
+_LAST_METRICS: Final = 2.0
+"""Seconds for the last metrics to reach the bridge when all jobs are done."""
 
 
 async def serve(config: SchedulerConfig, node: Node) -> None:
@@ -49,6 +53,8 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
             _log.info("job done: %s", result)
         except JobFailedError as error:
             failures.append(f"job failed: {error}")
+    if bridge is not None:
+        await bridge.drain(_LAST_METRICS)
     if failures:
         raise JobFailedError("\n".join(failures))
 
