@@ -167,13 +167,15 @@ def serve_pushes(
 async def _land(stream: Stream, landing: Landing, header: PushHeader) -> None:
     try:
         pulled = await _receive_file(stream, landing.path, header.size, header.digest, landing.max_bytes)
+        await landing.arrived(pulled.size, pulled.digest)
     except StreamResetError:
         raise
     except (TransferError, OSError) as error:
         _log.warning("push of %s from %s refused: %s", header.name, stream.peer, error)
-        await _refuse(stream, PushReceipt, Refusal(reason=str(error)))
+        await _refuse(
+            stream, PushReceipt, Refusal(reason=error.reason if isinstance(error, TransferRefusedError) else str(error))
+        )
         return
-    await landing.arrived(pulled.size, pulled.digest)
     await _send_message(stream, to_cbor(PushReceipt, Receipt(size=pulled.size)))
     await stream.send_eof()
 
