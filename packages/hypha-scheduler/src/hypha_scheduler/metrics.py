@@ -112,6 +112,7 @@ class StatusBridge:
         """Post what is queued until cancelled."""
         import httpx  # here: most schedulers have no bridge, and start without its 0.2 s
 
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request, one a metric
         async with httpx.AsyncClient(timeout=self.post_timeout) as client, self._receive:
             async for metric in self._receive:
                 await self._deliver(client, metric)
