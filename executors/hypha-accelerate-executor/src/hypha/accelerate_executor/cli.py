@@ -24,14 +24,27 @@ def main() -> None:
 @click.option("--task", default="image-classification", show_default=True, help="Task as jobs name it, e.g. causal-lm.")
 @click.option("--arch", help="A configuration known by name: resnet-digits, llama-bytes.")
 @click.option("--config-json", type=click.Path(path_type=Path, dir_okay=False), help="A model's config.json.")
+@click.option("--torch-class", metavar="MODULE:CLASS", help="A class of your own, for task torch.")
+@click.option("--kwargs", default="{}", metavar="JSON", help="What the class is made with.  [default: {}]")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the weights.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory to make.")
-def create(task: str, arch: str | None, config_json: Path | None, seed: int, out: Path) -> None:
+def create(
+    task: str,
+    arch: str | None,
+    config_json: Path | None,
+    torch_class: str | None,
+    kwargs: str,
+    seed: int,
+    out: Path,
+) -> None:
     """Write a model directory with random weights."""
-    from hypha.accelerate_executor.create_model import create_model, read_config
+    from hypha.accelerate_executor.create_model import create_model, create_torch_model, read_config
 
     try:
-        parameters = create_model(task, read_config(arch, config_json), seed, out)
+        if torch_class is not None:
+            parameters = create_torch_model(torch_class, kwargs, seed, out)
+        else:
+            parameters = create_model(task, read_config(arch, config_json), seed, out)
     except ExecutorError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{out}: {parameters} parameters")
@@ -81,12 +94,13 @@ def alone(
 @click.option("--model", type=click.Path(path_type=Path, file_okay=False), required=True, help="Model directory.")
 @click.option("--data", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Safetensors file.")
 @click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Samples computed at once.")
-def measure(task: str, model: Path, data: Path, batch_size: int) -> None:
+@click.option("--allow-module", multiple=True, metavar="NAME", help="A module whose classes task torch may use.")
+def measure(task: str, model: Path, data: Path, batch_size: int, allow_module: tuple[str, ...]) -> None:
     """Print accuracy and loss of a model on a file of samples, as one JSON line."""
     from hypha.accelerate_executor.evaluate import evaluate
 
     try:
-        result = evaluate(task, model, data, batch_size)
+        result = evaluate(task, model, data, batch_size, allow_module)
     except (ExecutorError, OSError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(dataclasses.asdict(result)))

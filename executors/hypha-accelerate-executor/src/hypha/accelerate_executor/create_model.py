@@ -84,8 +84,7 @@ def create_model(task: str, config: Mapping[str, Any], seed: int, out: Path) -> 
     Raises:
         JobError: the directory is not empty, or transformers knows no such model for the task.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise JobError(f"--out {out} exists and is not an empty directory")
+    _check_out(out)
     with lean_imports(task):
         kind = auto_class(task)
         import torch
@@ -101,3 +100,32 @@ def create_model(task: str, config: Mapping[str, Any], seed: int, out: Path) -> 
             raise JobError(f"no {task} model of this configuration: {str(error).splitlines()[0][:300]}") from error
         model.save_pretrained(out)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def create_torch_model(name: str, kwargs: str, seed: int, out: Path) -> int:
+    """Write a model of task `torch`; gives its parameters.
+
+    Args:
+        name: ``module:Class``.
+        kwargs: what it is made with, a JSON object.
+        seed: of the weights.
+        out: directory to make; must not hold anything yet.
+
+    Raises:
+        JobError, ModelError: the directory is not empty, or the class cannot be made.
+    """
+    _check_out(out)
+    try:
+        given = json.loads(kwargs)
+    except ValueError as error:
+        raise JobError(f"--kwargs is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise JobError("--kwargs is not a JSON object")
+    from hypha.accelerate_executor.torch_model import write_torch_model
+
+    return write_torch_model(name, given, seed, out)
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise JobError(f"--out {out} exists and is not an empty directory")

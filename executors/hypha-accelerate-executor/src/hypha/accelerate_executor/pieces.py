@@ -39,12 +39,12 @@ def divide(arguments: Mapping[str, torch.Tensor], processes: int, micro: int, sh
     wanted = processes * micro
     if wanted == 1:
         return [[Piece(arguments, 1.0)]]
-    samples = len(next(iter(arguments.values())))
+    samples = _rows(arguments)
     bounds = [samples * number // wanted for number in range(wanted + 1)]
     parts = [{name: value[begin:end] for name, value in arguments.items()} for begin, end in itertools.pairwise(bounds)]
     counts = [count_labels(part, shifted) for part in parts]
     whole = max(1, sum(counts))
-    filling = parts[counts.index(max(counts))]
+    filling = max(zip(counts, parts, strict=True), key=lambda pair: (pair[0], _rows(pair[1])))[1]
     pieces = [Piece(part if count else filling, count / whole) for part, count in zip(parts, counts, strict=True)]
     if processes == 1:
         return [[piece for piece in pieces if piece.weight > 0] or pieces[-1:]]
@@ -55,7 +55,11 @@ def count_labels(arguments: Mapping[str, torch.Tensor], shifted: bool) -> int:
     """Count the labels that a loss is the mean of: integers that are not ignored, else all numbers, else samples."""
     labels = arguments.get("labels")
     if labels is None:
-        return len(next(iter(arguments.values())))
+        return _rows(arguments)
     if shifted and labels.ndim > 1:
         labels = labels[:, 1:]
     return labels.numel() if labels.is_floating_point() else int((labels != IGNORED_LABEL).sum())
+
+
+def _rows(arguments: Mapping[str, torch.Tensor]) -> int:
+    return len(next(iter(arguments.values())))

@@ -7,6 +7,7 @@ machine and one owner, by torch.distributed's gloo, beside what the device itsel
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _SLACK: Final = 600.0
 """Seconds a follower waits longer for its leader than the leader itself waits for anyone."""
+
+_CONNECTION: Final = re.compile(r"gloo|nccl|Connection (reset|closed)|Broken pipe|ProcessGroup|rank \d", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,7 @@ class Processes:
         Raises:
             TeamBroken: another process has ended.
         """
-        with _translated(), torch.no_grad():
+        with lost_team(always=True), torch.no_grad():
             for tensor in tensors.values():
                 copy = tensor.detach().to("cpu", copy=True).contiguous()
                 dist.broadcast(copy, src=0, group=self._group)
@@ -153,8 +156,8 @@ class Processes:
 
     def _scatter(self, orders: list[Order] | None) -> Order:
         received: list[Order | None] = [None]
-        with _translated():
-            dist.scatter_object_list(received, orders, src=0, group=self._group)  # type: ignore[arg-type]
+        with lost_team(always=True):
+            dist.scatter_object_list(received, orders, src=0, group=self._group)
         [order] = received
         assert order is not None
         return order
@@ -167,9 +170,19 @@ def form_team(timeout: float) -> Team:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def lost_team(always: bool = False) -> Iterator[None]:
+    """Say in one line that another process has gone, in place of what its absence broke here.
+
+    Args:
+        always: whether any failure within means that; else only those whose text speaks of connections.
+
+    Raises:
+        TeamBroken: that is what happened.
+    """
     try:
         yield
     except RuntimeError as error:
-        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise TeamBroken(f"another process of this executor has ended; its own last line says why ({first})") from None
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        if not always and _CONNECTION.search(text) is None:
+            raise
+        raise TeamBroken(f"another process of this executor has ended; its own last line says why ({text})") from None

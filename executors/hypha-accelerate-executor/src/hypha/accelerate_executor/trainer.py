@@ -16,6 +16,7 @@ from hypha.accelerate_executor.errors import DataError
 from hypha.accelerate_executor.inputs import ModelInputs
 from hypha.accelerate_executor.optimizer import InnerOptimizer
 from hypha.accelerate_executor.pieces import Piece, divide
+from hypha.accelerate_executor.team import lost_team
 
 
 class Trainer:
@@ -70,7 +71,17 @@ class Trainer:
 
         Raises:
             DataError: the batch does not fit the model, or the loss is not finite.
+            TeamBroken: another process has ended.
         """
+        with lost_team():
+            value = self._gradients(pieces)
+        if value - value != 0.0:
+            raise DataError(f"the loss is {value}: the learning rate may be too high, or a slice holds no numbers")
+        self._optimizer.step(self._device.apply)
+        return value
+
+    def _gradients(self, pieces: Sequence[Piece]) -> float:
+        """Compute the gradients of the whole batch; gives its mean loss."""
         value = 0.0
         for number, piece in enumerate(pieces, 1):
             with self._device.synchronised(self._module, number == len(pieces)):
@@ -79,17 +90,14 @@ class Trainer:
                     loss = loss * piece.weight
                 value += float(loss.detach())
                 self._device.backward(loss)
-        value = self._device.total(value)
-        if value - value != 0.0:
-            raise DataError(f"the loss is {value}: the learning rate may be too high, or a slice holds no numbers")
-        self._optimizer.step(self._device.apply)
-        return value
+        return self._device.total(value)
 
     def _loss(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
         place = self._device.torch_device
         arguments = {name: value.to(place) for name, value in given.items()}
         try:
-            return loss_of(self._module(**arguments))
+            with lost_team():
+                return loss_of(self._module(**arguments))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             shapes = {name: list(value.shape) for name, value in arguments.items()}
             raise DataError(f"the model cannot take a batch of {shapes!r:.300}: {str(error)[:300]}") from error

@@ -25,6 +25,7 @@ from hypha.accelerate_executor.data import Batches
 from hypha.accelerate_executor.errors import ExecutorError, JobError
 from hypha.accelerate_executor.model import model_directory
 from hypha.accelerate_executor.preprocess import preprocessed_columns
+from hypha.accelerate_executor.secrets import hide, secrets_of
 from hypha_proto.codec import from_json
 from hypha_proto.errors import DecodeError, ProtoError
 from hypha_proto.job import JobSpec, TrainConfig, TrainJob
@@ -121,6 +122,7 @@ def _train(options: argparse.Namespace, started: float) -> None:
     config = read_job(options.job)
     timeout = options.timeout if options.timeout is not None else _seconds(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT)
     delay = _seconds(DELAY_VARIABLE, 0.0)
+    hide(secrets_of(config))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all that is needed comes through the worker
     work_dir = options.work_dir.resolve()
     # `python -m` looks for modules where it was started: in the job's directory, where the job's files are put

@@ -1,0 +1,173 @@
+"""Preprocessors: what stands between a slice's columns and the model's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from hypha.accelerate_executor import training
+from hypha.accelerate_executor.create_model import create_model
+from hypha.accelerate_executor.errors import DataError, JobError, ModelError
+from hypha.accelerate_executor.preprocess import Preprocessor, decode_text, load_preprocessor
+
+pytestmark = pytest.mark.timeout(120)
+
+WORDS = ("<unk>", "<pad>", "to", "be", "or", "not", "that", "is", "the", "question")
+TEXTS = ("to be", "or not to be", "that is the question", "to be or not to be that is the question")
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8,
+}
+
+
+def as_bytes(texts: tuple[str, ...]) -> np.ndarray[Any, Any]:
+    """Text as slices hold it: (samples, bytes) uint8, zeros at the end."""
+    rows = [text.encode() for text in texts]
+    width = max(map(len, rows))
+    return np.frombuffer(b"".join(row.ljust(width, b"\0") for row in rows), np.uint8).reshape(len(rows), width)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """Files of a tokenizer that knows a few words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path / "tokenizer"
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("task", ["tokenizer", "auto"])
+def test_a_tokenizer_makes_tokens_of_bytes(tokenizer: Path, task: str) -> None:
+    arrays = {"line": as_bytes(TEXTS), "labels": np.arange(4)}
+    made = load_preprocessor(task, tokenizer, ("line",), 8)(arrays)
+    assert made.keys() == {"labels", "input_ids", "attention_mask"}
+    assert made["input_ids"].shape == (4, 8)  # ten words, of which the model takes eight
+    assert made["input_ids"].dtype == np.int64
+    assert made["input_ids"][0].tolist() == [2, 3, 1, 1, 1, 1, 1, 1]
+    assert made["attention_mask"].sum(1).tolist() == [2, 4, 4, 8]
+    assert made["labels"] is arrays["labels"]
+
+
+def test_two_columns_are_text_and_its_pair(tokenizer: Path) -> None:
+    arrays = {"question": as_bytes(("to be",) * 2), "context": as_bytes(("or", "not to be"))}
+    made = load_preprocessor("tokenizer", tokenizer, ("question", "context"), None)(arrays)
+    assert made["attention_mask"].sum(1).tolist() == [3, 5]
+
+
+def test_text_is_utf8_and_ends_at_the_zeros() -> None:
+    assert decode_text(as_bytes(("žluť", "", "a"))) == ["žluť", "", "a"]
+
+
+def test_a_job_with_a_tokenizer_trains(make_worker: Callable[..., Any], tokenizer: Path, tmp_path: Path) -> None:
+    model, data = tmp_path / "model", tmp_path / "text.safetensors"
+    create_model("causal-lm", LLAMA, 0, model)
+    safetensors.numpy.save_file({"text": np.tile(as_bytes(TEXTS), (20, 1))}, data)
+    worker = make_worker(rounds=3, batches=10, model_dir=model, slices=[data])
+    asked: list[Any] = []
+
+    def fetch(body: Any) -> tuple[int, Any]:
+        asked.append(body)
+        worker.model_dir = tokenizer if body["out_dir"] == "preprocessor" else model
+        return worker.fetch(body)
+
+    worker.answers["/resources/fetch"] = fetch
+    artifact = {"type": "uri", "value": "file:///tokenizer"}
+    names = ["input_ids", "attention_mask", "labels"]  # as a scheduler writes what is its default
+    config = {
+        "model": {"task": "causal-lm", "artifact": {"type": "uri", "value": "file:///model"}, "input-names": names},
+        "preprocessor": {"task": "tokenizer", "artifact": artifact, "input-names": []},
+        "optimizer": {"learning-rate": 2e-2},
+    }
+    assert training.main(worker.arguments(**config)) == 0
+    assert [body["value"] for body in asked if body["type"] == "uri"] == ["file:///model", "file:///tokenizer"]
+    losses = [report["metrics"]["metrics"]["loss"] for report in worker.reports if "metrics" in report]
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_feature_extractor_gets_sound_at_its_own_rate(tmp_path: Path) -> None:
+    from transformers import Wav2Vec2FeatureExtractor
+
+    Wav2Vec2FeatureExtractor(sampling_rate=8000, do_normalize=True).save_pretrained(tmp_path)
+    sound = np.random.default_rng(0).normal(3.0, 2.0, (5, 400)).astype("f4")
+    made = load_preprocessor("feature", tmp_path, ("audio",), None)({"audio": sound, "labels": np.zeros(5, "i8")})
+    assert made["input_values"].shape == (5, 400)
+    assert made["input_values"].dtype == np.float32
+    np.testing.assert_allclose(made["input_values"].mean(1), 0, atol=1e-5)
+
+
+def test_an_image_processor_gets_a_list_of_images_as_they_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    def process(images: list[Any], return_tensors: str) -> dict[str, Any]:
+        assert return_tensors == "np"
+        assert {(image.dtype, image.shape) for image in images} == {(np.dtype("u1"), (4, 4, 3))}
+        return {"pixel_values": np.stack(images).transpose(0, 3, 1, 2) / 255}
+
+    monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=lambda *_, **__: process))
+    images = np.full((2, 4, 4, 3), 255, np.uint8)
+    made = load_preprocessor("image", tmp_path, ("image",), None)({"image": images, "labels": np.zeros(2, "i8")})
+    assert made.keys() == {"pixel_values", "labels"}
+    assert made["pixel_values"].dtype == np.float32
+    assert made["pixel_values"].max() == 1.0
+
+
+def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise ImportError("\nViTImageProcessor requires the PIL library\n")
+
+    monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=missing))
+    with pytest.raises(JobError, match="not installed: ViTImageProcessor requires the PIL library"):
+        load_preprocessor("image", tmp_path, ("image",), None)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"other": np.zeros((2, 3), "u1")}, "lacks the tensor 'text'"),
+        ({"text": np.zeros((2, 3), "f4")}, "text must be a uint8 tensor"),
+        ({"text": np.zeros(2, "u1")}, "text must be a uint8 tensor"),
+    ],
+)
+def test_columns_that_hold_no_text(tokenizer: Path, arrays: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        load_preprocessor("tokenizer", tokenizer, ("text",), None)(arrays)
+
+
+def test_what_comes_out_has_one_row_a_sample() -> None:
+    with pytest.raises(DataError, match="one row a sample"):
+        Preprocessor("image", lambda images, return_tensors: {"pixel_values": np.zeros(3)}, ("image",), None)(
+            {"image": np.zeros((2, 4))}
+        )
+
+
+def test_files_that_are_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be loaded as 'tokenizer'"):
+        load_preprocessor("tokenizer", tmp_path, ("text",), None)
+
+
+def test_a_preprocessor_that_does_not_say_what_it_takes(
+    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = {"task": "auto", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
+    assert training.main(make_worker().arguments(preprocessor=job)) == 2
+    assert "needs input-names" in caplog.records[-1].getMessage()

@@ -1,0 +1,227 @@
+"""An executor of several processes, and what accelerate's file says: the update stays that of one plain process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hypha.accelerate_executor import training
+from hypha.accelerate_executor.create_model import create_model
+from hypha.accelerate_executor.pieces import count_labels, divide
+from hypha_proto.update import open_update
+
+pytestmark = pytest.mark.timeout(240)
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+TEXT = {"task": "causal-lm", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
+# an epsilon well above the rounding of gradients: AdamW's first steps would blow it up to a whole learning rate
+OPTIMIZER = {"learning-rate": 3e-3, "epsilon": 1e-3, "max-grad-norm": 0.5}
+
+
+@given(
+    rows=st.lists(st.integers(0, 6), min_size=1, max_size=17),
+    processes=st.integers(1, 4),
+    micro=st.integers(1, 3),
+)
+@settings(max_examples=150)
+def test_pieces_hold_every_row_that_counts_once(rows: list[int], processes: int, micro: int) -> None:
+    labels = torch.full((len(rows), 7), -100)
+    for row, count in enumerate(rows):
+        labels[row, 1 : 1 + count] = row
+    pieces = divide({"labels": labels, "x": torch.arange(len(rows))}, processes, micro, shifted=True)
+    assert len(pieces) == processes
+    counted = [piece for part in pieces for piece in part if piece.weight > 0]
+    assert sum(piece.weight for piece in counted) == pytest.approx(1.0 if any(rows) or processes * micro == 1 else 0.0)
+    seen = [row for piece in counted for row in piece.arguments["x"].tolist()]
+    assert [row for row in seen if rows[row]] == [row for row, count in enumerate(rows) if count]
+    if processes > 1:
+        assert {len(part) for part in pieces} == {micro}
+        assert all(len(piece.arguments["x"]) for part in pieces for piece in part)
+
+
+def test_labels_are_counted_as_losses_do() -> None:
+    assert count_labels({"x": torch.zeros(3)}, False) == 3
+    assert count_labels({"labels": torch.tensor([1, -100, 2])}, False) == 2
+    assert count_labels({"labels": torch.tensor([[1, 2, -100], [1, -100, -100]])}, True) == 1
+    assert count_labels({"labels": torch.zeros(3, 2)}, False) == 6
+
+
+@pytest.fixture(scope="session")
+def text_slices(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Rows of tokens, padded to very different lengths."""
+    chance = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("text") / "slice.safetensors"
+    tokens = chance.integers(0, 64, (90, 12)).astype("i4")
+    mask = (np.arange(12) < chance.integers(2, 13, (90, 1))).astype("u1")
+    safetensors.numpy.save_file({"input_ids": tokens, "attention_mask": mask}, path)
+    return [path]
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama") / "model"
+    create_model("causal-lm", LLAMA, 1, path)
+    return path
+
+
+@pytest.fixture
+def start(
+    make_worker: Callable[..., Any], text_slices: list[Path], text_model: Path
+) -> Iterator[Callable[..., tuple[Any, list[subprocess.Popen[str]]]]]:
+    """Start an executor of some processes for a job on text; none is left running."""
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(processes: int = 1, rounds: int = 2, **variables: str) -> tuple[Any, list[subprocess.Popen[str]]]:
+        worker = make_worker(rounds=rounds, batches=5, model_dir=text_model, slices=text_slices)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = worker.arguments(model=TEXT, optimizer=OPTIMIZER, batch_size=7)
+        command = [sys.executable, "-m", "hypha.accelerate_executor.training", *arguments, "--timeout", "60"]
+        mine = []
+        for rank in range(processes):
+            several = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "ACCELERATE_USE_CPU": "true",
+                "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }  # fmt: skip
+            environment = os.environ | {"OMP_NUM_THREADS": "1"} | (several if processes > 1 else {}) | variables
+            mine.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        running.extend(mine)
+        return worker, mine
+
+    yield begin
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def _finish(processes: list[subprocess.Popen[str]]) -> list[str]:
+    """Wait for a job's good end; what each process wrote."""
+    errors = [process.communicate(timeout=180)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(errors)
+    return errors
+
+
+def _updates(worker: Any) -> list[dict[str, Any]]:
+    found = []
+    for path in worker.updates:
+        file, _ = open_update(path)
+        with file:
+            found.append({name: np.array(file.tensor(name)) for name in file.tensors})
+    return found
+
+
+def _losses(worker: Any) -> list[float]:
+    return [report["metrics"]["metrics"]["loss"] for report in worker.reports if "metrics" in report]
+
+
+@pytest.fixture
+def plain(make_worker: Callable[..., Any], text_slices: list[Path], text_model: Path) -> Any:
+    """The same job in one process, without accelerate."""
+    worker = make_worker(rounds=2, batches=5, model_dir=text_model, slices=text_slices)
+    assert training.main(worker.arguments(model=TEXT, optimizer=OPTIMIZER, batch_size=7)) == 0
+    return worker
+
+
+def _same(worker: Any, plain: Any, tolerance: float = 2e-6) -> None:
+    ours, theirs = _updates(worker), _updates(plain)
+    assert len(ours) == len(theirs) == 2
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        assert max(np.abs(value).max() for value in other.values()) > 1e-3
+        for name, value in mine.items():
+            np.testing.assert_allclose(value, other[name], atol=tolerance, rtol=0, err_msg=name)
+    np.testing.assert_allclose(_losses(worker), _losses(plain), rtol=1e-4)
+
+
+def test_two_processes_make_the_update_of_one(start: Callable[..., Any], plain: Any) -> None:
+    worker, processes = start(2)
+    leader, follower = _finish(processes)
+    _same(worker, plain)
+    assert "2 processes" in leader
+    assert "Traceback" not in leader + follower
+    # one process alone talked to the bridge: every report came once
+    assert [report for report in worker.reports if isinstance(report, str)] == ["update", "update-received"] * 2
+    assert sum("status" in report for report in worker.reports if isinstance(report, dict)) == 10
+
+
+def test_micro_batches_make_the_update_of_the_whole_batch(start: Callable[..., Any], plain: Any) -> None:
+    worker, processes = start(ACCELERATE_USE_CPU="true", ACCELERATE_GRADIENT_ACCUMULATION_STEPS="3")
+    _finish(processes)
+    _same(worker, plain)
+
+
+def test_bf16_computes_in_half_and_keeps_float32_weights(start: Callable[..., Any], plain: Any) -> None:
+    worker, processes = start(ACCELERATE_USE_CPU="true", ACCELERATE_MIXED_PRECISION="bf16")
+    _finish(processes)
+    assert _losses(worker) != _losses(plain)
+    np.testing.assert_allclose(_losses(worker), _losses(plain), rtol=0.02)
+    file, _ = open_update(worker.updates[0])
+    with file:
+        assert {info.dtype for info in file.tensors.values()} == {"F32"}
+
+
+def test_fp16_on_a_processor_is_refused_in_one_line(start: Callable[..., Any]) -> None:
+    _, [process] = start(ACCELERATE_USE_CPU="true", ACCELERATE_MIXED_PRECISION="fp16")
+    _, error = process.communicate(timeout=180)
+    assert process.returncode == 2
+    assert "mixed_precision: 'fp16' needs a GPU" in error.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_processes_end_when_one_of_them_is_lost(start: Callable[..., Any], lost: int) -> None:
+    worker, processes = start(2, rounds=100_000)
+    while worker.done_rounds < 1 and all(process.poll() is None for process in processes):
+        signal.sigtimedwait([], 0.05)
+    processes[lost].kill()
+    _, error = processes[1 - lost].communicate(timeout=60)
+    assert processes[1 - lost].returncode == 1
+    assert "another process of this executor has ended" in error
+
+
+@pytest.mark.slow
+def test_accelerate_launch_with_a_configuration_file(
+    make_worker: Callable[..., Any], text_slices: list[Path], text_model: Path, plain: Any, tmp_path: Path
+) -> None:
+    """What a worker's owner writes: `accelerate launch --config_file`, two processes, micro-batches."""
+    config = tmp_path / "accelerate.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\nnum_machines: 1\n"
+        "num_processes: 2\nmachine_rank: 0\nmixed_precision: 'no'\n"
+        "rdzv_backend: static\nsame_network: true\nmain_training_function: main\n"
+    )
+    worker = make_worker(rounds=2, batches=5, model_dir=text_model, slices=text_slices)
+    arguments = worker.arguments(model=TEXT, optimizer=OPTIMIZER, batch_size=7)
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(config)]
+    command += ["--gradient_accumulation_steps", "2", "--main_process_port", "0"]  # no key of the file for the first
+    command += ["-m", "hypha.accelerate_executor.training", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220, check=False)
+    assert done.returncode == 0, done.stderr
+    _same(worker, plain)
+    assert "2 processes" in done.stderr

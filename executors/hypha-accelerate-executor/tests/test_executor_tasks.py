@@ -1,0 +1,115 @@
+"""Every task that a job may name asks for the right class of transformers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hypha.accelerate_executor.errors import JobError, ModelError
+from hypha.accelerate_executor.model import load_model
+from hypha.accelerate_executor.preprocess import load_preprocessor
+from hypha_proto.job import PREPROCESSOR_TASKS, TASKS
+
+# written out, so that a slip in the rule that makes names of tasks is seen
+CLASSES = {
+    "auto": "AutoModel",
+    "causal-lm": "AutoModelForCausalLM",
+    "image-classification": "AutoModelForImageClassification",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2-seq-lm": "AutoModelForSeq2SeqLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "multiple-choice": "AutoModelForMultipleChoice",
+    "next-sentence-prediction": "AutoModelForNextSentencePrediction",
+    "masked-generation": "AutoModelForMaskGeneration",
+    "image-segmentation": "AutoModelForImageSegmentation",
+    "semantic-segmentation": "AutoModelForSemanticSegmentation",
+    "instance-segmentation": "AutoModelForInstanceSegmentation",
+    "universal-segmentation": "AutoModelForUniversalSegmentation",
+    "object-detection": "AutoModelForObjectDetection",
+    "zero-shot-object-detection": "AutoModelForZeroShotObjectDetection",
+    "zero-shot-image-classification": "AutoModelForZeroShotImageClassification",
+    "depth-estimation": "AutoModelForDepthEstimation",
+    "keypoint-detection": "AutoModelForKeypointDetection",
+    "keypoint-matching": "AutoModelForKeypointMatching",
+    "mask-generation": "AutoModelForMaskGeneration",
+    "masked-image-modeling": "AutoModelForMaskedImageModeling",
+    "image-to-image": "AutoModelForImageToImage",
+    "image-text-to-text": "AutoModelForImageTextToText",
+    "video-classification": "AutoModelForVideoClassification",
+    "audio-classification": "AutoModelForAudioClassification",
+    "audio-frame-classification": "AutoModelForAudioFrameClassification",
+    "audio-tokenization": "AutoModelForAudioTokenization",
+    "audio-x-vector": "AutoModelForAudioXVector",
+    "ctc": "AutoModelForCTC",
+    "speech-seq2-seq": "AutoModelForSpeechSeq2Seq",
+    "text-to-spectrogram": "AutoModelForTextToSpectrogram",
+    "text-to-waveform": "AutoModelForTextToWaveform",
+    "document-question-answering": "AutoModelForDocumentQuestionAnswering",
+    "table-question-answering": "AutoModelForTableQuestionAnswering",
+    "visual-question-answering": "AutoModelForVisualQuestionAnswering",
+    "vision2-seq": "AutoModelForImageTextToText",
+    "text-encoding": "AutoModelForTextEncoding",
+    "time-series-prediction": "AutoModelForTimeSeriesPrediction",
+    "backbone": "AutoBackbone",
+    "pre-training": "AutoModelForPreTraining",
+}
+
+
+AUTO_CLASSES = {
+    "auto": "AutoProcessor",
+    "tokenizer": "AutoTokenizer",
+    "feature": "AutoFeatureExtractor",
+    "image": "AutoImageProcessor",
+    "video": "AutoVideoProcessor",
+}
+
+
+class _AskedError(Exception):
+    """The class was asked for."""
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "torch"])
+def test_a_task_asks_for_its_auto_class(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    asked: list[tuple[Any, ...]] = []
+
+    def from_pretrained(folder: Path, **options: Any) -> Any:
+        asked.append((folder, options["trust_remote_code"], options["use_safetensors"]))
+        raise _AskedError
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(getattr(transformers, CLASSES[task]), "from_pretrained", from_pretrained)
+    with pytest.raises(_AskedError):
+        load_model(task, tmp_path)
+    assert asked == [(tmp_path, False, True)]
+
+
+def test_the_torch_task_asks_for_a_class_of_the_owner(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"torch_class": "owners:Net"}')
+    with pytest.raises(JobError, match="--allow-module owners"):
+        load_model("torch", tmp_path)
+
+
+@pytest.mark.parametrize("task", PREPROCESSOR_TASKS)
+def test_a_preprocessor_asks_for_its_auto_class(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    asked: list[Any] = []
+
+    class Auto:  # those of images are not there without Pillow or torchvision
+        @staticmethod
+        def from_pretrained(folder: Path, **options: Any) -> Any:
+            asked.append(options["trust_remote_code"])
+            raise OSError("no such file")
+
+    hasattr(transformers, AUTO_CLASSES[task])  # transformers may put another module in its own place meanwhile
+    monkeypatch.setattr(sys.modules["transformers"], AUTO_CLASSES[task], Auto)
+    with pytest.raises(ModelError, match=task):
+        load_preprocessor(task, tmp_path, ("x",), None)
+    assert asked == [False]
