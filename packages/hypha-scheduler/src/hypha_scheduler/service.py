@@ -126,9 +126,9 @@ class SchedulerService:
             run.on_refused(peer, refused)
         return RefusalKnown()
 
-    async def _pull(self, _peer: PeerId, request: PullRequest) -> transfer.Offered | Refusal:
+    async def _pull(self, peer: PeerId, request: PullRequest) -> transfer.Offered | Refusal:
         for job_id, run in self._runs.items():
-            if request.dataset == model_dataset(job_id):
+            if request.dataset == model_dataset(job_id) and run.concerns(peer):
                 return run.on_pull(request)
         return Refusal(reason=f"nothing called {request.dataset[:80]!r} is served here")
 
