@@ -37,15 +37,27 @@ SEND_TIMEOUT: Final = 60.0
 """Seconds for one encrypted frame to leave; a peer that takes nothing for so long loses its connection."""
 _PIECE: Final = 256 << 10
 
+_COMPARE: Final = "compare trust_pem of both nodes"
 _ALERTS: Final = {
-    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust the CA that issued ours",
-    "SSLV3_ALERT_CERTIFICATE_REVOKED": "ours is revoked",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "ours has expired",
+    "TLSV1_ALERT_UNKNOWN_CA": f"it does not trust the CA that issued ours: {_COMPARE}",
+    "SSLV3_ALERT_CERTIFICATE_REVOKED": "ours is revoked: ask the organisation for a new one",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "ours has expired: have it renewed, and check the clocks",
     "SSLV3_ALERT_BAD_CERTIFICATE": "ours is bad",
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it could not check ours (a missing or expired CRL?)",
     "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "ours is of a kind it does not take",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it wants a certificate",
 }
+_REMEDIES: Final = {
+    3: "crls_pem lacks a list of one of the CAs in its chain",
+    9: "check the clocks of both nodes",
+    10: "its owner has to have it renewed; check the clocks of both nodes",
+    12: "crls_pem has to be renewed",
+    18: _COMPARE,
+    19: _COMPARE,
+    20: _COMPARE,
+    21: _COMPARE,
+}
+"""What to do about OpenSSL's verification errors, by their code."""
 
 
 @dataclass(slots=True)
@@ -126,9 +138,13 @@ class TlsConnection(ISecureConn):
     def _explain(self, error: ssl.SSLError) -> str:
         """Who refused whose certificate, and why."""
         if isinstance(error, ssl.SSLCertVerificationError):
-            return f"{self._shown_certificate()} is refused here: {error.verify_message}"
+            remedy = _REMEDIES.get(error.verify_code)
+            text = f"{self._shown_certificate()} is refused here: {error.verify_message}"
+            return f"{text}: {remedy}" if remedy else text
         if error.reason in _ALERTS:
             return f"the peer refused this node's certificate: {_ALERTS[error.reason]} ({error.reason})"
+        if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+            return "the peer showed no certificate: it is no Hypha node, or its cert_pem was not loaded"
         if isinstance(error, ssl.SSLEOFError):
             return "the peer closed the connection during the TLS handshake"
         return f"TLS handshake failed: {error.reason or error}"
