@@ -75,6 +75,7 @@ def _serve_aim(host: str, port: int, repo: str) -> None:
         if lost:
             log.error("%d metrics were not written: AIM did not take them", lost)
         if delivery.hangs:  # AIM's own hooks at the end of the interpreter wait for its server for ever
+            log.error("AIM did not let go of its runs within %g s; they look unfinished there", _GOODBYE)
             logging.shutdown()
             os._exit(1)
     if lost:

@@ -74,6 +74,7 @@ class AimRepository:
         if self._aim is None:
             self._aim = importlib.import_module("aim")
             logging.getLogger("aim").setLevel(logging.WARNING)  # importing it sets a level of its own
+            logging.getLogger("aim.ext.transport").setLevel(logging.CRITICAL)  # tells every attempt; we tell the first
         if self._repo is None:
             if self._location.startswith(REMOTE):
                 self._repo = self._aim.Repo(self._location)
