@@ -1,4 +1,4 @@
-"""The command `hypha-scheduler`: the chassis' commands, and `submit`."""
+"""The command `hypha-scheduler`: the chassis' commands, `submit` and `export-metrics`."""
 
 from __future__ import annotations
 
@@ -59,3 +59,28 @@ def submit(job: Path, file: Path | None, socket: Path | None, detach: bool) -> N
         raise UnreachableNetworkError(str(error)) from None
     except JobFileError as error:
         raise click.UsageError(str(error)) from None
+
+
+@main.command("export-metrics")
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--tensorboard",
+    "out",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the event files, one folder in it for the job and one for each worker.",
+)
+def export_metrics(run_dir: Path, out: Path) -> None:
+    """Write a job's metrics.jsonl as TensorBoard's event files.
+
+    RUN_DIR is a job's directory under output_dir, or the run directory of `hypha-local demo`. A job that still runs is
+    exported as far as it has come. Look at them with `tensorboard --logdir`; it is not needed here.
+    """
+    from hypha_scheduler.tensorboard import MetricsFileError
+    from hypha_scheduler.tensorboard import export_metrics as export
+
+    try:
+        count = export(run_dir, out)
+    except MetricsFileError as error:
+        raise click.UsageError(str(error)) from None
+    click.echo(f"{count} values in {out}; look at them with: tensorboard --logdir {out}")

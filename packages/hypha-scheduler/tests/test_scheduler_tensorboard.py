@@ -1,0 +1,101 @@
+"""A run's metrics as event files, byte by byte as TensorBoard's own libraries write them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hypha_proto.ids import PeerId
+from hypha_scheduler.cli import main
+from hypha_scheduler.metrics import EventFile
+from hypha_scheduler.tensorboard import Scalar, crc32c, event_file
+
+PEER = str(PeerId.from_public_key(bytes(32)))
+OTHER = str(PeerId.from_public_key(bytes([1] * 32)))
+
+# written by tensorboardX 2.6.5: the version at 1700000000.25, then loss = 0.5 in step 300 at 1700000001.5
+WRITTEN = bytes.fromhex(
+    "1800000000000000a37f4b220900001040fc54d9411a0d627261696e2e4576656e743a32338d2fe9"
+    "1b000000000000001a0d9e130900006040fc54d94110ac022a0d0a0b0a046c6f7373150000003f2c0d6e95"
+)
+
+
+def test_the_bytes_are_tensorboards() -> None:
+    assert event_file([Scalar("job", "loss", 300, 0.5, 1700000001.5)], 1700000000.25) == WRITTEN
+    assert crc32c(b"123456789") == 0xE3069283  # the check value of the checksum's catalogue
+
+
+@given(st.lists(st.tuples(st.text(max_size=200), st.integers(0, 2**32 - 1), st.floats(allow_nan=False)), max_size=5))
+def test_every_file_is_whole_records(points: list[tuple[str, int, float]]) -> None:
+    data = event_file([Scalar("job", tag, step, value, 1.0) for tag, step, value in points], 0.0)
+    count = 0
+    while data:
+        [length] = struct.unpack_from("<Q", data)
+        assert len(data) >= 16 + length
+        data = data[16 + length :]
+        count += 1
+    assert count == len(points) + 1
+
+
+def write_run(folder: Path) -> None:
+    with EventFile(folder / "metrics.jsonl") as events:
+        events.write("accepted", job_id="j", directory="d")
+        for number in (1, 2):
+            for peer in (PEER, OTHER):
+                events.write("metric", worker=peer, round=number, name="loss", value=1 / number)
+            waits = {PEER: 0.0, OTHER: 0.5}
+            events.write("round", round=number, samples=96, loss=1 / number, seconds=2.0, waits=waits, counts={})
+        events.write("metric", worker=PEER, round=3, name="loss", value=float("nan"))
+
+
+def export(run: Path, out: Path) -> Result:
+    return CliRunner().invoke(main, ["export-metrics", str(run), "--tensorboard", str(out)])
+
+
+def files(out: Path) -> dict[str, bytes]:
+    found = {path.parent.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("events.out.tfevents.*")}
+    assert len(found) == len(list(out.rglob("*.hypha")))
+    return found
+
+
+def test_a_run_is_exported_curve_by_curve_also_while_it_goes_on(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    run.mkdir()
+    write_run(run)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"event": "metric", "wor')
+    result = export(run, out)
+    assert result.exit_code == 0
+    assert result.output.startswith("14 values in ")
+    first = files(out)
+    assert set(first) == {"job", f"worker-{PEER}", f"worker-{OTHER}"}
+    assert all(tag in first["job"] for tag in (b"loss", b"samples", b"seconds", f"wait/{OTHER}".encode()))
+    assert first[f"worker-{PEER}"].count(b"loss") == 2
+    assert export(run, out).exit_code == 0
+    assert files(out) == first
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (None, "does not exist"),
+        ({"event": "accepted", "time": 1}, "no round is over yet"),
+        ({"event": "round", "time": 1, "loss": 1}, "line 1"),
+        ({"event": "metric", "time": 1, "round": 1, "worker": "../..", "name": "loss", "value": 1}, "line 1"),
+        ([], "line 1"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(tmp_path: Path, line: Any, why: str) -> None:
+    if line is not None:
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    result = export(tmp_path, tmp_path / "out")
+    assert result.exit_code == 2
+    assert why in result.output
+    assert not (tmp_path / "out").exists()
