@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hypha_net.node.config import NodeConfig
 
 if TYPE_CHECKING:
-    from hypha_net.endpoint import Endpoint, PeerInfo
+    from hypha_net.endpoint import Endpoint
     from hypha_proto.ids import PeerId
 
 IDENTIFY_WAIT: Final = 1.0
@@ -61,7 +61,8 @@ async def probe(config: NodeConfig, address: str, timeout: float) -> Probed:
             async with open_endpoint(identity, settings) as endpoint:
                 peer = await endpoint.connect(address, timeout=timeout)
                 health = await call(endpoint, peer, HEALTH_CHECK, HealthRequest(), timeout=timeout)
-                about = await _identified(endpoint, peer)
+                about = endpoint.connected_peers().get(peer)
+                agent = await _agent(endpoint, peer)
     except TimeoutError:
         raise UnreachableError(f"{address}: no answer within {timeout:g} s") from None
     end = about.certificate_not_after if about else None
@@ -70,7 +71,7 @@ async def probe(config: NodeConfig, address: str, timeout: float) -> Probed:
         healthy=health.healthy,
         reason=health.reason,
         role=(about.role if about else None) or health.role,
-        agent=about.agent if about else "",
+        agent=agent,
         version=health.version,
         certificate_end=None if end is None else datetime.fromtimestamp(end, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         bytes_sent=health.bytes_sent,
@@ -78,14 +79,20 @@ async def probe(config: NodeConfig, address: str, timeout: float) -> Probed:
     )
 
 
-async def _identified(endpoint: Endpoint, peer: PeerId) -> PeerInfo | None:
-    """What the peer says of itself: with its agent, unless it keeps that back for `IDENTIFY_WAIT` seconds."""
+async def _agent(endpoint: Endpoint, peer: PeerId) -> str:
+    """What program the peer says it is; empty when it keeps that back for `IDENTIFY_WAIT` seconds."""
     import anyio
 
-    about = endpoint.connected_peers().get(peer)
+    from hypha_net.node.identify import ask_agent
+
     left = anyio.current_effective_deadline() - anyio.current_time()  # a peer that is well has answered in time
-    with anyio.move_on_after(min(IDENTIFY_WAIT, left - _POLL)):
-        while about is None or not about.agent:
-            await anyio.sleep(_POLL)
-            about = endpoint.connected_peers().get(peer, about)
-    return about
+    wait = min(IDENTIFY_WAIT, left - _POLL)
+    if peer == endpoint.peer_id:  # asked about ourselves, with our own certificate: the engine does not identify that
+        return await ask_agent(endpoint, peer, wait)
+    agent = ""
+    with anyio.move_on_after(wait):
+        while not agent:
+            about = endpoint.connected_peers().get(peer)
+            agent = about.agent if about else ""
+            await anyio.sleep(0 if agent else _POLL)
+    return agent
