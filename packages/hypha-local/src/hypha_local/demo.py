@@ -22,6 +22,7 @@ from rich.console import Console
 from hypha_local.certificates import write_certificates
 from hypha_local.errors import ProcessFailedError
 from hypha_local.plan import Folders, NodePlan, Training, plan_nodes, write_configuration
+from hypha_local.plot import plot_loss
 from hypha_local.probe import wait_until_healthy
 from hypha_local.processes import Processes, local_processes, script
 from hypha_local.progress import Display, EventLog
@@ -60,6 +61,7 @@ async def run_demo(
         if compare:
             summary = replace(summary, alone_losses=await _train_alone(processes, folders, training, display, timeout))
     (folders.root / "summary.json").write_text(summary.as_json() + "\n")
+    display.step(await anyio.to_thread.run_sync(plot_loss, folders.metrics, summary, folders.root / "loss.png"))
     if not keep:
         folders.tidy()
     return summary
