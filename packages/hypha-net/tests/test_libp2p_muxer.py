@@ -295,6 +295,55 @@ def test_a_reader_that_has_closed_does_not_stop_the_writer() -> None:
     run(case)
 
 
+def test_closing_flushes_what_was_ended_and_does_not_wait_for_who_is_gone() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            await near.write(b"the last answer")
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await near.close()
+            began = trio.current_time()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(one.close)
+                assert await read_all(far) == b"the last answer"
+                nursery.start_soon(two.close)
+            assert trio.current_time() == began
+
+    run(case)
+
+
+def test_what_was_ended_before_the_connection_closed_is_read_whole() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near, cut = await one.open_stream(), await one.open_stream()
+            far, cut_far = await two.accept_stream(), await two.accept_stream()
+            await near.write(bytes(100_000))
+            await near.close()
+            await cut.write(bytes(100_000))
+            await one.close()
+            await two.event_closed.wait()
+            assert len(await read_all(far)) == 100_000
+            with pytest.raises(MuxedStreamReset):
+                await cut_far.read(10)
+            with pytest.raises(MuxedStreamReset):
+                await far.write(b"x")
+
+    run(case)
+
+
+def test_closing_a_connection_that_takes_nothing_is_bounded() -> None:
+    async def case() -> None:
+        async with muxer_and_wire(trio.testing.lockstep_stream_pair) as (muxer, _peer):
+            await trio.sleep(PING_INTERVAL + 1)  # a ping is being written, and stays so
+            began = trio.current_time()
+            await muxer.close()
+            assert trio.current_time() - began <= muxer_module.GOODBYE_TIMEOUT
+
+    run(case)
+
+
 # -------------------------------------------------------------------------------------------------------- cancellation
 
 
@@ -450,7 +499,7 @@ def test_rubbish_ends_in_a_closed_connection_and_nothing_else(wire: list[bytes])
                     break
             await peer.aclose()
             await muxer.event_closed.wait()
-        assert muxer.buffered == 0
+        assert muxer.is_closed
 
     run(case)
 

@@ -73,12 +73,12 @@ class MuxedStream(IMuxedStream):
         """1 to `n` bytes; `MuxedStreamEOF` after the peer's clean end, `MuxedStreamReset` after any other."""
         await trio.lowlevel.checkpoint()  # here, and nowhere after bytes are taken: a cancellation must not lose them
         while True:
-            if self._broken is not None:
-                raise MuxedStreamReset(self._broken)
             if self._buffer:
                 break
             if self._ended_there:
                 raise MuxedStreamEOF("the peer has ended the stream")
+            if self._broken is not None:
+                raise MuxedStreamReset(self._broken)
             await self._changed.wait()
         size = len(self._buffer) if n is None or n <= 0 else min(n, len(self._buffer))
         data = bytes(memoryview(self._buffer)[:size])
@@ -198,8 +198,19 @@ class MuxedStream(IMuxedStream):
 
     def break_off(self, reason: str) -> None:
         """Everything under way is lost."""
-        self._broken = self._broken or reason
+        self._ended_there = False
         self._drop_buffer()
+        self._break(reason)
+
+    def connection_lost(self, reason: str) -> None:
+        """Nothing comes any more; what has come up to the peer's end of the stream can still be read."""
+        if self._ended_there:
+            self._break(reason)
+        else:
+            self.break_off(reason)
+
+    def _break(self, reason: str) -> None:
+        self._broken = self._broken or reason
         self._notify()
         self.muxer.forget_if_over(self)
 

@@ -103,8 +103,9 @@ class Muxer(IMuxedConn):
         if self.event_closed.is_set():
             return
         self.event_closed.set()
+        self._queue_empty.set()  # nothing of it will be sent any more
         for stream in list(self._streams.values()):
-            stream.break_off(reason)
+            stream.connection_lost(reason)
         self._accepted.close()
         self._control.close()
         with trio.CancelScope(shield=True):
@@ -224,6 +225,7 @@ class Muxer(IMuxedConn):
                     self._queue_empty.set()
         except IOException as error:
             _log.debug("control frames to %s end: %s", self.peer_id, error)
+        self._queue_empty.set()
 
     async def _fill(self, buffer: bytearray, size: int) -> bool:
         while len(buffer) < size:
