@@ -302,3 +302,50 @@ def test_a_disconnect_breaks_streams_on_both_sides_and_a_later_stream_connects_a
         await again.aclose()
 
     run(opener, 3, case)
+
+
+def test_an_endpoint_that_shuts_down_breaks_its_streams_and_opens_no_more(opener: Opener) -> None:
+    async def main() -> None:
+        with anyio.fail_after(30):
+            ends: list[str] = []
+
+            async def hold(stream: Stream) -> None:
+                try:
+                    ends.append(repr(await read_all(stream)))
+                except (StreamResetError, StreamClosedError):
+                    ends.append("broken")
+                    raise
+
+            async with opener(2) as (gateway, leaf):
+                gateway.handle(ECHO, hold)
+                stream = await leaf.open_stream(gateway.peer_id, [ECHO])
+                await stream.send_all(b"x")
+                await anyio.sleep(0.1)
+            with pytest.raises((StreamResetError, StreamClosedError)):
+                await stream.receive_some()
+            with pytest.raises((StreamResetError, StreamClosedError)):
+                await stream.send_all(b"y")
+            await stream.aclose()
+            assert set(ends) <= {"broken"}  # or the handler was cancelled, which is an end of no stream either
+            with pytest.raises((StreamClosedError, UnreachableError)):
+                await leaf.open_stream(gateway.peer_id, [ECHO], timeout=5)
+
+    anyio.run(main, backend="trio")
+
+
+def test_a_write_to_a_reader_that_has_closed_or_reset_ends(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        gateway, leaf = nodes
+
+        async def refuse(stream: Stream) -> None:
+            await stream.receive_some()
+            await stream.reset()
+
+        gateway.handle(ECHO, refuse)
+        stream = await leaf.open_stream(gateway.peer_id, [ECHO])
+        with anyio.fail_after(10), pytest.raises(StreamResetError):
+            while True:
+                await stream.send_all(bytes(1 << 20))
+        await stream.aclose()
+
+    run(opener, 2, case)

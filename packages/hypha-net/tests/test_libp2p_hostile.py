@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import anyio.to_thread
 import pytest
 import trio
 from cryptography import x509
@@ -449,5 +450,77 @@ def test_a_killed_peer_is_seen_at_once_and_its_transfer_is_an_error(authority: A
             assert ends == ["reset"]
             assert list(target.parent.iterdir()) == []
             await until(lambda: tokens(gateway) == 0)
+
+    run(main, 90)
+
+
+GATEWAY = """
+import sys
+from pathlib import Path
+import anyio
+from hypha_net import EndpointSettings, open_endpoint
+from hypha_net.identity import load_identity
+
+async def main(cert, key, trust, listen, state):
+    identity = load_identity(Path(cert), Path(key), Path(trust))
+    settings = EndpointSettings(listen_addresses=(listen,), role="gateway", state_dir=Path(state))
+    async with open_endpoint(identity, settings) as gateway, gateway.subscribe("t"):
+        print(gateway.addresses[0], flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main, *sys.argv[1:], backend="trio")
+"""
+
+
+def start_gateway(files: tuple[Path, ...], listen: str, state: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A gateway in a process of its own, and its address once it listens."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", GATEWAY, *map(str, files), listen, str(state)], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().decode().strip()
+
+
+def test_after_its_gateway_was_killed_and_started_again_everything_works_as_before(
+    authority: Any, tmp_path: Path
+) -> None:
+    files = authority.files("gateway", "gateway")
+    state = tmp_path / "state"
+    state.mkdir()
+
+    async def main() -> None:
+        process, address = await anyio.to_thread.run_sync(start_gateway, files, LOOPBACK, state)
+        settings = EndpointSettings(gateway_addresses=(address,))
+        try:
+            async with (
+                open_endpoint(authority.identity("one", "worker"), settings) as one,
+                open_endpoint(authority.identity("two", "worker"), settings) as two,
+                one.subscribe("t"),
+                two.subscribe("t") as heard,
+            ):
+                for node in (one, two):
+                    await node.wait_for_gateway(10)
+                await one.put_record(b"digits", b"{}")
+                process.kill()
+                await until(lambda: not one.connected_peers() and not two.connected_peers())
+                with pytest.raises(UnreachableError):
+                    await two.find_records(b"digits")
+                process.wait()
+                process, _ = await anyio.to_thread.run_sync(start_gateway, files, address.split("/p2p/")[0], state)
+                await until(lambda: bool(one.topic_peers("t") and two.topic_peers("t")), 20)
+                (record,) = await two.find_records(b"digits")
+                assert record.publisher == one.peer_id
+                await until(lambda: bool(one.addresses and two.addresses))  # its relay has them again
+                two.handle(ECHO, _echo)
+                await (await one.open_stream(two.peer_id, [ECHO])).aclose()
+                with anyio.fail_after(10):
+                    while True:
+                        await one.publish("t", b"as before")
+                        with anyio.move_on_after(0.5):
+                            assert (await anext(heard)).data == b"as before"
+                            break
+        finally:
+            process.kill()
+            process.wait()
 
     run(main, 90)
