@@ -234,6 +234,10 @@ def test_received_files_are_told_as_documented(at_bridge: AtBridge) -> None:
     """The request names no peers, which the document says means any: that is, any that the job itself deals with."""
 
     async def case(bridge: Bridge) -> None:
+        with_comment = block("worker-older:486").text.partition("\n\n")[2]
+        refused = await bridge.client.post("/resources/receive", content=with_comment)
+        assert (refused.status_code, refused.json()["error"]) == (400, "bad-request")
+        assert "line 4" in refused.json()["detail"]
         shown = [json.loads(line.removeprefix("data: ")) for line in block("worker-older:501").text.splitlines()]
         for number, peer in enumerate(bridge.peers, 1):
             await bridge.push(peer, number, b"chunk")

@@ -11,12 +11,15 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parents[1]
 OVERRIDE = "fastecdsa>=4"
@@ -157,3 +160,34 @@ def empty_environment(folder: Path, wheels: Path) -> Iterator[Environment]:
         yield Environment(folder, wheels)
     finally:
         shutil.rmtree(folder)
+
+
+@contextmanager
+def release_site(wheels: Path) -> Iterator[str]:
+    """A server that has the wheels of a release under any folder, as the page of a release does; gives its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            wheel = wheels / Path(urlsplit(self.path).path).name
+            content = wheel.read_bytes() if wheel.is_file() and "/releases/download/" in self.path else b""
+            self.send_response(200 if content else 404)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        def log_message(self, *_args: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
