@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.create_model import create_model
 from hypha.accelerate_executor.pieces import count_labels, divide
-from hypha_proto.update import open_update
+from hypha_proto.update import UpdateMetadata, open_update, write_update
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -87,6 +87,16 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def _launched(processes: int) -> list[dict[str, str]]:
+    """What a launcher puts into the environment of each of its processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alike = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
+    alike |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [alike | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
 @pytest.fixture
 def start(
     make_worker: Callable[..., Any], text_slices: list[Path], text_model: Path
@@ -96,19 +106,12 @@ def start(
 
     def begin(processes: int = 1, rounds: int = 2, **variables: str) -> tuple[Any, list[subprocess.Popen[str]]]:
         worker = make_worker(rounds=rounds, batches=5, model_dir=text_model, slices=text_slices)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         arguments = worker.arguments(model=TEXT, optimizer=OPTIMIZER, batch_size=7)
         command = [sys.executable, "-m", "hypha.accelerate_executor.training", *arguments, "--timeout", "60"]
-        mine = []
-        for rank in range(processes):
-            several = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "ACCELERATE_USE_CPU": "true",
-                "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            }  # fmt: skip
-            environment = os.environ | {"OMP_NUM_THREADS": "1"} | (several if processes > 1 else {}) | variables
-            mine.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        mine = [
+            subprocess.Popen(command, env=os.environ | launched | variables, stderr=subprocess.PIPE, text=True)
+            for launched in (_launched(processes) if processes > 1 else [{"OMP_NUM_THREADS": "1"}])
+        ]
         running.extend(mine)
         return worker, mine
 
@@ -158,8 +161,9 @@ def _same(worker: Any, plain: Any, tolerance: float = 2e-6) -> None:
     np.testing.assert_allclose(_losses(worker), _losses(plain), rtol=1e-4)
 
 
-def test_two_processes_make_the_update_of_one(start: Callable[..., Any], plain: Any) -> None:
-    worker, processes = start(2)
+@pytest.mark.parametrize("micro", ["1", "2"])
+def test_two_processes_make_the_update_of_one(start: Callable[..., Any], plain: Any, micro: str) -> None:
+    worker, processes = start(2, ACCELERATE_GRADIENT_ACCUMULATION_STEPS=micro)
     leader, follower = _finish(processes)
     _same(worker, plain)
     assert "2 processes" in leader
@@ -192,6 +196,63 @@ def test_fp16_on_a_processor_is_refused_in_one_line(start: Callable[..., Any]) -
     assert "mixed_precision: 'fp16' needs a GPU" in error.splitlines()[-1]
 
 
+SHARDED = """
+import sys
+from pathlib import Path
+import safetensors.torch, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from hypha.accelerate_executor.model import load_model
+from hypha.accelerate_executor.replica import Replica
+from hypha.accelerate_executor.weights import ShardedWeights
+
+model_dir, out = map(Path, sys.argv[1:])
+dist.init_process_group("gloo")
+leads = dist.get_rank() == 0
+model = load_model("causal-lm", model_dir)
+replica = Replica(model, model_dir, leads)
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+weights = ShardedWeights(model, replica.names)
+replica.hold(weights)
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.add_(0.5)
+    assert sum(parameter.to_local().numel() for parameter in model.parameters()) < 4000
+if leads:
+    replica.write_update(out / "update.safetensors", 1, 1)
+    replica.merge(out / "outer.safetensors")
+else:
+    weights.gather()
+    weights.take({})
+after = weights.gather()
+if leads:
+    safetensors.torch.save_file({name: value.contiguous() for name, value in after.items()}, out / "after.safetensors")
+dist.destroy_process_group()
+"""
+
+
+def test_weights_in_shards_are_gathered_and_set(text_model: Path, tmp_path: Path) -> None:
+    """FSDP's shards over two processors: Accelerate does not offer that, torch does."""
+    stored = safetensors.numpy.load_file(text_model / "model.safetensors")
+    shapes = {name: value.shape for name, value in stored.items()}
+    outer = {name: np.full_like(value, 0.25) for name, value in stored.items()}
+    write_update(tmp_path / "outer.safetensors", shapes, outer.items(), UpdateMetadata())
+    command = [sys.executable, "-c", SHARDED, str(text_model), str(tmp_path)]
+    running = [
+        subprocess.Popen(command, env=os.environ | several, stderr=subprocess.PIPE, text=True)
+        for several in _launched(2)
+    ]
+    _finish(running)
+    file, _ = open_update(tmp_path / "update.safetensors")
+    with file:
+        assert file.tensors.keys() == stored.keys()
+        for name in stored:
+            np.testing.assert_allclose(file.tensor(name), np.full_like(stored[name], 0.5), atol=1e-6)
+    for name, value in safetensors.numpy.load_file(tmp_path / "after.safetensors").items():
+        np.testing.assert_array_equal(value, stored[name] + np.float32(0.25))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_processes_end_when_one_of_them_is_lost(start: Callable[..., Any], lost: int) -> None:
@@ -211,7 +272,7 @@ def test_accelerate_launch_with_a_configuration_file(
     """What a worker's owner writes: `accelerate launch --config_file`, two processes, micro-batches."""
     config = tmp_path / "accelerate.yaml"
     config.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\nnum_machines: 1\n"
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nuse_cpu: true\nnum_machines: 1\n"
         "num_processes: 2\nmachine_rank: 0\nmixed_precision: 'no'\n"
         "rdzv_backend: static\nsame_network: true\nmain_training_function: main\n"
     )

@@ -179,10 +179,10 @@ def choose_device(environment: Mapping[str, str] = os.environ) -> Device:
         JobError: it was launched with a precision that the device does not have.
     """
     launched = any(name in environment for name in _LAUNCH_VARIABLES)
-    if not launched and not torch.cuda.is_available():
+    if not launched and not _has_accelerator():
         return Processor()
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.cuda.is_available()
+    on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not _has_accelerator()
     if on_cpu and precision not in _CPU_PRECISIONS:
         raise JobError(
             f"mixed_precision: {precision!r} needs a GPU and there is none; accelerate's file may say 'bf16' or 'no'"
@@ -194,6 +194,17 @@ def choose_device(environment: Mapping[str, str] = os.environ) -> Device:
     from accelerate.utils import GradientAccumulationPlugin  # type: ignore[import-untyped]
 
     # Accelerate would count batches and let the optimiser rest meanwhile; here a batch is one step everywhere
-    return Accelerated(
-        Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1)), int(accumulation)
-    )
+    plugin = GradientAccumulationPlugin(num_steps=1)
+    # without a GPU it must be told so: `accelerate launch` does not, and each process would then train by itself
+    accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_plugin=plugin)
+    launched_processes = int(environment.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != launched_processes:
+        raise JobError(
+            f"{launched_processes} processes were launched but Accelerate sees {accelerator.num_processes}: check "
+            "distributed_type in its file"
+        )
+    return Accelerated(accelerator, int(accumulation))
+
+
+def _has_accelerator() -> bool:
+    return torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
