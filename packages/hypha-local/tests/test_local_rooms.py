@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -12,13 +13,14 @@ import anyio
 import numpy as np
 import psutil
 import pytest
+from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 from hypha_local.digits import write_digits
 from hypha_local.errors import ProcessFailedError, RunDirectoryError
 from hypha_local.plan import Folders, Training, plan_nodes, write_configuration
 from hypha_local.processes import child_environment, local_processes
-from hypha_local.progress import EventLog
+from hypha_local.progress import Display, EventLog
 from hypha_local.summary import count_parameters, summarise
 
 
@@ -132,6 +134,16 @@ def test_events_are_read_once_and_whole(tmp_path: Path) -> None:
         file.write('und"}\n')
     assert log.read() == [{"event": "round"}]
     assert log.read() == []
+
+
+def test_what_is_shown_is_shown_whole() -> None:
+    out = io.StringIO()
+    display = Display(Console(file=out, width=40), rounds=3)
+    display.event({"event": "failed", "error": "no /a[/b] in [cb38] " + "long " * 20 + "end"})
+    display.step("pip install 'hypha-local[plot]'")
+    lines = out.getvalue().splitlines()
+    assert lines[0].endswith("job failed: no /a[/b] in [cb38] " + "long " * 20 + "end")
+    assert lines[1].endswith("pip install 'hypha-local[plot]'")
 
 
 def test_the_summary_counts_parameters_and_compares_traffic(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 
@@ -51,9 +52,11 @@ class Display:
     _progress: Progress | None = None
     _task: TaskID = field(default=TaskID(0))
 
-    def step(self, text: str) -> None:
-        """Say that a stage is reached."""
-        self.console.print(f"[dim]{time.monotonic() - self.started:6.1f} s[/]  {text}", highlight=False)
+    def step(self, text: str, *, alarm: str = "") -> None:
+        """Say that a stage is reached; `alarm` stands before it in red."""
+        head = f"[dim]{time.monotonic() - self.started:6.1f} s[/]  " + (f"[bold red]{alarm}[/] " if alarm else "")
+        # the text is no markup: errors and package names have brackets of their own
+        self.console.print(head + escape(text), highlight=False, soft_wrap=True)
 
     def event(self, event: dict[str, Any]) -> None:
         """Show one of the scheduler's events."""
@@ -62,7 +65,7 @@ class Display:
         elif event.get("event") == "round":
             self._round(event)
         elif event.get("event") == "failed":
-            self.step(f"[bold red]job failed:[/] {event.get('error', '')}")
+            self.step(str(event.get("error", "")), alarm="job failed:")
 
     def _round(self, event: dict[str, Any]) -> None:
         loss = "-" if event.get("loss") is None else f"{event['loss']:.4f}"
