@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from click.testing import CliRunner
 
 from hypha.accelerate_executor import training
+from hypha.accelerate_executor.cli import main as command
 from hypha.accelerate_executor.data import Batches
 from hypha.accelerate_executor.evaluate import evaluate
 from hypha_proto.update import apply_update_to_dir, open_update
@@ -150,3 +153,47 @@ def test_files_that_were_used_are_deleted(make_worker: Callable[..., Any]) -> No
     assert training.main(worker.arguments()) == 0
     left = {path.relative_to(worker.work_dir).parts[0] for path in worker.work_dir.rglob("*") if path.is_file()}
     assert left <= {"model", "slices"}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"type": "linear-with-warmup", "warmup_steps": 5, "training_steps": 20},
+        {"type": "cosine-with-warmup", "warmup_steps": 5, "training_steps": 20},
+        {"type": "wsd", "warmup_steps": 5, "decay_steps": 10, "training_steps": 20},
+    ],
+)
+def test_the_learning_rate_follows_the_job_and_not_the_round(make_worker: Callable[..., Any], schedule: Any) -> None:
+    worker = make_worker(rounds=3, batches=10)
+    assert training.main(worker.arguments(scheduler=schedule)) == 0
+    moved = []
+    for path in worker.updates:
+        file, metadata = open_update(path)
+        with file:
+            trained = file.tensors.keys() - metadata.statistics
+            moved.append(max(float(np.abs(file.tensor(name)).max()) for name in trained))
+    assert moved[0] > 0
+    assert moved[1] > 0
+    assert moved[2] == 0  # its twenty steps are over
+
+
+def test_training_alone_is_plain_adamw(make_worker: Callable[..., Any], tmp_path: Path) -> None:
+    worker = make_worker()
+    arguments = ["train-alone", "--model", str(worker.model_dir), "--out", str(tmp_path / "alone"), "--steps", "40"]
+    arguments += ["--learning-rate", "2e-3", "--seed", "3", "--threads", "1", *map(str, worker.slices)]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    assert 1.0 < json.loads(result.stdout)["loss"] < 2.5
+    plain = _plain_adamw(worker.model_dir, worker, 40, seed=3)
+    for name, value in safetensors.numpy.load_file(tmp_path / "alone" / "model.safetensors").items():
+        np.testing.assert_allclose(value, plain.state_dict()[name].numpy(), atol=1e-6, err_msg=name)
+    assert all(path.exists() for path in worker.slices)
+    assert CliRunner().invoke(command, arguments).exit_code == 1  # what was trained is not overwritten
+
+
+def test_the_byte_model_is_of_about_a_million_parameters(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    result = CliRunner().invoke(
+        command, ["create-model", "--arch", "llama-bytes", "--task", "causal-lm", "--out", str(out)]
+    )
+    assert result.stdout == f"{out}: 1033488 parameters\n"
