@@ -172,7 +172,7 @@ class Muxer(IMuxedConn):
     ) -> None:
         """Send one frame, whole. Raises `IOException` when the connection is gone."""
         header = _HEADER.pack(0, kind, flags, stream_id, length)
-        await self._conn.write(header if data is None else header + bytes(data))
+        await self._conn.write(header if data is None else b"".join((header, data)))
 
     async def _read_frames(self) -> str:
         """Handle frames until there are no more; why there are none."""

@@ -164,16 +164,33 @@ class TlsConnection(ISecureConn):
         wanted = n if n is not None and n > 0 else _PIECE
         async with self._receive_lock:
             while True:
-                try:
-                    return self._tls.read(wanted)
-                except ssl.SSLWantReadError:
-                    await self._feed()
-                except ssl.SSLZeroReturnError:
+                data = self._decrypted(wanted)
+                if data is not None:
+                    return data
+                await self._feed()
+
+    def _decrypted(self, wanted: int) -> bytes | None:
+        """What is decrypted or can be, a record of 16 KiB after the other; none if more has to come first."""
+        parts: list[bytes] = []
+        size = 0
+        while size < wanted:
+            try:
+                part = self._tls.read(wanted - size)
+            except ssl.SSLError as error:  # the next call meets it again
+                if parts:
+                    break
+                if isinstance(error, ssl.SSLWantReadError):
+                    return None
+                if isinstance(error, ssl.SSLZeroReturnError):
                     return b""
-                except ssl.SSLError as error:
-                    if error.reason in _ALERTS:
-                        self.refusal = self._explain(error)
-                    raise ConnectionClosedError(self.refusal or f"TLS: {error}") from error
+                if error.reason in _ALERTS:
+                    self.refusal = self._explain(error)
+                raise ConnectionClosedError(self.refusal or f"TLS: {error}") from error
+            if not part:
+                break
+            parts.append(part)
+            size += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def write(self, data: bytes) -> None:
         """Send all of `data`. A cancellation waits until the frame is out: half of one would end the connection."""
