@@ -341,13 +341,13 @@ class TrainingRun:
         state = {"finished": TaskState.FINISHED, "cancelled": TaskState.CANCELLED}.get(end.outcome, TaskState.FAILED)
         first = self._running.graph.end(task.name, state)
         self._changed.set()
-        if not first:
-            return
+        if not first or (end.outcome == "cancelled" and self._over.is_set()):
+            return  # known, or as we asked
         self._report.keep("ended", task=task.name, outcome=end.outcome, exit_code=end.exit_code)
         code = "" if end.exit_code is None else f", exit code {end.exit_code}"
         lines = "".join(f"\n  | {line[:500]}" for line in end.last_lines[-40:])
         reason = end.reason[:1000] or "it left before the job was done"
-        if end.outcome == "cancelled" and task.role == TRAIN and not self._over.is_set():
+        if end.outcome == "cancelled" and task.role == TRAIN:
             self._worker_lost(peer, f"its executor was cancelled: {reason}")
         elif end.outcome != "finished" or peer not in self._running.operator.dismissed:
             self._ended_badly(task, f"executor {end.outcome}{code}: {reason}{lines}")

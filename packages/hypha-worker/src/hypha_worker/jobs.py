@@ -116,6 +116,7 @@ class JobManager:
             _log.warning("dispatch of job %s by %s refused: %s", message.spec.job_id, scheduler, error)
             return DispatchFailed()
         self._jobs[lease.id] = job
+        _log.info("%s begins, for scheduler %s", job, scheduler)
         self._tasks.start_soon(self._run, job)
         return self._confirm(lease)
 
