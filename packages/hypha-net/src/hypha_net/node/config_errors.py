@@ -75,7 +75,9 @@ def _problem(
         origin = (where(key[:-1]) if key[:-1] else None) or ""
         remedy = f"set {name} in the file, or {variable}" + (f". {about}" if about else "")
         return Problem(origin, name, reason="is missing", remedy=remedy)
-    reasons = list(dict.fromkeys(_reason(details) for _, details in entries))
+    # of a union's branches, one that wants a whole table says nothing to a person who wrote a plain value
+    plain = [details for _, details in entries if details["type"] != "model_type"]
+    reasons = list(dict.fromkeys(map(_reason, plain or [details for _, details in entries])))
     value = _shown(data, key) if key and where(key) else _ABSENT
     return Problem(where(key) or "", name, value, "; or ".join(reasons), about)
 

@@ -1,0 +1,68 @@
+"""docs/configuration.md says what the programs do: its tables, its examples, its lines for a shell."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from document_blocks import completed_worker
+from reference_tables import PAGE, PROGRAMS, keys, with_tables
+from wheelhouse import passed, quiet_environment, run
+
+from hypha_local.processes import script
+
+WORKER = script("hypha-worker")
+
+
+def test_the_tables_have_the_keys_and_defaults_of_the_programs() -> None:
+    def rows(page: str) -> list[tuple[str, ...]]:
+        return re.findall(r"^\| `([^`]+)` \| ?(.*?) ?\|", page, re.MULTILINE)
+
+    page = PAGE.read_text()
+    assert rows(with_tables(page)) == rows(page), "write them anew: python tests/reference_tables.py"
+    assert len(rows(page)) > 100
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_key_says_what_it_is_for(program: str) -> None:
+    assert [key for key, _, description in keys(PROGRAMS[program]) if not description] == []
+
+
+def test_the_lines_of_the_example_are_what_config_show_prints(tmp_path: Path) -> None:
+    text = completed_worker("").replace("/etc/hypha/cert.pem", "/etc/hypha/worker-cert.pem")
+    (tmp_path / "worker.toml").write_text(text)
+    example = re.findall(r"\$ (HYPHA\S+) hypha-worker config show .*\n((?:.+  # .+\n)+)", PAGE.read_text())
+    [(variable, shown)] = example
+    name, _, value = variable.partition("=")
+    command = [WORKER, "config", "show", "--config", "worker.toml"]
+    printed = passed(run(command, env=quiet_environment(**{name: value}), cwd=tmp_path))
+    for line in shown.splitlines():
+        assert line in printed.splitlines()
+
+
+def test_the_errors_of_the_example_are_what_the_check_prints(tmp_path: Path) -> None:
+    (tmp_path / "worker.toml").write_text(
+        'cert_pem = "c"\ntrust_pem = "t"\nwork_dir = "w"\ngateway_addresses = ["/ip4/1.2.3.4/tcp/1"]\n'
+        'listen_address = []\n[resources]\ncpu = "many"\n'
+    )
+    done = run([WORKER, "run", "--check", "--config", "worker.toml"], cwd=tmp_path)
+    shown = PAGE.read_text().split("$ hypha-worker run --check --config worker.toml\n")[1].split("```")[0]
+    assert (done.returncode, done.stderr) == (2, shown)
+
+
+def test_the_line_for_the_environment_runs(tmp_path: Path) -> None:
+    (tmp_path / "worker.toml").write_text(completed_worker(""))
+    [line] = re.findall(r"^HYPHA_RESOURCES__GPU=24 .*$", PAGE.read_text(), re.MULTILINE)
+    path = f"{Path(WORKER).parent}:/usr/bin:/bin"
+    command = ["bash", "-euc", line.replace(" run ", " run --check ")]
+    assert passed(run(command, env=quiet_environment(PATH=path), cwd=tmp_path)) == "worker.toml: ok\n"
+
+
+def test_the_line_for_completion_is_understood_by_bash() -> None:
+    [line] = re.findall(r"^eval .*$", PAGE.read_text(), re.MULTILINE)
+    text = f"{line}\ncomplete -p hypha-worker"
+    env = quiet_environment(PATH=f"{Path(WORKER).parent}:/usr/bin:/bin")
+    done = subprocess.run(["bash", "-euc", text], env=env, capture_output=True, text=True, timeout=30, check=True)
+    assert "_hypha_worker_completion" in done.stdout
