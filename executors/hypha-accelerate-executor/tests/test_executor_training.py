@@ -197,3 +197,10 @@ def test_the_byte_model_is_of_about_a_million_parameters(tmp_path: Path) -> None
         command, ["create-model", "--arch", "llama-bytes", "--task", "causal-lm", "--out", str(out)]
     )
     assert result.stdout == f"{out}: 1033488 parameters\n"
+
+
+def test_a_device_map_changes_nothing_that_is_learned(make_worker: Callable[..., Any]) -> None:
+    plain, mapped = make_worker(rounds=1, batches=5), make_worker(rounds=1, batches=5)
+    assert training.main(plain.arguments()) == 0
+    assert training.main([*mapped.arguments(), "--device-map", "cpu"]) == 0
+    assert plain.updates[0].read_bytes() == mapped.updates[0].read_bytes()
