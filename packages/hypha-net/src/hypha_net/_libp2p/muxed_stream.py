@@ -22,7 +22,7 @@ INITIAL_WINDOW: Final = 256 << 10
 """What the specification grants every stream at its start."""
 WINDOW: Final = 4 << 20
 """What we let a peer have under way on one stream."""
-FRAME: Final = 128 << 10
+FRAME: Final = 64 << 10
 """Largest piece of one stream that is sent at a time, so that streams take turns."""
 
 
