@@ -116,23 +116,28 @@ class Muxer(IMuxedConn):
     async def _keep_alive(self) -> None:
         """Ask a silent peer for a sign of life, and end the connection when none comes."""
         while True:
-            slept_at = trio.current_time()
-            await trio.sleep(PING_INTERVAL)
-            if (
-                trio.current_time() - slept_at > PING_INTERVAL + FROZEN
-                or trio.current_time() - self._heard < PING_INTERVAL
-            ):
+            if await self._sleeps_too_long(max(0.0, self._heard + PING_INTERVAL - trio.current_time())):
+                continue
+            if trio.current_time() - self._heard < PING_INTERVAL:
                 continue
             asked_at = trio.current_time()
             with suppress(MuxedStreamError):  # so many frames wait that one more would tell nothing new
                 self.queue_frame(Type.PING, Flag.SYN, 0, 0)
-            await trio.sleep(PING_TIMEOUT)
-            if self._heard < asked_at and trio.current_time() - asked_at < PING_TIMEOUT + FROZEN:
-                _log.warning(
-                    "%s has been silent for %.0f s and is given up", self.peer_id, trio.current_time() - self._heard
-                )
+            if not await self._sleeps_too_long(PING_TIMEOUT) and self._heard < asked_at:
+                silent = trio.current_time() - self._heard
+                _log.warning("%s has been silent for %.0f s and is given up", self.peer_id, silent)
                 await self._shut_down("the peer is silent")
                 self._scope.cancel()
+                return
+
+    async def _sleeps_too_long(self, seconds: float) -> bool:
+        """Sleep; true if this process was stopped meanwhile: then counting starts anew."""
+        until = trio.current_time() + seconds
+        await trio.sleep_until(until)
+        if trio.current_time() <= until + FROZEN:
+            return False
+        self._heard = trio.current_time()
+        return True
 
     # ------------------------------------------------------------------------------------------------ streams
 
