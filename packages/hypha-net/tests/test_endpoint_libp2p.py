@@ -144,6 +144,22 @@ def test_a_trust_bundle_may_end_at_the_organisation(authority: Any, revoked: boo
     run(main)
 
 
+@pytest.mark.parametrize("kind", ["dns", "dns4"])
+def test_a_name_is_looked_up_as_the_system_does(authority: Any, kind: str) -> None:
+    async def main() -> None:
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+        async with (
+            open_endpoint(authority.identity("gateway"), settings) as one,
+            open_endpoint(authority.identity("leaf"), EndpointSettings()) as two,
+        ):
+            port = one.addresses[0].split("/")[4]
+            with pytest.raises(UnreachableError, match=r"nowhere\.invalid"):
+                await two.connect(f"/{kind}/nowhere.invalid/tcp/{port}")
+            assert await two.connect(f"/{kind}/localhost/tcp/{port}") == one.peer_id
+
+    run(main)
+
+
 def test_nobody_listens_there(authority: Any) -> None:
     async def main() -> None:
         async with open_endpoint(authority.identity("leaf"), EndpointSettings()) as leaf:

@@ -16,6 +16,7 @@ import trio
 from libp2p.abc import IRawConnection
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.io.exceptions import IOException
+from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.swarm import Swarm
@@ -23,8 +24,6 @@ from libp2p.peer.id import ID
 from libp2p.protocol_muxer.exceptions import MultiselectClientError, MultiselectError
 from libp2p.security.exceptions import HandshakeFailure
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
-from libp2p.transport.exceptions import OpenConnectionError
-from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.muxer import Muxer
@@ -35,6 +34,7 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger("hypha_net.connections")
 
 UPGRADE_TIMEOUT: Final = 15.0
+_FAMILIES: Final = {"dns4": trio.socket.AF_INET, "dns6": trio.socket.AF_INET6}
 PATCHED_METHOD: Final = "_do_handle_inbound_connection"
 
 
@@ -70,11 +70,30 @@ async def dial(swarm: Swarm, address: Multiaddr, expected: PeerId | None) -> Swa
         RefusedError: certificates do not fit, or another peer than `expected` is there.
         UnreachableError: nobody answers.
     """
+    _, kind, host, _, port = str(address).split("/")[:5]
     try:
-        raw = await TCP().dial(address)
-    except (OpenConnectionError, OSError) as error:
+        stream = await _open(kind, host, int(port))
+    except OSError as error:
         raise UnreachableError(f"{address}: {_root_cause(error)}") from error
-    return await upgrade(swarm, raw, expected=expected)
+    return await upgrade(swarm, RawConnection(TrioTCPStream(stream), True), expected=expected)
+
+
+async def _open(kind: str, host: str, port: int) -> trio.SocketStream:
+    """A TCP connection; a name is looked up as the system does it, which py-libp2p's own resolver does not.
+
+    Raises:
+        OSError: there is no such name, or nobody answers at any of its addresses.
+    """
+    if kind not in _FAMILIES:
+        return await trio.open_tcp_stream(host, port)
+    found = await trio.socket.getaddrinfo(host, port, family=_FAMILIES[kind], type=trio.socket.SOCK_STREAM)
+    failures: list[OSError] = []
+    for *_, place in found:
+        try:
+            return await trio.open_tcp_stream(str(place[0]), port)
+        except OSError as error:
+            failures.append(error)
+    raise failures[0]
 
 
 async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None) -> SwarmConn:
