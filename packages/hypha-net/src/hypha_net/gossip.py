@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from hypha_net import telemetry
 from hypha_net.endpoint import Endpoint, GossipMessage
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 async def publish(endpoint: Endpoint, topic: Topic[T], message: T) -> None:
     """Tell everyone who subscribes to `topic`. Raises `EncodeError` for a message that is not the topic's."""
-    await endpoint.publish(topic.name, topic.encode(message))
+    await endpoint.publish(topic.name, topic.encode(telemetry.with_trace(message)))
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import anyio
 
+from hypha_net import telemetry
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import (
     MessageTooLargeError,
@@ -47,6 +48,23 @@ async def call(
         MessageTooLargeError: the answer is over the conversation's limit.
         RequestError: the stream broke off, or the answer is not what the conversation says.
     """
+    if telemetry.current_traceparent() is None:
+        return await _call(endpoint, peer, conversation, message, timeout)
+    with telemetry.span(_name(conversation), _about(conversation, peer), kind="client"):
+        return await _call(endpoint, peer, conversation, telemetry.with_trace(message), timeout)
+
+
+def _name(conversation: Conversation[Any, Any]) -> str:
+    return conversation.variant or conversation.protocol.split("/")[1]
+
+
+def _about(conversation: Conversation[Any, Any], peer: PeerId) -> telemetry.Attributes:
+    return {"rpc.system": "libp2p", "rpc.method": _name(conversation), "hypha.peer.id": str(peer)}
+
+
+async def _call(
+    endpoint: Endpoint, peer: PeerId, conversation: Conversation[Req, Resp], message: Req, timeout: float
+) -> Resp:
     data = conversation.encode_request(message)
     what = conversation.variant or conversation.protocol
     try:
@@ -122,7 +140,7 @@ def _answer_with(served: _Served) -> Callable[[Stream], Awaitable[None]]:
             _log.warning("request from %s on %s dropped: %s", stream.peer, stream.protocol, error or "too slow")
             await stream.reset()
             return
-        response = conversation.encode_response(await handler(stream.peer, request))
+        response = conversation.encode_response(await _handle(conversation, handler, stream.peer, request))
         try:
             with anyio.fail_after(READ_TIMEOUT):
                 await stream.send_all(response)
@@ -132,6 +150,14 @@ def _answer_with(served: _Served) -> Callable[[Stream], Awaitable[None]]:
             await stream.reset()
 
     return answer
+
+
+async def _handle(
+    conversation: Conversation[Any, Any], handler: Handler[Any, Any], peer: PeerId, request: object
+) -> object:
+    """Let the handler answer, as part of the trace that the request names."""
+    with telemetry.serving(_name(conversation), request, _about(conversation, peer)):
+        return await handler(peer, request)
 
 
 def _find(served: _Served, data: bytes) -> tuple[Conversation[Any, Any], Handler[Any, Any]]:

@@ -21,6 +21,7 @@ import anyio
 import anyio.to_thread
 from blake3 import blake3
 
+from hypha_net import telemetry
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import StreamClosedError, StreamResetError, TransferError, TransferRefusedError
 from hypha_proto.codec import from_cbor, from_json, to_cbor, to_json
@@ -46,6 +47,9 @@ _log = logging.getLogger(__name__)
 CHUNK: Final = 1 << 20
 IDLE_TIMEOUT: Final = 60.0
 """Seconds without a byte after which a transfer is given up."""
+_MOVED: Final = telemetry.Counter("hypha.transfer.io", "By", "Bytes of files moved between peers.")
+_TRANSMIT: Final[telemetry.Attributes] = {"network.io.direction": "transmit"}
+_RECEIVE: Final[telemetry.Attributes] = {"network.io.direction": "receive"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ async def push(endpoint: Endpoint, peer: PeerId, path: Path, header: PushHeader,
 
 
 async def _push_with_header(stream: Stream, path: Path, header: PushHeader) -> int:
-    await _send_message(stream, to_cbor(PushHeader, header))
+    await _send_message(stream, to_cbor(PushHeader, telemetry.with_trace(header)))
     answer = from_cbor(PushAnswer, await _receive_message(stream))
     if isinstance(answer, Refusal):
         raise TransferRefusedError(answer.reason)
@@ -143,14 +147,16 @@ def serve_pushes(
     async def headed(stream: Stream) -> None:
         async with _ending(stream, f"push from {stream.peer}"):
             header: PushHeader = from_cbor(PushHeader, await _receive_message(stream))
-            landing = await accept(stream.peer, header)
-            if isinstance(landing, Landing) and header.size > landing.max_bytes:
-                landing = Refusal(reason=f"{header.size} bytes are over the limit of {landing.max_bytes}")
-            if isinstance(landing, Refusal):
-                await _refuse(stream, PushAnswer, landing)
-                return
-            await _send_message(stream, to_cbor(PushAnswer, GoOn(offset=0)))
-            await _land(stream, landing, header)
+            about: dict[str, telemetry.Value] = {"hypha.peer.id": str(stream.peer), "hypha.round": header.round}
+            with telemetry.serving(f"receive {header.kind[:40]}", header, about):
+                landing = await accept(stream.peer, header)
+                if isinstance(landing, Landing) and header.size > landing.max_bytes:
+                    landing = Refusal(reason=f"{header.size} bytes are over the limit of {landing.max_bytes}")
+                if isinstance(landing, Refusal):
+                    await _refuse(stream, PushAnswer, landing)
+                    return
+                await _send_message(stream, to_cbor(PushAnswer, GoOn(offset=0)))
+                await _land(stream, landing, header)
 
     async def bare(stream: Stream) -> None:
         async with _ending(stream, f"push from {stream.peer}"):
@@ -229,7 +235,7 @@ async def _pull_bare(stream: Stream, request: PullRequest, target: Path, digest:
 async def _pull_with_header(
     stream: Stream, request: PullRequest, target: Path, digest: str | None, max_bytes: int
 ) -> Pulled:
-    await _send_message(stream, to_cbor(PullRequest, request))
+    await _send_message(stream, to_cbor(PullRequest, telemetry.with_trace(request)))
     await stream.send_eof()
     answer = from_cbor(PullAnswer, await _receive_message(stream))
     if isinstance(answer, Refusal):
@@ -247,17 +253,19 @@ def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awa
     async def headed(stream: Stream) -> None:
         async with _ending(stream, f"pull by {stream.peer}"):
             request: PullRequest = from_cbor(PullRequest, await _receive_message(stream))
-            offered = await resolve(stream.peer, request)
-            if isinstance(offered, Refusal):
-                await _refuse(stream, PullAnswer, offered)
-                return
-            size, digest = await _measured(offered)
-            if request.offset > size:
-                await _refuse(stream, PullAnswer, Refusal(reason=f"offset {request.offset} is past the end ({size})"))
-                return
-            await _send_message(stream, to_cbor(PullAnswer, PullStart(size=size, digest=digest)))
-            await _send_file(stream, offered.path, request.offset)
-            await stream.send_eof()
+            with telemetry.serving("give file", request, {"hypha.peer.id": str(stream.peer)}):
+                offered = await resolve(stream.peer, request)
+                if isinstance(offered, Refusal):
+                    await _refuse(stream, PullAnswer, offered)
+                    return
+                size, digest = await _measured(offered)
+                if request.offset > size:
+                    reason = f"offset {request.offset} is past the end ({size})"
+                    await _refuse(stream, PullAnswer, Refusal(reason=reason))
+                    return
+                await _send_message(stream, to_cbor(PullAnswer, PullStart(size=size, digest=digest)))
+                await _send_file(stream, offered.path, request.offset)
+                await stream.send_eof()
 
     async def bare(stream: Stream) -> None:
         async with _ending(stream, f"pull by {stream.peer}"):
@@ -347,6 +355,7 @@ async def _send_file(stream: Stream, path: Path, offset: int) -> int:
             if scope.cancelled_caught:
                 raise TransferError(f"the peer took nothing for {IDLE_TIMEOUT:g} s")
             sent += len(block)
+            _MOVED.add(len(block), _TRANSMIT)
     return sent
 
 
@@ -361,6 +370,7 @@ async def _receive_file(stream: Stream, target: Path, size: int | None, digest: 
                 received += len(block)
                 if received > max_bytes:
                     raise TransferError(f"more than the limit of {max_bytes} bytes came")
+                _MOVED.add(len(block), _RECEIVE)
                 await anyio.to_thread.run_sync(_store, file, hasher, block)
         found = f"{hasher.name}:{hasher.hexdigest()}"
         _check(received, size, found, digest)

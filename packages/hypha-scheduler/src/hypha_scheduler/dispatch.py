@@ -10,7 +10,7 @@ from typing import Final
 
 import anyio
 
-from hypha_net import requests
+from hypha_net import requests, telemetry
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_proto.job import JobSpec
@@ -39,8 +39,10 @@ async def dispatch_ready(endpoint: Endpoint, graph: TaskGraph, spec_of: Callable
 
 async def _dispatch(endpoint: Endpoint, task: Task, spec: JobSpec, failures: list[str]) -> None:
     message = DispatchJob(id=task.lease, spec=spec)
+    about = {"hypha.task": task.name, "hypha.peer.id": str(task.peer)}
     try:
-        answer = await requests.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
+        with telemetry.span("dispatch", about):
+            answer = await requests.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
     except NetError as error:
         failures.append(f"task {task.name} could not be handed to worker {task.peer}: {error}")
         return

@@ -11,7 +11,7 @@ from typing import Final
 
 import anyio
 
-from hypha_net import requests
+from hypha_net import requests, telemetry
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_proto.leases import RENEW_LEASE, Renewed, RenewLease
@@ -21,19 +21,33 @@ from hypha_scheduler.placement import lease_life
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY: Final = 0.25
+_HELD: Final = telemetry.UpDownCounter("hypha.scheduler.leases.active", "{lease}", "Leases that a job holds.")
+_RENEWALS: Final = telemetry.Counter("hypha.scheduler.lease.renewals", "{renewal}", "Renewals, by outcome.")
 OnLost = Callable[[HeldLease, str], None]
 
 
 async def keep_leases(endpoint: Endpoint, ledger: LeaseLedger, on_lost: OnLost) -> None:
     """Renew the ledger's leases until cancelled; `on_lost(lease, why)` for each that is gone."""
-    async with anyio.create_task_group() as tasks:
-        while True:
-            now = anyio.current_time()
-            for held in ledger.expire(now):
-                on_lost(held, "its lease ran out before the worker answered a renewal")
-            for held in ledger.begin_renewals(now):
-                tasks.start_soon(_renew, endpoint, ledger, held, on_lost)
-            await anyio.sleep(_LOOK_EVERY)
+    with telemetry.attached(None):  # a day's renewals would bury the job in its own trace
+        await _keep(endpoint, ledger, on_lost)
+
+
+async def _keep(endpoint: Endpoint, ledger: LeaseLedger, on_lost: OnLost) -> None:
+    held_before = 0
+    try:
+        async with anyio.create_task_group() as tasks:
+            while True:
+                _HELD.add(len(ledger) - held_before)
+                held_before = len(ledger)
+                now = anyio.current_time()
+                for held in ledger.expire(now):
+                    _RENEWALS.add(1, {"hypha.outcome": "expired"})
+                    on_lost(held, "its lease ran out before the worker answered a renewal")
+                for held in ledger.begin_renewals(now):
+                    tasks.start_soon(_renew, endpoint, ledger, held, on_lost)
+                await anyio.sleep(_LOOK_EVERY)
+    finally:
+        _HELD.add(-held_before)
 
 
 async def _renew(endpoint: Endpoint, ledger: LeaseLedger, held: HeldLease, on_lost: OnLost) -> None:
@@ -43,10 +57,12 @@ async def _renew(endpoint: Endpoint, ledger: LeaseLedger, held: HeldLease, on_lo
         answer = await requests.call(endpoint, held.peer, RENEW_LEASE, RenewLease(id=held.lease), timeout=timeout)
     except NetError as error:
         _log.warning("lease at %s could not be renewed, trying again: %s", held.peer, error)
+        _RENEWALS.add(1, {"hypha.outcome": "unanswered"})
         ledger.unanswered(held.lease, anyio.current_time())
         return
     if held.lease not in ledger:
         return  # released, or run out, while the answer was on its way
+    _RENEWALS.add(1, {"hypha.outcome": "renewed" if isinstance(answer, Renewed) else "refused"})
     if isinstance(answer, Renewed):
         ledger.take(held.lease, held.peer, asked_at, lease_life(answer.timeout_ms))
     else:

@@ -10,7 +10,7 @@ from typing import Final
 
 import anyio
 
-from hypha_net import requests
+from hypha_net import requests, telemetry
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.aggregate import ROUND_MEMBERS, Member, RoundMembers
@@ -36,6 +36,8 @@ class RoundMembership:
     """Seconds for a round's updates to arrive; none: `UPDATES_WITHIN`."""
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
     _newest: Synchronise | None = None
+    _trace: str | None = field(default_factory=telemetry.current_traceparent)
+    """The job's, whoever's report it is that makes a round complete."""
 
     async def tell(self, members: Synchronise, rounds: Rounds, fail: Callable[[str], None]) -> None:
         """Tell the parameter server the members of a round; an older message never overtakes a newer.
@@ -46,7 +48,9 @@ class RoundMembership:
         async with self._lock:
             if self._newest is not members:
                 return
-            why = await self._ask(members)
+            about = {"hypha.round": members.round, "hypha.members": len(members.members)}
+            with telemetry.span("name members", about, parent=self._trace):
+                why = await self._ask(members)
         if why is not None and rounds.closed < members.round:
             fail(f"round {members.round}: the parameter server {self.server} could not be told the members: {why}")
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import anyio
 
-from hypha_net import gossip, requests
+from hypha_net import gossip, requests, telemetry
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_proto.ids import PeerId
@@ -137,7 +137,8 @@ class Placement:
                 request = make_request(want)
                 self._requests[want.role] = request
                 self.auction.asked(request.id, want.role)
-                await gossip.publish(self.endpoint, WORKER_REQUESTS, request)
+                with telemetry.span("advertise", {"hypha.role": want.role, "hypha.bid": want.bid}, kind="producer"):
+                    await gossip.publish(self.endpoint, WORKER_REQUESTS, request)
 
     def _candidates(self) -> list[PeerId]:
         """Peers that may still bid: those in the topic, but for nodes whose certificate gives them another role."""
@@ -158,6 +159,11 @@ class Placement:
         return bool(chosen)
 
     async def _take(self, bid: Bid) -> None:
+        with telemetry.span("lease", {"hypha.role": bid.role, "hypha.peer.id": str(bid.peer)}) as span:
+            span.set({"hypha.taken": await self._renew(bid)})
+
+    async def _renew(self, bid: Bid) -> bool:
+        """Ask for a chosen lease. Returns whether it is ours."""
         asked_at = anyio.current_time()
         try:
             answer = await requests.call(
@@ -166,13 +172,14 @@ class Placement:
         except NetError as error:
             _log.warning("%s made an offer and cannot be reached: %s", bid.peer, error)
             self.auction.deny(bid.lease, anyio.current_time())
-            return
+            return False
         if isinstance(answer, Renewed):
             self.leases.take(bid.lease, bid.peer, asked_at, lease_life(answer.timeout_ms))
             self.auction.confirm(bid.lease)
-        else:
-            _log.info("the offer of %s ran out before it was taken", bid.peer)
-            self.auction.deny(bid.lease, anyio.current_time())
+            return True
+        _log.info("the offer of %s ran out before it was taken", bid.peer)
+        self.auction.deny(bid.lease, anyio.current_time())
+        return False
 
     async def _wait(self, until: float) -> None:
         with anyio.move_on_after(max(0.0, until - anyio.current_time())):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from hypha_net import telemetry
 from hypha_proto.ids import PeerId
 from hypha_scheduler.auction import Bid
 from hypha_scheduler.journal import Journal
@@ -17,6 +18,8 @@ from hypha_scheduler.strategies.diloco.rounds import Measured, RoundClosed
 
 _COUNTED: Final = frozenset({"samples", "batch_size", "utilisation"})
 """What the scheduler posts from its own account of a round, for workers of every make."""
+_ROUND_SECONDS: Final = telemetry.Histogram("hypha.scheduler.round.duration", "s", "Duration of a job's rounds.")
+_SAMPLES: Final = telemetry.Counter("hypha.scheduler.samples", "{sample}", "Samples that went into closed rounds.")
 
 
 class JobReport:
@@ -85,6 +88,8 @@ class JobReport:
             counts={str(peer): count for peer, count in closed.batches.items()},
             update_bytes=update_bytes * (2 * members + 1),  # from every member, and to every member and the scheduler
         )
+        _ROUND_SECONDS.record(closed.seconds)
+        _SAMPLES.add(samples)
         self.keep("round", round=closed.round, samples=samples)
         for peer, count in closed.samples.items():
             self._post(peer, closed.round, "samples", count)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from hypha_net import requests, transfer
+from hypha_net import requests, telemetry, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.node.lifecycle import Node
 from hypha_proto.aggregate import UPDATE_REFUSED, RefusalKnown, UpdateRefused
@@ -30,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 _LAST_METRICS: Final = 2.0
 """Seconds for the last metrics to reach the bridge when all jobs are done."""
+_ACTIVE: Final = telemetry.UpDownCounter("hypha.scheduler.jobs.active", "{job}", "Jobs that run.")
+_ENDED: Final = telemetry.Counter("hypha.scheduler.jobs.ended", "{job}", "Jobs that have ended, by outcome.")
+_OFFERS: Final = telemetry.Counter("hypha.scheduler.offers", "{offer}", "Offers that came from workers.")
 
 
 async def serve(config: SchedulerConfig, node: Node) -> None:
@@ -59,6 +64,19 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
         raise JobFailedError("\n".join(failures))
 
 
+@contextmanager
+def _counted() -> Iterator[None]:
+    """Count a job that runs, and how it ends."""
+    outcome = "failed"
+    _ACTIVE.add(1)
+    try:
+        yield
+        outcome = "finished"
+    finally:
+        _ACTIVE.add(-1)
+        _ENDED.add(1, {"hypha.outcome": outcome})
+
+
 class SchedulerService:
     """The jobs of one scheduler, and the door through which peers reach them."""
 
@@ -85,8 +103,10 @@ class SchedulerService:
         """
         run = TrainingRun(self._endpoint, job, self._runs_dir, self._bridge)
         self._runs[run.job_id] = run
+        about = {"hypha.job.id": str(run.job_id), "hypha.dataset": job.dataset.dataset}
         try:
-            return await run.run()
+            with telemetry.span("job", about), _counted():
+                return await run.run()
         finally:
             del self._runs[run.job_id]
 
@@ -97,6 +117,7 @@ class SchedulerService:
         return next((run for run in self._runs.values() if run.concerns(peer)), None)
 
     async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
+        _OFFERS.add()
         for run in self._runs.values():
             run.on_offer(peer, offer)
         return OfferReceived()

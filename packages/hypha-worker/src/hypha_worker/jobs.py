@@ -19,6 +19,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
+from hypha_net import telemetry
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_net.transfer import Landing
@@ -51,6 +52,10 @@ END_PAUSES: Final = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 LAST_WORDS: Final = 1.0
 """Seconds that telling may take when the worker itself is ending."""
 LINE_LIMIT: Final = 1000
+_ACTIVE: Final = telemetry.UpDownCounter("hypha.worker.jobs.active", "{job}", "Jobs that run, by class.")
+_STARTED: Final = telemetry.Counter("hypha.worker.jobs.started", "{job}", "Jobs that were begun, by class.")
+_ENDED: Final = telemetry.Counter("hypha.worker.jobs.ended", "{job}", "Jobs that have ended, by class and outcome.")
+_DURATION: Final = telemetry.Histogram("hypha.worker.job.duration", "s", "From dispatch to the end of a job.")
 _CLASSES: Final = {PSEUDO_GRADIENT: "aggregate", OUTER_UPDATE: "train"}
 
 
@@ -64,6 +69,7 @@ class Job:
     execution: Execution
     work_dir: Path
     scope: anyio.CancelScope
+    span: telemetry.Span
     cancel_reason: str = "the worker is shutting down"
 
     def __str__(self) -> str:
@@ -141,6 +147,8 @@ class JobManager:
         return self._executors[descriptor]
 
     def _make(self, lease: Lease, message: DispatchJob, factory: ExecutionFactory) -> Job:
+        about = {"hypha.job.id": str(message.spec.job_id), "hypha.job.class": executor_class(message.spec)}
+        span = telemetry.span("execute job", {**about, "hypha.lease.id": str(lease.id)})
         context = JobContext(
             endpoint=self._endpoint,
             spec=message.spec,
@@ -149,9 +157,9 @@ class JobManager:
             allocation=lease.allocation,
             work_dir=self._work_dir / f"hypha-{uuid.uuid4()}",
             scope=anyio.CancelScope(),
-            traceparent=message.traceparent,
+            traceparent=span.traceparent,
         )
-        return Job(lease.id, lease.scheduler, message.spec, factory(context), context.work_dir, context.scope)
+        return Job(lease.id, lease.scheduler, message.spec, factory(context), context.work_dir, context.scope, span)
 
     def _confirm(self, lease: Lease) -> Dispatched:
         remaining = lease.remaining(self._clock())
@@ -160,6 +168,17 @@ class JobManager:
     # -------------------------------------------------------------------------------------------------------- running
 
     async def _run(self, job: Job) -> None:
+        about = {"hypha.job.class": executor_class(job.spec)}
+        _STARTED.add(1, about)
+        _ACTIVE.add(1, about)
+        try:
+            with job.span:
+                await self._run_to_end(job)
+        finally:
+            _ACTIVE.add(-1, about)
+
+    async def _run_to_end(self, job: Job) -> None:
+        began = self._clock()
         ending: Ending | None = None
         try:
             with job.scope:
@@ -172,6 +191,7 @@ class JobManager:
             del self._jobs[job.lease]
             self._ledger.vacate(job.lease, keep=ending.outcome == "cancelled" and job.scope.cancel_called)
             _log_ending(job, ending)
+            _record_ending(job, ending, self._clock() - began)
             await self._deliver(job, ending)
 
     async def _execute(self, job: Job) -> Ending:
@@ -260,6 +280,14 @@ def _first(error: Exception) -> Exception:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _record_ending(job: Job, ending: Ending, seconds: float) -> None:
+    about = {"hypha.job.class": executor_class(job.spec), "hypha.outcome": ending.outcome}
+    _ENDED.add(1, about)
+    _DURATION.record(seconds, about)
+    code = ending.traces.exit_code
+    job.span.set({"hypha.outcome": ending.outcome} | ({} if code is None else {"process.exit.code": code}))
 
 
 def _log_ending(job: Job, ending: Ending) -> None:

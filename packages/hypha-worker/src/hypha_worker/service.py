@@ -12,7 +12,7 @@ import stat
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Set
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-from hypha_net import gossip, requests, transfer
+from hypha_net import gossip, requests, telemetry, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_proto.aggregate import ROUND_MEMBERS
@@ -53,7 +53,7 @@ from hypha_worker.executors.execution import ExecutionFactory, JobContext
 from hypha_worker.executors.parameter_server.server import ParameterServer
 from hypha_worker.executors.process import ProcessExecution, ProcessSettings
 from hypha_worker.jobs import JobManager
-from hypha_worker.leases import Lease, LeaseError, LeaseLedger
+from hypha_worker.leases import Lease, LeaseError, LeaseLedger, LeaseState
 from hypha_worker.offers import Advertisement, Arbiter, Batch, PlannedOffer
 
 if TYPE_CHECKING:
@@ -68,6 +68,10 @@ OFFER_TIMEOUT = 5.0
 TOPIC_PATIENCE = 10.0
 """Seconds that a start waits for somebody on the topic."""
 _TOPIC_POLL = 0.05
+_REQUESTS = telemetry.Counter("hypha.worker.requests", "{request}", "Requests decided, by whether an offer was made.")
+_LEASES = telemetry.Level("hypha.worker.leases.active", "{lease}", "Leases, by state.")
+_RENEWALS = telemetry.Counter("hypha.worker.lease.renewals", "{renewal}", "Renewals that were asked for, by outcome.")
+_ENDS = telemetry.Counter("hypha.worker.lease.ends", "{lease}", "Leases that ended, by how: expired or released.")
 SOCKET_FOLDER_LIMIT = 90
 """Bytes of the folder's path that leave room for a socket's name."""
 
@@ -212,9 +216,10 @@ class Worker:
             batch = self._batch.take()
             planned = self.arbiter.decide(batch, self.ledger.free, now, self.ledger.bound_requests)
             _log.debug("%d requests, %d offers", len(batch), len(planned))
+            traces = _tell_evaluations(batch, planned, now)
             for plan in planned:
                 lease = self._hold(plan, now)
-                tasks.start_soon(self._send_offer, lease)
+                tasks.start_soon(self._send_offer, lease, traces.get(lease.request_id))
 
     def _hold(self, plan: PlannedOffer, now: float) -> Lease:
         advertisement = plan.advertisement
@@ -222,7 +227,7 @@ class Worker:
             uuid.uuid4(), advertisement.scheduler, advertisement.request.id, plan.allocation, plan.price, now
         )
 
-    async def _send_offer(self, lease: Lease) -> None:
+    async def _send_offer(self, lease: Lease, trace: str | None) -> None:
         timeout, timeout_ms = _times(lease.remaining(anyio.current_time()))
         offer = WorkerOffer(
             id=lease.id,
@@ -233,7 +238,8 @@ class Worker:
             timeout_ms=timeout_ms,
         )
         try:
-            await requests.call(self.endpoint, lease.scheduler, OFFER, offer, timeout=OFFER_TIMEOUT)
+            with telemetry.span("offer", {"hypha.price": lease.price}, parent=trace):
+                await requests.call(self.endpoint, lease.scheduler, OFFER, offer, timeout=OFFER_TIMEOUT)
         except NetError as error:
             self.ledger.withdraw(lease.id)
             _log.warning("offer for request %s did not reach %s: %s", lease.request_id, lease.scheduler, error)
@@ -247,8 +253,11 @@ class Worker:
             self._sweep(anyio.current_time())
 
     def _sweep(self, now: float) -> None:
-        for lease in self.ledger.sweep(now):
+        before, over = self.ledger.leases, self.ledger.sweep(now)
+        for lease in over:
             self.jobs.cancel(lease.id, lease.scheduler, "the lease was not renewed in time")
+        if telemetry.enabled():
+            _tell_leases(before, over, self.ledger.leases)
 
     async def renew(self, scheduler: PeerId, message: RenewLease) -> LeaseRenewal:
         """Hold a lease on."""
@@ -257,7 +266,9 @@ class Worker:
             lease = self.ledger.renew(message.id, scheduler, now)
         except LeaseError as error:
             _log.info("renewal refused: %s", error)
+            _RENEWALS.add(1, {"hypha.outcome": "refused"})
             return RenewalFailed()
+        _RENEWALS.add(1, {"hypha.outcome": "renewed"})
         timeout, timeout_ms = _times(lease.remaining(now))
         return Renewed(id=lease.id, timeout=timeout, timeout_ms=timeout_ms)
 
@@ -268,6 +279,7 @@ class Worker:
         except LeaseError as error:
             _log.debug("release: %s", error)
             return LeaseReleased(known=False)
+        _ENDS.add(1, {"hypha.outcome": "released"})
         reason = f"the scheduler released the lease: {message.reason}" if message.reason else "the lease was released"
         self.jobs.cancel(lease.id, scheduler, reason)
         return LeaseReleased(known=True)
@@ -280,6 +292,34 @@ class Worker:
         """Say why there would be no offer."""
         request: WorkerRequest = message.request
         return Reasons(reasons=self.arbiter.reasons_against(scheduler, request, self.ledger.free))
+
+
+def _tell_evaluations(
+    batch: Sequence[Advertisement], planned: Sequence[PlannedOffer], now: float
+) -> dict[uuid.UUID, str | None]:
+    """Record how requests were decided; gives the spans that offers to them are part of."""
+    offered = {plan.advertisement.request.id for plan in planned}
+    traces: dict[uuid.UUID, str | None] = {}
+    for advertisement in batch:
+        request = advertisement.request
+        _REQUESTS.add(1, {"hypha.offered": request.id in offered})
+        about: telemetry.Attributes = {"hypha.peer.id": str(advertisement.scheduler), "hypha.bid": request.bid}
+        parent, waited = telemetry.trace_of(request), now - advertisement.received
+        with telemetry.span("evaluate", about, parent=parent, kind="consumer", ago=waited) as span:
+            span.set({"hypha.offered": request.id in offered})
+        traces[request.id] = span.traceparent
+    return traces
+
+
+def _tell_leases(before: Sequence[Lease], over: Sequence[Lease], after: Sequence[Lease]) -> None:
+    """Record what is leased, and which leases a sweep ended: those with a job are `over`, the others gone."""
+    for state in LeaseState:
+        _LEASES.set(sum(lease.state is state for lease in after), {"hypha.lease.state": state.value})
+    known = {lease.id for lease in after}
+    for lease in before:
+        if lease in over or (lease.id not in known and lease.state in (LeaseState.OFFERED, LeaseState.HELD)):
+            was = "offered" if lease.state is LeaseState.OFFERED else "held"
+            _ENDS.add(1, {"hypha.outcome": "expired", "hypha.lease.state": was})
 
 
 def _times(remaining: float) -> tuple[Timestamp, int]:

@@ -145,7 +145,7 @@ class NodeConfig(Section):
     )
     telemetry_endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(
         default=None,
-        description="Base URL of an OpenTelemetry collector; /v1/traces, /v1/metrics and /v1/logs are appended (HTTP).",
+        description="Base URL of an OpenTelemetry collector; /v1/traces and /v1/metrics are appended (HTTP).",
     )
     telemetry_headers: Pairs = Field(
         default={}, description='Headers for the collector, as a table or as "key=value,key2=value2". Kept secret.'
@@ -170,9 +170,7 @@ class NodeConfig(Section):
         return value
 
     def notices(self) -> list[str]:
-        """What is accepted but has no effect yet, in words for the log; programs may extend it."""
-        if self.telemetry_endpoint is not None:
-            return ["telemetry is not exported yet: telemetry_endpoint and its like have no effect"]
+        """What is accepted but has no effect yet, in words for the log; programs extend it."""
         return []
 
 

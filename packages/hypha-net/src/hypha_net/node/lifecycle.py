@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
+from hypha_net import telemetry
 from hypha_net.errors import NetError
 from hypha_net.node.config import NodeConfig
 from hypha_net.node.health import Readiness, serve_health
@@ -29,6 +30,7 @@ from hypha_proto.errors import ProtoError
 
 if TYPE_CHECKING:
     from hypha_net.endpoint import Endpoint
+    from hypha_net.node.telemetry import Export
 
 _log = logging.getLogger(__name__)
 
@@ -153,6 +155,7 @@ class _Run:
     _root: Any = None
     _program: anyio.CancelScope | None = None
     """Holds the program and its tasks, once the endpoint is open."""
+    _export: Export | None = None
 
     def start(self) -> None:
         """Run until the end, in the main thread."""
@@ -160,7 +163,32 @@ class _Run:
         threading.Thread(target=self._force_end, daemon=True, name="shutdown").start()
         # own handlers rather than the event loop's: they start the countdown even when the loop is blocked
         with _handling(self._on_signal):
-            anyio.run(self._main, self.connect(self.config, self.role), backend="trio")
+            if self._exports:
+                from hypha_net.node.telemetry import preload
+
+                preload(self.config)
+            try:
+                anyio.run(self._main, self.connect(self.config, self.role), backend="trio")
+            finally:
+                self._end_export()
+
+    @property
+    def _exports(self) -> bool:
+        disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+        return self.config.telemetry_endpoint is not None and not disabled
+
+    def _begin_export(self, instance: str) -> None:
+        from hypha_net.node.telemetry import open_export
+
+        service = f"hypha-{self.role}"
+        self._export = open_export(self.config, service=service, version=self.version, instance=instance)
+        telemetry.install(self._export.recorder)
+
+    def _end_export(self) -> None:
+        if self._export is not None:
+            self.ended.set()  # the last export is bounded by itself
+            self._export.close()
+            telemetry.install(None)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.exit_code = INTERRUPTED if number == signal.SIGINT else DONE
@@ -190,6 +218,8 @@ class _Run:
 
     async def _live(self, opening: AbstractAsyncContextManager[Endpoint]) -> None:
         async with opening as endpoint:
+            if self._exports:
+                self._begin_export(str(endpoint.peer_id))
             readiness = Readiness()
             serve_health(endpoint, readiness, role=self.role, version=self.version)
             _log.info("%s %s is %s, at %s", self.role, self.version, endpoint.peer_id, ", ".join(endpoint.addresses))

@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Protocol
 
+import anyio
 import msgspec
 
-from hypha_net import transfer
+from hypha_net import telemetry, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_proto.bridge import FetchedFile, ReceivedFile, Transfer
@@ -24,11 +25,13 @@ from hypha_proto.job import (
     HuggingFaceReference,
     JobSpec,
     PeersReference,
+    Reference,
     SchedulerReference,
     SliceAddress,
     TrainJob,
+    UriReference,
 )
-from hypha_proto.progress import REPORT, Progress, ProgressRequest, ProgressResponse
+from hypha_proto.progress import REPORT, BatchDone, Progress, ProgressRequest, ProgressResponse
 from hypha_proto.slices import DataRequest
 from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
 from hypha_worker.bridge.faults import bad_request, not_allowed
@@ -47,6 +50,13 @@ from hypha_worker.connectors.peers import PeerFiles, as_fault, ask, next_slice
 
 REPORT_PAUSES: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each attempt at a report: a scheduler that is away for a quarter of a minute loses no job."""
+
+
+_SLICES: Final = telemetry.Counter("hypha.worker.slices", "{slice}", "Slices that were fetched.")
+_SLICE_BYTES: Final = telemetry.Counter("hypha.worker.slice.io", "By", "Bytes of fetched slices.")
+_SLICE_SECONDS: Final = telemetry.Histogram("hypha.worker.slice.duration", "s", "From asking for a slice to having it.")
+_SAMPLES: Final = telemetry.Counter("hypha.worker.samples", "{sample}", "Samples in batches that were reported.")
+_AHEAD: Final = telemetry.Level("hypha.worker.prefetch.depth", "{slice}", "Slices fetched and not begun, a job.")
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -99,7 +109,11 @@ class JobResources:
     inbox: Inbox
     access: Access
     files: PeerFiles
+    traceparent: str | None = None
+    """The span of the job's execution, which everything here is part of."""
     _fetched: int = 0
+    _ahead: dict[str, None] = field(default_factory=dict)
+    """Slices that were fetched and of which no batch has been reported yet."""
     _round: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,7 +126,29 @@ class JobResources:
         reference = with_secrets(self.spec, wanted.reference)
         self._fetched += 1
         if isinstance(reference, SchedulerReference):
-            return [await self._fetch_slice(reference, wanted.path or "slices")]
+            began = anyio.current_time()
+            with telemetry.span("fetch slice", {"hypha.dataset": reference.dataset}, parent=self.traceparent) as span:
+                fetched = await self._fetch_slice(reference, wanted.path or "slices")
+                span.set({"hypha.slice": fetched.metadata["slice"], "hypha.file.size": fetched.size})
+            self._account(fetched, anyio.current_time() - began)
+            return [fetched]
+        with telemetry.span("fetch", {"hypha.reference": type(reference).__name__}, parent=self.traceparent):
+            return await self._fetch_artifact(reference, wanted)
+
+    def _account(self, fetched: FetchedFile, seconds: float) -> None:
+        """Count a slice that has come."""
+        about = {"hypha.dataset": fetched.metadata["dataset"]}
+        _SLICES.add(1, about)
+        _SLICE_BYTES.add(fetched.size, about)
+        _SLICE_SECONDS.record(seconds, about)
+        self._ahead[fetched.metadata["slice"]] = None
+        _AHEAD.set(len(self._ahead), self._job)
+
+    @property
+    def _job(self) -> telemetry.Attributes:
+        return {"hypha.job.id": str(self.spec.job_id)}
+
+    async def _fetch_artifact(self, reference: Reference, wanted: Transfer) -> Sequence[FetchedFile]:
         folder = confine_folder(self.work_dir, wanted.path or f"artifacts/{self._fetched}")
         if isinstance(reference, PeersReference):
             return await self._fetch_from_peers(reference, folder)
@@ -120,6 +156,7 @@ class JobResources:
         if isinstance(reference, HuggingFaceReference):
             found = await from_hub(reference, folder, self.access, max_bytes=limit)
         else:
+            assert isinstance(reference, UriReference)
             found = [await from_uri(reference.value, folder, self.access, max_bytes=limit)]
         return [self._downloaded(file) for file in found]
 
@@ -185,7 +222,9 @@ class JobResources:
             digest=digest,
             samples=wanted.samples or 0,
         )
-        sent = await self.files.push(reference, path, header)
+        about = {"hypha.round": number, "hypha.file.size": size}
+        with telemetry.span(f"send {header.kind}", about, parent=self.traceparent):
+            sent = await self.files.push(reference, path, header)
         self._round = number + 1
         return Sent({str(peer): count for peer, count in sent.items()}, number, size, digest)
 
@@ -210,6 +249,24 @@ class JobResources:
 
     async def report(self, progress: Progress) -> ProgressResponse:
         """See `BridgeBackend.report`."""
+        if isinstance(progress, BatchDone):
+            self._begin_slices(progress)
+            return await self._report(progress)
+        name = type(progress).__name__  # batches are too many for the trace of a job
+        with telemetry.span("report", {"hypha.report": name}, parent=self.traceparent):
+            return await self._report(progress)
+
+    def _begin_slices(self, batch: BatchDone) -> None:
+        _SAMPLES.add(batch.batch_size)
+        for index in batch.slices or ():
+            self._ahead.pop(index, None)
+        _AHEAD.set(len(self._ahead), self._job)
+
+    def close(self) -> None:
+        """The job is over."""
+        _AHEAD.forget(self._job)
+
+    async def _report(self, progress: Progress) -> ProgressResponse:
         request = ProgressRequest(job_id=self.spec.job_id, progress=progress, lease=self.lease)
         try:
             return await ask(self.endpoint, self.scheduler, REPORT, request, timeout=30.0, pauses=REPORT_PAUSES)

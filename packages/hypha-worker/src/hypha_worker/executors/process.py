@@ -106,11 +106,13 @@ class ProcessExecution:
     async def run(self) -> None:
         """See `Execution.run`."""
         socket_path = self._settings.socket_folder / f"{secrets.token_hex(4)}.sock"
-        async with open_bridge(self._resources(), socket_path):
+        resources = self._resources()
+        async with open_bridge(resources, socket_path):
             try:
                 await self._run_process(socket_path)
             finally:
                 self._inbox.close()
+                resources.close()
 
     def _resources(self) -> JobResources:
         context = self._context
@@ -123,6 +125,7 @@ class ProcessExecution:
             inbox=self._inbox,
             access=self._settings.access,
             files=PeerFiles(context.endpoint, context.max_bytes),
+            traceparent=context.traceparent,
         )
 
     async def _run_process(self, socket_path: Path) -> None:

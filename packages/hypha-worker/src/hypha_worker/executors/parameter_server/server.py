@@ -11,13 +11,13 @@ import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.abc
 import anyio.to_thread
 
-from hypha_net import transfer
+from hypha_net import telemetry, transfer
 from hypha_net.errors import NetError, TransferRefusedError
 from hypha_net.transfer import Landing
 from hypha_proto.aggregate import UPDATE_REFUSED, MembersKnown, RoundMembers, UpdateRefused
@@ -37,11 +37,15 @@ from hypha_worker.executors.parameter_server.collection import (
     UpdateRefusedError,
 )
 
+if TYPE_CHECKING:
+    from hypha_worker.executors.parameter_server.outer_step import Layout
+
 _log = logging.getLogger(__name__)
 
 _REFUSALS: Final = 64
 _HEADER_ROOM: Final = 1 << 20
 _CODECS: Final = ("fp32",)
+_STEP_SECONDS: Final = telemetry.Histogram("hypha.worker.outer_step.duration", "s", "Duration of outer steps.")
 
 
 @dataclass(slots=True)
@@ -201,13 +205,20 @@ class ParameterServer:
                 await self._changed.wait()
 
     async def _step(self, done: CompleteRound) -> Path:
-        from hypha_proto.update import UpdateMetadata
-        from hypha_worker.executors.parameter_server.outer_step import Layout, OuterOptimizer, outer_step
+        from hypha_worker.executors.parameter_server.outer_step import Layout
 
-        layout, settings = self._layouts.first, self._config.optimizer
+        layout = self._layouts.first
         if not isinstance(layout, Layout):
             raise ExecutionError("an outer step is due and no update was ever checked")
-        started = anyio.current_time()
+        about = {"hypha.round": done.round, "hypha.updates": len(done.updates)}
+        with telemetry.span("outer step", about):
+            return await self._step_aloud(done, layout)
+
+    async def _step_aloud(self, done: CompleteRound, layout: Layout) -> Path:
+        from hypha_proto.update import UpdateMetadata
+        from hypha_worker.executors.parameter_server.outer_step import OuterOptimizer, outer_step
+
+        settings, started = self._config.optimizer, anyio.current_time()
         result = self._context.work_dir / f"outer-{done.round}.safetensors"
         await anyio.to_thread.run_sync(
             outer_step,
@@ -221,6 +232,7 @@ class ParameterServer:
         for _, path, _ in done.updates:
             _remove(path)
         took = anyio.current_time() - started
+        _STEP_SECONDS.record(took)
         _log.info("round %d: outer step over %d updates in %.3f s", done.round, len(done.updates), took)
         return result
 
@@ -244,7 +256,8 @@ class ParameterServer:
             raise ExecutionError(f"the outer update of round {done.round} reached none of {len(taking_part)} peers")
 
     async def _push_and_remove(self, peers: Sequence[PeerId], path: Path, header: PushHeader) -> bool:
-        sent, failed = await self._files.push_each(peers, path, header)
+        with telemetry.span("send outer update", {"hypha.round": header.round, "hypha.peers": len(peers)}):
+            sent, failed = await self._files.push_each(peers, path, header)
         for peer, error in failed.items():
             _log.warning("outer update of round %d did not reach %s: %s", header.round, peer, error)
         _remove(path)
