@@ -105,6 +105,28 @@ def test_a_circuit_address_can_be_dialled_also_where_the_relay_would_be_excluded
     run(authority, case, exclude_cidr=excluded)
 
 
+def test_excluded_addresses_are_not_passed_on_but_circuits_are(authority: Any) -> None:
+    async def main() -> None:
+        excluded = ("127.0.0.0/8",)
+        listening = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", exclude_cidr=excluded)
+        async with open_endpoint(authority.identity("gateway", "gateway"), listening) as gateway:
+            settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
+            async with (
+                open_endpoint(authority.identity("one", "worker"), settings) as one,
+                open_endpoint(authority.identity("two", "worker"), settings) as two,
+            ):
+                two.handle(ECHO, echo)
+                with anyio.fail_after(10):
+                    for node in (one, two):
+                        await node.wait_for_gateway()
+                        while len(node.addresses) < 2:
+                            await anyio.sleep(0.01)
+                await (await one.open_stream(two.peer_id, [ECHO])).aclose()
+                assert not one.is_direct(two.peer_id)
+
+    anyio.run(main, backend="trio")
+
+
 def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(authority: Any, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(bytes(range(256)) * (4 << 12))

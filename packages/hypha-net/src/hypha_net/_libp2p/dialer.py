@@ -190,6 +190,14 @@ class Dialer:
             if relay != peer:
                 await race.run(self._dial_circuit(relay, peer))
 
+    def passes_on(self, address: bytes) -> bool:
+        """Whether a peer's address is told to others: circuits are, and what the operator does not exclude."""
+        try:
+            text = str(Multiaddr(address))
+        except ValueError:
+            return False
+        return CIRCUIT in text or not is_excluded(text, self._excluded)
+
     def _dialable(self, addresses: Iterable[bytes]) -> list[str]:
         """Reported addresses that are TCP and not excluded; what is excluded is logged once."""
         made: dict[str, None] = {}

@@ -83,7 +83,7 @@ class Libp2pEndpoint:
     def _make_directory(self) -> None:
         is_gateway = self._settings.role == "gateway"
         store = kad.RecordStore(self._settings.state_dir) if is_gateway else None
-        server = kad.DirectoryServer(self._known_peers, store)
+        server = kad.DirectoryServer(self._known_peers, store, self._dialer.passes_on)
         self._directory = kad.DirectoryClient(self, lambda: self._gateways.connected(), server if is_gateway else None)
         self.handle(KAD_PROTOCOL, server.serve)
 

@@ -138,9 +138,16 @@ def sequence(value: bytes) -> int:
 class DirectoryServer:
     """Answers Kademlia questions of peers."""
 
-    def __init__(self, known: Callable[[], Iterable[KnownPeer]], store: RecordStore | None) -> None:
+    def __init__(
+        self,
+        known: Callable[[], Iterable[KnownPeer]],
+        store: RecordStore | None,
+        passes: Callable[[bytes], bool] = lambda _address: True,
+    ) -> None:
         self._known = known
         self._store = store
+        self._passes = passes
+        """Whether a peer's address is told to others."""
 
     async def serve(self, stream: Stream) -> None:
         """Answer every message of one stream until the peer ends it."""
@@ -193,7 +200,8 @@ class DirectoryServer:
 
         others = [known for known in self._known() if known.peer != asking and known.addresses]
         for known in sorted(others, key=distance)[:CLOSEST]:
-            answer.closer_peers.add(id=known.peer.raw, addrs=known.addresses, connection=1)
+            if addresses := [address for address in known.addresses if self._passes(address)]:
+                answer.closer_peers.add(id=known.peer.raw, addrs=addresses, connection=1)
 
 
 class DirectoryClient:
