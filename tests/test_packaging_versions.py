@@ -19,7 +19,12 @@ from wheelhouse import OVERRIDE, ROOT, Package, packages
 BY_NAME = {package.name: package for package in packages()}
 each_package = pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
 
-DISTRIBUTIONS = {"google": "protobuf", "sklearn": "scikit-learn", "pydantic_core": "pydantic", "hypha": "-"}
+DISTRIBUTIONS = {
+    "google": "protobuf",
+    "opentelemetry": "opentelemetry-sdk",
+    "pydantic_core": "pydantic",
+    "sklearn": "scikit-learn",
+}
 """Imported names whose distribution is called otherwise."""
 
 
