@@ -56,15 +56,17 @@ def test_an_executor_that_exits_with_an_error_ends_the_job_with_its_last_lines(n
     assert "Traceback" not in job.log
 
 
-def test_a_second_job_gets_its_workers_the_moment_the_first_has_ended(network: LocalNetwork) -> None:
-    first = network.job(rounds=2)
-    assert first.wait(90) == 0, first.log
-    second = network.job(rounds=2)
-    assert second.wait(90) == 0, second.log
-    [placement] = second.events("placement")
-    assert placement["seconds"] < 1.0
+def test_the_next_job_gets_its_workers_the_moment_the_last_has_ended(network: LocalNetwork) -> None:
+    placements = []
+    for _ in range(3):
+        job = network.job(rounds=1)
+        assert job.wait(120) == 0, job.log
+        placements += [event["seconds"] for event in job.events("placement")]
+    assert len(placements) == 3
+    assert max(placements) < 5.0  # nobody waits for a lease to run out, which takes ten seconds
+    assert min(placements[1:]) < 1.0  # the other may have come when the machine was busy
     for name in network.trainers:
-        assert network.log(name).count("executor exited with status 0") >= 2
+        assert network.log(name).count("executor exited with status 0") >= 3
 
 
 def test_a_killed_scheduler_costs_its_leases_and_executors(network: LocalNetwork) -> None:
