@@ -18,7 +18,6 @@ from typing import Any, Final
 import anyio
 import anyio.to_thread
 from rich.console import Console
-from rich.markup import escape
 
 from hypha_local.certificates import write_certificates
 from hypha_local.errors import ProcessFailedError
@@ -63,7 +62,7 @@ async def run_demo(
             summary = replace(summary, alone_losses=await _train_alone(processes, folders, training, display, timeout))
     (folders.root / "summary.json").write_text(summary.as_json() + "\n")
     drawn = await anyio.to_thread.run_sync(plot_loss, folders.metrics, summary, folders.root / "loss.png")
-    display.step(escape(drawn))
+    display.step(drawn)
     if not keep:
         folders.tidy()
     return summary
