@@ -310,8 +310,9 @@ def test_a_hundred_connections_one_after_the_other_use_nothing_up(authority: Any
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_five_hundred_connections_one_after_the_other_use_nothing_up(authority: Any) -> None:
-    run(lambda: come_and_go(authority, 500), 110)
+    run(lambda: come_and_go(authority, 500), 220)
 
 
 def test_failed_requests_leave_no_stream_behind(libp2p_opener: Opener) -> None:

@@ -162,14 +162,18 @@ class Dialer:
     async def _go_direct(self, peer: PeerId, race: _Race) -> None:
         tried = self._dialable(self.routes.known(peer))
         await self._dial_all(peer, tried, race)
+        hidden = 0
         for pause in LOOK_UPS:
             try:
-                found = self._dialable(await self.routes.look_up(peer))
+                answer = list(await self.routes.look_up(peer))
             except UnreachableError as error:
                 race.failures.append(error)
                 break
-            if found:
+            if found := self._dialable(answer):
                 await self._dial_all(peer, [address for address in found if address not in tried], race)
+                break
+            hidden += bool(answer)
+            if hidden == 2:  # only circuits lead to it; the first time its addresses may just not be known yet
                 break
             await anyio.sleep(pause)
         race.direct_failed.set()

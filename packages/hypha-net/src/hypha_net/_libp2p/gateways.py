@@ -20,6 +20,7 @@ from hypha_net._libp2p.kad import ASK_TIMEOUT, DirectoryClient
 from hypha_net._libp2p.muxer import Muxer
 from hypha_net._libp2p.relay import RelayClient
 from hypha_net._libp2p.subscriptions import Subscriptions
+from hypha_net.addresses import split_peer
 from hypha_net.errors import NetError, RefusedError, UnreachableError
 from hypha_proto.ids import PeerId
 
@@ -108,7 +109,7 @@ class Gateways:
         except (NetError, TimeoutError) as error:
             pause = BACKOFF[min(failures, len(BACKOFF) - 1)] * random.uniform(0.75, 1.25)
             level = logging.ERROR if isinstance(error, RefusedError) else logging.WARNING
-            reason = error if isinstance(error, NetError) else f"no answer within {CONNECT_TIMEOUT:g} s"
+            reason = str(error).removeprefix(f"{split_peer(address)[0]}: ") or f"no answer within {CONNECT_TIMEOUT:g} s"
             _log.log(level, "gateway %s: %s; again in %.1f s", address, reason, pause)
         await anyio.sleep(pause)
         return None

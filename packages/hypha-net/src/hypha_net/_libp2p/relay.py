@@ -229,7 +229,7 @@ class RelayClient:
             if relay in (None, gateway):
                 named[f"{transport}/p2p/{gateway}"] = None
         if not named:
-            raise UnreachableError("it names no address at which it relays")
+            _log.info("gateway %s relays to this node, but says not at which address", gateway)
         self._held[gateway] = tuple(named)
         left = answer.reservation.expire - self._clock() if answer.reservation.expire else RESERVATION
         return min(RESERVATION / 2, max(RETRY, left / 2))
