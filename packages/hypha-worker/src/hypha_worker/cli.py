@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +31,27 @@ def example() -> dict[str, Any]:
     if found.devices:
         resources["gpu"] = sum(memory for _, memory in found.devices)
         resources["devices"] = [{"index": index, "memory": memory} for index, memory in found.devices]
-    module = ["-m", "hypha.accelerate_executor.training"]
     words = ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
     train = {"class": "train", "name": "diloco-transformer", "runtime": "process"}
     server = {"class": "aggregate", "name": "parameter-server", "runtime": "parameter-server"}
+    command, *args = _trainer()
     return {
         "work_dir": WORK_DIR,
         "resources": resources,
-        "executors": [{**train, "cmd": sys.executable, "args": [*module, *words]}, server],
+        "executors": [{**train, "cmd": command, "args": [*args, *words]}, server],
     }
+
+
+def _trainer() -> list[str]:
+    """How the training executor is started here: from this environment if it is in it, else by uv, which brings it."""
+    module = ["-m", "hypha.accelerate_executor.training"]
+    try:
+        found = find_spec("hypha.accelerate_executor")
+    except ModuleNotFoundError:
+        found = None
+    if found is not None:
+        return [sys.executable, *module]
+    return ["uv", "run", "--no-project", "--with", "hypha-accelerate-executor", "--", "python", *module]
 
 
 main = daemon_cli("hypha-worker", WorkerConfig, _serve, role="worker", example=example)
