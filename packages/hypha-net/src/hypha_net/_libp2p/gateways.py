@@ -41,17 +41,24 @@ class OwnRecords:
     def __init__(self, directory: DirectoryClient) -> None:
         self._directory = directory
         self._records: dict[bytes, tuple[bytes, float]] = {}
+        self._turns: dict[bytes, anyio.Lock] = {}
+        """A key's puts one after the other: else an older value could arrive after a newer one, and win."""
 
     async def put(self, key: bytes, value: bytes, ttl: float) -> None:
         """Publish a record, and keep it published."""
         self._records[key] = (value, ttl)
-        await self._directory.put(key, value, ttl)
+        await self._put_again(key)
+
+    async def _put_again(self, key: bytes) -> None:
+        async with self._turns.setdefault(key, anyio.Lock()):
+            value, ttl = self._records[key]
+            await self._directory.put(key, value, ttl)
 
     async def announce(self) -> None:
         """Put all of them again."""
-        for key, (value, ttl) in list(self._records.items()):
+        for key in list(self._records):
             try:
-                await self._directory.put(key, value, ttl)
+                await self._put_again(key)
             except UnreachableError as error:
                 _log.warning("record %r is not announced: %s", key[:60], error)
 
