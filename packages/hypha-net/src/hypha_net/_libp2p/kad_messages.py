@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, Final
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from hypha_net._libp2p.protobufs import BYTES, INT32, MESSAGE, STRING, UINT32, Field, message_classes
 
 PROTOCOL: Final = "/ipfs/kad/1.0.0"
 
@@ -21,49 +21,31 @@ class Kind(IntEnum):
     PING = 5
 
 
-_BYTES: Final = descriptor_pb2.FieldDescriptorProto.TYPE_BYTES
-_STRING: Final = descriptor_pb2.FieldDescriptorProto.TYPE_STRING
-_UINT32: Final = descriptor_pb2.FieldDescriptorProto.TYPE_UINT32
-_INT32: Final = descriptor_pb2.FieldDescriptorProto.TYPE_INT32
-_MESSAGE: Final = descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
-
-_FIELDS: Final[dict[str, list[tuple[str, int, Any, bool, str]]]] = {
+_FIELDS: Final[dict[str, list[Field]]] = {
     "Record": [
-        ("key", 1, _BYTES, False, ""),
-        ("value", 2, _BYTES, False, ""),
-        ("time_received", 5, _STRING, False, ""),
-        ("publisher", 666, _BYTES, False, ""),
-        ("ttl", 777, _UINT32, False, ""),
+        ("key", 1, BYTES, False, ""),
+        ("value", 2, BYTES, False, ""),
+        ("time_received", 5, STRING, False, ""),
+        ("publisher", 666, BYTES, False, ""),
+        ("ttl", 777, UINT32, False, ""),
     ],
     "Peer": [
-        ("id", 1, _BYTES, False, ""),
-        ("addrs", 2, _BYTES, True, ""),
-        ("connection", 3, _INT32, False, ""),
+        ("id", 1, BYTES, False, ""),
+        ("addrs", 2, BYTES, True, ""),
+        ("connection", 3, INT32, False, ""),
     ],
     "Message": [
-        ("type", 1, _INT32, False, ""),
-        ("cluster_level", 10, _INT32, False, ""),
-        ("key", 2, _BYTES, False, ""),
-        ("record", 3, _MESSAGE, False, ".hypha.kad.Record"),
-        ("closer_peers", 8, _MESSAGE, True, ".hypha.kad.Peer"),
-        ("provider_peers", 9, _MESSAGE, True, ".hypha.kad.Peer"),
+        ("type", 1, INT32, False, ""),
+        ("cluster_level", 10, INT32, False, ""),
+        ("key", 2, BYTES, False, ""),
+        ("record", 3, MESSAGE, False, ".hypha.kad.Record"),
+        ("closer_peers", 8, MESSAGE, True, ".hypha.kad.Peer"),
+        ("provider_peers", 9, MESSAGE, True, ".hypha.kad.Peer"),
     ],
 }
 
 
-def _build() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(name="hypha_kad.proto", package="hypha.kad", syntax="proto3")
-    for name, fields in _FIELDS.items():
-        message = file.message_type.add(name=name)
-        for field, number, kind, repeated, type_name in fields:
-            label = 3 if repeated else 1
-            message.field.add(name=field, number=number, type=kind, label=label, type_name=type_name or None)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"hypha.kad.{name}")) for name in _FIELDS}
-
-
-_CLASSES: Final = _build()
+_CLASSES: Final = message_classes("hypha.kad", "proto3", _FIELDS)
 Record: Any = _CLASSES["Record"]
 Peer: Any = _CLASSES["Peer"]
 Message: Any = _CLASSES["Message"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, Final
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from hypha_net._libp2p.protobufs import BYTES, INT32, MESSAGE, UINT32, UINT64, Field, message_classes
 
 HOP: Final = "/libp2p/circuit/relay/0.2.0/hop"
 STOP: Final = "/libp2p/circuit/relay/0.2.0/stop"
@@ -49,52 +49,33 @@ def status_name(number: int) -> str:
     return f"{Status(number).name} ({number})" if known else f"status {number}"
 
 
-_BYTES: Final = descriptor_pb2.FieldDescriptorProto.TYPE_BYTES
-_INT32: Final = descriptor_pb2.FieldDescriptorProto.TYPE_INT32
-_UINT32: Final = descriptor_pb2.FieldDescriptorProto.TYPE_UINT32
-_UINT64: Final = descriptor_pb2.FieldDescriptorProto.TYPE_UINT64
-_MESSAGE: Final = descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
 _PEER: Final = ".hypha.relay.Peer"
 _LIMIT: Final = ".hypha.relay.Limit"
 
-_FIELDS: Final[dict[str, list[tuple[str, int, Any, bool, str]]]] = {
-    "Peer": [("id", 1, _BYTES, False, ""), ("addrs", 2, _BYTES, True, "")],
+_FIELDS: Final[dict[str, list[Field]]] = {
+    "Peer": [("id", 1, BYTES, False, ""), ("addrs", 2, BYTES, True, "")],
     "Reservation": [
-        ("expire", 1, _UINT64, False, ""),
-        ("addrs", 2, _BYTES, True, ""),
-        ("voucher", 3, _BYTES, False, ""),
+        ("expire", 1, UINT64, False, ""),
+        ("addrs", 2, BYTES, True, ""),
+        ("voucher", 3, BYTES, False, ""),
     ],
-    "Limit": [("duration", 1, _UINT32, False, ""), ("data", 2, _UINT64, False, "")],
+    "Limit": [("duration", 1, UINT32, False, ""), ("data", 2, UINT64, False, "")],
     "HopMessage": [
-        ("type", 1, _INT32, False, ""),
-        ("peer", 2, _MESSAGE, False, _PEER),
-        ("reservation", 3, _MESSAGE, False, ".hypha.relay.Reservation"),
-        ("limit", 4, _MESSAGE, False, _LIMIT),
-        ("status", 5, _INT32, False, ""),
+        ("type", 1, INT32, False, ""),
+        ("peer", 2, MESSAGE, False, _PEER),
+        ("reservation", 3, MESSAGE, False, ".hypha.relay.Reservation"),
+        ("limit", 4, MESSAGE, False, _LIMIT),
+        ("status", 5, INT32, False, ""),
     ],
     "StopMessage": [
-        ("type", 1, _INT32, False, ""),
-        ("peer", 2, _MESSAGE, False, _PEER),
-        ("limit", 3, _MESSAGE, False, _LIMIT),
-        ("status", 4, _INT32, False, ""),
+        ("type", 1, INT32, False, ""),
+        ("peer", 2, MESSAGE, False, _PEER),
+        ("limit", 3, MESSAGE, False, _LIMIT),
+        ("status", 4, INT32, False, ""),
     ],
 }
 
 
-def _build() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(name="hypha_relay.proto", package="hypha.relay", syntax="proto2")
-    for name, fields in _FIELDS.items():
-        message = file.message_type.add(name=name)
-        for field, number, kind, repeated, type_name in fields:
-            label = 3 if repeated else 1
-            message.field.add(name=field, number=number, type=kind, label=label, type_name=type_name or None)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"hypha.relay.{name}")) for name in _FIELDS
-    }
-
-
-_CLASSES: Final = _build()
+_CLASSES: Final = message_classes("hypha.relay", "proto2", _FIELDS)
 HopMessage: Any = _CLASSES["HopMessage"]
 StopMessage: Any = _CLASSES["StopMessage"]

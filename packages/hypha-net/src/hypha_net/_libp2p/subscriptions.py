@@ -3,52 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
 
 import anyio
 import anyio.abc
-import trio
 from libp2p.abc import ISubscriptionAPI
 from libp2p.peer.id import ID
 from libp2p.pubsub.pubsub import Pubsub
 
 from hypha_net.endpoint import GossipMessage
+from hypha_net.inbox import Inbox
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.gossip")
-
-QUEUE: Final = 1024
-
-
-class Inbox:
-    """Messages for one subscriber; when it is full the oldest are dropped and counted."""
-
-    def __init__(self) -> None:
-        self._messages: deque[GossipMessage] = deque()
-        self._arrived = trio.Event()
-        self._dropped = 0
-
-    def put(self, message: GossipMessage) -> None:
-        """Add a message."""
-        if len(self._messages) == QUEUE:
-            self._messages.popleft()
-            self._dropped += 1
-            _log.warning("%d gossip messages dropped: the reader is too slow", self._dropped)
-        self._messages.append(message)
-        self._arrived.set()
-
-    def __aiter__(self) -> Inbox:
-        return self
-
-    async def __anext__(self) -> GossipMessage:
-        while not self._messages:
-            self._arrived = trio.Event()
-            await self._arrived.wait()
-        return self._messages.popleft()
 
 
 class Subscriptions:

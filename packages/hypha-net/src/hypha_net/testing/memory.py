@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,12 +14,11 @@ import anyio.lowlevel
 
 from hypha_net.endpoint import GossipMessage, PeerInfo, Record, Stream, StreamHandler, Traffic
 from hypha_net.errors import AddressError, RefusedError, StreamClosedError, UnreachableError, UnsupportedProtocolError
+from hypha_net.inbox import Inbox
 from hypha_net.testing.pipes import MemoryStream, Pipe
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger(__name__)
-
-QUEUE = 1024
 
 
 @dataclass(slots=True)
@@ -115,7 +113,7 @@ class MemoryEndpoint:
         self._tasks = tasks
         self._handlers: dict[str, StreamHandler] = {}
         self._streams: dict[PeerId, list[MemoryStream]] = {}
-        self._inboxes: dict[str, list[_Inbox]] = {}
+        self._inboxes: dict[str, list[Inbox]] = {}
         self._finished_sent = 0
         self._open = True
 
@@ -238,7 +236,7 @@ class MemoryEndpoint:
 
     @asynccontextmanager
     async def _subscription(self, topic: str) -> AsyncIterator[AsyncIterator[GossipMessage]]:
-        inbox = _Inbox()
+        inbox = Inbox()
         self._inboxes.setdefault(topic, []).append(inbox)
         try:
             yield inbox
@@ -264,32 +262,6 @@ class MemoryEndpoint:
         self._open = False
         for peer in list(self._streams):
             self.drop_peer(peer, "the peer shut down")
-
-
-class _Inbox:
-    """A bounded queue that forgets its oldest message when it is full."""
-
-    def __init__(self) -> None:
-        self._messages: deque[GossipMessage] = deque()
-        self._arrived = anyio.Event()
-        self._dropped = 0
-
-    def put(self, message: GossipMessage) -> None:
-        if len(self._messages) == QUEUE:
-            self._messages.popleft()
-            self._dropped += 1
-            _log.warning("%d gossip messages dropped: the reader is too slow", self._dropped)
-        self._messages.append(message)
-        self._arrived.set()
-
-    def __aiter__(self) -> _Inbox:
-        return self
-
-    async def __anext__(self) -> GossipMessage:
-        while not self._messages:
-            self._arrived = anyio.Event()
-            await self._arrived.wait()
-        return self._messages.popleft()
 
 
 async def _after(seconds: float, action: Callable[[GossipMessage], None], message: GossipMessage) -> None:
