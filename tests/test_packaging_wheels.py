@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tarfile
+import tomllib
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -86,6 +87,19 @@ def test_it_installs_alone_without_a_compiler_and_shows_its_help(
             assert "Usage:" in shown
             assert environment.program(program, "-h") == shown
             assert package.version in environment.program(program, "--version")
+            if "  init " in shown:
+                environment.shell(f"{program} init --out node.toml && {program} run --check --config node.toml")
+            if program == "hypha-worker":
+                check_executor_by_uv(environment.folder / "empty" / "node.toml")
+
+
+def check_executor_by_uv(file: Path) -> None:
+    """`init` of a worker names the command that works where the executor is not installed beside it."""
+    [train, _] = tomllib.loads(file.read_text())["executors"]
+    separator = train["args"].index("--")
+    assert train["cmd"] == "uv"
+    assert train["args"][:separator] == ["run", "--no-project", "--with", "hypha-accelerate-executor"]
+    assert train["args"][separator + 1 : separator + 4] == ["python", "-m", "hypha.accelerate_executor.training"]
 
 
 def test_the_messages_need_a_bare_interpreter_with_msgspec_and_cbor2_alone(wheels: Path, tmp_path: Path) -> None:
