@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from document_blocks import completed_worker
 from reference_tables import PAGE, PROGRAMS, keys, with_tables
-from wheelhouse import passed, quiet_environment, run
+from wheelhouse import Package, packages, passed, quiet_environment, run
 
 from hypha_local.processes import script
 
@@ -66,3 +66,16 @@ def test_the_line_for_completion_is_understood_by_bash() -> None:
     env = quiet_environment(PATH=f"{Path(WORKER).parent}:/usr/bin:/bin")
     done = subprocess.run(["bash", "-euc", text], env=env, capture_output=True, text=True, timeout=30, check=True)
     assert "_hypha_worker_completion" in done.stdout
+
+
+@pytest.mark.parametrize("package", [each for each in packages() if each.programs], ids=lambda each: each.name)
+def test_every_program_keeps_to_the_conventions(package: Package) -> None:
+    [program] = package.programs
+    shown = passed(run([script(program), "-h"]))
+    assert passed(run([script(program), "--help"])) == shown
+    assert package.version in passed(run([script(program), "--version"]))
+    wrong = run([script(program), "--nonsense"])
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "--nonsense" in wrong.stderr
+    plain = shown if package.name != "hypha-local" else passed(run([script(program), "demo", "-h"]))
+    assert "--no-color" in plain

@@ -22,6 +22,7 @@ _GOODBYE: Final = 30.0
     help="Write into this AIM repository: a folder, or an `aim server`.  [default: write to the log]",
 )
 @click.version_option(package_name="hypha-aim-driver", prog_name="hypha-aim-driver")
+@click.option("--no-color", is_flag=True, expose_value=False, help="Print without colours, ever.")
 def main(host: str, port: int, repo: str | None) -> None:
     """Take the metrics that a scheduler posts to its status_bridge, and write them into AIM: one run a job.
 

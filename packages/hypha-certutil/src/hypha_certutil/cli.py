@@ -45,6 +45,7 @@ class _Group(click.Group):
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hypha-certutil")
+@click.option("--no-color", is_flag=True, expose_value=False, help="Print without colours, ever.")
 def main() -> None:
     """Offline certificate authority of a Hypha network.
 

@@ -16,6 +16,7 @@ from hypha.accelerate_executor.errors import ExecutorError
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hypha-accelerate-executor")
+@click.option("--no-color", is_flag=True, expose_value=False, help="Print without colours, ever.")
 def main() -> None:
     """Models for Hypha jobs: make one to start from, measure the one that came out."""
 
