@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Final
 
 from hypha_data.catalog import Dataset
+from hypha_net import telemetry
 from hypha_net.transfer import Offered
 from hypha_proto.codec import to_json
 from hypha_proto.ids import PeerId
@@ -17,6 +19,8 @@ from hypha_proto.slices import Manifest
 from hypha_proto.transfer import PullRequest, Refusal
 
 _log = logging.getLogger(__name__)
+
+_GIVEN: Final = telemetry.Counter("hypha.data.slices", "{slice}", "Slices that were given to workers.")
 
 
 def slice_resolver(
@@ -45,6 +49,7 @@ def slice_resolver(
         if not path.is_file() or path.stat().st_size != entry.size:
             _log.error("%s has changed or gone since the node started; restart it to serve it again", path)
             return Refusal(reason=f"slice {request.index} of {dataset.name} is not what was announced")
+        _GIVEN.add(1, {"hypha.dataset": dataset.name})
         _log.info("slice %d of %s for %s, %d bytes", request.index, dataset.name, peer, entry.size)
         return Offered(path, entry.digest)
 

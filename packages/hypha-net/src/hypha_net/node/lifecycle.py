@@ -41,6 +41,9 @@ GRACE: Final = 5.0
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 
+_PEERS: Final = telemetry.Level("hypha.peers.connected", "{peer}", "Peers that a node is connected to.")
+_PEERS_EVERY: Final = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -225,6 +228,8 @@ class _Run:
             _log.info("%s %s is %s, at %s", self.role, self.version, endpoint.peer_id, ", ".join(endpoint.addresses))
             async with anyio.create_task_group() as tasks:
                 self._program = tasks.cancel_scope
+                if self._exports:
+                    tasks.start_soon(_measure_peers, endpoint)
                 try:
                     await self.serve(self.config, Node(endpoint, tasks, readiness))
                 finally:
@@ -239,6 +244,12 @@ class _Run:
             _kill_children()
             logging.shutdown()
             os._exit(FAILED)
+
+
+async def _measure_peers(endpoint: Endpoint) -> None:
+    while True:
+        _PEERS.set(len(endpoint.connected_peers()))
+        await anyio.sleep(_PEERS_EVERY)
 
 
 def _kill_children() -> None:

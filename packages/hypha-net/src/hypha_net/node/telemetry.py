@@ -99,18 +99,26 @@ class _Outage(logging.Handler):
         self._endpoint = endpoint
         self._away = False
         self._reason = ""
+        self._closed = False
         self._guard = threading.Lock()
+
+    def close(self) -> None:
+        """Say no more: what still fails was left behind on purpose."""
+        self._closed = True
+        super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep what a library of OpenTelemetry says, for when the export fails."""
-        self._reason = record.getMessage()[:300]
         if record.name.startswith("opentelemetry.exporter"):
+            self._reason = record.getMessage()[:300]
             self.told(took=False)  # the first attempt is known to have failed long before the last
 
     def told(self, *, took: bool) -> None:
         """How an export went."""
         with self._guard:
             before, self._away = self._away, not took
+            if self._closed:
+                return
         if not took and not before:
             reason = f": {self._reason}" if self._reason else ""
             _log.warning("telemetry: %s takes nothing, not told again until it does%s", self._endpoint, reason)
@@ -286,6 +294,7 @@ class Export:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
             _log.info("telemetry: what %s did not take within %g s is lost", self._endpoint, timeout)
+        self._outage.close()
         _set_library_logs(None)
 
 

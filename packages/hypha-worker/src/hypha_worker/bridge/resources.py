@@ -251,8 +251,9 @@ class JobResources:
         """See `BridgeBackend.report`."""
         if isinstance(progress, BatchDone):
             self._begin_slices(progress)
-            return await self._report(progress)
-        name = type(progress).__name__  # batches are too many for the trace of a job
+            with telemetry.attached(None):  # batches are too many for the trace of a job
+                return await self._report(progress)
+        name = type(progress).__name__
         with telemetry.span("report", {"hypha.report": name}, parent=self.traceparent):
             return await self._report(progress)
 

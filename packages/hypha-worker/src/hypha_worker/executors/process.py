@@ -22,6 +22,7 @@ from typing import BinaryIO, Final
 import anyio
 import anyio.abc
 
+from hypha_net import telemetry
 from hypha_net.transfer import Landing
 from hypha_proto.aggregate import MembersKnown, RoundMembers
 from hypha_proto.codec import to_json
@@ -36,6 +37,7 @@ from hypha_worker.connectors.access import Access
 from hypha_worker.connectors.peers import PeerFiles
 from hypha_worker.executors.execution import ExecutionError, JobContext, Traces
 from hypha_worker.executors.process_tree import SHUTDOWN_GRACE, TERM_GRACE, TOKEN_VARIABLE, end_tree
+from hypha_worker.executors.usage import measure_usage
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,8 @@ _LOG_LIMIT: Final = 64 << 20
 _ARGUMENT_LIMIT: Final = 128 << 10
 """Bytes of one argument that Linux takes."""
 _DRAIN: Final = 1.0
+_RUNNING: Final = telemetry.UpDownCounter("hypha.worker.executors.active", "{executor}", "Executors that run.")
+_EXITS: Final = telemetry.Counter("hypha.worker.executors.ended", "{executor}", "Executors that ended, by exit code.")
 _DEVICE_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -134,18 +138,37 @@ class ProcessExecution:
         reading = anyio.CancelScope(shield=True)  # a process that is being ended may still have last words
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read_output, process, reading)
+            measuring = self._measure(process.pid, tasks)
             try:
                 await process.wait()
             finally:
+                measuring.cancel()
                 grace = TERM_GRACE if self._context.scope.cancel_called else SHUTDOWN_GRACE
                 await end_tree(process, self._token, grace)  # what the process left running, too
                 self._exit_code = process.returncode
+                _RUNNING.add(-1)
+                _EXITS.add(1, {"process.exit.code": str(process.returncode)})
                 reading.deadline = anyio.current_time() + _DRAIN
         with anyio.CancelScope(shield=True):
             await process.aclose()
         _log.info("[%s] executor %s", f"{self._context.spec.job_id}"[:8], exit_text(self._exit_code))
         if self._exit_code != 0:
             raise ExecutionError(f"executor {self._settings.cmd} {exit_text(self._exit_code)}")
+
+    def _measure(self, pid: int, tasks: anyio.abc.TaskGroup) -> anyio.CancelScope:
+        """Measure what the executor uses, if anybody collects it, until the scope is cancelled."""
+        scope = anyio.CancelScope()
+        _RUNNING.add(1)
+        if telemetry.enabled():
+            devices = [device.index for device in self._context.allocation.devices]
+            job_id = str(self._context.spec.job_id)
+
+            async def measure() -> None:
+                with scope:
+                    await measure_usage(pid, job_id, devices)
+
+            tasks.start_soon(measure)
+        return scope
 
     async def _start(self, words: Mapping[str, str]) -> anyio.abc.Process:
         command = [self._executable(), *(substitute(arg, words) for arg in self._settings.args)]

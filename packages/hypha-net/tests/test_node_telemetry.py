@@ -1,0 +1,297 @@
+"""What a collector receives, over both protocols, and that one that hangs or is gone holds nothing up."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from otlp_collector import Collector, grpc_collector, http_collector
+
+from hypha_net import requests, telemetry
+from hypha_net.node.config import NodeConfig
+from hypha_net.node.telemetry import Export, make_sampler, open_export
+from hypha_net.testing import MemoryNetwork
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLease
+
+PARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+WORK = telemetry.Counter("test.work", "{piece}", "Work that was done.")
+SPEED = telemetry.Histogram("test.speed", "s", "How long it took.")
+ROOM = telemetry.Level("test.room", "By", "Bytes in use.")
+
+
+@contextmanager
+def hanging_collector() -> Iterator[str]:
+    """Takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@contextmanager
+def absent_collector() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    yield f"http://127.0.0.1:{port}"
+
+
+def node_config(**keys: Any) -> NodeConfig:
+    files = {f"{kind}_pem": Path(kind) for kind in ("cert", "key", "trust")}
+    return NodeConfig.model_validate({**files, "gateway_addresses": ["/ip4/127.0.0.1/tcp/1"], **keys})
+
+
+@contextmanager
+def exporting(**keys: Any) -> Iterator[Export]:
+    export = open_export(node_config(**keys), service="hypha-worker", version="9.9", instance="12D3peer")
+    telemetry.install(export.recorder)
+    try:
+        yield export
+    finally:
+        telemetry.install(None)
+        export.close()
+
+
+def work() -> None:
+    with telemetry.span("outside", {"hypha.round": 3}, parent=PARENT, ago=0.5):
+        with telemetry.span("inside", kind="client"):
+            WORK.add(2, {"kind": "hard"})
+            WORK.add(3, {"kind": "hard"})
+        SPEED.record(0.25)
+        ROOM.set(10, {"job": "a"})
+        ROOM.set(20, {"job": "b"})
+        ROOM.forget({"job": "a"})
+
+
+def check_received(collector: Collector) -> None:
+    spans = {span.name: span for span in collector.spans}
+    outside, inside = spans["outside"], spans["inside"]
+    assert outside.trace_id.hex() == inside.trace_id.hex() == PARENT.split("-")[1]
+    assert outside.parent_span_id.hex() == PARENT.split("-")[2]
+    assert inside.parent_span_id == outside.span_id
+    assert outside.end_time_unix_nano - outside.start_time_unix_nano >= 5e8
+    [counted] = collector.metrics["test.work"].sum.data_points
+    assert (counted.as_double or counted.as_int) == 5
+    assert collector.metrics["test.speed"].histogram.data_points[0].sum == 0.25
+    [room] = collector.metrics["test.room"].sum.data_points
+    assert (room.as_double or room.as_int) == 20
+    assert not collector.metrics["test.room"].sum.is_monotonic
+    assert collector.headers["authorization"] == "Basic abc=="
+    for resource in collector.resources:
+        assert resource["service.instance.id"] == "12D3peer"
+        assert resource["service.version"] == "9.9"
+
+
+@pytest.mark.parametrize("as_text", [True, False], ids=["text", "table"])
+def test_http_gets_spans_and_metrics_below_the_endpoint(as_text: bool) -> None:
+    pairs: dict[str, Any] = {
+        "telemetry_headers": {"Authorization": "Basic abc=="},
+        "telemetry_attributes": {"service.namespace": "lab", "region": "west"},
+    }
+    if as_text:
+        pairs = {key: ",".join(f"{name}={text}" for name, text in table.items()) for key, table in pairs.items()}
+    with http_collector() as collector:
+        with exporting(telemetry_endpoint=collector.url, **pairs):
+            work()
+        assert collector.paths == {"/otlp/v1/traces", "/otlp/v1/metrics"}
+        check_received(collector)
+        for resource in collector.resources:
+            assert (resource["service.name"], resource["region"]) == ("hypha-worker", "west")
+
+
+def test_grpc_gets_spans_and_metrics() -> None:
+    keys = {"telemetry_protocol": "grpc", "telemetry_headers": {"Authorization": "Basic abc=="}}
+    with grpc_collector() as collector:
+        named = {"service.name": "worker-01"}
+        with exporting(telemetry_endpoint=collector.url, telemetry_attributes=named, **keys):
+            work()
+        check_received(collector)
+        assert {resource["service.name"] for resource in collector.resources} == {"worker-01"}
+
+
+def test_what_fails_is_marked_and_what_is_cancelled_is_not_an_error() -> None:
+    with http_collector() as collector:
+        with exporting(telemetry_endpoint=collector.url):
+            with pytest.raises(ValueError, match="broken"), telemetry.span("fails"):
+                raise ValueError("broken")
+            with pytest.raises(KeyboardInterrupt), telemetry.span("cancelled"):
+                raise KeyboardInterrupt
+        spans = {span.name: span for span in collector.spans}
+    assert (spans["fails"].status.code, spans["fails"].status.message) == (2, "broken")
+    assert spans["cancelled"].status.code == 0
+    assert [pair.key for pair in spans["cancelled"].attributes] == ["hypha.cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "ratio", "alone", "below"),
+    [
+        ("always_on", 0.0, True, True),
+        ("always_off", 1.0, False, False),
+        ("traceidratio", 0.0, False, False),
+        ("traceidratio", 1.0, True, True),
+        ("parentbased_always_on", 0.0, True, True),
+        ("parentbased_always_off", 1.0, False, True),
+        ("parentbased_traceidratio", 0.0, False, True),
+    ],
+)
+def test_a_sampler_decides_what_is_recorded(sampler: str, ratio: float, alone: bool, below: bool) -> None:
+    with http_collector() as collector:
+        keys = {"telemetry_sampler": sampler, "telemetry_sample_ratio": ratio}
+        with exporting(telemetry_endpoint=collector.url, **keys):
+            telemetry.span("alone").end()
+            span = telemetry.span("below", parent=PARENT)
+            assert span.traceparent is not None
+            assert span.traceparent.endswith("-01" if below else "-00")
+            span.end()
+        assert {span.name for span in collector.spans} == set(["alone"] * alone + ["below"] * below)
+
+
+def test_a_share_of_traces() -> None:
+    config = node_config(telemetry_sampler="parentbased_traceidratio", telemetry_sample_ratio=0.1)
+    assert make_sampler(config).get_description().startswith("ParentBased{root:TraceIdRatioBased{0.1}")
+
+
+# ------------------------------------------------------------------------------------------------ collectors that fail
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+@pytest.mark.parametrize("collector", [hanging_collector, absent_collector])
+def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
+    collector: Any, protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with collector() as url:
+        export = open_export(
+            node_config(telemetry_endpoint=url, telemetry_protocol=protocol), service="s", version="1", instance="i"
+        )
+        telemetry.install(export.recorder)
+        began = time.monotonic()
+        for _ in range(5000):  # more than the queue of spans holds
+            telemetry.span("work").end()
+        WORK.add()
+        assert time.monotonic() - began < 3.0
+        telemetry.install(None)
+        began = time.monotonic()
+        export.close()
+        assert time.monotonic() - began < 2.3
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) <= 1, told
+    if collector is absent_collector:
+        assert "takes nothing, not told again until it does" in told[0]
+        assert url in told[0]
+
+
+DAEMON = """
+import sys
+import anyio
+from hypha_net import telemetry
+from hypha_net.node.config import NodeConfig
+from hypha_net.node.lifecycle import run_daemon
+from hypha_net.testing import MemoryNetwork
+
+async def serve(config, node):
+    with telemetry.span("life"):
+        print(sorted(name for name in sys.modules if name.startswith(("opentelemetry", "grpc"))) != [], flush=True)
+        await anyio.sleep(60)
+
+keys = {"telemetry_endpoint": sys.argv[1]} if len(sys.argv) > 1 else {}
+config = NodeConfig(cert_pem="c", key_pem="k", trust_pem="t", gateway_addresses=["/ip4/127.0.0.1/tcp/1"], **keys)
+connect = lambda config, role: MemoryNetwork().endpoint("node")
+sys.exit(run_daemon(config, serve, role="data", version="1", connect=connect))
+"""
+
+
+def run_and_end(folder: Path, *args: str) -> tuple[str, int, float]:
+    """Whether a daemon imported OpenTelemetry, its exit status after SIGTERM, and the seconds that its end took."""
+    script = folder / "daemon.py"
+    script.write_text(DAEMON)
+    command = [sys.executable, str(script), *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        imported = process.stdout.readline().strip()
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(20)
+        return imported, status, time.monotonic() - began
+
+
+def test_a_daemon_without_an_endpoint_imports_nothing_of_opentelemetry(tmp_path: Path) -> None:
+    imported, status, _ = run_and_end(tmp_path)
+    assert (imported, status) == ("False", 0)
+
+
+def test_a_daemon_exports_until_its_end(tmp_path: Path) -> None:
+    with http_collector() as collector:
+        assert run_and_end(tmp_path, collector.url)[:2] == ("True", 0)
+        assert [span.name for span in collector.spans] == ["life"]
+        assert "hypha.peers.connected" in collector.metrics
+        assert {resource["service.name"] for resource in collector.resources} == {"hypha-data"}
+
+
+def test_a_daemon_ends_in_time_when_its_collector_hangs(tmp_path: Path) -> None:
+    with hanging_collector() as url:
+        imported, status, seconds = run_and_end(tmp_path, url)
+    assert (imported, status) == ("True", 0)
+    assert seconds < 4.0  # two of them for the collector, the rest for two busy cores
+
+
+# ----------------------------------------------------------------------------------------------------- between peers
+
+
+def ask_once() -> tuple[str | None, str | None]:
+    """The traceparent that one request carries, and the one that its handler works under."""
+    seen: list[str | None] = []
+
+    async def renew(_peer: PeerId, message: RenewLease) -> LeaseRenewal:
+        seen.extend((message.traceparent, telemetry.current_traceparent()))
+        return RenewalFailed()
+
+    async def main() -> None:
+
+        network = MemoryNetwork()
+        async with network.endpoint("a") as a, network.endpoint("b") as b:
+            requests.serve(b, RENEW_LEASE, renew)
+            await requests.call(a, b.peer_id, RENEW_LEASE, RenewLease(id=uuid.uuid4()))
+
+    anyio.run(main, backend="trio")
+    return seen[0], seen[1]
+
+
+def test_a_request_carries_the_trace_to_its_handler() -> None:
+    with http_collector() as collector:
+        with exporting(telemetry_endpoint=collector.url), telemetry.span("job") as job:
+            carried, handled = ask_once()
+        spans = {(span.name, span.kind): span for span in collector.spans}
+    client, server = spans["RenewLease", 3], spans["RenewLease", 2]
+    assert job.traceparent is not None
+    assert len({span.trace_id for span in collector.spans}) == 1
+    assert client.parent_span_id == spans["job", 1].span_id
+    assert server.parent_span_id == client.span_id
+    assert carried is not None
+    assert handled is not None
+    assert (carried.split("-")[2], handled.split("-")[2]) == (client.span_id.hex(), server.span_id.hex())
+
+
+def test_without_a_collector_a_trace_is_passed_on_and_none_is_begun() -> None:
+    assert ask_once() == (None, None)
+    with telemetry.attached(PARENT), telemetry.span("not recorded"):
+        assert ask_once() == (PARENT, PARENT)
+    assert telemetry.current_traceparent() is None
+
+
+@pytest.mark.parametrize(
+    "hostile", ["", "x" * 4000, PARENT.upper() + "\n", PARENT + "-01", PARENT.replace("00-0", "ff-0")]
+)
+def test_a_malformed_traceparent_is_ignored(hostile: str) -> None:
+    with telemetry.attached(hostile), telemetry.span("work", parent=hostile) as span:
+        assert span.traceparent is None
+    assert telemetry.trace_of(RenewLease(id=uuid.uuid4(), traceparent=hostile)) is None

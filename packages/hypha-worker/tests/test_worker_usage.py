@@ -1,0 +1,99 @@
+"""What a job's processes are measured to use, and what reaches a recorder while an executor runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from hypha_net import telemetry
+from hypha_worker.executors.usage import UsageAccount, Use, read_gpus, read_tree
+
+
+def test_processes_that_come_and_go_are_added_up() -> None:
+    account = UsageAccount()
+    first, second = (10, 1.0), (11, 2.0)
+    assert account.take({first: Use(2.0, 1.0, 100, 50, 1000)}) == Use(2.0, 1.0, 100, 50, 1000)
+    both = {first: Use(3.0, 1.5, 150, 50, 900), second: Use(5.0, 0.0, 10, 0, 300)}
+    assert account.take(both) == Use(6.0, 0.5, 60, 0, 1200)
+    assert account.take({second: Use(5.5, 0.0, 10, 7, 300)}) == Use(0.5, 0.0, 0, 7, 300)
+    assert account.take({(10, 9.0): Use(0.25, 0.0, 1, 0, 10)}) == Use(0.25, 0.0, 1, 0, 10)  # the pid was given again
+
+
+def test_a_tree_is_read_and_one_that_is_gone_is_empty() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        seen = read_tree(os.getpid())
+        assert {child.pid, os.getpid()} <= {pid for pid, _ in seen}
+        assert all(use.memory >= 0 for use in seen.values())
+        child.communicate(b"\n")
+    assert read_tree(child.pid) == {}
+
+
+def test_the_drivers_lines_are_read() -> None:
+    listed = "0, 87, 40213\n1, [N/A], 12\nnonsense\n 2 , 0 , 1 \n"
+    assert list(read_gpus(listed)) == [(0, 0.87, 40213 << 20), (2, 0.0, 1 << 20)]
+
+
+@dataclass
+class Recorded:
+    """A recorder that keeps what it is told."""
+
+    values: list[tuple[str, float, dict[str, Any]]] = field(default_factory=list)
+    gone: set[str] = field(default_factory=set)
+    spans: list[str] = field(default_factory=list)
+
+    def start_span(self, name: str, kind: str, parent: str | None, attributes: Any, ago: float) -> Any:
+        self.spans.append(name)
+        return self
+
+    traceparent = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+
+    def set(self, attributes: Any) -> None:
+        pass
+
+    def end(self, error: str | None, kind: str | None) -> None:
+        pass
+
+    def measure(self, metric: telemetry.Metric, value: float, attributes: Any) -> None:
+        self.values.append((metric.name, value, dict(attributes)))
+
+    def forget(self, metric: telemetry.Metric, attributes: Any) -> None:
+        self.gone.add(metric.name)
+
+    def total(self, name: str, **attributes: str) -> float:
+        wanted = {key.replace("_", "."): value for key, value in attributes.items()}
+        return sum(value for other, value, about in self.values if other == name and wanted.items() <= about.items())
+
+
+@pytest.fixture
+def recorded() -> Iterator[Recorded]:
+    recorder = Recorded()
+    telemetry.install(recorder)
+    yield recorder
+    telemetry.install(None)
+
+
+def test_a_job_is_counted_measured_and_traced(in_lab: Callable[..., None], recorded: Recorded) -> None:
+    async def case(lab: Any) -> None:
+        await lab.start("import time\nend = time.monotonic() + 1.0\nwhile time.monotonic() < end: pass\n")
+        await lab.scheduler.ended()
+
+    began = time.monotonic()
+    in_lab(case)
+    lasted = time.monotonic() - began
+    assert recorded.total("hypha.worker.jobs.started") == recorded.total("hypha.worker.jobs.ended") == 1
+    assert recorded.total("hypha.worker.jobs.active") == recorded.total("hypha.worker.executors.active") == 0
+    assert 0.5 < recorded.total("hypha.worker.job.duration", hypha_outcome="finished") < lasted
+    assert ("hypha.worker.executors.ended", 1, {"process.exit.code": "0"}) in recorded.values
+    assert recorded.total("process.memory.usage") > 1 << 20
+    assert recorded.total("hypha.worker.executor.processes") >= 1
+    assert {"process.memory.usage", "hypha.worker.prefetch.depth"} <= recorded.gone
+    assert {"evaluate", "offer", "WorkerOffer", "execute job"} <= set(recorded.spans)
+    assert ("hypha.worker.requests", 1, {"hypha.offered": True}) in recorded.values
+    assert ("hypha.worker.lease.renewals", 1, {"hypha.outcome": "renewed"}) in recorded.values

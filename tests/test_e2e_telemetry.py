@@ -1,0 +1,126 @@
+"""A job over real processes is one trace at the collector, and the metrics that are promised arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import local_network
+import pytest
+from otlp_collector import Collector, http_collector
+
+import hypha_local.processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SPANS = {
+    "hypha-scheduler": {"job", "advertise", "lease", "dispatch", "WorkerOffer", "Data", "receive outer-update"},
+    "hypha-worker": {
+        "evaluate",
+        "offer",
+        "RenewLease",
+        "DispatchJob",
+        "execute job",
+        "fetch",
+        "fetch slice",
+        "send pseudo-gradient",
+        "receive pseudo-gradient",
+        "outer step",
+        "send outer update",
+        "receive outer-update",
+        "report",
+    },
+    "hypha-data": {"give file"},
+    "hypha-gateway": {"pass request on"},
+}
+METRICS = {
+    "hypha-scheduler": {
+        "hypha.scheduler.jobs.active",
+        "hypha.scheduler.jobs.ended",
+        "hypha.scheduler.leases.active",
+        "hypha.scheduler.lease.renewals",
+        "hypha.scheduler.offers",
+        "hypha.scheduler.round.duration",
+        "hypha.scheduler.samples",
+    },
+    "hypha-worker": {
+        "hypha.worker.jobs.active",
+        "hypha.worker.jobs.started",
+        "hypha.worker.jobs.ended",
+        "hypha.worker.job.duration",
+        "hypha.worker.executors.active",
+        "hypha.worker.executors.ended",
+        "hypha.worker.executor.processes",
+        "process.cpu.time",
+        "process.memory.usage",
+        "process.disk.io",
+        "hypha.worker.requests",
+        "hypha.worker.leases.active",
+        "hypha.worker.lease.renewals",
+        "hypha.worker.lease.ends",
+        "hypha.worker.slices",
+        "hypha.worker.slice.io",
+        "hypha.worker.slice.duration",
+        "hypha.worker.prefetch.depth",
+        "hypha.worker.samples",
+        "hypha.worker.outer_step.duration",
+        "hypha.transfer.io",
+    },
+    "hypha-data": {"hypha.data.slices", "hypha.transfer.io"},
+    "hypha-gateway": {"hypha.gateway.requests", "hypha.peers.connected"},
+}
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    """A collector to which every process of a local network exports, metrics once a second."""
+    inherited = hypha_local.processes.child_environment
+
+    def environment(*args: Any) -> dict[str, str]:
+        exports = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_METRIC_EXPORT_INTERVAL": "1000"}
+        return {**inherited(*args), **exports}
+
+    with http_collector() as collector:
+        monkeypatch.setattr(hypha_local.processes, "child_environment", environment)
+        yield collector
+
+
+def test_a_job_is_one_trace_over_processes(collector: Collector, tmp_path: Path) -> None:
+    with local_network.local_network(tmp_path / "run", workers=2) as network:
+        job = network.job(rounds=2)
+        assert job.wait(200) == 0, job.log
+    [root] = [span for span in collector.spans if span.name == "job"]
+    spans = {span.span_id: span for span in collector.spans if span.trace_id == root.trace_id}
+    assert all(span.parent_span_id in spans for span in spans.values() if span is not spans[root.span_id])
+    found: dict[str, set[str]] = {}
+    for span in spans.values():
+        found.setdefault(collector.services[span.span_id], set()).add(span.name)
+    for service, names in SPANS.items():
+        assert names <= found[service], names - found[service]
+    for service, names in METRICS.items():
+        assert names <= collector.metrics_of[service], names - collector.metrics_of[service]
+    assert lineage(spans, "outer step") == [
+        "outer step",
+        "execute job",
+        "DispatchJob",
+        "DispatchJob",
+        "dispatch",
+        "job",
+    ]
+    assert lineage(spans, "offer") == ["offer", "evaluate", "advertise", "job"]
+    assert lineage(spans, "receive pseudo-gradient")[:3] == [
+        "receive pseudo-gradient",
+        "send pseudo-gradient",
+        "execute job",
+    ]
+
+
+def lineage(spans: dict[bytes, Any], name: str) -> list[str]:
+    """Names from a span of that name up to the root."""
+    span = next(span for span in spans.values() if span.name == name)
+    names = [span.name]
+    while span.parent_span_id:
+        span = spans[span.parent_span_id]
+        names.append(span.name)
+    return names
