@@ -161,7 +161,7 @@ def _same(worker: Any, plain: Any, tolerance: float = 2e-6) -> None:
     np.testing.assert_allclose(_losses(worker), _losses(plain), rtol=1e-4)
 
 
-@pytest.mark.parametrize("micro", ["1", "2"])
+@pytest.mark.parametrize("micro", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_two_processes_make_the_update_of_one(start: Callable[..., Any], plain: Any, micro: str) -> None:
     worker, processes = start(2, ACCELERATE_GRADIENT_ACCUMULATION_STEPS=micro)
     leader, follower = _finish(processes)
@@ -232,6 +232,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_weights_in_shards_are_gathered_and_set(text_model: Path, tmp_path: Path) -> None:
     """FSDP's shards over two processors: Accelerate does not offer that, torch does."""
     stored = safetensors.numpy.load_file(text_model / "model.safetensors")

@@ -58,14 +58,19 @@ async def run_demo(
         await _bring_up(processes, folders, nodes, training, display)
         await _train(processes, folders, nodes, display, timeout)
         summary = await _finish(processes, folders, nodes, training, display)
+        _write_summary(folders, summary)
         if compare:
             summary = replace(summary, alone_losses=await _train_alone(processes, folders, training, display, timeout))
-    (folders.root / "summary.json").write_text(summary.as_json() + "\n")
+            _write_summary(folders, summary)
     drawn = await anyio.to_thread.run_sync(plot_loss, folders.metrics, summary, folders.root / "loss.png")
     display.step(drawn)
     if not keep:
         folders.tidy()
     return summary
+
+
+def _write_summary(folders: Folders, summary: Summary) -> None:
+    (folders.root / "summary.json").write_text(summary.as_json() + "\n")
 
 
 async def _bring_up(
