@@ -16,6 +16,7 @@ import anyio
 import anyio.abc
 from libp2p.abc import INetStream
 from libp2p.custom_types import TProtocol
+from libp2p.identity.identify_push.identify_push import push_identify_to_peer
 from libp2p.io.exceptions import IOException
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.swarm import Swarm
@@ -56,6 +57,7 @@ from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.endpoint")
 
+ANNOUNCE_TIMEOUT: Final = 5.0
 CLOSE_TIMEOUT: Final = 1.0
 
 
@@ -68,7 +70,7 @@ class Libp2pEndpoint:
         self._tasks = tasks
         self._records = SecurityRecords()
         self._swarm: Swarm | None = None  # its host asks for addresses while it is made
-        self._relay = RelayClient(self, self._accept_circuit)
+        self._relay = RelayClient(self, self._accept_circuit, self._announce_addresses)
         self._host = make_host(identity, self._records, settings.max_connections, self._own_addresses)
         self._swarm = cast(Swarm, self._host.get_network())
         self._dialer = Dialer(
@@ -167,14 +169,18 @@ class Libp2pEndpoint:
     def _known_peers(self) -> list[kad.KnownPeer]:
         """Connected peers for the directory, with the circuits that lead to them through here."""
         circuits = tuple(Multiaddr(f"{address}/p2p-circuit").to_bytes() for address in self.addresses[:8])
-        store = self._host.peerstore
-        return [
-            kad.KnownPeer(peer, addresses_of(store, ID(peer.raw)) + (circuits if self._is_reserved(peer) else ()))
-            for peer in self._alive()
-        ]
+        return [kad.KnownPeer(peer, self._told(peer, circuits)) for peer in self._alive()]
+
+    def _told(self, peer: PeerId, circuits: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        own = addresses_of(self._host.peerstore, ID(peer.raw))
+        return tuple(dict.fromkeys(own + circuits)) if self._is_reserved(peer) else own
 
     def _is_reserved(self, peer: PeerId) -> bool:
         return self._hop is not None and self._hop.has_reservation(peer)
+
+    async def _announce_addresses(self, peer: PeerId) -> None:
+        with anyio.move_on_after(ANNOUNCE_TIMEOUT):
+            await push_identify_to_peer(self._host, ID(peer.raw))
 
     async def _accept_circuit(self, circuit: CircuitConnection, source: PeerId) -> None:
         assert self._swarm is not None

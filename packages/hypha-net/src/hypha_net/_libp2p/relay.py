@@ -188,10 +188,13 @@ class RelayClient:
         self,
         endpoint: RelayEndpoint,
         accept: Callable[[CircuitConnection, PeerId], Awaitable[None]],
+        announce: Callable[[PeerId], Awaitable[None]],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._endpoint = endpoint
         self._accept = accept
+        self._announce = announce
+        """Tells a gateway this node's addresses; those of other implementations learn circuits in no other way."""
         self._clock = clock
         self._held: dict[PeerId, tuple[str, ...]] = {}
 
@@ -230,7 +233,9 @@ class RelayClient:
                 named[f"{transport}/p2p/{gateway}"] = None
         if not named:
             _log.info("gateway %s relays to this node, but says not at which address", gateway)
-        self._held[gateway] = tuple(named)
+        known, self._held[gateway] = self._held.get(gateway), tuple(named)
+        if known != tuple(named):
+            await self._announce(gateway)
         left = answer.reservation.expire - self._clock() if answer.reservation.expire else RESERVATION
         return min(RESERVATION / 2, max(RETRY, left / 2))
 
