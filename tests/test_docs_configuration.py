@@ -79,3 +79,21 @@ def test_every_program_keeps_to_the_conventions(package: Package) -> None:
     assert "--nonsense" in wrong.stderr
     plain = shown if package.name != "hypha-local" else passed(run([script(program), "demo", "-h"]))
     assert "--no-color" in plain
+
+
+def test_secrets_are_hidden_wherever_a_value_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "worker.toml").write_text(
+        completed_worker('telemetry_endpoint = "https://me:hunter2@collector:4318"\ntelemetry_headers = "k=hunter2"\n')
+        + '[[executors]]\nclass = "train"\nname = "a"\ncmd = "b"\nenv = { HF_TOKEN = "hunter2", API_KEY = "hunter2" }\n'
+    )
+    command = [WORKER, "config", "show", "--config", "worker.toml"]
+    for form in ("text", "json"):
+        shown = run([*command, "--format", form], cwd=tmp_path)
+        assert "https://***@collector:4318" in passed(shown)
+        assert "hunter2" not in shown.stdout + shown.stderr
+    wrong = run(
+        [*command, "--set", "telemetry_headers=hunter2", "--set", "telemetry_endpoint=ftp://hunter2@x"], cwd=tmp_path
+    )
+    assert wrong.returncode == 2
+    assert "***" in wrong.stderr
+    assert "hunter2" not in wrong.stderr
