@@ -171,7 +171,10 @@ def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
     caplog.set_level(logging.WARNING)
     with collector() as url:
         export = open_export(
-            node_config(telemetry_endpoint=url, telemetry_protocol=protocol), service="s", version="1", instance="i"
+            node_config(telemetry_endpoint=url.replace("//", "//me:hunter2@"), telemetry_protocol=protocol),
+            service="s",
+            version="1",
+            instance="i",
         )
         telemetry.install(export.recorder)
         began = time.monotonic()
@@ -182,12 +185,13 @@ def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
         telemetry.install(None)
         began = time.monotonic()
         export.close()
-        assert time.monotonic() - began < 2.3
+        assert time.monotonic() - began < 2.6  # two seconds, and what busy cores add
     told = [record.getMessage() for record in caplog.records]
     assert len(told) <= 1, told
     if collector is absent_collector:
         assert "takes nothing, not told again until it does" in told[0]
-        assert url in told[0]
+        assert url.replace("//", "//***@") in told[0]
+        assert "hunter2" not in caplog.text
 
 
 DAEMON = """
@@ -241,7 +245,7 @@ def test_a_daemon_ends_in_time_when_its_collector_hangs(tmp_path: Path) -> None:
     with hanging_collector() as url:
         imported, status, seconds = run_and_end(tmp_path, url)
     assert (imported, status) == ("True", 0)
-    assert seconds < 4.0  # two of them for the collector, the rest for two busy cores
+    assert seconds < 5.0  # two of them for the collector, the rest for two busy cores
 
 
 # ----------------------------------------------------------------------------------------------------- between peers

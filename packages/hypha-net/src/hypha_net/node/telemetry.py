@@ -37,7 +37,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from hypha_net.node.config import NodeConfig
+from hypha_net.node.config import NodeConfig, masked
 from hypha_net.telemetry import Attributes, Metric, OpenSpan
 from hypha_net.telemetry import SpanKind as KindName
 
@@ -110,7 +110,7 @@ class _Outage(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keep what a library of OpenTelemetry says, for when the export fails."""
         if record.name.startswith("opentelemetry.exporter"):
-            self._reason = record.getMessage()[:300]
+            self._reason = str(masked(record.getMessage()[:300]))
             self.told(took=False)  # the first attempt is known to have failed long before the last
 
     def told(self, *, took: bool) -> None:
@@ -305,7 +305,7 @@ def open_export(config: NodeConfig, *, service: str, version: str, instance: str
         service: ``service.name`` unless the configuration says another.
         instance: ``service.instance.id`` unless the configuration says another: the node's peer id.
     """
-    endpoint = config.telemetry_endpoint or ""
+    endpoint = str(masked(config.telemetry_endpoint or ""))  # it may hold a password
     outage = _Outage(endpoint)
     _set_library_logs(outage)
     own = {"service.name": service, "service.version": version, "service.instance.id": instance}
