@@ -178,3 +178,14 @@ def test_the_preprocessor_of_a_vision_model_reaches_the_executors(tmp_path: Path
     assert isinstance(config, TrainConfig)
     artifact = HuggingFaceReference(repository="l45k/Resnet50", filenames=("preprocessor_config.json",), token="hf_...")
     assert config.preprocessor == Preprocessor(task="image", artifact=artifact, input_names=())
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [("vision-classification", "image-classification"), ("causal-lm", "causal-lm"), ("torch", "torch")],
+)
+def test_the_model_types_of_the_page(name: str, task: str, tmp_path: Path) -> None:
+    """`torch` is a class of the worker's owner, so only the job can say which tensors it takes."""
+    text = block("scheduler:62").text.replace("vision-classification", name) + 'input_names = ["x", "y"]\n'
+    [job] = scheduler(completed_scheduler(text), tmp_path).config.jobs
+    assert (job.model.task, job.model.inputs) == (task, ("x", "y"))

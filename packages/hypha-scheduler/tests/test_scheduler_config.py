@@ -133,7 +133,6 @@ def test_several_jobs_and_tables_as_shorthand() -> None:
     ("changes", "key"),
     [
         ({"type": "inference"}, 'type = "inference"'),
-        ({"model": {"path": "m", "type": "torch"}}, 'type = "torch"'),
         ({"preprocessor": {"path": "p"}}, "preprocessor"),
         ({"dataset": {"dataset": "a", "evaluation": "b"}}, "dataset.evaluation"),
         ({"sync": {"codec": "int8"}}, "sync.codec = 'int8'"),
@@ -159,6 +158,9 @@ def test_what_comes_later_says_not_yet(changes: dict[str, Any], key: str) -> Non
         {"model": {"type": "vision-classification"}},
         {"model": {"path": "m", "repository": "o/r", "type": "causal-lm"}},
         {"model": {"path": "m", "type": "nonsense"}},
+        {"model": {"path": "m", "type": "torch"}},
+        {"preprocessor": {"repository": "o/r"}},
+        {"preprocessor": {"repository": "o/r", "filenames": ["a"], "type": "nonsense"}},
         {"model": {"path": "m", "type": "causal-lm", "filenames": ["../secret"]}},
         {"resources": {"worker_price": {"bid": 10, "max": 5}}},
         {"resources": {"num_workers": 2, "min_workers": 3}},

@@ -61,7 +61,7 @@ class ArtifactTable(Table):
 class ModelTable(ArtifactTable):
     """``[.model]``."""
 
-    type: str = Field(description="vision-classification, causal-lm, or a wire name such as masked-lm.")
+    type: str = Field(description="vision-classification, causal-lm, torch, or a wire name such as masked-lm.")
     input_names: tuple[str, ...] = Field(
         default=(), description="Tensors of a slice given to the model, in order; empty means the type's own."
     )
@@ -70,8 +70,8 @@ class ModelTable(ArtifactTable):
     def _known_type(self) -> ModelTable:
         if self.type not in ALIASES and self.type not in TASKS:
             raise ValueError(f"type: {self.type!r} is not a model type; known: {', '.join((*ALIASES, *TASKS))}")
-        if self.type == "torch":
-            raise not_yet('type = "torch"', 'choose a type with an Auto class, such as "vision-classification"')
+        if self.type == "torch" and not self.input_names:
+            raise ValueError('input_names: type = "torch" needs them: the tensors of a slice that your class takes')
         return self
 
     @property
