@@ -315,6 +315,22 @@ def test_five_hundred_connections_one_after_the_other_use_nothing_up(authority: 
     run(lambda: come_and_go(authority, 500), 220)
 
 
+def test_a_gateway_that_drops_everybody_is_not_stormed(authority: Any, caplog: Any) -> None:
+    async def main() -> None:
+        async with open_gateway(authority) as gateway:
+            settings = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
+            async with open_endpoint(authority.identity("leaf", "worker"), settings):
+                with anyio.move_on_after(1.5):
+                    while True:
+                        for peer in gateway.connected_peers():
+                            await gateway.disconnect(peer)
+                        await anyio.sleep(0.01)
+
+    with caplog.at_level(logging.INFO, "hypha_net.gateways"):
+        run(main)
+    assert 2 <= sum("connected to gateway" in record.getMessage() for record in caplog.records) <= 6
+
+
 def test_failed_requests_leave_no_stream_behind(libp2p_opener: Opener) -> None:
     async def main() -> None:
         async with libp2p_opener(2) as nodes:

@@ -29,6 +29,8 @@ _log = logging.getLogger("hypha_net.gateways")
 CONNECT_TIMEOUT: Final = 10.0
 BACKOFF: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Seconds between attempts at a gateway, each with jitter; the last repeats."""
+LASTING: Final = 5.0
+"""Seconds after which a connection to a gateway counts as a success."""
 RECORD_INTERVAL: Final = 600.0
 """Seconds after which records are put again at the latest; half of the shortest life if that is less."""
 NEIGHBOUR_INTERVAL: Final = 30.0
@@ -101,20 +103,25 @@ class Gateways:
             if peer is None:
                 failures += 1
                 continue
-            failures = 0
             self._met[address] = peer
             self._changed.set()
             self._changed = anyio.Event()
             _log.info("connected to gateway %s at %s", peer, address)
+            met_at = anyio.current_time()
             await self._stay(peer)
             _log.warning("gateway %s at %s is lost", peer, address)
+            if anyio.current_time() - met_at >= LASTING:
+                failures = 0
+            else:  # one that takes everybody and drops them again, as it does while it ends, is left in peace, too
+                await anyio.sleep(_pause(failures))
+                failures += 1
 
     async def _connect(self, address: str, failures: int) -> PeerId | None:
         try:
             with anyio.fail_after(CONNECT_TIMEOUT):
                 return await self._dialer.connect(address)
         except (NetError, TimeoutError) as error:
-            pause = BACKOFF[min(failures, len(BACKOFF) - 1)] * random.uniform(0.75, 1.25)
+            pause = _pause(failures)
             level = logging.ERROR if isinstance(error, RefusedError) else logging.WARNING
             reason = str(error).removeprefix(f"{split_peer(address)[0]}: ") or f"no answer within {CONNECT_TIMEOUT:g} s"
             _log.log(level, "gateway %s: %s; again in %.1f s", address, reason, pause)
@@ -156,6 +163,10 @@ class Gateways:
                     break
                 except (NetError, TimeoutError) as error:
                     _log.debug("neighbour %s at %s: %s", peer, address, error)
+
+
+def _pause(failures: int) -> float:
+    return BACKOFF[min(failures, len(BACKOFF) - 1)] * random.uniform(0.75, 1.25)
 
 
 async def _until_lost(peer: PeerId, connection_to: Callable[[PeerId], SwarmConn | None]) -> None:
