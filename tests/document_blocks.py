@@ -1,4 +1,4 @@
-"""The blocks of the users' documents, kept word for word in `fixtures/blocks`, and what surrounds one that is a part."""
+"""The blocks of the users' documents, word for word in `fixtures/blocks`, and what surrounds one that is a part."""
 
 from __future__ import annotations
 
