@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 import time
 import tomllib
@@ -157,3 +158,19 @@ def test_the_summary_counts_parameters_and_compares_traffic(tmp_path: Path) -> N
     assert summary.traffic_ratio == 4.8
     assert json.loads(summary.as_json())["bytes_sent_per_worker"] == 100
     assert "0.5000" in summary.as_text()
+
+
+def test_a_killed_parent_takes_its_children_along(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from hypha_local.processes import Processes\n"
+        "child = Processes(Path(sys.argv[1])).start('child', [sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.process.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while _alive(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -179,6 +179,8 @@ def _network(node: NodePlan, gateways: list[str]) -> str:
 
 
 def _own(folders: Folders, node: NodePlan, training: Training, python: str) -> str:
+    if node.role == "gateway":
+        return 'state_dir = "../work"\n'
     if node.role == "data":
         return f"\n[[datasets]]\nname = {_toml(training.task.name)}\npath = {_toml(f'../data/{training.task.name}')}\n"
     if node.role == "scheduler":

@@ -1,11 +1,13 @@
 """The programs of a local network as child processes that never outlive it.
 
 Each child leads a session of its own, so that a Ctrl-C reaches this process alone, which then ends the children;
-`Processes` leaves none behind, whichever way its context is left.
+`Processes` leaves none behind, whichever way its context is left. On Linux the kernel ends them also when this process
+is killed outright.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -25,6 +27,14 @@ TERM_TIMEOUT: Final = 15.0
 """Seconds that a program gets to end after SIGTERM before it is killed."""
 POLL: Final = 0.02
 TAIL: Final = 15
+_LIBC: Final = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def _end_with_parent() -> None:
+    """In a child, before its program: have the kernel end it when this process is killed and cannot do so itself."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,7 @@ class Processes:
                     stderr=errors,
                     env=child_environment(os.environ),
                     start_new_session=True,
+                    preexec_fn=_end_with_parent if _LIBC is not None else None,
                 )
             except OSError as error:
                 raise ProcessFailedError(f"{name}: {command[0]} cannot be started: {error}") from None
