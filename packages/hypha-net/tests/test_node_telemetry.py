@@ -186,7 +186,8 @@ def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
         began = time.monotonic()
         export.close()
         assert time.monotonic() - began < 2.6  # two seconds, and what busy cores add
-    told = [record.getMessage() for record in caplog.records]
+    # a thread of an earlier test's exporter, which hangs on its own collector, may still speak
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("hypha_net")]
     assert len(told) <= 1, told
     if collector is absent_collector:
         assert "takes nothing, not told again until it does" in told[0]
