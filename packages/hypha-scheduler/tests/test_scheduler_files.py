@@ -116,7 +116,8 @@ def posting(bridge: StatusBridge) -> Iterator[Callable[[Callable[[], Awaitable[N
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    own = [record for record in caplog.records if record.name.startswith("hypha_scheduler")]
+    return [record.getMessage() for record in own if record.levelname == "WARNING"]
 
 
 def test_metrics_are_posted_to_the_bridge() -> None:
