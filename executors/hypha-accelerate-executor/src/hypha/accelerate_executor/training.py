@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the process; gives its exit code."""
     started = time.perf_counter()
     options = _parser().parse_args(arguments)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    # of several processes one speaks for all, the others only when something is wrong
+    level = logging.WARNING if _follows() else logging.INFO
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         _train(options, started)
@@ -105,6 +107,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _follows() -> bool:
+    """Whether this process follows another, as launchers number them."""
+    return os.environ.get("RANK", "0") != "0"
+
+
 def _seconds(variable: str, default: float) -> float:
     text = os.environ.get(variable)
     if text is None:
@@ -127,7 +134,7 @@ def _train(options: argparse.Namespace, started: float) -> None:
     work_dir = options.work_dir.resolve()
     # `python -m` looks for modules where it was started: in the job's directory, where the job's files are put
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != work_dir]
-    if int(os.environ.get("RANK", "0")) > 0:
+    if _follows():
         from hypha.accelerate_executor.loop import Pace, follow
 
         follow(config, _choices(options), Pace(timeout, delay))
