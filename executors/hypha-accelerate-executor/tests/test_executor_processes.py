@@ -23,7 +23,7 @@ from hypha.accelerate_executor.create_model import create_model
 from hypha.accelerate_executor.pieces import count_labels, divide
 from hypha_proto.update import UpdateMetadata, open_update, write_update
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 LLAMA = {
     "model_type": "llama",

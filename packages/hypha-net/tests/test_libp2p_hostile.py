@@ -305,6 +305,7 @@ async def _echo(stream: Stream) -> None:
         await stream.send_all(data)
 
 
+@pytest.mark.slow
 def test_a_hundred_connections_one_after_the_other_use_nothing_up(authority: Any) -> None:
     run(lambda: come_and_go(authority, 100), 60)
 
