@@ -338,6 +338,7 @@ def hand_in_with(tmp_path: Path, text: str, conduct: Callable[[JobConfig], Await
             tasks.start_soon(serve_submissions, tmp_path / "r", conduct)
             while not await anyio.Path(socket_path(tmp_path / "r")).exists():
                 await anyio.sleep(0.01)
+            await anyio.sleep(0.1)  # the name is there a moment before the socket listens
             await anyio.to_thread.run_sync(submit)
             tasks.cancel_scope.cancel()
 
