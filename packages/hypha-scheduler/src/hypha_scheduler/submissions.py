@@ -41,7 +41,9 @@ async def serve_submissions(runs: Path, conduct: Conduct) -> None:
     """
     path = anyio.Path(socket_path(runs))
     await path.parent.mkdir(parents=True, exist_ok=True)
-    listener = await anyio.create_unix_listener(path, mode=0o600)
+    opening = path.with_suffix(".new")
+    listener = await anyio.create_unix_listener(opening, mode=0o600)
+    await opening.replace(path)  # under its own name only now, when it listens: whoever finds it can connect
     _log.info("waiting for jobs: hypha-scheduler submit JOB.toml --socket %s", path)
     try:
         async with anyio.create_task_group() as tasks:
