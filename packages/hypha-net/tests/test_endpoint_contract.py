@@ -20,6 +20,7 @@ from hypha_net.errors import (
     UnreachableError,
     UnsupportedProtocolError,
 )
+from hypha_net.events import Connected, Disconnected
 from hypha_proto.ids import PeerId
 
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
@@ -349,3 +350,21 @@ def test_a_write_to_a_reader_that_has_closed_or_reset_ends(opener: Opener) -> No
         await stream.aclose()
 
     run(opener, 2, case)
+
+
+def test_connections_are_told_as_they_come_and_go(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        _, one, two = nodes
+        one.handle(ECHO, echo)
+        with one.events.follow(Connected, Disconnected) as at_one, two.events.follow(Connected, Disconnected) as at_two:
+            stream = await two.open_stream(one.peer_id, [ECHO])
+            await stream.aclose()
+            assert await anext(aiter(at_two)) == Connected(one.peer_id, "outbound")
+            assert await anext(aiter(at_one)) == Connected(two.peer_id, "inbound")
+            await two.disconnect(one.peer_id)
+            for told, peer in ((at_one, two.peer_id), (at_two, one.peer_id)):
+                event = await anext(aiter(told))
+                assert isinstance(event, Disconnected)
+                assert event.peer == peer
+
+    run(opener, 3, case)

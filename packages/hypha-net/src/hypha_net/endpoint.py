@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hypha_net.events import Events
 from hypha_proto.ids import PeerId
 
 
@@ -124,6 +125,11 @@ class Endpoint(Protocol):
     @property
     def traffic(self) -> Traffic:
         """Bytes sent and received so far."""
+        ...
+
+    @property
+    def events(self) -> Events:
+        """What happens to this endpoint, for whoever follows."""
         ...
 
     async def connect(self, address: str, *, timeout: float = 10.0) -> PeerId:

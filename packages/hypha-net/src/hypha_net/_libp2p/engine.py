@@ -37,6 +37,7 @@ from hypha_net._libp2p.host import NEGOTIATE_TIMEOUT, addresses_of, agent_of, ch
 from hypha_net._libp2p.kad_messages import PROTOCOL as KAD_PROTOCOL
 from hypha_net._libp2p.library_logs import adopt_library_logs
 from hypha_net._libp2p.muxer import Muxer
+from hypha_net._libp2p.notices import Notices
 from hypha_net._libp2p.relay import RelayClient, RelayHop
 from hypha_net._libp2p.relay_messages import HOP, STOP
 from hypha_net._libp2p.security import SecurityRecords
@@ -51,6 +52,7 @@ from hypha_net.errors import (
     UnreachableError,
     UnsupportedProtocolError,
 )
+from hypha_net.events import Events
 from hypha_net.identity import Identity
 from hypha_net.open import EndpointSettings
 from hypha_proto.ids import PeerId
@@ -68,11 +70,14 @@ class Libp2pEndpoint:
         self._identity = identity
         self._settings = settings
         self._tasks = tasks
+        self.events = Events()
+        """See `Endpoint.events`."""
         self._records = SecurityRecords()
         self._swarm: Swarm | None = None  # its host asks for addresses while it is made
         self._relay = RelayClient(self, self._accept_circuit, self._announce_addresses)
         self._host = make_host(identity, self._records, settings.max_connections, self._own_addresses)
         self._swarm = cast(Swarm, self._host.get_network())
+        self._swarm.register_notifee(Notices(self.events))
         self._dialer = Dialer(
             self._swarm, [ipaddress.ip_network(entry, strict=False) for entry in settings.exclude_cidr]
         )

@@ -55,6 +55,8 @@ class Muxer(IMuxedConn):
         self.event_started = trio.Event()
         self.event_closed = trio.Event()
         self.on_close: Callable[[], Awaitable[None]] | None = None
+        self.end_reason = ""
+        """Why the connection ended, once it has."""
         self.buffered = 0
         """Bytes that have come and are not read yet, of all streams."""
         self._streams: dict[int, MuxedStream] = {}
@@ -102,6 +104,7 @@ class Muxer(IMuxedConn):
     async def _shut_down(self, reason: str) -> None:
         if self.event_closed.is_set():
             return
+        self.end_reason = reason
         self.event_closed.set()
         self._queue_empty.set()  # nothing of it will be sent any more
         for stream in list(self._streams.values()):

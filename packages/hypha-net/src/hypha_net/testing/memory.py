@@ -14,6 +14,7 @@ import anyio.lowlevel
 
 from hypha_net.endpoint import GossipMessage, PeerInfo, Record, Stream, StreamHandler, Traffic
 from hypha_net.errors import AddressError, RefusedError, StreamClosedError, UnreachableError, UnsupportedProtocolError
+from hypha_net.events import Connected, Disconnected, Events
 from hypha_net.inbox import Inbox
 from hypha_net.testing.pipes import MemoryStream, Pipe
 from hypha_proto.ids import PeerId
@@ -116,6 +117,8 @@ class MemoryEndpoint:
         self._inboxes: dict[str, list[Inbox]] = {}
         self._finished_sent = 0
         self._open = True
+        self.events = Events()
+        """See `Endpoint.events`."""
 
     @property
     def peer_id(self) -> PeerId:
@@ -154,8 +157,12 @@ class MemoryEndpoint:
         if not self._open:
             raise StreamClosedError("the endpoint is shut down")
         node = self._network.find(peer, self._peer_id)
-        self._streams.setdefault(peer, [])
-        node._streams.setdefault(self._peer_id, [])
+        if peer not in self._streams:
+            self._streams[peer] = []
+            self.events.emit(Connected(peer, "outbound"))
+        if self._peer_id not in node._streams:
+            node._streams[self._peer_id] = []
+            node.events.emit(Connected(self._peer_id, "inbound"))
         return node
 
     async def disconnect(self, peer: PeerId) -> None:
@@ -165,6 +172,8 @@ class MemoryEndpoint:
 
     def drop_peer(self, peer: PeerId, reason: str) -> None:
         """Break every stream between this node and `peer`, and forget the connection on both sides."""
+        if peer in self._streams:
+            self.events.emit(Disconnected(peer, reason))
         for stream in self._streams.pop(peer, []):
             self._finished_sent += stream.sent
             stream.break_off(reason)

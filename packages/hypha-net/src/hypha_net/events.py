@@ -1,0 +1,193 @@
+"""What happens to an endpoint, told as it happens: connections, dials, transfers, lost gossip, circuits.
+
+`Endpoint.events` has one of these. Whoever makes something happen emits it here once; telemetry counts it, and whoever
+follows gets it in a bounded queue of its own, so that a slow follower never holds the network up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import anyio
+
+from hypha_net import telemetry
+from hypha_proto.ids import PeerId
+
+_log = logging.getLogger(__name__)
+
+QUEUE: Final = 1024
+"""Events that wait for one follower; when there are more the oldest are dropped, and it is told how many."""
+
+_CONNECTIONS: Final = telemetry.Counter("hypha.connections", "{connection}", "Connections that began or ended.")
+_DIALS: Final = telemetry.Counter("hypha.dials", "{dial}", "Attempts to reach a peer, by outcome and route.")
+_DIAL_TIME: Final = telemetry.Histogram("hypha.dial.duration", "s", "Time that an attempt to reach a peer took.")
+_REFUSED: Final = telemetry.Counter("hypha.peers.refused", "{peer}", "Peers that this node refused, by reason.")
+_TRANSFERS: Final = telemetry.Counter("hypha.transfers", "{transfer}", "Files moved between peers, by outcome.")
+_LOST: Final = telemetry.Counter("hypha.gossip.lost", "{message}", "Gossip messages dropped here, by reason.")
+_CIRCUITS: Final = telemetry.Counter("hypha.relay.circuits", "{circuit}", "Circuits through this relay, by outcome.")
+_PUNCHED: Final = telemetry.Counter("hypha.hole_punches", "{attempt}", "Attempts at a direct way past NAT, by outcome.")
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A connection to `peer` is up."""
+
+    peer: PeerId
+    direction: Literal["inbound", "outbound"]
+    relayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A connection to `peer` is gone; there may be others."""
+
+    peer: PeerId
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialled:
+    """An attempt to reach a peer ended."""
+
+    address: str
+    """The multiaddr, or the peer id when the dialler chose the address."""
+    outcome: Literal["connected", "refused", "unreachable", "timeout"]
+    seconds: float
+    relayed: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """This node refused a peer, or ended its connection, for what it is: revoked, expired, of the wrong role."""
+
+    peer: PeerId | None
+    reason: Literal["revoked", "expired", "untrusted", "role", "limit", "protocol", "other"]
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """A file on its way: told when it begins, at most every second while it moves, and when it ends."""
+
+    peer: PeerId
+    name: str
+    direction: Literal["sent", "received"]
+    state: Literal["begun", "moving", "done", "failed"]
+    done: int
+    """Bytes moved so far, those of earlier attempts included."""
+    size: int | None = None
+    """Bytes in all, where they are known."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GossipLost:
+    """Gossip messages were dropped here."""
+
+    topic: str
+    reason: Literal["queue", "oversize", "unsigned", "rate", "undecodable", "other"]
+    source: PeerId | None = None
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitEnded:
+    """A circuit that this node relayed, or refused to relay, is over."""
+
+    source: PeerId
+    target: PeerId | None
+    outcome: Literal["done", "refused", "bytes", "duration", "failed"]
+    moved: int = 0
+    """Bytes in both directions."""
+
+
+@dataclass(frozen=True, slots=True)
+class HolePunched:
+    """An attempt to replace a relayed connection by a direct one ended."""
+
+    peer: PeerId
+    outcome: Literal["direct", "failed", "unsupported"]
+    seconds: float
+
+
+Event = Connected | Disconnected | Dialled | Refused | Transferred | GossipLost | CircuitEnded | HolePunched
+
+
+class Followed:
+    """The events of one follower, in order; ends when its context does."""
+
+    def __init__(self, kinds: tuple[type[Event], ...]) -> None:
+        self._kinds = kinds
+        self._waiting: deque[Event] = deque(maxlen=QUEUE)
+        self._arrived = anyio.Event()
+        self.dropped = 0
+        """Events that came while the queue was full."""
+
+    def put(self, event: Event) -> None:
+        """Add an event, if it is of a kind that is followed; never waits."""
+        if self._kinds and not isinstance(event, self._kinds):
+            return
+        if len(self._waiting) == QUEUE:
+            self.dropped += 1
+        self._waiting.append(event)
+        self._arrived.set()
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._waiting:
+            self._arrived = anyio.Event()
+            await self._arrived.wait()
+        return self._waiting.popleft()
+
+
+class Events:
+    """Where an endpoint's events go: telemetry, and whoever follows."""
+
+    def __init__(self) -> None:
+        self._followers: list[Followed] = []
+
+    def emit(self, event: Event) -> None:
+        """Count an event and hand it to every follower; never waits, never raises."""
+        _count(event)
+        for follower in self._followers:
+            follower.put(event)
+
+    @contextmanager
+    def follow(self, *kinds: type[Event]) -> Iterator[Followed]:
+        """Receive events while the context is open: those of `kinds`, or all."""
+        follower = Followed(kinds)
+        self._followers.append(follower)
+        try:
+            yield follower
+        finally:
+            self._followers.remove(follower)
+
+
+def _count(event: Event) -> None:
+    match event:
+        case Connected(direction=direction, relayed=relayed):
+            _CONNECTIONS.add(1, {"hypha.change": "up", "hypha.direction": direction, "hypha.relayed": relayed})
+        case Disconnected():
+            _CONNECTIONS.add(1, {"hypha.change": "down"})
+        case Dialled(outcome=outcome, relayed=relayed, seconds=seconds):
+            _DIALS.add(1, {"hypha.outcome": outcome, "hypha.relayed": relayed})
+            _DIAL_TIME.record(seconds, {"hypha.outcome": outcome})
+        case Refused(reason=reason):
+            _REFUSED.add(1, {"hypha.reason": reason})
+        case Transferred(state=state, direction=direction):
+            if state in ("done", "failed"):
+                _TRANSFERS.add(1, {"hypha.outcome": state, "hypha.direction": direction})
+        case GossipLost(reason=reason, topic=topic, count=count):
+            _LOST.add(count, {"hypha.reason": reason, "messaging.destination.name": topic})
+        case CircuitEnded(outcome=outcome):
+            _CIRCUITS.add(1, {"hypha.outcome": outcome})
+        case HolePunched(outcome=outcome):
+            _PUNCHED.add(1, {"hypha.outcome": outcome})
