@@ -20,7 +20,7 @@ from otlp_collector import Collector, grpc_collector, http_collector
 
 from hypha_net import requests, telemetry
 from hypha_net.node.config import NodeConfig
-from hypha_net.node.telemetry import Export, make_sampler, open_export
+from hypha_net.node.telemetry import Export, make_sampler, open_export, without_user
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLease
@@ -161,6 +161,12 @@ def test_a_share_of_traces() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ collectors that fail
+
+
+def test_user_and_password_of_an_endpoint_travel_in_a_header_and_never_in_a_name() -> None:
+    url, headers = without_user("https://me:p%40ss@collector.example:4317/base")
+    assert (url, headers) == ("https://collector.example:4317/base", {"authorization": "Basic bWU6cEBzcw=="})
+    assert without_user("http://collector.example") == ("http://collector.example", {})
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])

@@ -6,12 +6,14 @@ it does not take is dropped after the SDK's own bounds, an outage is told once, 
 
 from __future__ import annotations
 
+import base64
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
@@ -55,9 +57,19 @@ _KINDS: Final[Mapping[KindName, SpanKind]] = {
 }
 
 
+def without_user(url: str) -> tuple[str, dict[str, str]]:
+    """A URL without its user and password, and the header that carries them: gRPC's would take them for a host."""
+    parts = urlsplit(url)
+    if "@" not in parts.netloc:
+        return url, {}
+    user, _, host = parts.netloc.rpartition("@")
+    token = base64.b64encode(unquote(user).encode()).decode()
+    return urlunsplit(parts._replace(netloc=host)), {"authorization": f"Basic {token}"}
+
+
 def signal_url(config: NodeConfig, signal: str) -> str:
     """Where a signal (``traces``, ``metrics``) is sent: over HTTP the configured endpoint is a base."""
-    base = config.telemetry_endpoint or ""
+    base, _ = without_user(config.telemetry_endpoint or "")
     return base if config.telemetry_protocol == "grpc" else f"{base.rstrip('/')}/v1/{signal}"
 
 
@@ -75,7 +87,7 @@ def make_sampler(config: NodeConfig) -> Sampler:
 
 def _make_exporters(config: NodeConfig) -> tuple[SpanExporter, MetricExporter]:
     traces, metrics = signal_url(config, "traces"), signal_url(config, "metrics")
-    headers = dict(config.telemetry_headers)
+    headers = {**without_user(config.telemetry_endpoint or "")[1], **config.telemetry_headers}
     if config.telemetry_protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcMetrics
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcSpans
