@@ -14,7 +14,9 @@ import pytest
 
 from hypha_proto.aggregate import ROUND_MEMBERS, UPDATE_REFUSED, Member, MembersKnown, RoundMembers, UpdateRefused
 from hypha_proto.codec import to_cbor, to_plain
+from hypha_proto.errors import InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
+from hypha_proto.heartbeats import heartbeat_key, publisher_named, signed_bytes, split_heartbeat
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import (
     CANCEL_JOB,
@@ -51,6 +53,7 @@ from hypha_proto.transfer import (
 GOLDEN = Path(__file__).parent / "own_wire.jsonl"
 ID = [uuid.UUID(int=(0x0123456789ABCDEF << 64) + i) for i in range(9)]
 PEER = PeerId.from_public_key(bytes(range(32)))
+OTHER = PeerId.from_public_key(bytes(range(32, 64)))
 TIME = Timestamp(secs_since_epoch=1_760_000_000, nanos_since_epoch=123_456_789)
 DIGEST = "blake3:" + "ab" * 32
 SPEC = WorkerSpec(resources=Resources(cpu=2.0, memory=8.0), executor=(TrainExecutor(name="diloco-transformer"),))
@@ -81,6 +84,7 @@ RESPONSES: list[tuple[Any, Any]] = [
     (WHY_NOT, Reasons(reasons=("cpu: 2 wanted, 1 free",))),
     (ROUND_MEMBERS, MembersKnown(accepted=False, reason="round 4 is over")),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST)),
+    (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, others=(OTHER,))),
     (HEALTH_CHECK, Health(healthy=True, role="worker", version="0.1.0", bytes_sent=1, bytes_received=2)),
     (RENEW_LEASE, Renewed(id=ID[1], timeout=TIME, timeout_ms=10_000)),
 ]
@@ -96,6 +100,11 @@ HEADERS: list[tuple[str, Any, Any]] = [
     ("PullRequest.manifest", PullRequest, PullRequest(dataset="digits", index=0, name="manifest", offset=7)),
     ("PullAnswer.Start", PullAnswer, PullStart(size=1 << 33, digest=DIGEST)),
 ]
+RECORD = b'{"num_slices":4,"seq":7,"manifest":"%s"}' % DIGEST.encode()
+HEARTBEAT = [
+    ("heartbeat_key", heartbeat_key(PEER, b"digits")),
+    ("signed_bytes", signed_bytes(PEER, b"digits", RECORD)),
+]
 
 
 def lines() -> list[dict[str, Any]]:
@@ -109,6 +118,8 @@ def lines() -> list[dict[str, Any]]:
     for name, annotated, value in HEADERS:
         data, plain = to_cbor(annotated, value), to_plain(annotated, value)
         made.append({"protocol": "transfer", "kind": "header", "name": name, "hex": data.hex(), "json": plain})
+    for name, data in HEARTBEAT:
+        made.append({"protocol": "/ipfs/kad/1.0.0", "kind": "record", "name": name, "hex": data.hex(), "json": None})
     return made
 
 
@@ -116,7 +127,10 @@ def golden() -> list[dict[str, Any]]:
     return [json.loads(line) for line in GOLDEN.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("index", range(len(REQUESTS) + len(RESPONSES) + len(HEADERS)))
+ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(HEARTBEAT)
+
+
+@pytest.mark.parametrize("index", range(ALL))
 def test_bytes_are_as_they_were(index: int) -> None:
     assert lines()[index] == golden()[index]
 
@@ -127,7 +141,23 @@ def test_golden_bytes_decode() -> None:
         assert talk.decode_request(bytes.fromhex(line["hex"])) == value
     for (talk, value), line in zip(RESPONSES, stored[len(REQUESTS) :], strict=False):
         assert talk.decode_response(bytes.fromhex(line["hex"])) == value
-    assert len(stored) == len(REQUESTS) + len(RESPONSES) + len(HEADERS)
+    assert len(stored) == ALL
+
+
+def test_a_heartbeat_s_key_names_its_publisher_and_others_name_nobody() -> None:
+    assert publisher_named(heartbeat_key(PEER, b"a/b\xff")) == PEER
+    assert publisher_named(b"digits") is None
+    for spoilt in (
+        b"/hypha/heartbeat/0.1.0/",
+        b"/hypha/heartbeat/0.1.0/x/digits",
+        heartbeat_key(PEER, b"")[:-1],
+        b"\xff/",
+    ):
+        key = spoilt if spoilt.startswith(b"/hypha") else b"/hypha/heartbeat/0.1.0/" + spoilt
+        with pytest.raises(InvalidIdError):
+            publisher_named(key)
+    assert split_heartbeat(bytes(64) + b"value") == (bytes(64), b"value")
+    assert split_heartbeat(bytes(63)) == (b"", bytes(63))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ class SliceAssigned(Message, frozen=True, tag="Success"):
     epoch: Annotated[U32 | None, OMIT] = None
     """Which pass over the dataset this belongs to, from 0."""
     digest: Annotated[Digest | None, OMIT] = None
+    others: Annotated[tuple[PeerId, ...] | None, OMIT] = None
+    """Who else has this very slice, to be asked when `data_provider` does not give it."""
 
 
 DATA: Final = Conversation[DataRequest, SliceAssigned | NotFound | WireError](
