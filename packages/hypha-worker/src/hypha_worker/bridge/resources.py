@@ -50,6 +50,8 @@ from hypha_worker.connectors.peers import PeerFiles, as_fault, ask, next_slice
 
 REPORT_PAUSES: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each attempt at a report: a scheduler that is away for a quarter of a minute loses no job."""
+MAX_OTHERS: Final = 8
+"""Other providers of a slice that are asked in turn."""
 
 
 _SLICES: Final = telemetry.Counter("hypha.worker.slices", "{slice}", "Slices that were fetched.")
@@ -169,7 +171,8 @@ class JobResources:
         assigned = await next_slice(self.endpoint, reference.peer, request)
         target = folder / f"{safe_name(reference.dataset)}-{assigned.index}-{number}.safetensors"
         address = SliceAddress(dataset=reference.dataset, index=assigned.index)
-        pulled, peer = await self.files.pull([assigned.data_provider], address, target, assigned.digest)
+        providers = [assigned.data_provider, *(assigned.others or ())[:MAX_OTHERS]]
+        pulled, peer = await self.files.pull(providers, address, target, assigned.digest)
         extra = {"dataset": reference.dataset, "slice": str(assigned.index), "epoch": str(assigned.epoch or 0)}
         return self._pulled(target, pulled, peer, extra)
 
