@@ -30,6 +30,13 @@ SPANS = {
         "send outer update",
         "receive outer-update",
         "report",
+        "start executor",
+        "load model",
+        "round",
+        "train",
+        "write pseudo-gradient",
+        "wait for outer update",
+        "merge outer update",
     },
     "hypha-data": {"give file"},
     "hypha-gateway": {"pass request on"},
@@ -109,6 +116,7 @@ def test_a_job_is_one_trace_over_processes(collector: Collector, tmp_path: Path)
         "job",
     ]
     assert lineage(spans, "offer") == ["offer", "evaluate", "advertise", "job"]
+    assert lineage(spans, "train")[:4] == ["train", "round", "execute job", "DispatchJob"]
     assert lineage(spans, "receive pseudo-gradient")[:3] == [
         "receive pseudo-gradient",
         "send pseudo-gradient",

@@ -171,7 +171,7 @@ AtDoor = Callable[..., None]
 def test_the_bridge_describes_itself_and_its_socket_is_private(at_door: AtDoor, short: Path) -> None:
     async def case(door: Door) -> None:
         described = (await door.client.get("/openapi.json")).json()
-        routes = {"/resources/fetch", "/resources/send", "/resources/receive", "/status/send"}
+        routes = {"/resources/fetch", "/resources/send", "/resources/receive", "/status/send", "/telemetry/spans"}
         assert set(described["paths"]) == routes
         assert stat.S_IMODE(door.socket.stat().st_mode) == 0o600
 

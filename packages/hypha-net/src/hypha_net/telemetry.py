@@ -41,8 +41,8 @@ class OpenSpan(Protocol):
         """Add attributes."""
         ...
 
-    def end(self, error: str | None, kind: str | None) -> None:
-        """Finish; with `error` and its `kind` when what it tells of failed."""
+    def end(self, error: str | None, kind: str | None, ago: float = 0.0) -> None:
+        """Finish, `ago` seconds before now; with `error` and its `kind` when what it tells of failed."""
         ...
 
 
@@ -139,6 +139,33 @@ def span(
         ago: seconds for which the work has been going on already.
     """
     return Span(name, attributes, parent, kind, ago)
+
+
+def record(
+    name: str, attributes: Attributes, *, parent: str | None, ago: float, seconds: float, error: str | None = None
+) -> str | None:
+    """Tell of work that is over already, done by somebody who has no recorder: an executor.
+
+    Args:
+        parent: ``traceparent`` of what it was part of; without a valid one nothing is recorded.
+        ago: seconds since it began.
+        seconds: for which it lasted.
+        error: why it failed.
+
+    Returns:
+        It as the parent of others.
+    """
+    if parent is None or not _TRACEPARENT.fullmatch(parent) or _recorder is None:
+        return parent
+    opened = _recorder.start_span(name, "internal", parent, attributes, ago)
+    opened.end(error and error[:_REASON_LIMIT], error and "executor", max(0.0, ago - seconds))
+    return opened.traceparent
+
+
+def same_trace(first: str | None, second: str | None) -> bool:
+    """Whether two ``traceparent``s are well formed and of one trace."""
+    both = [text for text in (first, second) if text is not None and _TRACEPARENT.fullmatch(text)]
+    return len(both) == 2 and both[0].split("-")[1] == both[1].split("-")[1]
 
 
 def current_traceparent() -> str | None:

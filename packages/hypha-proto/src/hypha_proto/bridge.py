@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
+import msgspec
+
 from hypha_proto.codec import from_plain
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
@@ -18,6 +20,12 @@ FETCH: Final = "/resources/fetch"
 SEND: Final = "/resources/send"
 RECEIVE: Final = "/resources/receive"
 STATUS: Final = "/status/send"
+SPANS: Final = "/telemetry/spans"
+"""Ours, and optional: an executor goes on without spans where a bridge does not know it."""
+
+MAX_SPANS: Final = 256
+"""Spans of one report, those inside others counted."""
+MAX_SPAN_DEPTH: Final = 4
 
 _TYPES: Final = {"HuggingFace": "huggingface", "Peers": "peers", "Uri": "uri", "URI": "uri", "Scheduler": "scheduler"}
 _ACTIONS: Final = {"fetch": "out_dir", "send": "path", "receive": "out_dir"}
@@ -62,6 +70,57 @@ class Transfer(Message, frozen=True):
     """The file to send, or the folder to write to, relative to the work directory; empty when none was named."""
     round: U32 | None = None
     samples: U64 | None = None
+
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+_Text = Annotated[str, msgspec.Meta(max_length=300)]
+_Milliseconds = Annotated[float, msgspec.Meta(ge=0.0)]
+_Integer = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+
+
+class ExecutorSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Work that an executor has done, for the trace of its job. Durations only: no clock is compared with another."""
+
+    name: _Name
+    ago_ms: _Milliseconds
+    """From its beginning to the report."""
+    duration_ms: _Milliseconds
+    attributes: Annotated[dict[_Name, _Text | bool | _Integer | float], msgspec.Meta(max_length=32)] = {}
+    error: _Text | None = None
+    """Why it failed, if it did."""
+    inside: tuple[ExecutorSpan, ...] = ()
+    """What it consisted of."""
+
+
+class SpanReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of ``/telemetry/spans``."""
+
+    spans: tuple[ExecutorSpan, ...]
+    traceparent: Annotated[str, msgspec.Meta(max_length=64)] | None = None
+    """What they are part of, a span of the job's trace; by default the worker's own span of the job."""
+
+
+def read_spans(body: bytes) -> SpanReport:
+    """Read a body of ``/telemetry/spans``.
+
+    Raises:
+        DecodeError: it is not one, or over a bound; the text says where.
+    """
+    try:
+        report = msgspec.json.decode(body, type=SpanReport)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise DecodeError(str(error)) from None
+    level, count = report.spans, 0
+    for _ in range(MAX_SPAN_DEPTH):
+        count += len(level)
+        if any(span.duration_ms > span.ago_ms for span in level):
+            raise DecodeError(
+                "a span that is over cannot have lasted longer (duration_ms) than since it began (ago_ms)"
+            )
+        level = tuple(inner for span in level for inner in span.inside)
+    if level or count > MAX_SPANS:
+        raise DecodeError(f"a report has {MAX_SPANS} spans at most, {MAX_SPAN_DEPTH} deep")
+    return report
 
 
 def read_transfer(action: str, body: Any) -> Transfer:

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Final
 
 import httpx
+import msgspec
 
 from hypha.accelerate_executor.errors import (
     BridgeClosed,
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 0.5
+_SPANS_SECONDS: Final = 2.0
+"""What reporting spans may hold training up, once: it is not tried again."""
 _GONE: Final = 410
 _UNAVAILABLE: Final = 503
 _LINE_LIMIT: Final = 1 << 20
@@ -127,6 +130,14 @@ class Bridge:
             raise SchedulerRefused(f"the scheduler refused the report {progress!r:.200}; its log says why")
         return answer
 
+    def report_spans(self, report: routes.SpanReport) -> None:
+        """Give the worker what was done, for the trace of the job; it is not waited for long.
+
+        Raises:
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker is gone, too slow or knows no such report.
+        """
+        self._post(routes.SPANS, msgspec.json.encode(report), _SPANS_SECONDS)
+
     def updates(self, reference: Reference, out_dir: str) -> OuterUpdates:
         """Open the stream of outer updates that the peers of `reference` send; they are put into `out_dir`."""
         return OuterUpdates(self, {"resource": to_plain(Reference, reference), "path": out_dir})
@@ -166,9 +177,11 @@ class Bridge:
                     raise
                 time.sleep(_RETRY_SECONDS)
 
-    def _post(self, route: str, content: bytes) -> httpx.Response:
-        with _translated(route, self._timeout):
-            response = self._client.post(route, content=content, headers={"content-type": "application/json"})
+    def _post(self, route: str, content: bytes, timeout: float | None = None) -> httpx.Response:
+        seconds = self._timeout if timeout is None else min(timeout, self._timeout)
+        headers = {"content-type": "application/json"}
+        with _translated(route, seconds):
+            response = self._client.post(route, content=content, headers=headers, timeout=seconds)
         _check(route, response)
         return response
 

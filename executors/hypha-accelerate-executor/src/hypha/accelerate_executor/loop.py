@@ -19,6 +19,7 @@ from hypha.accelerate_executor.device import choose_device
 from hypha.accelerate_executor.report import RoundTally, batch_done
 from hypha.accelerate_executor.rounds import Next, RoundCountdown
 from hypha.accelerate_executor.setup import Setup, set_up
+from hypha.accelerate_executor.spans import Spans
 from hypha.accelerate_executor.team import Compute, GatherWeights, Leave, LoadModel, TakeWeights, form_team
 from hypha_proto.job import PeersReference, Reference, TrainConfig
 from hypha_proto.progress import Done, Update, UpdateReceived
@@ -50,6 +51,7 @@ class TrainingLoop:
         batches: Batches,
         outer_updates: OuterUpdates,
         pace: Pace,
+        spans: Spans,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Put the parts together; nothing happens before `run`."""
@@ -61,6 +63,7 @@ class TrainingLoop:
         self._batches = batches
         self._outer_updates = outer_updates
         self._pace = pace
+        self._spans = spans
         self._clock = clock
         self._countdown = RoundCountdown(config.first_round or 1)
         self._mark = 0.0
@@ -73,11 +76,24 @@ class TrainingLoop:
         """
         following = Next.TRAIN
         while following is not Next.STOP:
+            self._spans.flush()
             tally = RoundTally()
-            following = self._train(tally)
+            with self._spans.span("round", round=self._countdown.round):
+                following = self._train_round(tally)
+                if following is Next.SYNCHRONISE and not self._synchronise(tally):
+                    following = Next.STOP
             if following is Next.SYNCHRONISE:
-                following = self._synchronise(tally)
+                following = self._end_round()
         self._team.order([Leave()] * self._team.size)
+
+    def _train_round(self, tally: RoundTally) -> Next:
+        """Process batches until the round ends, and tell of it."""
+        with self._spans.span("train") as about:
+            try:
+                return self._train(tally)
+            finally:
+                about |= {"hypha.batches": tally.batches, "hypha.samples": tally.samples}
+                about |= {"hypha.batch_seconds": tally.seconds}
 
     def _train(self, tally: RoundTally) -> Next:
         """Process batches until the round ends."""
@@ -107,26 +123,35 @@ class TrainingLoop:
         self._team.order([Compute(part) for part in parts])
         return self._trainer.compute(parts[0])
 
-    def _synchronise(self, tally: RoundTally) -> Next:
-        """Send the pseudo-gradient, wait for the outer update, merge it."""
+    def _synchronise(self, tally: RoundTally) -> bool:
+        """Send the pseudo-gradient, wait for the outer update, merge it; false when the job is done before that."""
         number = self._countdown.round
         if isinstance(self._bridge.report(Update()), Done):
-            return Next.STOP
+            return False
         self._send_update(number, tally.samples)
         metrics = tally.metrics(number)
         if isinstance(self._bridge.report(metrics), Done):
-            return Next.STOP
-        outer = self._outer_updates.wait(number, self._pace.update_timeout)
-        self._team.order([TakeWeights()] * self._team.size)
-        self._replica.merge(outer)
+            return False
+        with self._spans.span("wait for outer update"):
+            outer = self._outer_updates.wait(number, self._pace.update_timeout)
+        with self._spans.span("merge outer update"):
+            self._team.order([TakeWeights()] * self._team.size)
+            self._replica.merge(outer)
         outer.unlink(missing_ok=True)
         logger.info("round %d: %d samples, loss %.4f", number, tally.samples, metrics.metrics["loss"])
+        return True
+
+    def _end_round(self) -> Next:
+        """Tell that the outer update was merged; hear whether there is another round."""
+        self._spans.flush()  # before the report: after the last one the worker closes its door
         return self._countdown.after_merge(self._bridge.report(UpdateReceived()))
 
     def _send_update(self, number: int, samples: int) -> None:
         path = self._bridge.work_dir / f"update-{number}.safetensors"
-        self._team.order([GatherWeights()] * self._team.size)
-        self._replica.write_update(path, number, samples)
+        with self._spans.span("write pseudo-gradient") as about:
+            self._team.order([GatherWeights()] * self._team.size)
+            self._replica.write_update(path, number, samples)
+            about["hypha.file.size"] = path.stat().st_size
         self._bridge.send(self._config.updates, path, number, samples)
         path.unlink(missing_ok=True)
 
@@ -159,23 +184,28 @@ def make_loop(
     fetched: Callable[[], Files],
     batches: Batches,
     pace: Pace,
+    spans: Spans,
 ) -> TrainingLoop:
     """Load the model and put a loop together that trains it.
 
     Args:
         choices: what the worker's owner has allowed and asked for.
         fetched: waits for the model's files and says where they lie.
+        spans: takes what is done.
 
     Raises:
         ExecutorError: the model cannot be loaded, or the job asks for what is not supported.
     """
     device, team = choose_device(), form_team(pace.update_timeout)
-    files = fetched()
+    with spans.span("wait for model"):
+        files = fetched()
     batches.prefetch()
-    team.order([LoadModel(files)] * team.size)
-    setup = set_up(config, choices, files, device, team)
+    with spans.span("load model", task=config.model.task, processes=team.size) as about:
+        team.order([LoadModel(files)] * team.size)
+        setup = set_up(config, choices, files, device, team)
+        about["hypha.parameters"] = sum(value.numel() for value in setup.replica.parameters.values())
     outer_updates = bridge.updates(_source(config), INCOMING)
-    return TrainingLoop(bridge, config, setup, batches, outer_updates, pace)
+    return TrainingLoop(bridge, config, setup, batches, outer_updates, pace, spans)
 
 
 def _source(config: TrainConfig) -> Reference:

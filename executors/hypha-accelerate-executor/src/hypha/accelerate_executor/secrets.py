@@ -27,11 +27,14 @@ class Redaction(logging.Filter):
         message, text = record.getMessage(), record.exc_text
         if record.exc_info and not text:
             text = logging.Formatter().formatException(record.exc_info)
-        for secret in self._secrets:
-            message = message.replace(secret, BLOT)
-            text = text and text.replace(secret, BLOT)
-        record.msg, record.args, record.exc_text = message, None, text
+        record.msg, record.args, record.exc_text = self.clean(message), None, text and self.clean(text)
         return True
+
+    def clean(self, text: str) -> str:
+        """Give the text without the secrets."""
+        for secret in self._secrets:
+            text = text.replace(secret, BLOT)
+        return text
 
 
 def secrets_of(config: TrainConfig) -> frozenset[str]:

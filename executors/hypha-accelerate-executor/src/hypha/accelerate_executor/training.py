@@ -25,7 +25,8 @@ from hypha.accelerate_executor.data import Batches
 from hypha.accelerate_executor.errors import ExecutorError, JobError
 from hypha.accelerate_executor.model import model_directory
 from hypha.accelerate_executor.preprocess import preprocessed_columns
-from hypha.accelerate_executor.secrets import hide, secrets_of
+from hypha.accelerate_executor.secrets import Redaction, hide, secrets_of
+from hypha.accelerate_executor.spans import TRACE_VARIABLE, Spans
 from hypha_proto.codec import from_json
 from hypha_proto.errors import DecodeError, ProtoError
 from hypha_proto.job import JobSpec, TrainConfig, TrainJob
@@ -141,17 +142,24 @@ def _train(options: argparse.Namespace, started: float) -> None:
         return
     with Bridge(options.socket, work_dir, timeout) as bridge:
         batches = Batches(_slices(bridge, config), config.batch_size, config.seed or 0, preprocessed_columns(config))
+        clean = Redaction(secrets_of(config)).clean
+        spans = Spans(bridge.report_spans, os.environ.get(TRACE_VARIABLE), clean)
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="model") as thread:
+            with (
+                spans.span("start executor", time.perf_counter() - started),
+                ThreadPoolExecutor(1, thread_name_prefix="model") as thread,
+            ):
                 files = thread.submit(_files, bridge, config)
                 # takes seconds, in which the files arrive
-                from hypha.accelerate_executor.loop import Pace, make_loop
+                with spans.span("import torch"):
+                    from hypha.accelerate_executor.loop import Pace, make_loop
 
                 pace = Pace(timeout, delay)
-                loop = make_loop(bridge, config, _choices(options), files.result, batches, pace)
+                loop = make_loop(bridge, config, _choices(options), files.result, batches, pace, spans)
             logger.info("ready after %.1f s", time.perf_counter() - started)
             loop.run()
         finally:
+            spans.flush()
             batches.close()
 
 

@@ -192,11 +192,11 @@ class _OpenSpan:
     def set(self, attributes: Attributes) -> None:
         self.span.set_attributes(attributes)
 
-    def end(self, error: str | None, kind: str | None) -> None:
+    def end(self, error: str | None, kind: str | None, ago: float = 0.0) -> None:
         if error is not None:
             self.span.set_status(StatusCode.ERROR, error)
             self.span.set_attribute("error.type", kind or "error")
-        self.span.end()
+        self.span.end(time.time_ns() - int(ago * 1e9) if ago else None)
 
 
 def _above(traceparent: str | None) -> Context:

@@ -1,4 +1,4 @@
-"""The bridge as HTTP: four routes and their description at ``/openapi.json``. FastAPI; runs in the bridge's thread.
+"""The bridge as HTTP: five routes and their description at ``/openapi.json``. FastAPI; runs in the bridge's thread.
 
 Each route reads a body strictly with `hypha_proto.bridge`, calls the worker's side through the portal, and writes the
 answer as JSON. Before this room: an executor. After it: `bridge.resources`.
@@ -18,11 +18,13 @@ from hypha_proto.bridge import (
     FETCH,
     RECEIVE,
     SEND,
+    SPANS,
     STATUS,
     BridgeError,
     FetchedFile,
     ReceivedFile,
     Transfer,
+    read_spans,
     read_transfer,
 )
 from hypha_proto.codec import from_json, to_json, to_plain
@@ -47,6 +49,23 @@ _TRANSFER_BODY: Final = {
         "round": {"type": "integer", "minimum": 0},
         "samples": {"type": "integer", "minimum": 0, "description": "Weight of a pseudo-gradient."},
     },
+    "type": "object",
+}
+_SPAN: Final = {
+    "required": ["name", "ago_ms", "duration_ms"],
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 64},
+        "ago_ms": {"type": "number", "minimum": 0, "description": "From its beginning to this report."},
+        "duration_ms": {"type": "number", "minimum": 0},
+        "attributes": {**_ANY_OBJECT, "maxProperties": 32, "description": "Text, numbers, booleans."},
+        "error": {"type": "string", "maxLength": 300},
+        "inside": {"type": "array", "items": _ANY_OBJECT, "description": "Spans that it consisted of."},
+    },
+    "type": "object",
+}
+_SPANS_BODY: Final = {
+    "required": ["spans"],
+    "properties": {"spans": {"type": "array", "items": _SPAN}, "traceparent": {"type": "string"}},
     "type": "object",
 }
 _ERROR: Final = {
@@ -94,10 +113,19 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
         answer = await call(backend.report, progress)
         return Response(to_json(ProgressResponse, answer), media_type="application/json")
 
+    async def spans(request: Request) -> Response:
+        """Take what the executor has done into the trace of its job; tells how many spans were recorded."""
+        try:
+            report = read_spans(await _read_body(request))
+        except DecodeError as error:
+            raise bad_request(f"spans: {error}") from None
+        return _json({"recorded": await call(backend.take_spans, report)})
+
     _add(app, FETCH, fetch, _TRANSFER_BODY)
     _add(app, SEND, send, _TRANSFER_BODY)
     _add(app, RECEIVE, receive, _TRANSFER_BODY)
     _add(app, STATUS, status, {"oneOf": [{"type": "string"}, _ANY_OBJECT]})
+    _add(app, SPANS, spans, _SPANS_BODY)
     return app
 
 

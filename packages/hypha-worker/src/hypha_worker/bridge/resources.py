@@ -19,7 +19,7 @@ import msgspec
 from hypha_net import telemetry, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
-from hypha_proto.bridge import FetchedFile, ReceivedFile, Transfer
+from hypha_proto.bridge import FetchedFile, ReceivedFile, SpanReport, Transfer
 from hypha_proto.ids import PeerId
 from hypha_proto.job import (
     HuggingFaceReference,
@@ -44,6 +44,7 @@ from hypha_worker.bridge.paths import (
     safe_name,
 )
 from hypha_worker.bridge.references import check_peers, with_secrets
+from hypha_worker.bridge.spans import SpanAccount
 from hypha_worker.connectors.access import Access
 from hypha_worker.connectors.downloads import Downloaded, from_hub, from_uri
 from hypha_worker.connectors.peers import PeerFiles, as_fault, ask, next_slice
@@ -98,6 +99,10 @@ class BridgeBackend(Protocol):
         """Tell the scheduler how the job advances; gives its answer."""
         ...
 
+    async def take_spans(self, report: SpanReport) -> int:
+        """Take an executor's spans into the job's trace; gives how many were recorded."""
+        ...
+
 
 @dataclass(slots=True)
 class JobResources:
@@ -117,6 +122,7 @@ class JobResources:
     _ahead: dict[str, None] = field(default_factory=dict)
     """Slices that were fetched and of which no batch has been reported yet."""
     _round: int = field(init=False)
+    _spans: SpanAccount = field(default_factory=SpanAccount)
 
     def __post_init__(self) -> None:
         executor = self.spec.executor
@@ -265,6 +271,10 @@ class JobResources:
         for index in batch.slices or ():
             self._ahead.pop(index, None)
         _AHEAD.set(len(self._ahead), self._job)
+
+    async def take_spans(self, report: SpanReport) -> int:
+        """See `BridgeBackend.take_spans`."""
+        return self._spans.take(report, self.traceparent)
 
     def close(self) -> None:
         """The job is over."""

@@ -1,0 +1,133 @@
+"""What the executor tells its worker about its work, and that a worker which does not want it changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from hypha.accelerate_executor import training
+from hypha.accelerate_executor.errors import BridgeClosed
+from hypha.accelerate_executor.spans import TRACE_VARIABLE, Spans
+from hypha_proto.bridge import SpanReport, read_spans
+
+SAMPLED = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+UNSAMPLED = SAMPLED[:-1] + "0"
+
+
+class Told:
+    """Takes reports."""
+
+    def __init__(self) -> None:
+        self.reports: list[SpanReport] = []
+
+    def __call__(self, report: SpanReport) -> None:
+        self.reports.append(report)
+
+
+class Clock:
+    """Shows what it is set to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_work_is_told_with_what_it_consisted_of_and_how_long_ago() -> None:
+    told, clock = Told(), Clock()
+    spans = Spans(told, SAMPLED, clock=clock)
+    with spans.span("outer", 2.0, round=3) as about:
+        clock.now += 1
+        with spans.span("inner"):
+            clock.now += 4
+        about["hypha.samples"] = 12
+    clock.now += 10
+    spans.flush()
+    spans.flush()
+    [report] = told.reports
+    [outer] = report.spans
+    assert (outer.name, outer.ago_ms, outer.duration_ms) == ("outer", 17_000, 7_000)
+    assert outer.attributes == {"hypha.round": 3, "hypha.samples": 12}
+    assert [(span.name, span.ago_ms, span.duration_ms) for span in outer.inside] == [("inner", 14_000, 4_000)]
+    assert read_spans(msgspec.json.encode(report)) == report
+
+
+def test_what_fails_says_why_without_secrets() -> None:
+    told = Told()
+    spans = Spans(told, SAMPLED, lambda text: text.replace("hf_secret", "***"))
+    with pytest.raises(ValueError, match="hf_secret"), spans.span("outer"), spans.span("inner"):
+        raise ValueError("token hf_secret is not taken")
+    spans.flush()
+    [outer] = told.reports[0].spans
+    assert outer.error == outer.inside[0].error == "ValueError: token *** is not taken"
+
+
+@pytest.mark.parametrize("traceparent", [None, "", UNSAMPLED, "nonsense1"])
+def test_a_job_that_is_not_traced_tells_nothing(traceparent: str | None) -> None:
+    told = Told()
+    spans = Spans(told, traceparent)
+    with spans.span("work"):
+        pass
+    spans.flush()
+    assert told.reports == []
+
+
+def test_a_worker_that_takes_no_spans_is_asked_once() -> None:
+    asked = []
+
+    def refuse(report: SpanReport) -> None:
+        asked.append(report)
+        raise BridgeClosed("gone")
+
+    spans = Spans(refuse, SAMPLED)
+    for _ in range(3):
+        with spans.span("work"):
+            pass
+        spans.flush()
+    assert len(asked) == 1
+
+
+def test_a_job_tells_of_its_start_and_of_every_round(
+    make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    worker = make_worker(rounds=2, batches=4)
+    worker.answers["/telemetry/spans"] = lambda body: (told.append(body), (200, {"recorded": 1}))[1]
+    monkeypatch.setenv(TRACE_VARIABLE, SAMPLED)
+    assert training.main(worker.arguments()) == 0
+    spans = [span for body in told for span in body["spans"]]
+    assert [span["name"] for span in spans] == ["start executor", "round", "round"]
+    assert {"import torch", "wait for model", "load model"} == {inner["name"] for inner in spans[0]["inside"]}
+    for number, span in enumerate(spans[1:], 1):
+        assert span["attributes"]["hypha.round"] == number
+        names = [inner["name"] for inner in span["inside"]]
+        assert names == ["train", "write pseudo-gradient", "wait for outer update", "merge outer update"]
+        train = span["inside"][0]
+        assert (train["attributes"]["hypha.batches"], train["attributes"]["hypha.samples"]) == (4, 64)
+        assert 0 < train["duration_ms"] <= span["duration_ms"] <= span["ago_ms"]
+
+
+@pytest.mark.parametrize("answer", ["unknown", pytest.param("silent", marks=pytest.mark.slow)])
+def test_a_worker_without_such_a_route_gets_its_job_done(
+    answer: str, make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def unknown(body: Any) -> tuple[int, Any]:
+        asked.append(body)
+        if answer == "silent":
+            time.sleep(10)
+        return 404, {"detail": "Not Found"}
+
+    worker = make_worker(rounds=2, batches=4)
+    worker.answers["/telemetry/spans"] = unknown
+    monkeypatch.setenv(TRACE_VARIABLE, SAMPLED)
+    began = time.monotonic()
+    assert training.main(worker.arguments()) == 0
+    assert len(asked) == 1
+    assert len(worker.updates) == 2
+    assert time.monotonic() - began < 60

@@ -1,0 +1,71 @@
+"""An executor's spans: checked, and recorded by its worker in the trace of their job.
+
+Before this room: `bridge.app` has read a report within its bounds. After it: `hypha_net.telemetry`. The executor needs
+no clock that agrees with ours, and no OpenTelemetry: what it reports is over, and is placed by how long ago it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import anyio
+
+from hypha_net import telemetry
+from hypha_proto.bridge import ExecutorSpan, SpanReport
+from hypha_worker.bridge.faults import bad_request
+
+MAX_SPANS_A_JOB: Final = 20_000
+"""What an executor reports beyond is answered and not recorded."""
+_MS: Final = 1000.0
+
+
+@dataclass(slots=True)
+class SpanAccount:
+    """What one job's executor has told so far."""
+
+    clock: Callable[[], float] = anyio.current_time
+    _recorded: int = 0
+    _began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
+
+    def take(self, report: SpanReport, job: str | None) -> int:
+        """Record a report under the job's span; gives how many spans were recorded.
+
+        Args:
+            job: ``traceparent`` of the job's execution; none when it is part of no trace.
+
+        Raises:
+            BridgeFault: a span began before the job, or names a trace that is not the job's.
+        """
+        longest = (self.clock() - self._began) * _MS
+        for span in _all(report.spans):
+            if span.ago_ms > longest:
+                raise bad_request(
+                    f"spans: {span.name!r} began {span.ago_ms:g} ms ago, before the job ({longest:.0f} ms)"
+                )
+        parent = report.traceparent or job
+        if report.traceparent is not None and job is not None and not telemetry.same_trace(report.traceparent, job):
+            raise bad_request("spans: traceparent is not one of the job's trace, which TRACEPARENT names")
+        if job is None or not telemetry.enabled():
+            return 0
+        before = self._recorded
+        self._record(report.spans, parent)
+        return self._recorded - before
+
+    def _record(self, spans: Sequence[ExecutorSpan], parent: str | None) -> None:
+        for span in spans:
+            if self._recorded >= MAX_SPANS_A_JOB:
+                return
+            self._recorded += 1
+            ago, seconds = span.ago_ms / _MS, span.duration_ms / _MS
+            about = {"hypha.executor": True, **span.attributes}
+            own = telemetry.record(span.name, about, parent=parent, ago=ago, seconds=seconds, error=span.error)
+            self._record(span.inside, own)
+
+
+def _all(spans: Sequence[ExecutorSpan]) -> list[ExecutorSpan]:
+    return [span for outer in spans for span in (outer, *_all(outer.inside))]
