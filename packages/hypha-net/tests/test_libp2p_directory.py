@@ -10,10 +10,11 @@ from typing import Any
 import anyio
 import pytest
 
-from hypha_net._libp2p import kad
+from hypha_net._libp2p import kad_server, kad_store
 from hypha_net._libp2p.framing import read_message, write_message
-from hypha_net._libp2p.kad import CLOSEST, DirectoryServer, KnownPeer, RecordStore
 from hypha_net._libp2p.kad_messages import PROTOCOL, Kind, Message
+from hypha_net._libp2p.kad_server import CLOSEST, DirectoryServer, KnownPeer
+from hypha_net._libp2p.kad_store import RecordStore
 from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamResetError, TransferError
 from hypha_net.testing import MemoryNetwork
@@ -63,9 +64,9 @@ def test_a_record_is_kept_with_its_publisher_until_its_end() -> None:
     gateway.now += 60
     assert gateway.get(b"mnist") is None
     gateway.put(PEERS[0], put(b"mnist", b"{}", ttl=1 << 31))
-    assert gateway.get(b"mnist") == (b"{}", PEERS[0], kad.MAX_TTL)
+    assert gateway.get(b"mnist") == (b"{}", PEERS[0], kad_store.MAX_TTL)
     gateway.put(PEERS[0], put(b"mnist", b"{}", ttl=0))
-    assert gateway.get(b"mnist") == (b"{}", PEERS[0], kad.DEFAULT_TTL)
+    assert gateway.get(b"mnist") == (b"{}", PEERS[0], kad_server.DEFAULT_TTL)
 
 
 def test_the_newest_wins_and_within_a_publisher_the_highest_seq() -> None:
@@ -104,17 +105,17 @@ def test_a_record_that_does_not_fit_is_not_kept(spoil: str) -> None:
     elif spoil == "empty":
         message.key = message.record.key = b""
     elif spoil == "long key":
-        message.key = message.record.key = bytes(kad.MAX_KEY + 1)
+        message.key = message.record.key = bytes(kad_server.MAX_KEY + 1)
     else:
-        message.record.value = bytes(kad.MAX_VALUE + 1)
+        message.record.value = bytes(kad_server.MAX_VALUE + 1)
     gateway.put(PEERS[0], message)
     assert gateway.get(b"k") is None
     assert gateway.get(bytes(message.record.key)) is None
 
 
 def test_one_peer_cannot_fill_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kad, "MAX_RECORDS_OF_PEER", 3)
-    monkeypatch.setattr(kad, "MAX_STORED", 1000)
+    monkeypatch.setattr(kad_store, "MAX_RECORDS_OF_PEER", 3)
+    monkeypatch.setattr(kad_store, "MAX_STORED", 1000)
     gateway = Gateway()
     for n in range(5):
         gateway.put(PEERS[0], put(b"k%d" % n, b"v"))

@@ -20,7 +20,8 @@ from hypha_proto.slices import DatasetRecord
 
 _log = logging.getLogger(__name__)
 
-INTERVAL: Final = directory.RECORD_TTL / 4
+INTERVAL: Final = 900.0
+"""Seconds between announcements; the endpoint renews the last one in between, many times."""
 RETRY: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts while no directory server takes a record; the last repeats."""
 

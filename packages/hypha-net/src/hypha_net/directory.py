@@ -15,8 +15,8 @@ from hypha_proto.slices import DatasetRecord
 _log = logging.getLogger(__name__)
 
 MAX_RECORD: Final = 64 << 10
-RECORD_TTL: Final = 3600.0
-"""Seconds that an announcement lives; the endpoint renews it as long as it is open."""
+RECORD_TTL: Final = 25.0
+"""Seconds that an announcement outlives its data node; the endpoint renews it as long as it is open."""
 
 
 @dataclass(frozen=True, slots=True)

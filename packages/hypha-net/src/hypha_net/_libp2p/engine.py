@@ -28,19 +28,22 @@ from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p import kad
+from hypha_net._libp2p.certificate_watch import CertificateWatch, LiveConnection
 from hypha_net._libp2p.circuits import CircuitConnection
-from hypha_net._libp2p.connections import upgrade
+from hypha_net._libp2p.connections import secured, upgrade
 from hypha_net._libp2p.dialer import Dialer, Routes, is_direct
 from hypha_net._libp2p.gateways import Gateways
 from hypha_net._libp2p.gossip import make_pubsub
 from hypha_net._libp2p.host import NEGOTIATE_TIMEOUT, addresses_of, agent_of, check_port_free, make_host, protocols_of
 from hypha_net._libp2p.kad_messages import PROTOCOL as KAD_PROTOCOL
+from hypha_net._libp2p.kad_server import DirectoryServer, KnownPeer
+from hypha_net._libp2p.kad_store import RecordStore
 from hypha_net._libp2p.library_logs import adopt_library_logs
 from hypha_net._libp2p.muxer import Muxer
 from hypha_net._libp2p.notices import Notices
 from hypha_net._libp2p.relay import RelayClient, RelayHop
 from hypha_net._libp2p.relay_messages import HOP, STOP
-from hypha_net._libp2p.security import SecurityRecords
+from hypha_net._libp2p.security import SecurityRecords, TlsContexts
 from hypha_net._libp2p.streams import Libp2pStream
 from hypha_net._libp2p.subscriptions import Subscriptions
 from hypha_net.addresses import expand_wildcards, split_peer
@@ -53,7 +56,7 @@ from hypha_net.errors import (
     UnsupportedProtocolError,
 )
 from hypha_net.events import Events
-from hypha_net.identity import Identity
+from hypha_net.identity import CertificateInfo, Identity
 from hypha_net.open import EndpointSettings
 from hypha_proto.ids import PeerId
 
@@ -72,7 +75,7 @@ class Libp2pEndpoint:
         self._tasks = tasks
         self.events = Events()
         """See `Endpoint.events`."""
-        self._records = SecurityRecords()
+        self._records = SecurityRecords(TlsContexts(identity), self.events)
         self._swarm: Swarm | None = None  # its host asks for addresses while it is made
         self._relay = RelayClient(self, self._accept_circuit, self._announce_addresses)
         self._host = make_host(identity, self._records, settings.max_connections, self._own_addresses)
@@ -86,12 +89,15 @@ class Libp2pEndpoint:
         self._subscriptions = Subscriptions(pubsub, tasks)
         self._make_directory()
         self._make_relay()
+        self._certificates = CertificateWatch(identity, self._live_connections, self._adopt, self.events)
 
     def _make_directory(self) -> None:
         is_gateway = self._settings.role == "gateway"
-        store = kad.RecordStore(self._settings.state_dir) if is_gateway else None
-        server = kad.DirectoryServer(self._known_peers, store, self._dialer.passes_on)
-        self._directory = kad.DirectoryClient(self, lambda: self._gateways.connected(), server if is_gateway else None)
+        store = RecordStore(self._settings.state_dir) if is_gateway else None
+        server = DirectoryServer(self._known_peers, store, self._dialer.passes_on)
+        self._directory = kad.DirectoryClient(
+            self, lambda: self._gateways.connected(), self._identity.key.sign, server if is_gateway else None
+        )
         self.handle(KAD_PROTOCOL, server.serve)
 
     def _make_relay(self) -> None:
@@ -161,7 +167,7 @@ class Libp2pEndpoint:
 
     def _describe(self, peer: PeerId) -> PeerInfo:
         store, raw = self._host.peerstore, ID(peer.raw)
-        certificate = self._records.certificates.get(peer)
+        certificate = self._certificate(peer)
         return PeerInfo(
             peer,
             tuple(str(Multiaddr(address)) for address in addresses_of(store, raw)),
@@ -171,10 +177,29 @@ class Libp2pEndpoint:
             certificate.role if certificate else None,
         )
 
-    def _known_peers(self) -> list[kad.KnownPeer]:
+    def _certificate(self, peer: PeerId) -> CertificateInfo | None:
+        connection = self._dialer.connection(peer)
+        return None if connection is None else secured(connection).certificate
+
+    def _live_connections(self) -> list[LiveConnection]:
+        pairs = [(peer, connection) for peer in self._alive() for connection in self._dialer.connections(peer)]
+        return [LiveConnection(peer, secured(each).chain, each.close) for peer, each in pairs]
+
+    def _adopt(self, identity: Identity, contexts: TlsContexts) -> None:
+        self._identity, self._records.contexts = identity, contexts
+        self._gateways.try_now()
+
+    async def reload_certificates(self) -> bool:
+        """Read certificate, trust bundle and lists again, now; false if the old stay in use, as the log says.
+
+        Files that change are read again by themselves. Whoever is not trusted any more loses its connections.
+        """
+        return await self._certificates.reload()
+
+    def _known_peers(self) -> list[KnownPeer]:
         """Connected peers for the directory, with the circuits that lead to them through here."""
         circuits = tuple(Multiaddr(f"{address}/p2p-circuit").to_bytes() for address in self.addresses[:8])
-        return [kad.KnownPeer(peer, self._told(peer, circuits)) for peer in self._alive()]
+        return [KnownPeer(peer, self._told(peer, circuits)) for peer in self._alive()]
 
     def _told(self, peer: PeerId, circuits: tuple[bytes, ...]) -> tuple[bytes, ...]:
         own = addresses_of(self._host.peerstore, ID(peer.raw))
@@ -313,6 +338,7 @@ class Libp2pEndpoint:
             await pubsub.wait_until_ready()
             for address in self._settings.gateway_addresses:
                 self._tasks.start_soon(self._gateways.keep, address)
+            self._tasks.start_soon(self._certificates.run, self._settings.certificate_interval)
             try:
                 yield
             finally:

@@ -32,7 +32,7 @@ BACKOFF: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 LASTING: Final = 5.0
 """Seconds after which a connection to a gateway counts as a success."""
 RECORD_INTERVAL: Final = 600.0
-"""Seconds after which records are put again at the latest; half of the shortest life if that is less."""
+"""Seconds after which records are put again at the latest; a third of the shortest life if that is less."""
 NEIGHBOUR_INTERVAL: Final = 30.0
 HEARD_TIMEOUT: Final = 2.0
 
@@ -43,12 +43,14 @@ class OwnRecords:
     def __init__(self, directory: DirectoryClient) -> None:
         self._directory = directory
         self._records: dict[bytes, tuple[bytes, float]] = {}
+        self._added = anyio.Event()
         self._turns: dict[bytes, anyio.Lock] = {}
         """A key's puts one after the other: else an older value could arrive after a newer one, and win."""
 
     async def put(self, key: bytes, value: bytes, ttl: float) -> None:
         """Publish a record, and keep it published."""
         self._records[key] = (value, ttl)
+        self._added.set()
         await self._put_again(key)
 
     async def _put_again(self, key: bytes) -> None:
@@ -68,8 +70,19 @@ class OwnRecords:
         """Put them again in time, until cancelled."""
         while True:
             await self.announce()
+            await self._until_due()
+
+    async def _until_due(self) -> None:
+        """Sleep until the records have to be put again; one that is added meanwhile may have to be sooner."""
+        began = anyio.current_time()
+        while True:
             shortest = min((ttl for _, ttl in self._records.values()), default=RECORD_INTERVAL)
-            await anyio.sleep(min(RECORD_INTERVAL, max(1.0, shortest / 2)))
+            left = began + min(RECORD_INTERVAL, max(0.5, shortest / 3)) - anyio.current_time()
+            if left <= 0:
+                return
+            self._added = anyio.Event() if self._added.is_set() else self._added
+            with anyio.move_on_after(left):
+                await self._added.wait()
 
 
 class Gateways:
@@ -84,11 +97,21 @@ class Gateways:
         self._relay = relay
         self._met: dict[str, PeerId] = {}
         self._changed = anyio.Event()
+        self._retry = anyio.Event()
         self.records = OwnRecords(directory)
 
     def connected(self) -> list[PeerId]:
         """Gateways that are connected now."""
         return [peer for peer in dict.fromkeys(self._met.values()) if self._dialer.connection(peer) is not None]
+
+    def try_now(self) -> None:
+        """End the pauses after failed attempts, because the reason of the failure may be gone."""
+        self._retry.set()
+        self._retry = anyio.Event()
+
+    async def _pause(self, seconds: float) -> None:
+        with anyio.move_on_after(seconds):
+            await self._retry.wait()
 
     async def wait(self) -> None:
         """Wait until one is connected."""
@@ -113,7 +136,7 @@ class Gateways:
             if anyio.current_time() - met_at >= LASTING:
                 failures = 0
             else:  # one that takes everybody and drops them again, as it does while it ends, is left in peace, too
-                await anyio.sleep(_pause(failures))
+                await self._pause(_seconds(failures))
                 failures += 1
 
     async def _connect(self, address: str, failures: int) -> PeerId | None:
@@ -121,11 +144,11 @@ class Gateways:
             with anyio.fail_after(CONNECT_TIMEOUT):
                 return await self._dialer.connect(address)
         except (NetError, TimeoutError) as error:
-            pause = _pause(failures)
+            pause = _seconds(failures)
             level = logging.ERROR if isinstance(error, RefusedError) else logging.WARNING
             reason = str(error).removeprefix(f"{split_peer(address)[0]}: ") or f"no answer within {CONNECT_TIMEOUT:g} s"
             _log.log(level, "gateway %s: %s; again in %.1f s", address, reason, pause)
-        await anyio.sleep(pause)
+        await self._pause(pause)
         return None
 
     async def _stay(self, gateway: PeerId) -> None:
@@ -165,7 +188,7 @@ class Gateways:
                     _log.debug("neighbour %s at %s: %s", peer, address, error)
 
 
-def _pause(failures: int) -> float:
+def _seconds(failures: int) -> float:
     return BACKOFF[min(failures, len(BACKOFF) - 1)] * random.uniform(0.75, 1.25)
 
 

@@ -1,0 +1,138 @@
+"""The directory's answering half: every node answers FIND_NODE, gateways keep records and providers too.
+
+After it: `kad_store`, where a gateway keeps them. The stock server keeps dead peers, cannot replace a record, and
+resets the stream for keys of some lengths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import anyio
+
+from hypha_net._libp2p.framing import read_message, write_message
+from hypha_net._libp2p.kad_messages import Kind, Message
+from hypha_net._libp2p.kad_store import ProviderStore, RecordStore
+from hypha_net.endpoint import Stream
+from hypha_proto.errors import InvalidIdError
+from hypha_proto.heartbeats import heartbeat_key, publisher_named
+from hypha_proto.ids import PeerId
+
+_log = logging.getLogger("hypha_net.directory")
+
+CLOSEST: Final = 20
+MAX_VALUE: Final = 64 << 10
+DEFAULT_TTL: Final = 36 * 3600.0
+MAX_KEY: Final = 1024
+READ_TIMEOUT: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPeer:
+    """A connected peer and the addresses it has, as multiaddr bytes."""
+
+    peer: PeerId
+    addresses: tuple[bytes, ...]
+
+
+class DirectoryServer:
+    """Answers Kademlia questions of peers."""
+
+    def __init__(
+        self,
+        known: Callable[[], Iterable[KnownPeer]],
+        store: RecordStore | None,
+        passes: Callable[[bytes], bool] = lambda _address: True,
+        providers: ProviderStore | None = None,
+    ) -> None:
+        self._known = known
+        self._store = store
+        self._passes = passes
+        """Whether a peer's address is told to others."""
+        self._providers = providers or ProviderStore()
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer every message of one stream until the peer ends it."""
+        while True:
+            with anyio.move_on_after(READ_TIMEOUT) as scope:
+                message = await read_message(stream, Message)
+            if scope.cancelled_caught or message is None:
+                return
+            answer = self.answer(stream.peer, message)
+            if answer is not None:
+                await write_message(stream, answer)
+
+    def answer(self, peer: PeerId, message: Any) -> Any:
+        """The answer to a message, none if it gets none."""
+        if message.type == Kind.ADD_PROVIDER:
+            self._add_provider(peer, message)
+            return None
+        answer = Message(type=message.type, key=message.key)
+        if message.type == Kind.PUT_VALUE:
+            self._put(peer, message)
+            answer.record.CopyFrom(message.record)
+        elif message.type == Kind.GET_VALUE:
+            self._get(message.key, answer)
+        elif message.type == Kind.GET_PROVIDERS:
+            self._list_providers(message.key, answer)
+        if message.type in (Kind.GET_VALUE, Kind.GET_PROVIDERS, Kind.FIND_NODE):
+            self._add_closest(peer, message.key, answer)
+        return answer
+
+    def _put(self, peer: PeerId, message: Any) -> None:
+        record = message.record
+        publisher = record.publisher or peer.raw
+        fits = record.key == message.key and 0 < len(record.key) <= MAX_KEY and len(record.value) <= MAX_VALUE
+        if self._store is None or not fits or not self._may_put(peer, bytes(publisher), bytes(record.key)):
+            _log.warning("record %r of %s is not stored here", bytes(record.key[:60]), peer)
+        elif self._store.put(bytes(record.key), bytes(record.value), bytes(publisher), record.ttl or DEFAULT_TTL):
+            _log.debug("record %r of %s stored", bytes(record.key[:60]), peer)
+
+    def _may_put(self, peer: PeerId, publisher: bytes, key: bytes) -> bool:
+        """Whether `peer` may put a record of `publisher`: its own, or one that is known to be the publisher's."""
+        try:
+            named = publisher_named(key)
+        except InvalidIdError:
+            return False
+        if named is not None and named.raw != publisher:
+            return False
+        known = None if self._store is None else self._store.get(key)
+        return publisher == peer.raw or (known is not None and known.publisher == publisher)
+
+    def _get(self, key: bytes, answer: Any) -> None:
+        if self._store is not None and (stored := self._store.get(key)) is not None:
+            answer.record.key = key
+            answer.record.value = stored.value
+            answer.record.publisher = stored.publisher
+            answer.record.ttl = self._store.remaining(stored)
+
+    def _add_provider(self, peer: PeerId, message: Any) -> None:
+        own = any(provider.id == peer.raw for provider in message.provider_peers)
+        key = bytes(message.key)
+        if self._store is None or not own or not 0 < len(key) <= MAX_KEY or not self._providers.add(key, peer):
+            _log.warning("%s is not noted as provider of %r", peer, key[:60])
+
+    def _list_providers(self, key: bytes, answer: Any) -> None:
+        """Providers whose heartbeat goes on, or that are connected: nobody waits for one that is dead."""
+        if self._store is None:
+            return
+        connected = {known.peer: known.addresses for known in self._known()}
+        for provider in self._providers.get(key):
+            if provider in connected or self._store.get(heartbeat_key(provider, key)) is not None:
+                addresses = [address for address in connected.get(provider, ()) if self._passes(address)]
+                answer.provider_peers.add(id=provider.raw, addrs=addresses, connection=int(provider in connected))
+
+    def _add_closest(self, asking: PeerId, key: bytes, answer: Any) -> None:
+        target = int.from_bytes(hashlib.sha256(key).digest(), "big")
+
+        def distance(known: KnownPeer) -> int:
+            return int.from_bytes(hashlib.sha256(known.peer.raw).digest(), "big") ^ target
+
+        others = [known for known in self._known() if known.peer != asking and known.addresses]
+        for known in sorted(others, key=distance)[:CLOSEST]:
+            if addresses := [address for address in known.addresses if self._passes(address)]:
+                answer.closer_peers.add(id=known.peer.raw, addrs=addresses, connection=1)
