@@ -31,10 +31,13 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger(__name__)
 
 ROLE_PREFIX: Final = "hypha://role/"
-_WARN_BEFORE: Final = 14 * 86400.0
 # PKCS#8: version 0 or 1, algorithm 1.3.101.112 (Ed25519), then an octet string that wraps the 32-byte seed
 _ED25519_PKCS8: Final = re.compile(rb"\x02\x01[\x00\x01]\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20(.{32})", re.DOTALL)
 _PEM_KEY: Final = re.compile(rb"-----BEGIN PRIVATE KEY-----(.+?)-----END PRIVATE KEY-----", re.DOTALL)
+
+
+FileState = tuple[tuple[int, int, int, int] | None, ...]
+"""What tells that a file has changed, for each: device, inode, size, time of change; none where there is no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,18 @@ class Identity:
     peer_id: PeerId
     certificate: CertificateInfo
     key: Ed25519PrivateKey = field(repr=False)
+    chain: tuple[x509.Certificate, ...] = field(repr=False)
+    """The node's certificate, then its intermediates."""
     cert_pem: Path
+    key_pem: Path
     trust_pem: Path
     crls_pem: Path | None
-    trust_has_root: bool = True
+    trusted: tuple[x509.Certificate, ...] = field(repr=False)
+    revocations: tuple[x509.CertificateRevocationList, ...] = field(repr=False)
+    trust_has_root: bool
     """Whether every chain of the trust bundle ends at a root in it; the Rust tool's end at the organisation."""
+    read_from: FileState = field(repr=False)
+    """The files as they were when they were read."""
 
     @property
     def seed(self) -> bytes:
@@ -121,20 +131,66 @@ def load_identity(cert_pem: Path, key_pem: Path, trust_pem: Path, crls_pem: Path
     Raises:
         IdentityError: a file is missing or unusable; the message names the configuration key, the file and the remedy.
     """
-    certificate = _first_certificate(_read("cert_pem", cert_pem), cert_pem)
+    state = _file_state(cert_pem, key_pem, trust_pem, crls_pem)
+    chain = _certificates(_read("cert_pem", cert_pem), "cert_pem", cert_pem)
     key = _private_key(_read("key_pem", key_pem), key_pem)
-    info = describe_certificate(certificate, f"cert_pem {cert_pem}")
+    info = describe_certificate(chain[0], f"cert_pem {cert_pem}")
     if key.public_key().public_bytes_raw() != info.peer_id.public_key:
         raise IdentityError(
             f"key_pem {key_pem} does not belong to cert_pem {cert_pem}: name the pair that was made together"
         )
     _check_time(info, cert_pem)
     trusted = _certificates(_read("trust_pem", trust_pem), "trust_pem", trust_pem)
-    if crls_pem is not None:
-        _check_crls(_read("crls_pem", crls_pem), crls_pem)
+    crls = [] if crls_pem is None else _read_crls(_read("crls_pem", crls_pem), crls_pem)
     if os.name == "posix" and key_pem.stat().st_mode & 0o077:
         _log.warning("key_pem %s can be read by others: chmod 600 it", key_pem)
-    return Identity(info.peer_id, info, key, cert_pem, trust_pem, crls_pem, _has_roots(trusted))
+    return Identity(
+        peer_id=info.peer_id,
+        certificate=info,
+        key=key,
+        chain=tuple(chain),
+        cert_pem=cert_pem,
+        key_pem=key_pem,
+        trust_pem=trust_pem,
+        crls_pem=crls_pem,
+        trusted=tuple(trusted),
+        revocations=tuple(crls),
+        trust_has_root=_has_roots(trusted),
+        read_from=state,
+    )
+
+
+def reload_identity(identity: Identity) -> Identity:
+    """Read the files of an identity again; it stays the same peer.
+
+    Raises:
+        IdentityError: as `load_identity`, or the files are of another key by now.
+    """
+    fresh = load_identity(identity.cert_pem, identity.key_pem, identity.trust_pem, identity.crls_pem)
+    if fresh.peer_id != identity.peer_id:
+        raise IdentityError(
+            f"cert_pem {identity.cert_pem} and key_pem {identity.key_pem} are of another key now, which makes another "
+            f"peer ({fresh.peer_id}, and this node is {identity.peer_id}): restart the node to become it, "
+            "or have the certificate renewed for the key that it had"
+        )
+    return fresh
+
+
+def file_state(identity: Identity) -> FileState:
+    """The files of an identity as they are now."""
+    return _file_state(identity.cert_pem, identity.key_pem, identity.trust_pem, identity.crls_pem)
+
+
+def _file_state(*paths: Path | None) -> FileState:
+    return tuple(_state_of(path) for path in paths)
+
+
+def _state_of(path: Path | None) -> tuple[int, int, int, int] | None:
+    try:
+        found = None if path is None else path.stat()
+    except OSError:
+        return None
+    return None if found is None else (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def describe_certificate(certificate: x509.Certificate, what: str = "certificate") -> CertificateInfo:
@@ -150,8 +206,8 @@ def describe_certificate(certificate: x509.Certificate, what: str = "certificate
             f"{what}: its key is {kind}; Hypha nodes have Ed25519 keys only (hypha-certutil makes them)"
         )
     return CertificateInfo(
-        subject=_common_name(certificate.subject),
-        issuer=_common_name(certificate.issuer),
+        subject=common_name(certificate.subject),
+        issuer=common_name(certificate.issuer),
         serial=certificate.serial_number,
         not_before=certificate.not_valid_before_utc.timestamp(),
         not_after=certificate.not_valid_after_utc.timestamp(),
@@ -160,7 +216,7 @@ def describe_certificate(certificate: x509.Certificate, what: str = "certificate
     )
 
 
-def _common_name(name: x509.Name) -> str:
+def common_name(name: x509.Name) -> str:
     found = name.get_attributes_for_oid(NameOID.COMMON_NAME)
     return str(found[0].value) if found else name.rfc4514_string()
 
@@ -186,10 +242,6 @@ def _certificates(data: bytes, key: str, path: Path) -> list[x509.Certificate]:
         return x509.load_pem_x509_certificates(data)
     except ValueError as error:
         raise IdentityError(f"{key} {path} holds no PEM certificate: {error}") from None
-
-
-def _first_certificate(data: bytes, path: Path) -> x509.Certificate:
-    return _certificates(data, "cert_pem", path)[0]
 
 
 def _has_roots(certificates: list[x509.Certificate]) -> bool:
@@ -221,27 +273,16 @@ def _check_time(info: CertificateInfo, path: Path) -> None:
     if now < info.not_before:
         starts = datetime.fromtimestamp(info.not_before, UTC)
         raise IdentityError(f"cert_pem {path} is not valid before {starts:%Y-%m-%d %H:%M} UTC: check the clock")
-    if info.not_after - now < _WARN_BEFORE:
-        _log.warning("cert_pem %s ends on %s", path, datetime.fromtimestamp(info.not_after, UTC))
 
 
-def _check_crls(data: bytes, path: Path) -> None:
+def _read_crls(data: bytes, path: Path) -> list[x509.CertificateRevocationList]:
     parts = [b"-----BEGIN X509 CRL" + part for part in data.split(b"-----BEGIN X509 CRL")[1:]]
     if not parts:
         raise IdentityError(f"crls_pem {path} holds no PEM revocation list")
-    now = datetime.now(UTC)
-    for part in parts:
-        try:
-            crl = x509.load_pem_x509_crl(part)
-        except ValueError as error:
-            raise IdentityError(f"crls_pem {path}: {error}") from None
-        issuer = _common_name(crl.issuer)
-        if crl.next_update_utc is not None and crl.next_update_utc < now:
-            _log.error(
-                "crls_pem %s: the list of %r has expired: every peer is refused until it is renewed", path, issuer
-            )
-        elif crl.next_update_utc is not None and (crl.next_update_utc - now).total_seconds() < _WARN_BEFORE:
-            _log.warning("crls_pem %s: the list of %r ends on %s", path, issuer, crl.next_update_utc)
+    try:
+        return [x509.load_pem_x509_crl(part) for part in parts]
+    except ValueError as error:
+        raise IdentityError(f"crls_pem {path}: {error}") from None
 
 
 @contextmanager

@@ -27,6 +27,9 @@ class EndpointSettings:
     max_connections: int = 1024
     state_dir: Path | None = None
     """Where a gateway keeps the directory's records over restarts."""
+    certificate_interval: float = 5.0
+    """Seconds between looks at the certificate files and at the chains of live connections. A change of the files
+    counts when they look the same twice."""
 
 
 @asynccontextmanager

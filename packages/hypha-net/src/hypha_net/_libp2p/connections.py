@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import types
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import trio
 from libp2p.abc import IRawConnection
@@ -132,6 +132,11 @@ async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None)
         if not registered:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 1):
                 await (raw if secured is None else secured).close()
+
+
+def secured(connection: SwarmConn) -> TlsConnection:
+    """The encrypted connection under a connection that carries streams."""
+    return cast(TlsConnection, cast(Muxer, connection.muxed_conn)._conn)
 
 
 def _forget_identify(swarm: Swarm, peer: ID) -> None:

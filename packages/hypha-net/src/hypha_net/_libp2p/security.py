@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import trio
 from cryptography import x509
@@ -24,9 +25,11 @@ from libp2p.peer.id import ID
 from libp2p.security.exceptions import HandshakeFailure
 from multiaddr import Multiaddr
 
-from hypha_net._libp2p.shown_certificates import shown, watch
+from hypha_net._libp2p.shown_certificates import shown, verified_chain, watch
 from hypha_net.errors import IdentityError, RefusedError
+from hypha_net.events import Events, Refused
 from hypha_net.identity import CertificateInfo, Identity, describe_certificate
+from hypha_net.trust import Chain, read_chain
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.security")
@@ -52,12 +55,15 @@ _REMEDIES: Final = {
     9: "check the clocks of both nodes",
     10: "its owner has to have it renewed; check the clocks of both nodes",
     12: "crls_pem has to be renewed",
+    23: "its owner has to ask the organisation for a new one",
     18: _COMPARE,
     19: _COMPARE,
     20: _COMPARE,
     21: _COMPARE,
 }
 """What to do about OpenSSL's verification errors, by their code."""
+RefusalReason = Literal["revoked", "expired", "untrusted", "protocol"]
+_REASONS: Final[Mapping[int, RefusalReason]] = {10: "expired", 23: "revoked"}
 
 
 @dataclass(slots=True)
@@ -68,13 +74,25 @@ class ByteCount:
     received: int = 0
 
 
+class TlsContexts:
+    """An identity's contexts, which cannot be changed: when its files change they are made anew and swapped."""
+
+    def __init__(self, identity: Identity) -> None:
+        """Raises `IdentityError` when TLS does not take the files."""
+        self.plain = {True: identity.server_context(), False: identity.client_context()}
+        self.watched = {True: identity.server_context(), False: identity.client_context()}
+        for context in self.watched.values():
+            watch(context)
+
+
 @dataclass(slots=True)
 class SecurityRecords:
-    """What the security layer learnt about peers, shared with the engine."""
+    """What the security layer shares with the engine."""
 
-    certificates: dict[PeerId, CertificateInfo] = field(default_factory=dict)
+    contexts: TlsContexts
+    """For handshakes that begin from now on."""
+    events: Events
     bytes: ByteCount = field(default_factory=ByteCount)
-    refused: int = 0
 
 
 def libp2p_key_pair(identity: Identity) -> KeyPair:
@@ -96,8 +114,12 @@ class TlsConnection(ISecureConn):
         self._peer: PeerId | None = None
         self._local: tuple[ID, PrivateKey] | None = None
         self.certificate: CertificateInfo | None = None
+        self.chain: Chain = ()
+        """The peer's certificate and the CAs above it, as they were verified."""
         self.refusal: str | None = None
         """Why the other side refused this side, once it has said so."""
+        self.refused_for: RefusalReason | None = None
+        """Why this side refused the other, once it has."""
         self.is_initiator = not tls.server_side
 
     def attach(self, records: SecurityRecords, local: ID, key: PrivateKey) -> None:
@@ -127,10 +149,13 @@ class TlsConnection(ISecureConn):
         await self._flush()
         data = self._tls.getpeercert(binary_form=True)
         if data is None:
+            self.refused_for = "protocol"
             raise RefusedError("the peer showed no certificate")
         try:
             self.certificate = describe_certificate(x509.load_der_x509_certificate(data), "the peer's certificate")
+            self.chain = read_chain(verified_chain(self._tls))
         except (IdentityError, ValueError) as error:
+            self.refused_for = "untrusted"
             raise RefusedError(str(error)) from error
         self._peer = self.certificate.peer_id
         return self.certificate
@@ -138,12 +163,14 @@ class TlsConnection(ISecureConn):
     def _explain(self, error: ssl.SSLError) -> str:
         """Who refused whose certificate, and why."""
         if isinstance(error, ssl.SSLCertVerificationError):
+            self.refused_for = _REASONS.get(error.verify_code, "untrusted")
             remedy = _REMEDIES.get(error.verify_code)
             text = f"{self._shown_certificate()} is refused here: {error.verify_message}"
             return f"{text}: {remedy}" if remedy else text
         if error.reason in _ALERTS:
             return f"the peer refused this node's certificate: {_ALERTS[error.reason]} ({error.reason})"
         if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+            self.refused_for = "protocol"
             return "the peer showed no certificate: it is no Hypha node, or its cert_pem was not loaded"
         if isinstance(error, ssl.SSLEOFError):
             return "the peer closed the connection during the TLS handshake"
@@ -156,6 +183,14 @@ class TlsConnection(ISecureConn):
             return "the peer's certificate" if certificate is None else str(describe_certificate(certificate))
         except (ValueError, IdentityError) as error:
             return f"the peer's certificate ({error})"
+
+    def shown_peer(self) -> PeerId | None:
+        """Who the peer said it was, for one that was refused; nobody has verified that."""
+        try:
+            certificate = shown(self._tls)
+            return None if certificate is None else describe_certificate(certificate).peer_id
+        except (ValueError, IdentityError):
+            return None
 
     # ------------------------------------------------------------------------------------------------- data
 
@@ -300,10 +335,6 @@ class TlsTransport(ISecureTransport):
         self._records = records
         self._keys = libp2p_key_pair(identity)
         self._local = ID.from_pubkey(self._keys.public_key)
-        self._contexts = {True: identity.server_context(), False: identity.client_context()}
-        self._watched = {True: identity.server_context(), False: identity.client_context()}
-        for context in self._watched.values():
-            watch(context)
 
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
         """Accept a peer."""
@@ -315,21 +346,22 @@ class TlsTransport(ISecureTransport):
 
     async def _secure(self, conn: IRawConnection, *, server: bool) -> TlsConnection:
         bios = (ssl.MemoryBIO(), ssl.MemoryBIO())
-        tls = self._watched[server].wrap_bio(*bios, server_side=server)
+        contexts = self._records.contexts
+        tls = contexts.watched[server].wrap_bio(*bios, server_side=server)
         secured = TlsConnection(conn, tls, bios)
         secured.attach(self._records, self._local, self._keys.private_key)
         where = _shown_address(conn)
         try:
             with trio.fail_after(HANDSHAKE_TIMEOUT):
-                certificate = await secured.handshake()
+                await secured.handshake()
         except RefusedError as error:
-            self._records.refused += 1
+            if secured.refused_for is not None:
+                self._records.events.emit(Refused(secured.shown_peer(), secured.refused_for, str(error)))
             _log.warning("connection %s %s refused: %s", "from" if server else "to", where, error)
             raise HandshakeFailure(str(error)) from error
         except trio.TooSlowError as error:
             raise HandshakeFailure(f"no TLS handshake within {HANDSHAKE_TIMEOUT:g} s") from error
-        tls.context = self._contexts[server]  # watching costs a call for every record, and there is nothing more to see
-        self._records.certificates[certificate.peer_id] = certificate
+        tls.context = contexts.plain[server]  # watching costs a call for every record, and there is nothing more to see
         return secured
 
 

@@ -1,7 +1,8 @@
-"""The certificate that a peer showed in a handshake that failed, so that a refusal can say whose it was.
+"""What Python's `ssl` keeps back: the certificate of a handshake that failed, and the chain of one that did not.
 
 OpenSSL forgets a client's certificate that does not verify, and Python has no verify callback. Its private hook for
-handshake messages sees it; where that is missing a refusal names the address alone.
+handshake messages sees it, so that a refusal can say whose it was; where that is missing it names the address alone.
+The verified chain, which later revocations are compared with, is public from Python 3.13 on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from cryptography import x509
 
 _CERTIFICATE: Final = 11
 _HANDSHAKE: Final = 22
+_DER: Final = 2
+"""`_ssl.ENCODING_DER`."""
 
 
 def watch(context: ssl.SSLContext) -> None:
@@ -39,3 +42,11 @@ def shown(tls: ssl.SSLObject) -> x509.Certificate | None:
     start = 5 + data[4] + 3 if len(data) > 4 else 0
     size = int.from_bytes(data[start : start + 3], "big")
     return x509.load_der_x509_certificate(data[start + 3 : start + 3 + size])
+
+
+def verified_chain(tls: ssl.SSLObject) -> list[bytes]:
+    """The peer's chain as it was verified, its own certificate first, each as DER."""
+    if hasattr(tls, "get_verified_chain"):
+        return list(tls.get_verified_chain())
+    inner: Any = tls
+    return [certificate.public_bytes(_DER) for certificate in inner._sslobj.get_verified_chain()]
