@@ -1,6 +1,7 @@
 """Finds a job's dataset: who serves it, and what its slices are.
 
-First room on a slice's way in the scheduler; after it `strategies.diloco.slices` hands the slices out.
+First room on a slice's way in the scheduler; after it `strategies.diloco.slices` hands the slices out, and `providers`
+says who has them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Dataset:
     provider: PeerId
     slices: tuple[SliceEntry | None, ...]
     """What is known of each slice; none where the data node keeps no manifest."""
+    pinned: str | None = None
+    """Digest of the manifest that was announced and pulled: what other data nodes must announce to serve this job."""
 
     @property
     def samples(self) -> list[int | None]:
@@ -99,4 +102,4 @@ async def _open(endpoint: Endpoint, name: str, found: FoundDataset, path: Path) 
         raise ValueError(
             f"its manifest has {len(manifest.slices)} slices, {len(empty)} of them empty; {count} announced"
         )
-    return Dataset(name, found.provider, manifest.slices)
+    return Dataset(name, found.provider, manifest.slices, found.record.manifest)

@@ -36,6 +36,7 @@ from hypha_scheduler.leases import HeldLease, LeaseLedger
 from hypha_scheduler.membership import RoundMembership
 from hypha_scheduler.metrics import StatusBridge
 from hypha_scheduler.placement import Placement, release
+from hypha_scheduler.providers import Providers
 from hypha_scheduler.reporting import JobReport
 from hypha_scheduler.results import ResultModel, StartModel, model_dataset, open_start_model, write_result
 from hypha_scheduler.start_gate import StartGate
@@ -86,6 +87,7 @@ class TrainingRun:
         self._placement: Placement | None = None
         self._running: _Running | None = None
         self._dataset: Dataset | None = None
+        self._providers: Providers | None = None
         self._model: StartModel | None = None
         self._failure: str | None = None
         self._over = anyio.Event()
@@ -136,6 +138,8 @@ class TrainingRun:
         timeout = self._job.resources.allocation_timeout
         name = self._job.dataset.dataset
         self._dataset = await open_dataset(self._endpoint, name, self.directory / "manifest.json", timeout=timeout)
+        self._providers = Providers(self._endpoint, name, self._dataset.pinned, self._dataset.provider)
+        self._tasks.start_soon(self._providers.watch)
         self._model = await open_start_model(
             self._job.model, self._result.directory, self.job_id, self._endpoint.peer_id
         )
@@ -270,6 +274,7 @@ class TrainingRun:
         """A worker asks for a slice."""
         if self._running is None or self._dataset is None or request.dataset != self._dataset.name:
             return NotFound()
+        assert self._providers is not None
         await self._gate.passed(peer)
         try:
             given = self._running.operator.slice_for(peer, anyio.current_time())
@@ -278,7 +283,10 @@ class TrainingRun:
         if given is None:
             return NotFound()
         digest = self._dataset.digest(given.index)
-        return SliceAssigned(data_provider=self._dataset.provider, index=given.index, epoch=given.epoch, digest=digest)
+        first, *others = self._providers.order(given.index)
+        return SliceAssigned(
+            data_provider=first, index=given.index, epoch=given.epoch, digest=digest, others=tuple(others) or None
+        )
 
     def on_report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
         """An executor reports."""

@@ -71,7 +71,7 @@ class DirectoryClient:
         """
         deadline = anyio.current_time() + timeout
         found: dict[PeerId | None, Record] = {}
-        heard: dict[PeerId, Record] = {}
+        heard: dict[PeerId | None, Record] = {}
 
         async def find_plain() -> None:
             answers = await self._ask_all(Message(type=Kind.GET_VALUE, key=key), timeout)
@@ -105,7 +105,7 @@ class DirectoryClient:
         return sorted(found.values(), key=lambda record: -sequence(record.value))
 
     async def _hear(
-        self, provider: PeerId, key: bytes, timeout: float, gateways: list[PeerId], heard: dict[PeerId, Record]
+        self, provider: PeerId, key: bytes, timeout: float, gateways: list[PeerId], heard: dict[PeerId | None, Record]
     ) -> None:
         """What a provider's heartbeat says, if it goes on and is the provider's own."""
         wanted = heartbeat_key(provider, key)

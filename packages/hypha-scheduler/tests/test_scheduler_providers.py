@@ -1,0 +1,108 @@
+"""Several data nodes serve one dataset: a job asks those that live, and never one with other slices."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import anyio
+import pytest
+from blake3 import blake3
+
+from hypha_net import directory, requests, transfer
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.codec import to_json
+from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
+from hypha_proto.ids import PeerId
+from hypha_proto.slices import DatasetRecord, Manifest, SliceEntry
+from hypha_proto.transfer import PullRequest, Refusal
+from hypha_scheduler.dataset import open_dataset
+from hypha_scheduler.providers import Providers
+
+DIGEST = "blake3:" + "1" * 64
+ENTRY = SliceEntry(file="0.safetensors", samples=4, size=1, digest=DIGEST)
+
+
+def run(case: Callable[[MemoryNetwork, list[MemoryEndpoint], AsyncExitStack], Awaitable[None]], names: str) -> None:
+    async def main() -> None:
+        network = MemoryNetwork(seed=3)
+        async with AsyncExitStack() as stack:
+            stack.enter_context(anyio.fail_after(20))
+            await case(network, [await stack.enter_async_context(network.endpoint(name)) for name in names], stack)
+
+    anyio.run(main, backend="trio")
+
+
+async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
+    return Health(healthy=True)
+
+
+async def serve(node: MemoryEndpoint, slices: int, folder: Path) -> str:
+    """Serve and announce a dataset of so many slices; gives its digest."""
+    data = to_json(Manifest, Manifest(dataset="digits", slices=(ENTRY,) * slices))
+    path = folder / f"{slices}.json"
+    path.write_bytes(data)
+    digest = f"blake3:{blake3(data).hexdigest()}"
+
+    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.Offered | Refusal:
+        return transfer.Offered(path, digest) if request.name == "manifest" else Refusal(reason="not in this test")
+
+    transfer.serve_pulls(node, resolve)
+    requests.serve(node, HEALTH_CHECK, healthy)
+    await directory.announce_dataset(node, "digits", DatasetRecord(num_slices=slices, seq=slices, manifest=digest))
+    return digest
+
+
+def test_slices_come_in_turn_from_all_who_serve_what_the_job_pinned(tmp_path: Path) -> None:
+    async def case(_network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
+        a, b, other, scheduler = nodes
+        digest = await serve(a, 2, tmp_path)
+        assert await serve(b, 2, tmp_path) == digest
+        found = await open_dataset(scheduler, "digits", tmp_path / "manifest.json", timeout=5)
+        assert found.pinned == digest
+        await serve(other, 3, tmp_path)  # a newer dataset of the same name
+        providers = Providers(scheduler, "digits", found.pinned, found.provider)
+        assert providers.order(0) == (found.provider,)
+        await providers.refresh()
+        assert {providers.order(0), providers.order(1)} == {
+            (a.peer_id, b.peer_id),
+            (b.peer_id, a.peer_id),
+        }
+        assert {a.peer_id, b.peer_id} <= set(scheduler.connected_peers())
+
+    run(case, "abos")
+
+
+def test_a_data_node_that_is_gone_is_asked_last_at_once_and_not_at_all_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "RECORD_TTL", 0.05)
+
+    async def case(network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
+        a, scheduler = nodes
+        digest = await serve(a, 2, tmp_path)
+        providers = Providers(scheduler, "digits", digest, a.peer_id)
+        async with network.endpoint("b") as b:
+            await serve(b, 2, tmp_path)
+            await providers.refresh()
+            assert {providers.order(n)[0] for n in range(2)} == {a.peer_id, b.peer_id}
+        assert [providers.order(n)[0] for n in range(4)] == [a.peer_id] * 4
+        with anyio.fail_after(5):
+            while len(providers.order(0)) > 1:
+                await providers.refresh()
+                await anyio.sleep(0.01)
+
+    run(case, "as")
+
+
+def test_a_dataset_without_a_digest_stays_with_the_node_that_gave_it(tmp_path: Path) -> None:
+    async def case(_network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
+        a, b, scheduler = nodes
+        await directory.announce_dataset(a, "digits", DatasetRecord(num_slices=2))
+        await directory.announce_dataset(b, "digits", DatasetRecord(num_slices=2))
+        providers = Providers(scheduler, "digits", None, a.peer_id)
+        await providers.watch()
+        assert providers.order(1) == (a.peer_id,)
+
+    run(case, "abs")
