@@ -7,6 +7,7 @@ only kind of id in a Hypha network, so every other kind is refused here, at the 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 
 from hypha_proto.errors import InvalidIdError
@@ -19,6 +20,7 @@ _RAW_LENGTH: Final = len(_PREFIX) + 32
 _TEXT_LIMIT: Final = 64
 
 
+@lru_cache(4096)
 def base58_encode(data: bytes) -> str:
     """Encode bytes in the Bitcoin base58 alphabet, leading zero bytes as ``1``."""
     number = int.from_bytes(data, "big")

@@ -249,6 +249,8 @@ def _fields(cls: type[Message]) -> tuple[_Field, ...]:
 def _struct(cls: type[Message], tag: tuple[str, str] | None) -> Shape:
     """A map of the struct's fields, led by its tag if it is an internally tagged variant."""
     fields = _fields(cls)
+    # asking msgspec for a struct's fields evaluates its annotations: far too slow for every message
+    nothing = {info.name: None for info in msgspec.structs.fields(cls) if info.required}
 
     def load(value: object, path: str, dialect: Dialect) -> Any:
         if type(value) is not dict:
@@ -260,7 +262,7 @@ def _struct(cls: type[Message], tag: tuple[str, str] | None) -> Shape:
                 found[entry.name] = entry.shape.load(value[entry.key], where, dialect)
             elif entry.required:
                 raise DecodeError("is missing", where)
-        return _construct(cls, found, path)
+        return _construct(cls, {**nothing, **found}, path)
 
     def dump(value: Any, path: str, dialect: Dialect) -> object:
         if type(value) is not cls:
@@ -277,9 +279,8 @@ def _struct(cls: type[Message], tag: tuple[str, str] | None) -> Shape:
 
 
 def _construct(cls: type[Message], found: dict[str, Any], path: str) -> Message:
-    defaults = {f.name: None for f in msgspec.structs.fields(cls) if f.required and f.name not in found}
     try:
-        return cls(**defaults, **found)
+        return cls(**found)
     except ValueError as error:  # a struct's own __post_init__ has the last word on its values
         raise DecodeError(str(error), path) from None
 

@@ -4,10 +4,12 @@
     async with network.endpoint("gateway") as gateway, network.endpoint("worker") as worker:
         await worker.connect(gateway.addresses[0])
 
-Nothing here knows a wall clock: run it under trio's `MockClock` and an hour of leases passes in a moment. Loss, delay
-and partitions come from one seeded generator, so the same seed gives the same history.
+Nothing here knows a wall clock: `simulate` runs it on a virtual one, where an hour of leases passes in a moment. Loss,
+delay, breaks and the order of tasks come from seeded generators, so the same seed gives the same history.
 """
 
-from hypha_net.testing.memory import Faults, MemoryEndpoint, MemoryNetwork
+from hypha_net.testing.links import Faults
+from hypha_net.testing.memory import MemoryEndpoint, MemoryNetwork
+from hypha_net.testing.simulation import simulate
 
-__all__ = ["Faults", "MemoryEndpoint", "MemoryNetwork"]
+__all__ = ["Faults", "MemoryEndpoint", "MemoryNetwork", "simulate"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import anyio
 import anyio.lowlevel
 
@@ -12,15 +14,15 @@ WINDOW = 256 << 10
 
 
 class Pipe:
-    """One direction: bytes in order, at most `WINDOW` of them on the way."""
+    """One direction: bytes in order, at most `WINDOW` of them on the way; `on_the_way` is awaited before each write."""
 
-    def __init__(self, delay: float) -> None:
+    def __init__(self, on_the_way: Callable[[], Awaitable[None]]) -> None:
         self._buffer = bytearray()
         self._ended = False
         self._unread = False
         self._broken: str | None = None
         self._changed = anyio.Event()
-        self._delay = delay
+        self._on_the_way = on_the_way
 
     def _notify(self) -> None:
         self._changed.set()
@@ -30,7 +32,7 @@ class Pipe:
         """Put all of `data` in, waiting for room."""
         if self._ended:
             raise StreamClosedError("sending has ended on this side")
-        await anyio.sleep(self._delay)
+        await self._on_the_way()
         while data:
             if self._broken is not None:
                 raise StreamResetError(self._broken)
@@ -102,6 +104,12 @@ class MemoryStream:
         if self._closed:
             raise StreamClosedError("the stream is closed on this side")
         return await self._incoming.read(max_bytes)
+
+    async def receive_into(self, buffer: bytearray | memoryview) -> int:
+        """See `Stream.receive_into`."""
+        data = await self.receive_some(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
     async def send_eof(self) -> None:
         """See `Stream.send_eof`."""
