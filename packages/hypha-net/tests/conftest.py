@@ -44,9 +44,10 @@ def issue(
     ca: bool,
     role: str | None = None,
     valid: tuple[dt.timedelta, dt.timedelta] = (-DAY, 30 * DAY),
+    key: Ed25519PrivateKey | None = None,
 ) -> Issued:
-    """Make a certificate; self-signed without an issuer."""
-    key = Ed25519PrivateKey.generate()
+    """Make a certificate; self-signed without an issuer, for a new key unless one is given."""
+    key = key or Ed25519PrivateKey.generate()
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = dt.datetime.now(dt.UTC)
     builder = (
@@ -97,11 +98,18 @@ class Authority:
         """The loaded identity of a new node."""
         return load_identity(*self.files(name, role))
 
-    def revocations(self, *revoked: int) -> Path:
-        """Write revocation lists of both CAs, the organisation's with these serials."""
+    def renew(self, name: str, lasting: dt.timedelta, role: str | None = None) -> None:
+        """Write another certificate for the key of a node that has one."""
+        key = ser.load_pem_private_key((self.folder / f"{name}-key.pem").read_bytes(), None)
+        assert isinstance(key, Ed25519PrivateKey)
+        node = issue(name, self.org, ca=False, role=role, valid=(-DAY, lasting), key=key)
+        (self.folder / f"{name}-cert.pem").write_bytes(node.pem() + self.org.pem())
+
+    def revocations(self, *revoked: int, of_root: tuple[int, ...] = ()) -> Path:
+        """Write revocation lists of both CAs: the organisation's with the serials, the root's with `of_root`."""
         now = dt.datetime.now(dt.UTC)
         data = b""
-        for ca, serials in ((self.root, ()), (self.org, revoked)):
+        for ca, serials in ((self.root, of_root), (self.org, revoked)):
             builder = (
                 x509.CertificateRevocationListBuilder()
                 .issuer_name(ca.certificate.subject)

@@ -142,8 +142,7 @@ def load_identity(cert_pem: Path, key_pem: Path, trust_pem: Path, crls_pem: Path
     _check_time(info, cert_pem)
     trusted = _certificates(_read("trust_pem", trust_pem), "trust_pem", trust_pem)
     crls = [] if crls_pem is None else _read_crls(_read("crls_pem", crls_pem), crls_pem)
-    if os.name == "posix" and key_pem.stat().st_mode & 0o077:
-        _log.warning("key_pem %s can be read by others: chmod 600 it", key_pem)
+    _check_mode(key_pem)
     return Identity(
         peer_id=info.peer_id,
         certificate=info,
@@ -158,6 +157,14 @@ def load_identity(cert_pem: Path, key_pem: Path, trust_pem: Path, crls_pem: Path
         trust_has_root=_has_roots(trusted),
         read_from=state,
     )
+
+
+def _check_mode(key_pem: Path) -> None:
+    try:
+        if os.name == "posix" and key_pem.stat().st_mode & 0o077:
+            _log.warning("key_pem %s can be read by others: chmod 600 it", key_pem)
+    except OSError as error:
+        raise IdentityError(f"key_pem {key_pem} cannot be read: {error.strerror or error}") from error
 
 
 def reload_identity(identity: Identity) -> Identity:

@@ -2,7 +2,7 @@
 
 Comes after `cli`, which has the configuration; hands over to the program's ``serve(config, node)``. SIGTERM and SIGINT
 cancel the program and everything it started. What has not ended after `GRACE` seconds is named in the log and the
-process ends anyway, with exit code 1.
+process ends anyway, with exit code 1. SIGHUP has the endpoint read its certificates again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
 
 import anyio
 from anyio.abc import TaskGroup
@@ -65,6 +65,15 @@ class Node:
 
 
 Serve = Callable[[C, Node], Awaitable[None]]
+@runtime_checkable
+class ReloadsCertificates(Protocol):
+    """An endpoint whose identity stands in files, as the one in memory does not."""
+
+    async def reload_certificates(self) -> bool:
+        """Read them again; false if the old stay in use, as the log says."""
+        ...
+
+
 """A program: runs until cancelled; when it returns, the daemon ends with exit code 0."""
 
 
@@ -116,13 +125,19 @@ def early_signals() -> Iterator[None]:
     def end(number: int, _frame: object) -> None:
         raise SystemExit(INTERRUPTED if number == signal.SIGINT else DONE)
 
-    with _handling(end):
+    def pass_over(_number: int, _frame: object) -> None:
+        """What SIGHUP asks to be read again has not been read yet."""
+
+    with _handling(end, pass_over):
         yield
 
 
 @contextmanager
-def _handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+def _handling(end: Callable[[int, Any], None], reload: Callable[[int, Any], None]) -> Iterator[None]:
+    handlers = {signal.SIGTERM: end, signal.SIGINT: end}
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        handlers[signal.SIGHUP] = reload
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
@@ -156,6 +171,8 @@ class _Run:
     _cancel: Callable[[int], None] | None = None
     """Cancels the program from a signal handler, once there is something to cancel."""
     _root: Any = None
+    _reload: Callable[[], None] | None = None
+    """Has the endpoint read its certificates again, once it is open."""
     _program: anyio.CancelScope | None = None
     """Holds the program and its tasks, once the endpoint is open."""
     _export: Export | None = None
@@ -165,7 +182,7 @@ class _Run:
         # in a thread, because what holds the end up may hold the event loop too
         threading.Thread(target=self._force_end, daemon=True, name="shutdown").start()
         # own handlers rather than the event loop's: they start the countdown even when the loop is blocked
-        with _handling(self._on_signal):
+        with _handling(self._on_signal, self._on_hangup):
             if self._exports:
                 from hypha_net.node.telemetry import preload
 
@@ -200,6 +217,10 @@ class _Run:
         self._told.put(None)
         self._cancel(number)
 
+    def _on_hangup(self, _number: int, _frame: object) -> None:
+        if self._reload is not None:
+            self._reload()
+
     async def _main(self, opening: AbstractAsyncContextManager[Endpoint]) -> None:
         import trio
 
@@ -228,13 +249,27 @@ class _Run:
             _log.info("%s %s is %s, at %s", self.role, self.version, endpoint.peer_id, ", ".join(endpoint.addresses))
             async with anyio.create_task_group() as tasks:
                 self._program = tasks.cancel_scope
+                self._reload_with(endpoint, tasks)
                 if self._exports:
                     tasks.start_soon(_measure_peers, endpoint)
                 try:
                     await self.serve(self.config, Node(endpoint, tasks, readiness))
                 finally:
+                    self._reload = None
                     self._told.put(None)
                 tasks.cancel_scope.cancel()
+
+    def _reload_with(self, endpoint: Endpoint, tasks: TaskGroup) -> None:
+        import trio
+
+        token = trio.lowlevel.current_trio_token()
+
+        def begin() -> None:
+            if self._reload is not None and isinstance(endpoint, ReloadsCertificates):
+                _log.info("SIGHUP: reading the certificates again")
+                tasks.start_soon(endpoint.reload_certificates)
+
+        self._reload = lambda: token.run_sync_soon(begin)
 
     def _force_end(self) -> None:
         self._told.get()
@@ -269,6 +304,14 @@ def open_configured(config: NodeConfig, role: str) -> AbstractAsyncContextManage
     from hypha_net.open import open_endpoint
 
     identity = load_identity(config.cert_pem, config.key_pem, config.trust_pem, config.crls_pem)
+    if identity.certificate.role not in (None, role):
+        _log.warning(
+            "cert_pem %s is a %s's and this is a %s: peers refuse what only a %s may send; give it one of its own",
+            config.cert_pem,
+            identity.certificate.role,
+            role,
+            role,
+        )
     settings = endpoint_settings(config, role)
     return open_endpoint(identity, settings)
 
