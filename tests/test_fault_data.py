@@ -1,0 +1,55 @@
+"""Two data nodes serve one dataset, and one is killed while a job trains: the job does not notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from local_network import Job, LocalNetwork, processes_of, wait_until
+
+from hypha_local import plan
+from hypha_local.plan import NodePlan
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+ROUNDS = 60
+
+
+def given(network: LocalNetwork, name: str) -> int:
+    """Slices that a data node has given out."""
+    return network.log(name).count("INFO hypha_data.serve: slice ")
+
+
+def test_a_killed_data_node_costs_a_job_nothing_while_another_serves_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = plan.plan_nodes
+
+    def with_two(workers: int) -> list[NodePlan]:
+        nodes = planned(workers)
+        [data] = [node for node in nodes if node.name == "data"]
+        return [*nodes, NodePlan("data-2", data.program, data.role, plan.free_ports(1)[0])]
+
+    monkeypatch.setattr("local_network.plan_nodes", with_two)
+    root = tmp_path / "run"
+    network = LocalNetwork(root, 2)
+    try:
+        network.up()
+        job = network.job(rounds=ROUNDS)
+        train_past_the_end_of_a_data_node(network, job)
+    finally:
+        network.down()
+    assert processes_of(root) == []
+
+
+def train_past_the_end_of_a_data_node(network: LocalNetwork, job: Job) -> None:
+    nodes = ["data", "data-2"]
+    wait_until(lambda: all(given(network, name) for name in nodes), 60, "slices from both data nodes")
+    network.kill("data")
+    before = given(network, "data-2")
+    [closed] = [len(job.events("round"))]
+    job.wait_for_round(closed + 10, timeout=120)
+    assert given(network, "data-2") > before
+    assert job.wait(240) == 0, job.log
+    assert "Traceback" not in job.log
+    assert not job.events("worker_lost")
