@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import socket
 import subprocess
@@ -20,7 +21,9 @@ from otlp_collector import Collector, grpc_collector, http_collector
 
 from hypha_net import requests, telemetry
 from hypha_net.node.config import NodeConfig
-from hypha_net.node.telemetry import Export, make_sampler, open_export, without_user
+from hypha_net.node.config_load import ConfigError, load_config
+from hypha_net.node.telemetry import Export, make_sampler, open_export
+from hypha_net.node.telemetry_targets import targets, without_user
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLease
@@ -102,7 +105,8 @@ def test_http_gets_spans_and_metrics_below_the_endpoint(as_text: bool) -> None:
     with http_collector() as collector:
         with exporting(telemetry_endpoint=collector.url, **pairs):
             work()
-        assert collector.paths == {"/otlp/v1/traces", "/otlp/v1/metrics"}
+            logging.getLogger("somewhere").warning("told")
+        assert collector.paths == {"/otlp/v1/traces", "/otlp/v1/metrics", "/otlp/v1/logs"}
         check_received(collector)
         for resource in collector.resources:
             assert (resource["service.name"], resource["region"]) == ("hypha-worker", "west")
@@ -160,6 +164,117 @@ def test_a_share_of_traces() -> None:
     assert make_sampler(config).get_description().startswith("ParentBased{root:TraceIdRatioBased{0.1}")
 
 
+# --------------------------------------------------------------------------------------------------------------- logs
+
+
+@pytest.mark.parametrize("receiver", [http_collector, grpc_collector], ids=["http", "grpc"])
+def test_what_is_logged_arrives_within_its_trace(receiver: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = logging.getLogger("hypha_worker.jobs")
+    keys = {"telemetry_protocol": "grpc"} if receiver is grpc_collector else {}
+    with receiver() as collector, exporting(telemetry_endpoint=collector.url, **keys):
+        log.debug("not wanted at this level")
+        log.info("job %s begins", "j-1")
+        with telemetry.span("inside", parent=PARENT):
+            log.warning("half a character: \udc80, and %s", "x" * 20_000)
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            log.exception("failed")
+    begun, warned, failed = collector.logs
+    assert begun.body.string_value == "job j-1 begins"
+    assert (begun.severity_text, begun.severity_number, begun.trace_id) == ("INFO", 9, b"")
+    assert warned.trace_id.hex() == PARENT.split("-")[1]
+    assert warned.span_id == next(span.span_id for span in collector.spans if span.name == "inside")
+    assert warned.body.string_value.startswith("half a character: ?, and xxx")
+    assert len(warned.body.string_value) == 16_384
+    about = {pair.key: pair.value.string_value for pair in failed.attributes}
+    assert (failed.severity_text, about["exception.type"], about["exception.message"]) == (
+        "ERROR",
+        "ValueError",
+        "broken",
+    )
+    assert "Traceback" in about["exception.stacktrace"]
+    log.info("after the end")
+    assert len(collector.logs) == 3
+    assert not any(type(handler).__name__ == "LogExport" for handler in logging.getLogger().handlers)
+
+
+def test_what_exporting_logs_itself_is_not_exported(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with http_collector() as collector:
+        collector.refuse = "/v1/logs"
+        with exporting(telemetry_endpoint=collector.url):
+            logging.getLogger("somewhere").info("told")
+            time.sleep(0.1)
+        collector.refuse = ""
+        with exporting(telemetry_endpoint=collector.url):
+            logging.getLogger("urllib3.connectionpool").debug("own")
+            logging.getLogger("hypha_net.node.telemetry_export").warning("own")
+            logging.getLogger("somewhere").info("again")
+    assert {record.body.string_value for record in collector.logs} == {"again"}
+    [told] = [record.getMessage() for record in caplog.records if "takes no" in record.getMessage()]
+    assert "takes no logs, not told again until it does" in told
+
+
+def test_a_thousand_logs_a_moment_are_bounded_and_hold_nothing_up() -> None:
+    logging.getLogger().setLevel(logging.INFO)
+    with hanging_collector() as url, exporting(telemetry_endpoint=url):
+        began = time.monotonic()
+        for number in range(10_000):
+            logging.getLogger("somewhere").info("line %d", number)
+        assert time.monotonic() - began < 10
+
+
+# ------------------------------------------------------------------------------------------------- a signal of its own
+
+
+def test_a_signal_may_have_a_collector_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with http_collector() as shared, http_collector() as traces, grpc_collector() as logs:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", traces.url + "/spans/traces")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "authorization=Basic%20def==,x-who=me")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_LOGS_ENDPOINT", logs.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_LOGS_PROTOCOL", "grpc")
+        with exporting(telemetry_endpoint=shared.url, telemetry_headers={"Authorization": "Basic abc=="}):
+            work()
+            logging.getLogger("somewhere").warning("told")
+    assert (shared.paths, shared.headers["authorization"]) == ({"/otlp/v1/metrics"}, "Basic abc==")
+    assert (traces.paths, traces.headers["authorization"]) == ({"/otlp/spans/traces"}, "Basic def==")
+    assert traces.headers["x-who"] == "me"
+    assert {span.name for span in traces.spans} == {"outside", "inside"}
+    assert [record.body.string_value for record in logs.logs] == ["told"]
+
+
+def test_one_signal_alone_or_without_one() -> None:
+    bare = node_config()
+    assert targets(bare, {}) == {}
+    one = targets(bare, {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://me:pw@m:1/x"})
+    assert [(target.url, target.shown) for target in one.values()] == [("http://m:1/x", "http://***@m:1/x")]
+    assert one["metrics"].headers == {"authorization": "Basic bWU6cHc="}
+    shared = node_config(telemetry_endpoint="http://c:4318/otlp/")
+    assert {target.url for target in targets(shared, {}).values()} == {
+        f"http://c:4318/otlp/v1/{signal}" for signal in ("traces", "metrics", "logs")
+    }
+    assert set(targets(shared, {"OTEL_LOGS_EXPORTER": "none"})) == {"traces", "metrics"}
+    assert targets(shared, {"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "http://l"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "remedy"),
+    [
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "collector:4318", "write the scheme too"),
+        ("OTEL_EXPORTER_OTLP_LOGS_PROTOCOL", "http/json", "write http/protobuf or grpc"),
+        ("OTEL_EXPORTER_OTLP_METRICS_HEADERS", "hunter2", "write name=value"),
+    ],
+)
+def test_a_variable_that_cannot_be_used_is_refused_by_name(variable: str, value: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(NodeConfig, None, {variable: value}, {})
+    assert variable in str(refused.value)
+    assert remedy in str(refused.value)
+    assert "hunter2" not in str(refused.value)
+
+
 # ------------------------------------------------------------------------------------------------ collectors that fail
 
 
@@ -175,6 +290,9 @@ def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
     collector: Any, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
+    # the library says nothing twice in 20 seconds, and would be silent after the test before
+    for kept in logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters:
+        vars(kept).clear()
     with collector() as url:
         export = open_export(
             node_config(telemetry_endpoint=url.replace("//", "//me:hunter2@"), telemetry_protocol=protocol),
@@ -186,6 +304,7 @@ def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
         began = time.monotonic()
         for _ in range(5000):  # more than the queue of spans holds
             telemetry.span("work").end()
+            logging.getLogger("somewhere").info("at work")
         WORK.add()
         assert time.monotonic() - began < 3.0
         telemetry.install(None)
@@ -196,7 +315,7 @@ def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
     told = [record.getMessage() for record in caplog.records if record.name.startswith("hypha_net")]
     assert len(told) <= 1, told
     if collector is absent_collector:
-        assert "takes nothing, not told again until it does" in told[0]
+        assert re.search("takes no (traces|metrics|logs), not told again until it does", told[0])
         assert url.replace("//", "//***@") in told[0]
         assert "hunter2" not in caplog.text
 

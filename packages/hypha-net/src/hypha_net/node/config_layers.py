@@ -30,6 +30,7 @@ from hypha_net.node.config_shape import (
     with_absolute_paths,
 )
 from hypha_net.node.config_toml import Document, Key
+from hypha_net.node.telemetry_targets import wrong_variables
 
 PREFIX: Final = "HYPHA_"
 
@@ -168,6 +169,7 @@ def read_open_telemetry(env: Mapping[str, str]) -> Layer:
         if isinstance(layer.data.setdefault("telemetry_attributes", {}), dict):
             layer.data["telemetry_attributes"]["service.name"] = service
         names[("telemetry_attributes", "service.name")] = "OTEL_SERVICE_NAME"
+    layer.problems += [Problem(name, reason=reason, remedy=remedy) for name, reason, remedy in wrong_variables(env)]
     return layer
 
 
