@@ -159,9 +159,7 @@ def _libp2p_opener(authority: Authority) -> Opener:
             settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
             nodes: list[Endpoint] = [gateway]
             for index in range(1, count):
-                node = await stack.enter_async_context(
-                    open_endpoint(authority.identity(f"n{index}", "worker"), settings)
-                )
+                node = await stack.enter_async_context(open_endpoint(authority.identity(f"n{index}"), settings))
                 with anyio.fail_after(5):
                     await node.wait_for_gateway()
                 nodes.append(node)

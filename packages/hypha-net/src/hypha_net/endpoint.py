@@ -168,6 +168,13 @@ class Endpoint(Protocol):
     def unhandle(self, protocol: str) -> None:
         """Stop serving `protocol`; streams that are open stay. No error if it was not served."""
         ...
+    def permits(self, peer: PeerId, what: str) -> bool:
+        """Whether a peer of that role may send `what` (a name of `hypha_proto.protocol.SENDERS`) to this endpoint.
+
+        A refusal is told as an event, and logged. Peers without a role may send everything unless roles are required.
+        """
+        ...
+
 
     async def publish(self, topic: str, data: bytes) -> None:
         """Tell everyone who subscribes to `topic`. Delivery is at most once, and none if no peer is in the topic."""

@@ -91,7 +91,7 @@ class GossipLost:
     """Gossip messages were dropped here."""
 
     topic: str
-    reason: Literal["queue", "oversize", "unsigned", "rate", "undecodable", "other"]
+    reason: Literal["queue", "oversize", "unsigned", "rate", "undecodable", "role", "other"]
     source: PeerId | None = None
     count: int = 1
 

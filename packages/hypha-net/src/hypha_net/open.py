@@ -27,6 +27,8 @@ class EndpointSettings:
     max_connections: int = 1024
     state_dir: Path | None = None
     """Where a gateway keeps the directory's records over restarts."""
+    require_roles: bool = False
+    """Whether a peer whose certificate names no role is refused what only some roles may send."""
     certificate_interval: float = 5.0
     """Seconds between looks at the certificate files and at the chains of live connections. A change of the files
     counts when they look the same twice."""

@@ -120,21 +120,24 @@ def serve(endpoint: Endpoint, conversation: Conversation[Req, Resp], handler: Ha
     """Answer a conversation with `handler(peer, request)`; a second call replaces the first handler.
 
     A handler that raises leaves the asking peer with a broken stream, which is a `RequestError` there; a request that
-    cannot be decoded never reaches it.
+    cannot be decoded, or that is not for a peer of that role to make (`SENDERS`), never reaches it and is reset.
     """
     protocols = _served.setdefault(endpoint, {})
     if conversation.protocol not in protocols:
         protocols[conversation.protocol] = {}
-        endpoint.handle(conversation.protocol, _answer_with(protocols[conversation.protocol]))
+        endpoint.handle(conversation.protocol, _answer_with(endpoint, protocols[conversation.protocol]))
     protocols[conversation.protocol][conversation.variant] = (conversation, handler)
 
 
-def _answer_with(served: _Served) -> Callable[[Stream], Awaitable[None]]:
+def _answer_with(endpoint: Endpoint, served: _Served) -> Callable[[Stream], Awaitable[None]]:
     async def answer(stream: Stream) -> None:
         try:
             with anyio.fail_after(READ_TIMEOUT):
                 data = await read_to_end(stream, max(entry[0].max_request for entry in served.values()))
             conversation, handler = _find(served, data)
+            if not endpoint.permits(stream.peer, conversation.name):
+                await stream.reset()
+                return
             request = conversation.decode_request(data)
         except (DecodeError, MessageTooLargeError, TimeoutError, StreamResetError) as error:
             _log.warning("request from %s on %s dropped: %s", stream.peer, stream.protocol, error or "too slow")

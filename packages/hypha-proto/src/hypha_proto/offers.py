@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Final, Literal
 
-from hypha_proto.protocol import API, Conversation, Topic
+from hypha_proto.protocol import API, WORKER_REQUESTS_TOPIC, Conversation, Topic
 from hypha_proto.resources import Resources, Timestamp
 from hypha_proto.shapes import OMIT, U64, Amount, Message
 
@@ -65,7 +65,7 @@ class OfferReceived(Message, frozen=True):
     """The scheduler has the offer; whether it takes it shows by a renewal."""
 
 
-WORKER_REQUESTS: Final = Topic[WorkerRequest]("hypha/worker", WorkerRequest)
+WORKER_REQUESTS: Final = Topic[WorkerRequest](WORKER_REQUESTS_TOPIC, WorkerRequest)
 OFFER: Final = Conversation[WorkerOffer, OfferReceived](API, WorkerOffer, OfferReceived, "WorkerOffer")
 
 OFFER_WINDOW: Final = 5.0

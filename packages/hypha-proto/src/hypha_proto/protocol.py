@@ -1,9 +1,10 @@
-"""A conversation: which protocol carries it, what is asked, what is answered, and how large either may be."""
+"""A conversation: which protocol carries it, what is asked, what is answered, how large either may be, and who asks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from hypha_proto.codec import Floats, from_cbor, parse_cbor, to_cbor
 from hypha_proto.errors import DecodeError
@@ -32,6 +33,11 @@ class Conversation(Generic[Req, Resp]):
     variant: str | None = None
     max_request: int = MAX_REQUEST
     max_response: int = MAX_RESPONSE
+
+    @property
+    def name(self) -> str:
+        """What it is called in `SENDERS`."""
+        return self.variant or self.protocol
 
     def encode_request(self, message: Req) -> bytes:
         """Bytes of a request. Raises `EncodeError`."""
@@ -109,3 +115,42 @@ PULL_WITH_HEADER: Final = "/hypha-tensor-stream/pull/0.1.0"
 PUSH: Final = "/hypha-tensor-stream/push"
 PUSH_WITH_HEADER: Final = "/hypha-tensor-stream/push/0.1.0"
 IDENTIFY_VERSION: Final = "/hypha-identify/0.0.1"
+
+Role = Literal["gateway", "scheduler", "worker", "data"]
+"""What a node is, as its certificate may say."""
+
+WORKER_REQUESTS_TOPIC: Final = "hypha/worker"
+DATASET_RECORD: Final = "dataset record"
+
+_SCHEDULER: Final[frozenset[Role]] = frozenset({"scheduler"})
+_WORKER: Final[frozenset[Role]] = frozenset({"worker"})
+_TRAINING: Final[frozenset[Role]] = _SCHEDULER | _WORKER
+
+SENDERS: Final[Mapping[str, frozenset[Role]]] = {
+    # gossip, by topic
+    WORKER_REQUESTS_TOPIC: _SCHEDULER,
+    # requests, by variant or, where a protocol carries one conversation only, by protocol
+    "WorkerOffer": _WORKER,
+    "RenewLease": _SCHEDULER,
+    "ReleaseLease": _SCHEDULER,
+    "CancelJob": _SCHEDULER,
+    "WhyNot": _SCHEDULER,
+    "JobEnd": _WORKER,
+    "DispatchJob": _SCHEDULER,
+    "JobStatus": _WORKER,
+    "ParameterPull": _TRAINING,
+    "ParameterPush": _TRAINING,
+    "Data": _WORKER,
+    "RoundMembers": _SCHEDULER,
+    "UpdateRefused": _WORKER,
+    PROGRESS: _WORKER,
+    # files, by protocol: slices go to workers and, to be evaluated with, to schedulers; updates to either
+    PULL: _TRAINING,
+    PULL_WITH_HEADER: _TRAINING,
+    PUSH: _TRAINING,
+    PUSH_WITH_HEADER: _TRAINING,
+    # the directory
+    DATASET_RECORD: frozenset({"data"}),
+}
+"""Whose messages are taken, by the role in the sender's certificate. What is not named here anybody may send: health,
+identify, ping, look-ups, and a place at a gateway's relay. A parameter server is a worker's."""

@@ -43,6 +43,7 @@ from hypha_net._libp2p.muxer import Muxer
 from hypha_net._libp2p.notices import Notices
 from hypha_net._libp2p.relay import RelayClient, RelayHop
 from hypha_net._libp2p.relay_messages import HOP, STOP
+from hypha_net._libp2p.role_gossip import restrict_topics
 from hypha_net._libp2p.security import SecurityRecords, TlsContexts
 from hypha_net._libp2p.streams import Libp2pStream
 from hypha_net._libp2p.subscriptions import Subscriptions
@@ -58,7 +59,9 @@ from hypha_net.errors import (
 from hypha_net.events import Events
 from hypha_net.identity import CertificateInfo, Identity
 from hypha_net.open import EndpointSettings
+from hypha_net.roles import RoleCheck
 from hypha_proto.ids import PeerId
+from hypha_proto.protocol import DATASET_RECORD
 
 _log = logging.getLogger("hypha_net.endpoint")
 
@@ -89,12 +92,19 @@ class Libp2pEndpoint:
         self._subscriptions = Subscriptions(pubsub, tasks)
         self._make_directory()
         self._make_relay()
+        self._roles = RoleCheck(self.peer_id, self._role_of, self.events, required=settings.require_roles)
+        restrict_topics(pubsub, self._may_speak, self.events)
         self._certificates = CertificateWatch(identity, self._live_connections, self._adopt, self.events)
 
     def _make_directory(self) -> None:
         is_gateway = self._settings.role == "gateway"
         store = RecordStore(self._settings.state_dir) if is_gateway else None
-        server = DirectoryServer(self._known_peers, store, self._dialer.passes_on)
+        server = DirectoryServer(
+            self._known_peers,
+            store,
+            self._dialer.passes_on,
+            may_publish=lambda peer: self.permits(peer, DATASET_RECORD),
+        )
         self._directory = kad.DirectoryClient(
             self, lambda: self._gateways.connected(), self._identity.key.sign, server if is_gateway else None
         )
@@ -181,6 +191,18 @@ class Libp2pEndpoint:
         connection = self._dialer.connection(peer)
         return None if connection is None else secured(connection).certificate
 
+    def _role_of(self, peer: PeerId) -> str | None:
+        certificate = self._certificate(peer)
+        return None if certificate is None else certificate.role
+
+    def permits(self, peer: PeerId, what: str) -> bool:
+        """See `Endpoint.permits`."""
+        return self._roles.permits(peer, what)
+
+    def _may_speak(self, publisher: PeerId, topic: str) -> bool:
+        """Whether a publisher's gossip is taken; one that is not connected was judged by the gateway that it has."""
+        return self._certificate(publisher) is None or self.permits(publisher, topic)
+
     def _live_connections(self) -> list[LiveConnection]:
         pairs = [(peer, connection) for peer in self._alive() for connection in self._dialer.connections(peer)]
         return [LiveConnection(peer, secured(each).chain, each.close) for peer, each in pairs]
@@ -259,6 +281,9 @@ class Libp2pEndpoint:
 
         async def serve(net_stream: INetStream) -> None:
             stream = Libp2pStream(net_stream)
+            if not self.permits(stream.peer, protocol):
+                await stream.reset()
+                return
             try:
                 await handler(stream)
             except (StreamResetError, StreamClosedError) as error:

@@ -48,12 +48,15 @@ class DirectoryServer:
         store: RecordStore | None,
         passes: Callable[[bytes], bool] = lambda _address: True,
         providers: ProviderStore | None = None,
+        may_publish: Callable[[PeerId], bool] = lambda _peer: True,
     ) -> None:
         self._known = known
         self._store = store
         self._passes = passes
         """Whether a peer's address is told to others."""
         self._providers = providers or ProviderStore()
+        self._may_publish = may_publish
+        """Whether a peer's role lets it publish datasets."""
 
     async def serve(self, stream: Stream) -> None:
         """Answer every message of one stream until the peer ends it."""
@@ -98,7 +101,7 @@ class DirectoryServer:
             named = publisher_named(key)
         except InvalidIdError:
             return False
-        if named is not None and named.raw != publisher:
+        if not self._may_publish(peer) or (named is not None and named.raw != publisher):
             return False
         known = None if self._store is None else self._store.get(key)
         return publisher == peer.raw or (known is not None and known.publisher == publisher)
@@ -111,7 +114,7 @@ class DirectoryServer:
             answer.record.ttl = self._store.remaining(stored)
 
     def _add_provider(self, peer: PeerId, message: Any) -> None:
-        own = any(provider.id == peer.raw for provider in message.provider_peers)
+        own = self._may_publish(peer) and any(provider.id == peer.raw for provider in message.provider_peers)
         key = bytes(message.key)
         if self._store is None or not own or not 0 < len(key) <= MAX_KEY or not self._providers.add(key, peer):
             _log.warning("%s is not noted as provider of %r", peer, key[:60])

@@ -143,9 +143,14 @@ class NodeConfig(Section):
     relay_circuit: bool = Field(
         default=True, description="Be reachable through a gateway's relay when nobody can dial this node directly."
     )
+    require_roles: bool = Field(
+        default=False,
+        description="Take what only a scheduler, worker or data node may send from peers whose certificate names that "
+        "role, and not from peers without a role. Another role is refused in either case.",
+    )
     telemetry_endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(
         default=None,
-        description="Base URL of an OpenTelemetry collector; /v1/traces and /v1/metrics are appended (HTTP).",
+        description="Base URL of an OpenTelemetry collector; /v1/traces, /v1/metrics and /v1/logs are appended (HTTP).",
     )
     telemetry_headers: Pairs = Field(
         default={}, description='Headers for the collector, as a table or as "key=value,key2=value2". Kept secret.'

@@ -330,6 +330,7 @@ def endpoint_settings(config: NodeConfig, role: str) -> Any:
         role="gateway" if role == "gateway" else "node",
         max_connections=config.limits.max_connections,
         state_dir=state,
+        require_roles=config.require_roles,
     )
 
 

@@ -18,6 +18,7 @@ from hypha_net.endpoint import GossipMessage, PeerInfo, Record, Stream, StreamHa
 from hypha_net.errors import AddressError, RefusedError, StreamClosedError, UnreachableError, UnsupportedProtocolError
 from hypha_net.events import Connected, Disconnected, Events
 from hypha_net.inbox import Inbox
+from hypha_net.roles import RoleCheck
 from hypha_net.testing.links import Faults, Links
 from hypha_net.testing.pipes import MemoryStream, Pipe
 from hypha_proto.ids import PeerId
@@ -173,6 +174,9 @@ class MemoryEndpoint:
         self._open = True
         self.events = Events()
         """See `Endpoint.events`."""
+        self.role: str | None = None
+        """The role that its certificate names; may be set while nobody talks to it."""
+        self._roles = RoleCheck(peer_id, self._role_of, self.events)
 
     @property
     def peer_id(self) -> PeerId:
@@ -289,6 +293,14 @@ class MemoryEndpoint:
             await stream.reset()
         else:
             await stream.aclose()
+
+    def permits(self, peer: PeerId, what: str) -> bool:
+        """See `Endpoint.permits`."""
+        return self._roles.permits(peer, what)
+
+    def _role_of(self, peer: PeerId) -> str | None:
+        node = self._network.get(peer)
+        return None if node is None else node.role
 
     def handle(self, protocol: str, handler: StreamHandler) -> None:
         """See `Endpoint.handle`."""
