@@ -64,7 +64,6 @@ class Node:
         self.readiness.waiting(reason)
 
 
-Serve = Callable[[C, Node], Awaitable[None]]
 @runtime_checkable
 class ReloadsCertificates(Protocol):
     """An endpoint whose identity stands in files, as the one in memory does not."""
@@ -74,6 +73,7 @@ class ReloadsCertificates(Protocol):
         ...
 
 
+Serve = Callable[[C, Node], Awaitable[None]]
 """A program: runs until cancelled; when it returns, the daemon ends with exit code 0."""
 
 
@@ -170,9 +170,9 @@ class _Run:
     """Gets an item when the daemon is to end; its `put` may be called from a signal handler."""
     _cancel: Callable[[int], None] | None = None
     """Cancels the program from a signal handler, once there is something to cancel."""
-    _root: Any = None
     _reload: Callable[[], None] | None = None
     """Has the endpoint read its certificates again, once it is open."""
+    _root: Any = None
     _program: anyio.CancelScope | None = None
     """Holds the program and its tasks, once the endpoint is open."""
     _export: Export | None = None
