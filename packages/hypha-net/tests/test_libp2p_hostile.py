@@ -38,6 +38,7 @@ from hypha_net.errors import (
     UnreachableError,
 )
 from hypha_net.identity import load_identity
+from hypha_net.transfer import retries
 from hypha_proto.health import HEALTH_CHECK, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.protocol import HEALTH, PULL_WITH_HEADER
@@ -425,11 +426,14 @@ async def child(authority: Any, gateway: Gateway, slices: Path) -> AsyncIterator
         process.wait()
 
 
-def test_a_killed_peer_is_seen_at_once_and_its_transfer_is_an_error(authority: Any, tmp_path: Path) -> None:
+def test_a_killed_peer_is_seen_at_once_and_its_transfer_is_an_error(
+    authority: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "PAUSES", (0.1,))
     slices = tmp_path / "slices" / "large"
     slices.parent.mkdir()
     with slices.open("wb") as file:
-        file.truncate(8 << 30)
+        file.truncate(1 << 30)
     target = tmp_path / "landing" / "target"
     target.parent.mkdir()
     ends: list[str] = []
@@ -458,15 +462,16 @@ def test_a_killed_peer_is_seen_at_once_and_its_transfer_is_an_error(authority: A
 
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(pull)
-                    await until(lambda: sum(p.stat().st_size for p in target.parent.iterdir()) > 1 << 20)
+                    await until(lambda: gateway.traffic.received > 4 << 20)
                     os.kill(pid, signal.SIGKILL)
                     killed = anyio.current_time()
-                    await until(lambda: bool(ends and failures) and peer not in gateway.connected_peers(), 3)
-                assert anyio.current_time() - killed < 2
+                    await until(lambda: bool(ends) and peer not in gateway.connected_peers(), 3)
+                    assert anyio.current_time() - killed < 2
+                    await until(lambda: bool(failures), 20)
                 with pytest.raises(UnreachableError):
                     await gateway.open_stream(peer, [ECHO], timeout=5)
             assert ends == ["reset"]
-            assert list(target.parent.iterdir()) == []
+            assert not target.exists()  # what came of it waits under another name
             await until(lambda: tokens(gateway) == 0)
 
     run(main, 90)

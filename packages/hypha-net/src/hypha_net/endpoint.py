@@ -49,6 +49,13 @@ class Stream(Protocol):
         """
         ...
 
+    async def receive_into(self, buffer: bytearray | memoryview) -> int:
+        """Receive at least 1 byte and at most as many as fit into `buffer`; 0 only after the peer's clean end.
+
+        Raises: as `receive_some`.
+        """
+        ...
+
     async def send_eof(self) -> None:
         """End the sending side cleanly; receiving goes on. Idempotent."""
         ...
@@ -161,13 +168,6 @@ class Endpoint(Protocol):
         """
         ...
 
-    def handle(self, protocol: str, handler: StreamHandler) -> None:
-        """Serve incoming streams of `protocol` with `handler`; a second call for one protocol replaces the first."""
-        ...
-
-    def unhandle(self, protocol: str) -> None:
-        """Stop serving `protocol`; streams that are open stay. No error if it was not served."""
-        ...
     def permits(self, peer: PeerId, what: str) -> bool:
         """Whether a peer of that role may send `what` (a name of `hypha_proto.protocol.SENDERS`) to this endpoint.
 
@@ -175,6 +175,13 @@ class Endpoint(Protocol):
         """
         ...
 
+    def handle(self, protocol: str, handler: StreamHandler) -> None:
+        """Serve incoming streams of `protocol` with `handler`; a second call for one protocol replaces the first."""
+        ...
+
+    def unhandle(self, protocol: str) -> None:
+        """Stop serving `protocol`; streams that are open stay. No error if it was not served."""
+        ...
 
     async def publish(self, topic: str, data: bytes) -> None:
         """Tell everyone who subscribes to `topic`. Delivery is at most once, and none if no peer is in the topic."""

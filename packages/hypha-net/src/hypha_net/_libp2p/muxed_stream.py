@@ -71,21 +71,34 @@ class MuxedStream(IMuxedStream):
 
     async def read(self, n: int | None = None) -> bytes:
         """1 to `n` bytes; `MuxedStreamEOF` after the peer's clean end, `MuxedStreamReset` after any other."""
+        await self._wait_for_bytes()
+        size = len(self._buffer) if n is None or n <= 0 else min(n, len(self._buffer))
+        data = bytes(memoryview(self._buffer)[:size])
+        self._taken(size)
+        return data
+
+    async def read_into(self, buffer: memoryview) -> int:
+        """At least one byte into `buffer`; how many. Raises as `read`."""
+        await self._wait_for_bytes()
+        size = min(len(buffer), len(self._buffer))
+        with memoryview(self._buffer) as there:
+            buffer[:size] = there[:size]
+        self._taken(size)
+        return size
+
+    async def _wait_for_bytes(self) -> None:
         await trio.lowlevel.checkpoint()  # here, and nowhere after bytes are taken: a cancellation must not lose them
-        while True:
-            if self._buffer:
-                break
+        while not self._buffer:
             if self._ended_there:
                 raise MuxedStreamEOF("the peer has ended the stream")
             if self._broken is not None:
                 raise MuxedStreamReset(self._broken)
             await self._changed.wait()
-        size = len(self._buffer) if n is None or n <= 0 else min(n, len(self._buffer))
-        data = bytes(memoryview(self._buffer)[:size])
+
+    def _taken(self, size: int) -> None:
         del self._buffer[:size]
         self.muxer.buffered -= size
         self._return_credit(size)
-        return data
 
     def _return_credit(self, size: int) -> None:
         """Let the peer send as much again as was read, in portions of a quarter of the window."""

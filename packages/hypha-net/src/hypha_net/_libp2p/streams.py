@@ -60,6 +60,15 @@ class Libp2pStream:
             except MuxedStreamEOF:
                 return b""
 
+    async def receive_into(self, buffer: bytearray | memoryview) -> int:
+        """See `Stream.receive_into`."""
+        self._check_open()
+        with _translated():
+            try:
+                return await self._muxed.read_into(memoryview(buffer))
+            except MuxedStreamEOF:
+                return 0
+
     async def send_eof(self) -> None:
         """See `Stream.send_eof`."""
         with _translated():

@@ -1,0 +1,76 @@
+"""Tells how a transfer goes: events of the endpoint for whoever follows, bytes for telemetry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import anyio
+
+from hypha_net import telemetry
+from hypha_net.endpoint import Endpoint
+from hypha_net.events import Transferred
+from hypha_net.transfer.rates import Direction, Pace, pace_of
+from hypha_proto.ids import PeerId
+
+EVERY: Final = 1.0
+"""Seconds between two events of a file that moves."""
+
+_MOVED: Final = telemetry.Counter("hypha.transfer.io", "By", "Bytes of files moved between peers.")
+_IO: Final[dict[Direction, telemetry.Attributes]] = {
+    "sent": {"network.io.direction": "transmit"},
+    "received": {"network.io.direction": "receive"},
+}
+
+
+@dataclass(slots=True)
+class Progress:
+    """One transfer, its repeated attempts included."""
+
+    endpoint: Endpoint
+    peer: PeerId
+    name: str
+    direction: Direction
+    size: int | None = None
+    """Bytes in all, as soon as that is known."""
+    done: int = 0
+    _told_at: float = float("-inf")
+
+    @property
+    def pace(self) -> Pace:
+        """How fast this one may go."""
+        return pace_of(self.endpoint, self.peer, self.direction)
+
+    def begin(self, done: int, size: int | None) -> None:
+        """Bytes begin to move, from `done` on; told once, however often the transfer is taken up again."""
+        self.done, self.size = done, size
+        if self._told_at == float("-inf"):
+            self._tell("begun")
+
+    def moved(self, amount: int) -> None:
+        """`amount` bytes more are through."""
+        self.done += amount
+        _MOVED.add(amount, _IO[self.direction])
+        if anyio.current_time() - self._told_at >= EVERY:
+            self._tell("moving")
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell how what happens inside ends."""
+        try:
+            yield
+        except Exception as error:
+            self._tell("failed", str(error) or type(error).__name__)
+            raise
+        except BaseException:
+            self._tell("failed", "cancelled")
+            raise
+        self._tell("done")
+
+    def _tell(self, state: Literal["begun", "moving", "done", "failed"], reason: str = "") -> None:
+        self._told_at = anyio.current_time()
+        self.endpoint.events.emit(
+            Transferred(self.peer, self.name, self.direction, state, self.done, self.size, reason)
+        )

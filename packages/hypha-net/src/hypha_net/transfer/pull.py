@@ -1,0 +1,238 @@
+"""Pull: the receiver says what it wants and from which byte on, the giver how long it is and what it hashes to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+from blake3 import blake3
+
+from hypha_net import telemetry
+from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.errors import TransferError, TransferRefusedError
+from hypha_net.transfer.arriving import left_behind
+from hypha_net.transfer.moving import CHUNK, arriving_at, receive_whole, send_file
+from hypha_net.transfer.progress import Progress
+from hypha_net.transfer.retries import take_up_again
+from hypha_net.transfer.wire import BrokenOffError, ending, logging_failures, receive_message, refuse, send_message
+from hypha_proto.codec import from_cbor, from_json, to_cbor, to_json
+from hypha_proto.ids import PeerId
+from hypha_proto.protocol import PULL, PULL_WITH_HEADER
+from hypha_proto.transfer import PullAnswer, PullHeader, PullRequest, PullStart, Refusal
+
+_log = logging.getLogger("hypha_net.transfer")
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A file that has arrived."""
+
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A file that may be pulled; `digest` (``blake3:…``) is computed when it is not known."""
+
+    path: Path
+    digest: str | None = None
+
+
+async def describe(path: Path) -> tuple[int, str]:
+    """Size in bytes and digest (``blake3:…``) of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return await anyio.to_thread.run_sync(_describe, path)
+
+
+def _describe(path: Path) -> tuple[int, str]:
+    hasher, size = blake3(), 0
+    with path.open("rb", buffering=0) as file:  # not mapped: that would count as this process's memory
+        block = memoryview(bytearray(CHUNK))
+        while count := file.readinto(block):
+            hasher.update(block[:count])
+            size += count
+    return size, f"blake3:{hasher.hexdigest()}"
+
+
+async def pull(
+    endpoint: Endpoint,
+    peer: PeerId,
+    request: PullRequest,
+    target: Path,
+    *,
+    max_bytes: int = 1 << 40,
+    digest: str | None = None,
+    timeout: float = 600.0,
+) -> Pulled:
+    """Pull a file from `peer` to `target`, which appears only when it is whole.
+
+    A pull that breaks off is taken up again a few times, from where it was; what an earlier call left beside `target`
+    counts too, if the peer still has the same content. Peers of the old wire are asked once, for all of it.
+
+    Args:
+        digest: what it must hash to; from a peer of the old wire nothing else vouches for it.
+        max_bytes: more than this is not taken.
+        timeout: seconds for all of it.
+
+    Raises:
+        UnreachableError: the peer cannot be reached.
+        TransferRefusedError: it does not give the file, and says why.
+        TransferError: cut, wrong length or digest, too large, no room, or too slow.
+        OSError: the file cannot be written.
+    """
+    incoming = _Incoming(endpoint, peer, request, target, max_bytes, digest)
+    with incoming.progress.told():
+        try:
+            with anyio.fail_after(timeout):
+                return await take_up_again(incoming.attempt, incoming.what)
+        except TimeoutError:
+            raise TransferError(f"{incoming.what} was not done within {timeout:g} s") from None
+
+
+@dataclass(slots=True)
+class _Incoming:
+    endpoint: Endpoint
+    peer: PeerId
+    request: PullRequest
+    target: Path
+    max_bytes: int
+    wanted: str | None
+    known: str | None = None
+    """Digest of what the peer has, once it has said so."""
+    anew: bool = False
+    """Whether what is there cannot be gone on from."""
+    progress: Progress = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.known = self.wanted
+        self.progress = Progress(self.endpoint, self.peer, _name(self.request), "received")
+
+    @property
+    def what(self) -> str:
+        return f"pull of {_name(self.request)} from {self.peer}"
+
+    async def attempt(self) -> Pulled:
+        offset = 0 if self.anew else await anyio.to_thread.run_sync(left_behind, self.target, self.known)
+        stream = await self.endpoint.open_stream(self.peer, [PULL_WITH_HEADER, PULL])
+        if stream.protocol == PULL:
+            return await self._bare(stream)
+        async with ending(stream, self.what):
+            return await self._headed(stream, offset)
+
+    async def _bare(self, stream: Stream) -> Pulled:
+        try:
+            async with ending(stream, self.what):
+                if self.request.name is not None:
+                    raise TransferRefusedError(f"the peer serves slices only, and no {self.request.name}")
+                header = PullHeader(dataset=self.request.dataset, index=self.request.index)
+                await send_message(stream, to_json(PullHeader, header))
+                await stream.send_eof()  # an old peer drops the stream after the last byte: else that is a reset
+                return await self._receive(stream, None, self.wanted, 0)
+        except BrokenOffError as error:  # an old peer would send all of it again
+            raise TransferError(str(error)) from error
+
+    async def _headed(self, stream: Stream, offset: int) -> Pulled:
+        request = telemetry.with_trace(_from(self.request, offset))
+        await send_message(stream, to_cbor(PullRequest, request))
+        await stream.send_eof()
+        answer = from_cbor(PullAnswer, await receive_message(stream))
+        if isinstance(answer, Refusal):
+            if not offset:
+                raise TransferRefusedError(answer.reason)
+            self.anew = True  # it may have become shorter than what is here of it
+            raise BrokenOffError(f"{self.what} cannot go on at byte {offset}: {answer.reason}")
+        self._check(answer, offset)
+        return await self._receive(stream, answer.size, answer.digest, offset)
+
+    def _check(self, answer: PullStart, offset: int) -> None:
+        if answer.size > self.max_bytes:
+            raise TransferError(f"{answer.size} bytes are over the limit of {self.max_bytes}")
+        if self.wanted is not None and answer.digest != self.wanted:
+            raise TransferError(f"the peer has {answer.digest} where {self.wanted} is wanted")
+        before, self.known = self.known, answer.digest
+        if offset and answer.digest != before:
+            raise BrokenOffError(f"{self.what}: the file has changed there since {offset} bytes of it came")
+
+    async def _receive(self, stream: Stream, size: int | None, digest: str | None, offset: int) -> Pulled:
+        async with arriving_at(self.target, size, digest) as arriving:
+            if arriving.received != offset:
+                self.anew = arriving.received == 0
+                raise BrokenOffError(f"{self.what} can go on at byte {arriving.received}, not {offset}")
+            self.progress.begin(offset, size)
+            return Pulled(*await receive_whole(stream, arriving, self.max_bytes, self.progress))
+
+
+def _from(request: PullRequest, offset: int) -> PullRequest:
+    return PullRequest(
+        dataset=request.dataset,
+        index=request.index,
+        name=request.name,
+        offset=offset,
+        traceparent=request.traceparent,
+    )
+
+
+def _name(request: PullRequest) -> str:
+    return f"{request.dataset[:200]}/{(request.name or str(request.index))[:200]}"
+
+
+# --------------------------------------------------------------------------------------------------------------- giving
+
+
+def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awaitable[Offered | Refusal]]) -> None:
+    """Give files to peers, as `resolve(peer, request)` finds them, over both protocols."""
+
+    async def headed(stream: Stream) -> None:
+        async with ending(stream, f"pull by {stream.peer}"):
+            request: PullRequest = from_cbor(PullRequest, await receive_message(stream))
+            with telemetry.serving("give file", request, {"hypha.peer.id": str(stream.peer)}):
+                offered = await resolve(stream.peer, request)
+                if isinstance(offered, Refusal):
+                    await refuse(stream, PullAnswer, offered)
+                    return
+                await _give(endpoint, stream, request, offered)
+
+    async def bare(stream: Stream) -> None:
+        async with ending(stream, f"pull by {stream.peer}"):
+            header: PullHeader = from_json(PullHeader, await receive_message(stream))
+            request = PullRequest(dataset=header.dataset, index=header.index)
+            offered = await resolve(stream.peer, request)
+            if isinstance(offered, Refusal):
+                raise TransferRefusedError(offered.reason)
+            size = offered.path.stat().st_size
+            progress = Progress(endpoint, stream.peer, _name(request), "sent")
+            with progress.told():
+                progress.begin(0, size)
+                await send_file(stream, offered.path, 0, size, progress)
+                await stream.send_eof()
+
+    endpoint.handle(PULL_WITH_HEADER, logging_failures(headed))
+    endpoint.handle(PULL, logging_failures(bare))
+
+
+async def _give(endpoint: Endpoint, stream: Stream, request: PullRequest, offered: Offered) -> None:
+    size, digest = await _measured(offered)
+    if request.offset > size:
+        reason = f"offset {request.offset} is past the end ({size})"
+        await refuse(stream, PullAnswer, Refusal(reason=reason))
+        return
+    progress = Progress(endpoint, stream.peer, _name(request), "sent")
+    with progress.told():
+        await send_message(stream, to_cbor(PullAnswer, PullStart(size=size, digest=digest)))
+        progress.begin(request.offset, size)
+        await send_file(stream, offered.path, request.offset, size, progress)
+        await stream.send_eof()
+
+
+async def _measured(offered: Offered) -> tuple[int, str]:
+    if offered.digest is None:
+        return await describe(offered.path)
+    return offered.path.stat().st_size, offered.digest

@@ -1,0 +1,45 @@
+"""How often a transfer that broke off is taken up again, and when."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+import anyio
+
+from hypha_net.errors import UnreachableError
+from hypha_net.transfer.wire import BrokenOffError
+
+_log = logging.getLogger("hypha_net.transfer")
+
+T = TypeVar("T")
+
+PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Seconds before each further attempt, give or take a third."""
+
+
+async def take_up_again(attempt: Callable[[], Awaitable[T]], what: str) -> T:
+    """Await `attempt()` until it does not break off, or has too often.
+
+    Raises:
+        UnreachableError: the peer could not be reached from the beginning; later that counts as broken off.
+        TransferError: the last attempt's, or one that another attempt would not mend.
+    """
+    broken: BrokenOffError | None = None
+    for pause in (*PAUSES, None):
+        try:
+            return await attempt()
+        except BrokenOffError as error:
+            broken = error
+        except UnreachableError as error:
+            if broken is None:
+                raise
+            broken = BrokenOffError(f"{what} broke off, and then: {error}")
+        if pause is None:
+            break
+        _log.info("%s; trying again in about %g s", broken, pause)
+        await anyio.sleep(pause * random.uniform(2 / 3, 4 / 3))
+    assert broken is not None
+    raise broken
