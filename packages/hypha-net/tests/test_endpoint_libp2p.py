@@ -21,7 +21,10 @@ from libp2p.network.connection import swarm_connection
 from libp2p.network.swarm import Swarm
 from libp2p.protocol_muxer.multiselect import Multiselect
 from libp2p.pubsub import pubsub
+from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.pubsub.rpc_queue import RpcQueue
+from libp2p.pubsub.validators import signature_validator
+from libp2p.tools.timed_cache.last_seen_cache import LastSeenCache
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.endpoint import Endpoint, Stream
@@ -266,6 +269,15 @@ PATCHED: dict[str, Any] = {
     "SwarmConn": swarm_connection.SwarmConn,
     "RpcQueue.__init__": RpcQueue.__init__,
     "Pubsub.subscribe": pubsub.Pubsub.subscribe,
+    "Pubsub.continuously_read_stream": pubsub.Pubsub.continuously_read_stream,
+    "Pubsub.stream_handler": pubsub.Pubsub.stream_handler,
+    "Pubsub.push_msg": pubsub.Pubsub.push_msg,
+    "Pubsub.publish": pubsub.Pubsub.publish,
+    "GossipSub.publish": GossipSub.publish,
+    "GossipSub.handle_rpc": GossipSub.handle_rpc,
+    "GossipSub._handle_dropped_rpc": GossipSub._handle_dropped_rpc,
+    "LastSeenCache": LastSeenCache,
+    "signature_validator": signature_validator,
     "BasicHost._identify_peer": BasicHost._identify_peer,
     "AutoConnector.maybe_connect": AutoConnector.maybe_connect,
     "BasicHost.get_addrs": BasicHost.get_addrs,
@@ -281,6 +293,15 @@ KNOWN = {
     "SwarmConn": "5b5613ad6d1909c2",
     "RpcQueue.__init__": "29b912ed933ac51f",
     "Pubsub.subscribe": "935991d27b658c35",
+    "Pubsub.continuously_read_stream": "ac0c4ad87ca39288",
+    "Pubsub.stream_handler": "4be06aba2f448b7b",
+    "Pubsub.push_msg": "1531483ab4d77674",
+    "Pubsub.publish": "5e875e00e471afb8",
+    "GossipSub.publish": "b978282af46297f7",
+    "GossipSub.handle_rpc": "bb6f7311e2958a22",
+    "GossipSub._handle_dropped_rpc": "c81733f1db845ea1",
+    "LastSeenCache": "233b00298cbbe12f",
+    "signature_validator": "4ef201cd300c8e3e",
     "BasicHost._identify_peer": "a8e37ea32f624529",
     "AutoConnector.maybe_connect": "018fac95eafc2413",
     "BasicHost.get_addrs": "9d79f88eb0d4824b",

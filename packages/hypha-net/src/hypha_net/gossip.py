@@ -1,4 +1,4 @@
-"""Tell many: typed messages on a topic. What cannot be decoded is dropped and counted in the log."""
+"""Tell many: typed messages on a topic. What cannot be decoded is dropped, counted and logged."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from hypha_net import telemetry
 from hypha_net.endpoint import Endpoint, GossipMessage
+from hypha_net.events import GossipLost
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.protocol import Topic
@@ -27,16 +28,19 @@ async def publish(endpoint: Endpoint, topic: Topic[T], message: T) -> None:
 async def subscribe(endpoint: Endpoint, topic: Topic[T]) -> AsyncIterator[AsyncIterator[tuple[PeerId, T]]]:
     """Receive what others say on `topic`, as (who published it, message), while the context is open."""
     async with endpoint.subscribe(topic.name) as messages:
-        yield _decoded(messages, topic)
+        yield _decoded(endpoint, messages, topic)
 
 
-async def _decoded(messages: AsyncIterator[GossipMessage], topic: Topic[T]) -> AsyncIterator[tuple[PeerId, T]]:
+async def _decoded(
+    endpoint: Endpoint, messages: AsyncIterator[GossipMessage], topic: Topic[T]
+) -> AsyncIterator[tuple[PeerId, T]]:
     dropped = 0
     async for message in messages:
         try:
             decoded = topic.decode(message.data)
         except DecodeError as error:
             dropped += 1
+            endpoint.events.emit(GossipLost(topic.name, "undecodable", message.source))
             _log.warning("message %d dropped on %s, from %s: %s", dropped, topic.name, message.source, error)
             continue
         yield message.source, decoded

@@ -9,6 +9,7 @@ from typing import Final
 import anyio
 
 from hypha_net.endpoint import GossipMessage
+from hypha_net.events import Events, GossipLost
 
 _log = logging.getLogger("hypha_net.gossip")
 
@@ -18,7 +19,10 @@ SIZE: Final = 1024
 class Inbox:
     """Messages for one subscriber; when it is full the oldest are dropped and counted in the log."""
 
-    def __init__(self) -> None:
+    def __init__(self, topic: str = "", events: Events | None = None) -> None:
+        """Make an empty one; what it drops is told to `events`, if there are any."""
+        self._topic = topic
+        self._events = events
         self._messages: deque[GossipMessage] = deque()
         self._arrived = anyio.Event()
         self._dropped = 0
@@ -26,9 +30,12 @@ class Inbox:
     def put(self, message: GossipMessage) -> None:
         """Add a message; never waits."""
         if len(self._messages) == SIZE:
-            self._messages.popleft()
+            oldest = self._messages.popleft()
             self._dropped += 1
-            _log.warning("%d gossip messages dropped: the reader is too slow", self._dropped)
+            if self._events is not None:
+                self._events.emit(GossipLost(self._topic, "queue", oldest.source))
+            if str(self._dropped).rstrip("0") == "1":  # the first, the tenth, the hundredth and so on
+                _log.warning("%d gossip messages of %s dropped: the reader is too slow", self._dropped, self._topic)
         self._messages.append(message)
         self._arrived.set()
 

@@ -87,9 +87,9 @@ class Libp2pEndpoint:
         self._dialer = Dialer(
             self._swarm, [ipaddress.ip_network(entry, strict=False) for entry in settings.exclude_cidr]
         )
-        pubsub, router = make_pubsub(self._host)
+        pubsub, router = make_pubsub(self._host, self.events)
         self._gossip = (pubsub, router)
-        self._subscriptions = Subscriptions(pubsub, tasks)
+        self._subscriptions = Subscriptions(pubsub, tasks, self.events)
         self._make_directory()
         self._make_relay()
         self._roles = RoleCheck(self.peer_id, self._role_of, self.events, required=settings.require_roles)

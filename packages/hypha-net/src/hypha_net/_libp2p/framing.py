@@ -12,6 +12,10 @@ from hypha_net.errors import TransferError
 MAX_MESSAGE: Final = 1 << 20
 
 
+class TooLongError(TransferError):
+    """A message's length is over the limit."""
+
+
 async def write_message(stream: Stream, message: Any) -> None:
     """Send a message behind its length."""
     data = message.SerializeToString()
@@ -27,13 +31,14 @@ async def read_message(stream: Stream, kind: Any, limit: int = MAX_MESSAGE) -> A
     """Receive a message of the class `kind` and not a byte of what follows it; none at the clean end of the stream.
 
     Raises:
-        TransferError: it is over `limit` bytes, cut, or not such a message.
+        TooLongError: it is over `limit` bytes.
+        TransferError: it is cut, or not such a message.
     """
     size = await _read_length(stream)
     if size is None:
         return None
     if size > limit:
-        raise TransferError(f"a message of {size} bytes is over the limit of {limit}")
+        raise TooLongError(f"a message of {size} bytes is over the limit of {limit}")
     data = bytearray()
     while len(data) < size:
         part = await stream.receive_some(size - len(data))

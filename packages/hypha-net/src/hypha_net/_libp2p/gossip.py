@@ -2,7 +2,7 @@
 
 The stock settings prune a hub's mesh to a dozen peers, and a pruned leaf's publishes go nowhere: here every peer of a
 topic is in the mesh, and loops end at the seen-cache. Message numbers start at the time, so that a restarted node's
-first messages are not taken for old ones.
+first messages are not taken for old ones. What comes in from others goes through `gossip_intake`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from libp2p.pubsub import rpc_queue
 from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.pubsub.pubsub import Pubsub
 
+from hypha_net._libp2p.gossip_intake import Intake
+from hypha_net.events import Events
+
 PROTOCOLS: Final = (TProtocol("/meshsub/1.1.0"), TProtocol("/meshsub/1.0.0"))
 DEGREE: Final = 1024
 QUEUE: Final = 1024
 SEEN_SECONDS: Final = 120
 
 
-def make_pubsub(host: IHost) -> tuple[Pubsub, GossipSub]:
+def make_pubsub(host: IHost, events: Events) -> tuple[Pubsub, GossipSub]:
     """A pubsub and its router on `host`; both are services that the engine runs."""
     # both are dropped from silently when they are full, and their stock size is 32
     pubsub_module.SUBSCRIPTION_CHANNEL_SIZE = QUEUE
@@ -43,4 +46,5 @@ def make_pubsub(host: IHost) -> tuple[Pubsub, GossipSub]:
     )
     pubsub = Pubsub(host, router, seen_ttl=SEEN_SECONDS, strict_signing=True)
     pubsub.counter = time.time_ns()
+    Intake(pubsub, router, events, SEEN_SECONDS)
     return pubsub, router

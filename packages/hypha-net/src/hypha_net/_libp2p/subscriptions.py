@@ -12,7 +12,10 @@ from libp2p.abc import ISubscriptionAPI
 from libp2p.peer.id import ID
 from libp2p.pubsub.pubsub import Pubsub
 
+from hypha_net._libp2p.gossip_intake import MAX_DATA
 from hypha_net.endpoint import GossipMessage
+from hypha_net.errors import MessageTooLargeError
+from hypha_net.events import Events
 from hypha_net.inbox import Inbox
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
@@ -23,8 +26,9 @@ _log = logging.getLogger("hypha_net.gossip")
 class Subscriptions:
     """The topics of one endpoint."""
 
-    def __init__(self, pubsub: Pubsub, tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(self, pubsub: Pubsub, tasks: anyio.abc.TaskGroup, events: Events) -> None:
         self._pubsub = pubsub
+        self._events = events
         self._tasks = tasks
         self._inboxes: dict[str, list[Inbox]] = {}
         self._own: bytes = pubsub.my_id.to_bytes()
@@ -44,13 +48,15 @@ class Subscriptions:
         return raw in self._pubsub.peers and any(raw in peers for peers in self._pubsub.peer_topics.values())
 
     async def publish(self, topic: str, data: bytes) -> None:
-        """Publish to everyone in the topic."""
+        """Publish to everyone in the topic. Raises `MessageTooLargeError` for what every peer would drop."""
+        if len(data) > MAX_DATA:
+            raise MessageTooLargeError(f"{len(data)} bytes are over the limit of gossip, {MAX_DATA}")
         await self._pubsub.publish(topic, data)
 
     @asynccontextmanager
     async def subscribe(self, topic: str) -> AsyncIterator[Inbox]:
         """Join a topic, if this endpoint is not in it yet, and receive its messages."""
-        inbox = Inbox()
+        inbox = Inbox(topic, self._events)
         inboxes = self._inboxes.setdefault(topic, [])
         inboxes.append(inbox)
         try:

@@ -1,0 +1,223 @@
+"""What of others' gossip comes in: new messages that their origin has signed, not too large and not too many.
+
+Between a peer's gossip stream and py-libp2p's router, which passes on what is taken here: `read` stands in for
+`Pubsub.continuously_read_stream` (a task for each message, without bound) and `take` for `Pubsub.push_msg` (a cache of
+seen messages without bound, no limits). Whatever is dropped is counted, told as an event, and logged now and then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import trio
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from libp2p.abc import INetStream
+from libp2p.peer.id import ID
+from libp2p.pubsub.gossipsub import GossipSub
+from libp2p.pubsub.pb import rpc_pb2
+from libp2p.pubsub.pubsub import Pubsub
+from libp2p.pubsub.validators import PUBSUB_SIGNING_PREFIX
+
+from hypha_net._libp2p.framing import TooLongError, read_message
+from hypha_net._libp2p.streams import Libp2pStream
+from hypha_net.errors import StreamClosedError, StreamResetError, TransferError
+from hypha_net.events import Events, GossipLost
+from hypha_proto.errors import InvalidIdError
+from hypha_proto.ids import PeerId
+
+_log = logging.getLogger("hypha_net.gossip")
+
+Loss = Literal["queue", "oversize", "unsigned", "rate", "undecodable", "other"]
+
+MAX_DATA: Final = 64 << 10
+"""Bytes of one message's data."""
+MAX_RPC: Final = 1 << 20
+"""Bytes of messages and control that a peer may send at once."""
+MAX_IDS: Final = 5000
+"""Message ids in the control part of one such."""
+MAX_SEEN: Final = 65_536
+ORIGIN_RATE, ORIGIN_BURST = 64.0, 512.0
+"""Messages a second, and at once, that are taken of one origin."""
+FORWARDER_RATE, FORWARDER_BURST = 1024.0, 4096.0
+"""The same of one neighbour, whoever they are of: ids of origins cost nothing to make."""
+MAX_ORIGINS: Final = 4096
+_NUMBER: Final = 8
+"""Bytes of a message's sequence number."""
+
+
+class SeenMessages:
+    """Ids of messages of the last while, at most `MAX_SEEN`; stands in for py-libp2p's `LastSeenCache`."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = trio.current_time) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._until: OrderedDict[bytes, float] = OrderedDict()
+
+    def add(self, key: bytes) -> bool:
+        """Note an id; false if it is known."""
+        if self.has(key):
+            return False
+        now = self._clock()
+        while self._until and (len(self._until) >= MAX_SEEN or next(iter(self._until.values())) <= now):
+            self._until.popitem(last=False)
+        self._until[key] = now + self._seconds
+        return True
+
+    def has(self, key: bytes) -> bool:
+        """Whether an id was noted not long ago."""
+        return self._until.get(key, 0.0) > self._clock()
+
+    def length(self) -> int:
+        """How many ids are kept."""
+        return len(self._until)
+
+
+class Allowance:
+    """Token buckets: so many at once, so many a second, for each of a bounded number of keys."""
+
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = trio.current_time) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._clock = clock
+        self._buckets: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()
+
+    def left(self, key: PeerId) -> bool:
+        """Whether `key` may have one more."""
+        return self._tokens(key) >= 1
+
+    def take(self, key: PeerId) -> None:
+        """Count one."""
+        tokens = self._tokens(key)
+        while len(self._buckets) >= MAX_ORIGINS and key not in self._buckets:
+            self._buckets.popitem(last=False)
+        self._buckets[key] = (tokens - 1, self._clock())
+        self._buckets.move_to_end(key)
+
+    def _tokens(self, key: PeerId) -> float:
+        tokens, at = self._buckets.get(key, (self._burst, self._clock()))
+        return min(self._burst, tokens + (self._clock() - at) * self._rate)
+
+
+class Intake:
+    """Reads and judges what peers say, for one endpoint."""
+
+    def __init__(self, pubsub: Pubsub, router: GossipSub, events: Events, seen_seconds: float) -> None:
+        self._pubsub = pubsub
+        self._router = router
+        self._events = events
+        self._own = PeerId(pubsub.my_id.to_bytes())
+        self._origins = Allowance(ORIGIN_RATE, ORIGIN_BURST)
+        self._forwarders = Allowance(FORWARDER_RATE, FORWARDER_BURST)
+        self._lost: Counter[Loss] = Counter()
+        pubsub.seen_messages.stop()  # a thread, and a cache that grows with every message
+        vars(pubsub).update(
+            seen_messages=SeenMessages(seen_seconds), continuously_read_stream=self.read, push_msg=self.take
+        )
+        self._drop = router._handle_dropped_rpc
+        vars(router)["_handle_dropped_rpc"] = self._dropped
+
+    async def read(self, net_stream: INetStream) -> None:
+        """Read a peer's gossip until its stream ends; one that breaks the rules is not listened to any longer."""
+        stream = Libp2pStream(net_stream)
+        peer = ID(stream.peer.raw)
+        try:
+            while (rpc := await read_message(stream, rpc_pb2.RPC, MAX_RPC)) is not None:
+                await self._handle(peer, rpc)
+        except TransferError as error:
+            self.lose("", "oversize" if isinstance(error, TooLongError) else "undecodable", stream.peer, stream.peer)
+            _log.warning("gossip of %s is not listened to any more: %s", stream.peer, error)
+            await stream.reset()
+            self._pubsub._handle_dead_peer(peer)
+        except (StreamResetError, StreamClosedError) as error:
+            _log.debug("gossip of %s ended: %s", stream.peer, error)
+        except Exception:  # noqa: BLE001 - what a peer says breaks its stream, never the node
+            _log.exception("gossip of %s is not listened to any more", stream.peer)
+            await stream.reset()
+            self._pubsub._handle_dead_peer(peer)
+
+    async def _handle(self, peer: ID, rpc: Any) -> None:
+        for message in rpc.publish:
+            await self.take(peer, message)
+        if len(rpc.subscriptions) <= self._pubsub.max_subscriptions_per_rpc:
+            for subscription in rpc.subscriptions:
+                self._pubsub.handle_subscription(peer, subscription)
+        if not rpc.HasField("control"):
+            return
+        control = rpc.control
+        ids = sum(len(each.messageIDs) for part in (control.ihave, control.iwant, control.idontwant) for each in part)
+        entries = len(control.graft) + len(control.prune) + len(control.ihave) + len(control.iwant)
+        if ids + entries > MAX_IDS:
+            self.lose("", "oversize", None, PeerId(peer.to_bytes()))
+            return
+        # where peers are is identify's to say; py-libp2p forgets addresses from here after two hours
+        rpc.ClearField("senderRecord")
+        await self._router.handle_rpc(rpc, peer)
+
+    async def take(self, forwarder: ID, message: Any) -> None:
+        """Judge one message, and hand it to subscribers and to the router that passes it on."""
+        key = message.from_id + message.seqno
+        if forwarder.to_bytes() == self._own.raw:
+            self._pubsub.seen_messages.add(key)
+            await self._router.publish(forwarder, message)
+            return
+        if not self._pubsub._is_subscribed_to_msg(message) or self._pubsub.seen_messages.has(key):
+            return
+        neighbour = PeerId(forwarder.to_bytes())
+        origin, loss = self._judge(neighbour, message)
+        if loss is not None:
+            self.lose(message.topicIDs[0][:80], loss, origin, neighbour)
+            return
+        self._pubsub.seen_messages.add(key)
+        self._pubsub.notify_subscriptions(message)
+        await self._router.publish(forwarder, message)
+
+    def _judge(self, forwarder: PeerId, message: Any) -> tuple[PeerId | None, Loss | None]:
+        """Who a message is of, once that is proven, and why it is not taken, if it is not.
+
+        Only what is proven counts against an origin: else whoever forges its name could silence it.
+        """
+        if len(message.data) > MAX_DATA:
+            return None, "oversize"
+        try:
+            origin = PeerId(message.from_id)
+        except InvalidIdError:
+            return None, "unsigned"
+        if origin == self._own or len(message.seqno) != _NUMBER or len(message.topicIDs) != 1:
+            return None, "other"
+        if not self._forwarders.left(forwarder) or not self._origins.left(origin):
+            return None, "rate"
+        if not _is_signed(origin, message):
+            return None, "unsigned"
+        self._forwarders.take(forwarder)
+        self._origins.take(origin)
+        return origin, None
+
+    def lose(self, topic: str, reason: Loss, source: PeerId | None, forwarder: PeerId) -> None:
+        """Count a message that is dropped; the log tells the first, the tenth, the hundredth and so on."""
+        self._lost[reason] += 1
+        self._events.emit(GossipLost(topic, reason, source))
+        count = self._lost[reason]
+        if str(count).rstrip("0") == "1":
+            _log.warning("gossip dropped (%s), %d so far; this one came from %s", reason, count, forwarder)
+
+    def _dropped(self, peer: ID, rpc: Any, reason: str) -> None:
+        """A peer takes messages more slowly than they come: those that found no room in its queue are lost for it."""
+        for message in rpc.publish:
+            self.lose(message.topicIDs[0][:80] if message.topicIDs else "", "queue", None, PeerId(peer.to_bytes()))
+        self._drop(peer, rpc, reason)
+
+
+def _is_signed(origin: PeerId, message: Any) -> bool:
+    bare = rpc_pb2.Message(
+        from_id=message.from_id, data=message.data, seqno=message.seqno, topicIDs=message.topicIDs
+    ).SerializeToString()
+    try:
+        key = Ed25519PublicKey.from_public_bytes(origin.public_key)
+        key.verify(message.signature, PUBSUB_SIGNING_PREFIX.encode() + bare)
+    except (InvalidSignature, ValueError):
+        return False
+    return True

@@ -1,0 +1,304 @@
+"""What a gateway takes of gossip: signed, small and not too much; a hostile neighbour costs the others nothing."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.pubsub.pb import rpc_pb2
+
+from hypha_net import EndpointSettings, gossip, open_endpoint
+from hypha_net._libp2p import gossip_intake
+from hypha_net._libp2p.engine import Libp2pEndpoint
+from hypha_net._libp2p.framing import write_message
+from hypha_net._libp2p.gossip_intake import MAX_DATA, MAX_RPC, ORIGIN_BURST, Allowance, SeenMessages
+from hypha_net.endpoint import GossipMessage, Stream
+from hypha_net.errors import MessageTooLargeError
+from hypha_net.events import GossipLost
+from hypha_net.inbox import SIZE, Inbox
+from hypha_net.testing import MemoryNetwork
+from hypha_proto.ids import PeerId
+from hypha_proto.offers import WORKER_REQUESTS
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+TOPIC = "test/topic"
+MESHSUB = "/meshsub/1.1.0"
+
+
+@dataclass
+class Star:
+    """A gateway, a leaf in good standing, and one that writes what it likes on its gossip stream."""
+
+    gateway: Libp2pEndpoint
+    good: Libp2pEndpoint
+    evil: Libp2pEndpoint
+    stream: Stream
+    lost: Counter[str] = field(default_factory=Counter)
+    heard: list[GossipMessage] = field(default_factory=list)
+    """What the gateway took."""
+    number: int = 0
+
+    def message(self, data: bytes = b"x", **changes: Any) -> Any:
+        """A message that is in order, but for `changes`; signed by the evil leaf's key whatever it says."""
+        self.number += 1
+        fields = {
+            "from_id": self.evil.peer_id.raw,
+            "seqno": self.number.to_bytes(8, "big"),
+            "topicIDs": [TOPIC],
+            "data": data,
+            **changes,
+        }
+        made = rpc_pb2.Message(**fields)
+        made.signature = self.evil._identity.key.sign(b"libp2p-pubsub:" + made.SerializeToString())
+        return made
+
+    async def say(self, *messages: Any) -> None:
+        await write_message(self.stream, rpc_pb2.RPC(publish=messages))
+
+    async def check_serves(self) -> None:
+        """A message of the good leaf passes."""
+        before = len(self.heard)
+        await self.good.publish(TOPIC, b"good")
+        await until(lambda: any(message.data == b"good" for message in self.heard[before:]))
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    with anyio.fail_after(seconds):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+@asynccontextmanager
+async def star(authority: Any) -> AsyncIterator[Star]:
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+        leaf = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
+        async with (
+            open_endpoint(authority.identity("good", "worker"), leaf) as good,
+            open_endpoint(authority.identity("evil", "worker"), leaf) as evil,
+            gateway.subscribe(TOPIC) as heard,
+            good.subscribe(TOPIC),
+            anyio.create_task_group() as tasks,
+        ):
+            for node in (good, evil):
+                await node.wait_for_gateway(10)
+            made = Star(gateway, good, evil, await evil.open_stream(gateway.peer_id, [MESHSUB]))
+            with gateway.events.follow(GossipLost) as lost:
+                tasks.start_soon(_count, lost, made.lost)
+                tasks.start_soon(_hear, heard, made.heard)
+                await until(lambda: gateway.peer_id in good.topic_peers(TOPIC))
+                yield made
+            tasks.cancel_scope.cancel()
+
+
+async def _count(lost: Any, into: Counter[str]) -> None:
+    async for event in lost:
+        into[event.reason] += event.count
+
+
+async def _hear(messages: AsyncIterator[GossipMessage], into: list[GossipMessage]) -> None:
+    while True:
+        into.append(await anext(messages))
+
+
+def run(authority: Any, case: Callable[[Star], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with anyio.fail_after(30):
+            async with star(authority) as made:
+                await case(made)
+
+    anyio.run(main, backend="trio")
+
+
+def test_a_flood_from_one_origin_is_dropped_and_counted_and_others_pass(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        await star.say(star.message())
+        await until(lambda: [message.source for message in star.heard] == [star.evil.peer_id])
+        for _ in range(20):
+            await star.say(*(star.message() for _ in range(100)))
+        await star.check_serves()
+        await until(lambda: star.lost["rate"] > 1000)
+        taken = sum(message.source == star.evil.peer_id for message in star.heard)
+        assert ORIGIN_BURST <= taken < 2 * ORIGIN_BURST
+
+    run(authority, case)
+
+
+def test_what_is_not_its_origin_s_own_is_dropped_and_costs_the_origin_nothing(authority: Any, caplog: Any) -> None:
+    async def case(star: Star) -> None:
+        unsigned = star.message(b"unsigned")
+        unsigned.ClearField("signature")
+        forged = star.message(b"forged", from_id=star.good.peer_id.raw)
+        with_key = star.message(b"with key", from_id=star.good.peer_id.raw)
+        with_key.key = b"\x08\x01\x12\x20" + star.evil.peer_id.public_key
+        changed = star.message(b"changed")
+        changed.data += b"!"
+        nobody = star.message(b"nobody", from_id=b"\x12\x20" + bytes(32))
+        await star.say(unsigned, forged, with_key, changed, nobody)
+        await star.say(*(star.message(b"forged", from_id=star.good.peer_id.raw) for _ in range(int(2 * ORIGIN_BURST))))
+        await star.check_serves()
+        await until(lambda: star.lost["unsigned"] == 5 + 2 * ORIGIN_BURST)
+        assert {message.source for message in star.heard} == {star.good.peer_id}
+
+    run(authority, case)
+    told = [record.getMessage() for record in caplog.records if "unsigned" in record.getMessage()]
+    assert len(told) == 4  # the 1st, 10th, 100th and 1000th
+
+
+def test_messages_of_other_shapes_are_dropped(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        await star.say(
+            star.message(seqno=bytes(1000)),
+            star.message(topicIDs=[TOPIC, "another"]),
+            star.message(from_id=star.gateway.peer_id.raw),
+        )
+        await until(lambda: star.lost["other"] == 3)
+        await star.say(star.message(topicIDs=["another"]))  # nobody is in it here
+        again = star.message()
+        await star.say(again, again)
+        await until(lambda: bool(star.heard))
+        await star.check_serves()
+        assert len([message for message in star.heard if message.source == star.evil.peer_id]) == 1
+        assert star.lost == {"other": 3}
+
+    run(authority, case)
+
+
+def test_what_is_too_large_is_dropped_and_whoever_sends_more_is_not_listened_to(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        await star.say(star.message(bytes(MAX_DATA)), star.message(bytes(MAX_DATA + 1)))
+        await until(lambda: star.lost["oversize"] == 1 and len(star.heard) == 1)
+        control = rpc_pb2.RPC()
+        control.control.ihave.add(topicID=TOPIC, messageIDs=[b"00"] * (gossip_intake.MAX_IDS + 1))
+        await write_message(star.stream, control)
+        await until(lambda: star.lost["oversize"] == 2)
+        await star.check_serves()
+        await star.stream.send_all(b"\xff\xff\xff\x7f" + bytes(1000))
+        await until(lambda: star.lost["oversize"] == 3)
+        await star.check_serves()
+        with pytest.raises(MessageTooLargeError, match=str(MAX_DATA)):
+            await star.good.publish(TOPIC, bytes(MAX_DATA + 1))
+        assert MAX_RPC < 1 << 28
+
+    run(authority, case)
+
+
+@pytest.mark.parametrize(
+    "rubbish", [b"\x05\xff\xff\xff\xff\xff", b"\xff" * 11, os.urandom(600)], ids=["pb", "len", "?"]
+)
+def test_rubbish_ends_that_stream_and_nothing_else(authority: Any, rubbish: bytes, caplog: Any) -> None:
+    async def case(star: Star) -> None:
+        await star.stream.send_all(rubbish)
+        await star.stream.send_eof()
+        await star.check_serves()
+        again = await star.evil.open_stream(star.gateway.peer_id, [MESHSUB])
+        await write_message(again, rpc_pb2.RPC(publish=[star.message(b"again")]))
+        await until(lambda: any(message.data == b"again" for message in star.heard))
+        await again.aclose()
+
+    run(authority, case)
+    assert "Traceback" not in caplog.text
+
+
+def test_control_of_any_kind_harms_nobody(authority: Any, caplog: Any) -> None:
+    async def case(star: Star) -> None:
+        rpc = rpc_pb2.RPC()
+        for text in ("", "no such topic", "\0" * 5000):
+            rpc.subscriptions.add(subscribe=True, topicid=text)
+            rpc.control.graft.add(topicID=text)
+            rpc.control.prune.add(topicID=text, backoff=(1 << 64) - 1).peers.add(peerID=b"?", signedPeerRecord=b"?")
+            rpc.control.ihave.add(topicID=text, messageIDs=[b"", b"zz", b"\xff\xfe", b"00"])
+            rpc.control.iwant.add(messageIDs=[b"", b"zz", b"\xff"])
+            rpc.control.idontwant.add(messageIDs=[b"", b"zz"])
+        await write_message(star.stream, rpc)
+        await star.check_serves()
+
+    run(authority, case)
+    assert "Traceback" not in caplog.text
+
+
+def test_made_up_origins_count_against_who_brings_them(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gossip_intake, "FORWARDER_BURST", 20.0)
+    monkeypatch.setattr(gossip_intake, "FORWARDER_RATE", 1.0)
+
+    async def case(star: Star) -> None:
+        await star.say(*(made_up(n) for n in range(100)))
+        await until(lambda: star.lost["rate"] >= 70)
+        await star.check_serves()
+        assert 20 <= sum(message.data == b"made up" for message in star.heard) < 30
+
+    run(authority, case)
+
+
+def made_up(number: int) -> Any:
+    key = Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
+    origin = PeerId.from_public_key(key.public_key().public_bytes_raw())
+    made = rpc_pb2.Message(from_id=origin.raw, seqno=bytes(8), topicIDs=[TOPIC], data=b"made up")
+    made.signature = key.sign(b"libp2p-pubsub:" + made.SerializeToString())
+    return made
+
+
+def test_a_message_that_cannot_be_read_is_told() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("a") as a, network.endpoint("b") as b:
+            with b.events.follow(GossipLost) as lost:
+                async with gossip.subscribe(b, WORKER_REQUESTS) as requests, anyio.create_task_group() as tasks:
+                    tasks.start_soon(anext, requests)
+                    await a.publish(WORKER_REQUESTS.name, b"rubbish")
+                    with anyio.fail_after(5):
+                        event = await anext(aiter(lost))
+                    tasks.cancel_scope.cancel()
+        assert event == GossipLost(WORKER_REQUESTS.name, "undecodable", a.peer_id)
+
+    anyio.run(main, backend="trio")
+
+
+def test_a_slow_reader_s_losses_are_told() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("a") as a:
+            inbox = Inbox(TOPIC, a.events)
+            with a.events.follow(GossipLost) as lost:
+                for n in range(SIZE + 1):
+                    inbox.put(GossipMessage(a.peer_id, b"%d" % n))
+                assert await anext(aiter(lost)) == GossipLost(TOPIC, "queue", a.peer_id)
+            assert (await anext(inbox)).data == b"1"
+
+    anyio.run(main, backend="trio")
+
+
+def test_seen_messages_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gossip_intake, "MAX_SEEN", 3)
+    now = [0.0]
+    seen = SeenMessages(120, lambda: now[0])
+    assert [seen.add(key) for key in (b"a", b"b", b"b", b"c", b"d")] == [True, True, False, True, True]
+    assert (seen.length(), seen.has(b"a"), seen.has(b"d")) == (3, False, True)
+    now[0] = 121
+    assert not seen.has(b"d")
+    assert seen.add(b"e")
+    assert seen.length() == 1
+
+
+def test_an_allowance_comes_back_with_time_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gossip_intake, "MAX_ORIGINS", 2)
+    now = [0.0]
+    a, b, c = (PeerId.from_public_key(bytes([n]) * 32) for n in range(3))
+    allowance = Allowance(2, 3, lambda: now[0])
+    for _ in range(3):
+        assert allowance.left(a)
+        allowance.take(a)
+    assert not allowance.left(a)
+    assert allowance.left(b)
+    now[0] = 0.5
+    assert allowance.left(a)
+    allowance.take(b)
+    allowance.take(c)
+    assert len(allowance._buckets) == 2
