@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypha_net import transfer
 from hypha_net.errors import StreamResetError
 from hypha_net.events import Event, Transferred
+from hypha_net.rates import BURST, Bucket
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_net.transfer import arriving, retries
-from hypha_net.transfer.rates import BURST, Bucket
 from hypha_net.transfer.wire import receive_message, send_message
 from hypha_proto.codec import to_cbor
 from hypha_proto.ids import PeerId

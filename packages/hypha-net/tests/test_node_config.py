@@ -16,6 +16,8 @@ from hypha_net.node.config import NOT_YET, NodeConfig, Section, is_secret, maske
 from hypha_net.node.config_errors import ConfigError
 from hypha_net.node.config_load import Loaded, load_config
 from hypha_net.node.config_toml import read_toml
+from hypha_net.node.lifecycle import endpoint_settings
+from hypha_net.rates import Rates
 
 
 class Resources(Section):
@@ -238,10 +240,18 @@ def test_addresses_are_checked_where_they_stand(load: Any, address: str, says: s
 
 
 def test_a_feature_that_comes_later_is_refused_and_not_ignored(load: Any) -> None:
-    problems = refused(load, '[limits]\nupload_rate = 1000\n[[executors]]\nname = "a"\nenv = { A = "1" }\n')
-    assert len(problems) == 2
-    assert ":6: limits.upload_rate = 1000: not yet: " in problems[0]
-    assert "executors[0].env.A = '1': not yet: executors get no variables yet" in problems[1]
+    problems = refused(load, '[[executors]]\nname = "a"\nenv = { A = "1" }\n')
+    assert len(problems) == 1
+    assert "executors[0].env.A = '1': not yet: executors get no variables yet" in problems[0]
+
+
+def test_a_rate_under_which_transfers_would_look_dead_is_refused(load: Any) -> None:
+    problems = refused(load, "[limits]\nupload_rate = 1000\n")
+    assert len(problems) == 1
+    assert ":6: limits.upload_rate = 1000: input should be greater than or equal to 16384" in problems[0]
+    config = load("[limits]\nupload_rate = 16384\npeer_download_rate = 1000000\n").config
+    rates = endpoint_settings(config, "worker").rates
+    assert rates == Rates(upload=16384, peer_download=1_000_000)
 
 
 def test_broken_and_absent_files_are_named(tmp_path: Path) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hypha_net.identity import Identity
+from hypha_net.rates import Rates, limit_rates
 
 if TYPE_CHECKING:
     from hypha_net._libp2p.engine import Libp2pEndpoint
+    from hypha_net.identity import Identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class EndpointSettings:
     max_connections: int = 1024
     state_dir: Path | None = None
     """Where a gateway keeps the directory's records over restarts."""
+    rates: Rates = field(default_factory=Rates)
+    """How fast files may move."""
     require_roles: bool = False
     """Whether a peer whose certificate names no role is refused what only some roles may send."""
     certificate_interval: float = 5.0
@@ -47,4 +50,5 @@ async def open_endpoint(identity: Identity, settings: EndpointSettings) -> Async
     from hypha_net._libp2p.engine import run_engine
 
     async with run_engine(identity, settings) as endpoint:
+        limit_rates(endpoint, settings.rates)
         yield endpoint

@@ -15,11 +15,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from hypha_net.node.config_address import check_dial_address, check_listen_address
+from hypha_net.rates import MIN_RATE
 
-NOT_YET: Final[Mapping[str, str]] = {
-    "limits.upload_rate": "transfers are not rate limited yet",
-    "limits.download_rate": "transfers are not rate limited yet",
-}
+NOT_YET: Final[Mapping[str, str]] = {}
 """Keys that are known and validated but whose feature is still to come: setting one is refused with these words.
 
 Each entry goes when its feature comes. A program adds its own through `NodeConfig.not_yet`.
@@ -101,12 +99,17 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
 
+Rate = Annotated[int, Field(ge=MIN_RATE)] | None
+
+
 class Limits(Section):
     """``[limits]``."""
 
     max_connections: int = Field(default=1024, ge=1, description="Connections to peers, in and out, at the same time.")
-    upload_rate: int | None = Field(default=None, ge=1, description="Bytes a second that may be sent, in all.")
-    download_rate: int | None = Field(default=None, ge=1, description="Bytes a second that may be received, in all.")
+    upload_rate: Rate = Field(default=None, description="Bytes a second that files may take to all peers together.")
+    download_rate: Rate = Field(default=None, description="Bytes a second that files may take from all peers together.")
+    peer_upload_rate: Rate = Field(default=None, description="Bytes a second that files may take to any one peer.")
+    peer_download_rate: Rate = Field(default=None, description="Bytes a second that files may take from any one peer.")
 
 
 class NodeConfig(Section):

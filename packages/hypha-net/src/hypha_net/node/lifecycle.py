@@ -26,6 +26,7 @@ from hypha_net import telemetry
 from hypha_net.errors import NetError
 from hypha_net.node.config import NodeConfig
 from hypha_net.node.health import Readiness, serve_health
+from hypha_net.node.telemetry_targets import targets
 from hypha_proto.errors import ProtoError
 
 if TYPE_CHECKING:
@@ -194,8 +195,7 @@ class _Run:
 
     @property
     def _exports(self) -> bool:
-        disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-        return self.config.telemetry_endpoint is not None and not disabled
+        return bool(targets(self.config, os.environ))
 
     def _begin_export(self, instance: str) -> None:
         from hypha_net.node.telemetry import open_export
@@ -319,7 +319,9 @@ def open_configured(config: NodeConfig, role: str) -> AbstractAsyncContextManage
 def endpoint_settings(config: NodeConfig, role: str) -> Any:
     """The endpoint's part of a configuration."""
     from hypha_net.open import EndpointSettings
+    from hypha_net.rates import Rates
 
+    limits = config.limits
     state: Path | None = getattr(config, "state_dir", None)
     return EndpointSettings(
         listen_addresses=tuple(config.listen_addresses),
@@ -330,6 +332,7 @@ def endpoint_settings(config: NodeConfig, role: str) -> Any:
         role="gateway" if role == "gateway" else "node",
         max_connections=config.limits.max_connections,
         state_dir=state,
+        rates=Rates(limits.upload_rate, limits.download_rate, limits.peer_upload_rate, limits.peer_download_rate),
         require_roles=config.require_roles,
     )
 

@@ -5,13 +5,13 @@ of the old wire knows neither: then the file is what came before the clean end o
 Before this room: `requests` told the peers what to expect. After it: the bridge, the parameter server, the result.
 
 Inside: `push` and `pull` hold the conversations, `wire` their headers and ends, `moving` the bytes, `arriving` the
-incomplete file, `behind` the thread for the disk, `rates` the limits, `progress` the events, `retries` the patience.
+incomplete file, `behind` the thread for the disk, `progress` the events, `retries` the patience.
 """
 
 from hypha_net.errors import TransferError, TransferRefusedError
+from hypha_net.rates import MIN_RATE, Rates, limit_rates
 from hypha_net.transfer.pull import Offered, Pulled, describe, pull, serve_pulls
 from hypha_net.transfer.push import Landing, push, serve_pushes
-from hypha_net.transfer.rates import MIN_RATE, Rates, limit_rates
 from hypha_net.transfer.wire import IDLE_TIMEOUT
 
 __all__ = [

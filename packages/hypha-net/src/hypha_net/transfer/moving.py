@@ -17,10 +17,10 @@ import anyio.to_thread
 
 from hypha_net.endpoint import Stream
 from hypha_net.errors import TransferError
+from hypha_net.rates import Pace
 from hypha_net.transfer.arriving import Arriving, open_arriving
 from hypha_net.transfer.behind import behind
 from hypha_net.transfer.progress import Progress
-from hypha_net.transfer.rates import Pace
 from hypha_net.transfer.wire import IDLE_TIMEOUT, BrokenOffError
 
 CHUNK: Final = 1 << 20

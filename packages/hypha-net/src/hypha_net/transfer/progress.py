@@ -12,7 +12,7 @@ import anyio
 from hypha_net import telemetry
 from hypha_net.endpoint import Endpoint
 from hypha_net.events import Transferred
-from hypha_net.transfer.rates import Direction, Pace, pace_of
+from hypha_net.rates import Direction, Pace, pace_of
 from hypha_proto.ids import PeerId
 
 EVERY: Final = 1.0

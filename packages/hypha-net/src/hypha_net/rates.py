@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 from weakref import WeakKeyDictionary
 
 import anyio
 
-from hypha_net.endpoint import Endpoint
-from hypha_proto.ids import PeerId
+if TYPE_CHECKING:
+    from hypha_net.endpoint import Endpoint
+    from hypha_proto.ids import PeerId
 
 Direction = Literal["sent", "received"]
 
