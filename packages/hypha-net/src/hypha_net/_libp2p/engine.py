@@ -43,7 +43,6 @@ from hypha_net._libp2p.muxer import Muxer
 from hypha_net._libp2p.notices import Notices
 from hypha_net._libp2p.relay import RelayClient, RelayHop
 from hypha_net._libp2p.relay_messages import HOP, STOP
-from hypha_net._libp2p.role_gossip import restrict_topics
 from hypha_net._libp2p.security import SecurityRecords, TlsContexts
 from hypha_net._libp2p.streams import Libp2pStream
 from hypha_net._libp2p.subscriptions import Subscriptions
@@ -87,13 +86,12 @@ class Libp2pEndpoint:
         self._dialer = Dialer(
             self._swarm, [ipaddress.ip_network(entry, strict=False) for entry in settings.exclude_cidr]
         )
-        pubsub, router = make_pubsub(self._host, self.events)
+        pubsub, router = make_pubsub(self._host, self.events, self._may_speak)
         self._gossip = (pubsub, router)
         self._subscriptions = Subscriptions(pubsub, tasks, self.events)
         self._make_directory()
         self._make_relay()
         self._roles = RoleCheck(self.peer_id, self._role_of, self.events, required=settings.require_roles)
-        restrict_topics(pubsub, self._may_speak, self.events)
         self._certificates = CertificateWatch(identity, self._live_connections, self._adopt, self.events)
 
     def _make_directory(self) -> None:

@@ -8,6 +8,7 @@ first messages are not taken for old ones. What comes in from others goes throug
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Final
 
 from libp2p.abc import IHost
@@ -19,6 +20,7 @@ from libp2p.pubsub.pubsub import Pubsub
 
 from hypha_net._libp2p.gossip_intake import Intake
 from hypha_net.events import Events
+from hypha_proto.ids import PeerId
 
 PROTOCOLS: Final = (TProtocol("/meshsub/1.1.0"), TProtocol("/meshsub/1.0.0"))
 DEGREE: Final = 1024
@@ -26,8 +28,13 @@ QUEUE: Final = 1024
 SEEN_SECONDS: Final = 120
 
 
-def make_pubsub(host: IHost, events: Events) -> tuple[Pubsub, GossipSub]:
-    """A pubsub and its router on `host`; both are services that the engine runs."""
+def make_pubsub(
+    host: IHost, events: Events, may_speak: Callable[[PeerId, str], bool] = lambda _origin, _topic: True
+) -> tuple[Pubsub, GossipSub]:
+    """A pubsub and its router on `host`; both are services that the engine runs.
+
+    `may_speak` says whether an origin may publish on a topic.
+    """
     # both are dropped from silently when they are full, and their stock size is 32
     pubsub_module.SUBSCRIPTION_CHANNEL_SIZE = QUEUE
     rpc_queue.RpcQueue.__init__.__defaults__ = (QUEUE, *rpc_queue.RpcQueue.__init__.__defaults__[1:])  # type: ignore[index]
@@ -46,5 +53,5 @@ def make_pubsub(host: IHost, events: Events) -> tuple[Pubsub, GossipSub]:
     )
     pubsub = Pubsub(host, router, seen_ttl=SEEN_SECONDS, strict_signing=True)
     pubsub.counter = time.time_ns()
-    Intake(pubsub, router, events, SEEN_SECONDS)
+    Intake(pubsub, router, events, SEEN_SECONDS, may_speak)
     return pubsub, router

@@ -31,7 +31,7 @@ from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.gossip")
 
-Loss = Literal["queue", "oversize", "unsigned", "rate", "undecodable", "other"]
+Loss = Literal["queue", "oversize", "unsigned", "rate", "undecodable", "role", "other"]
 
 MAX_DATA: Final = 64 << 10
 """Bytes of one message's data."""
@@ -105,8 +105,17 @@ class Allowance:
 class Intake:
     """Reads and judges what peers say, for one endpoint."""
 
-    def __init__(self, pubsub: Pubsub, router: GossipSub, events: Events, seen_seconds: float) -> None:
+    def __init__(
+        self,
+        pubsub: Pubsub,
+        router: GossipSub,
+        events: Events,
+        seen_seconds: float,
+        may_speak: Callable[[PeerId, str], bool],
+    ) -> None:
         self._pubsub = pubsub
+        self._may_speak = may_speak
+        """Whether an origin's role lets it publish on a topic."""
         self._router = router
         self._events = events
         self._own = PeerId(pubsub.my_id.to_bytes())
@@ -194,7 +203,7 @@ class Intake:
             return None, "unsigned"
         self._forwarders.take(forwarder)
         self._origins.take(origin)
-        return origin, None
+        return origin, None if self._may_speak(origin, message.topicIDs[0]) else "role"
 
     def lose(self, topic: str, reason: Loss, source: PeerId | None, forwarder: PeerId) -> None:
         """Count a message that is dropped; the log tells the first, the tenth, the hundredth and so on."""

@@ -1,0 +1,201 @@
+"""What roles let nodes send: taken from the right role and, unless roles are required, from nodes without one."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+from uuid import UUID
+
+import anyio
+import pytest
+
+import hypha_proto
+from hypha_net import EndpointSettings, open_endpoint, requests
+from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.errors import RequestError, StreamResetError
+from hypha_net.events import GossipLost, Refused
+from hypha_net.testing import MemoryNetwork
+from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLease
+from hypha_proto.protocol import DATASET_RECORD, PUSH_WITH_HEADER, SENDERS, WORKER_REQUESTS_TOPIC, Conversation, Topic
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+ANYBODY = {HEALTH_CHECK.name}
+
+
+def run(main: Callable[[], Awaitable[None]], limit: float = 30) -> None:
+    async def bounded() -> None:
+        with anyio.fail_after(limit):
+            await main()
+
+    anyio.run(bounded, backend="trio")
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    with anyio.fail_after(seconds):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+@asynccontextmanager
+async def opened(authority: Any, *roles: str | None, **changes: Any) -> AsyncIterator[list[Endpoint]]:
+    """A gateway, then nodes of these roles that have joined by it; all with `changes` to their settings."""
+    async with AsyncExitStack() as stack:
+        settings = EndpointSettings((LOOPBACK,), role="gateway", **changes)
+        gateway = await stack.enter_async_context(open_endpoint(authority.identity("gateway", "gateway"), settings))
+        nodes: list[Endpoint] = [gateway]
+        settings = EndpointSettings((LOOPBACK,), gateway_addresses=(gateway.addresses[0],), **changes)
+        for index, role in enumerate(roles):
+            identity = authority.identity(f"n{index}", role)
+            node = await stack.enter_async_context(open_endpoint(identity, settings))
+            await node.wait_for_gateway(10)
+            nodes.append(node)
+        yield nodes
+
+
+def test_the_table_names_every_message_that_there_is() -> None:
+    named: set[str] = {DATASET_RECORD}
+    for module in pkgutil.iter_modules(hypha_proto.__path__):
+        for value in vars(importlib.import_module(f"hypha_proto.{module.name}")).values():
+            if isinstance(value, Conversation | Topic):
+                named.add(value.name)
+    protocols = {name for name in SENDERS if name.startswith("/hypha-tensor-stream/")}
+    assert named | protocols == SENDERS.keys() | ANYBODY
+    assert len(protocols) == 4
+
+
+async def ask_for_renewal(asking: Endpoint, asked: Endpoint) -> None:
+    async def renew(_peer: PeerId, _request: RenewLease) -> LeaseRenewal:
+        return RenewalFailed()
+
+    async def answer(_peer: PeerId, _request: HealthRequest) -> Health:
+        return Health(healthy=True)
+
+    requests.serve(asked, RENEW_LEASE, renew)
+    requests.serve(asked, HEALTH_CHECK, answer)
+    assert (await requests.call(asking, asked.peer_id, HEALTH_CHECK, HealthRequest())).healthy
+    await requests.call(asking, asked.peer_id, RENEW_LEASE, RenewLease(id=UUID(int=1)))
+
+
+@pytest.mark.parametrize(
+    ("role", "required", "taken"),
+    [
+        ("scheduler", False, True),
+        ("scheduler", True, True),
+        ("worker", False, False),
+        ("data", True, False),
+        ("gateway", False, False),
+        (None, False, True),
+        (None, True, False),
+    ],
+)
+def test_a_request_is_taken_from_its_role_only(authority: Any, role: str | None, required: bool, taken: bool) -> None:
+    async def main() -> None:
+        async with opened(authority, role, "worker", require_roles=required) as (_, asking, worker):
+            with worker.events.follow(Refused) as events:
+                if taken:
+                    await ask_for_renewal(asking, worker)
+                    return
+                with pytest.raises(RequestError):
+                    await ask_for_renewal(asking, worker)
+                refused = await anext(events)
+            assert isinstance(refused, Refused)
+            assert (refused.peer, refused.reason) == (asking.peer_id, "role")
+            assert "RenewLease is for a scheduler to send" in refused.detail
+            assert (role or "no role") in refused.detail
+
+    run(main)
+
+
+@pytest.mark.parametrize(("role", "taken"), [("scheduler", True), ("worker", False), (None, True)])
+def test_nodes_in_memory_have_roles_too(role: str | None, taken: bool) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("asking") as asking, network.endpoint("asked") as asked:
+            asking.role = role
+            if taken:
+                await ask_for_renewal(asking, asked)
+            else:
+                with pytest.raises(RequestError):
+                    await ask_for_renewal(asking, asked)
+
+    run(main)
+
+
+@pytest.mark.parametrize(("role", "taken"), [("worker", True), ("scheduler", True), ("data", False), (None, True)])
+def test_a_file_is_taken_from_whoever_trains(authority: Any, role: str | None, taken: bool) -> None:
+    async def main() -> None:
+        async with opened(authority, role, "worker") as (_, sending, worker):
+
+            async def take(stream: Stream) -> None:
+                await stream.send_all(await stream.receive_some())
+
+            worker.handle(PUSH_WITH_HEADER, take)
+            stream = await sending.open_stream(worker.peer_id, [PUSH_WITH_HEADER])
+            if taken:
+                await stream.send_all(b"file")
+                assert await stream.receive_some() == b"file"
+                return
+            with pytest.raises(StreamResetError):
+                await stream.send_all(b"file")
+                await stream.receive_some()
+
+    run(main)
+
+
+def test_a_gateway_passes_on_no_advertisement_but_a_scheduler_s(authority: Any) -> None:
+    async def main() -> None:
+        async with opened(authority, "worker", "scheduler", "worker") as nodes:
+            gateway, rogue, scheduler, worker = nodes
+            async with gateway.subscribe(WORKER_REQUESTS_TOPIC), worker.subscribe(WORKER_REQUESTS_TOPIC) as heard:
+                for node in (rogue, scheduler):
+                    await until(lambda node=node: bool(node.topic_peers(WORKER_REQUESTS_TOPIC)))  # type: ignore[misc]
+                await until(lambda: worker.peer_id in gateway.topic_peers(WORKER_REQUESTS_TOPIC))
+                with gateway.events.follow(GossipLost) as lost:
+                    await rogue.publish(WORKER_REQUESTS_TOPIC, b"bid for me")
+                    dropped = await anext(lost)
+                assert isinstance(dropped, GossipLost)
+                assert (dropped.reason, dropped.source) == ("role", rogue.peer_id)
+                await scheduler.publish(WORKER_REQUESTS_TOPIC, b"real")
+                message = await anext(heard)
+                assert (message.source, message.data) == (scheduler.peer_id, b"real")
+
+    run(main)
+
+
+def test_where_roles_are_required_gossip_still_comes_by_way_of_the_gateway(authority: Any) -> None:
+    async def main() -> None:
+        async with opened(authority, "scheduler", "worker", require_roles=True) as nodes:
+            gateway, scheduler, worker = nodes
+            async with gateway.subscribe(WORKER_REQUESTS_TOPIC), worker.subscribe(WORKER_REQUESTS_TOPIC) as heard:
+                await until(lambda: gateway.peer_id in scheduler.topic_peers(WORKER_REQUESTS_TOPIC))
+                await until(lambda: worker.peer_id in gateway.topic_peers(WORKER_REQUESTS_TOPIC))
+                assert scheduler.peer_id not in worker.connected_peers()
+                await scheduler.publish(WORKER_REQUESTS_TOPIC, b"real")
+                assert (await anext(heard)).data == b"real"
+
+    run(main)
+
+
+@pytest.mark.parametrize(("role", "kept"), [("data", True), ("worker", False), (None, True)])
+def test_a_dataset_is_published_by_a_data_node(authority: Any, role: str | None, kept: bool) -> None:
+    async def main() -> None:
+        async with opened(authority, role, "scheduler") as (_, publisher, asking):
+            await publisher.put_record(b"digits", b"{}")
+            found = await asking.find_records(b"digits")
+            assert [record.publisher for record in found] == ([publisher.peer_id] if kept else [])
+
+    run(main)
+
+
+def test_anybody_gets_a_place_at_the_relay(authority: Any) -> None:
+    async def main() -> None:
+        async with opened(authority, "worker", "data", "scheduler", require_roles=True) as nodes:
+            for node in nodes[1:]:
+                await until(lambda node=node: "p2p-circuit" in node.addresses[-1])  # type: ignore[misc]
+
+    run(main)
