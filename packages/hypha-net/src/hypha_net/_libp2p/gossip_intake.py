@@ -149,6 +149,7 @@ class Intake:
             self._pubsub._handle_dead_peer(peer)
 
     async def _handle(self, peer: ID, rpc: Any) -> None:
+        _check_text(rpc)
         for message in rpc.publish:
             await self.take(peer, message)
         if len(rpc.subscriptions) <= self._pubsub.max_subscriptions_per_rpc:
@@ -218,6 +219,20 @@ class Intake:
         for message in rpc.publish:
             self.lose(message.topicIDs[0][:80] if message.topicIDs else "", "queue", None, PeerId(peer.to_bytes()))
         self._drop(peer, rpc, reason)
+
+
+def _check_text(rpc: Any) -> None:
+    """Topics are text; protobuf hands other bytes out as they are, and fails where they are written again.
+
+    Raises:
+        TransferError: one is not.
+    """
+    control = rpc.control
+    topics = [each.topicid for each in rpc.subscriptions]
+    topics += [each.topicID for part in (control.graft, control.prune, control.ihave) for each in part]
+    topics += [topic for message in rpc.publish for topic in message.topicIDs]
+    if not all(isinstance(topic, str) for topic in topics):
+        raise TransferError("a topic that is not text")
 
 
 def _is_signed(origin: PeerId, message: Any) -> bool:
