@@ -67,7 +67,7 @@ async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
 @asynccontextmanager
 async def open_gateway(authority: Any, **changes: Any) -> AsyncIterator[Gateway]:
     settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False, **changes)
-    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+    async with open_endpoint(authority.identity("gateway"), settings) as gateway:
         yield gateway
 
 
@@ -516,7 +516,7 @@ def test_after_its_gateway_was_killed_and_started_again_everything_works_as_befo
         settings = EndpointSettings(gateway_addresses=(address,))
         try:
             async with (
-                open_endpoint(authority.identity("one", "worker"), settings) as one,
+                open_endpoint(authority.identity("one", "data"), settings) as one,
                 open_endpoint(authority.identity("two", "worker"), settings) as two,
                 one.subscribe("t"),
                 two.subscribe("t") as heard,

@@ -77,7 +77,12 @@ def _interface_hosts(family: socket.AddressFamily) -> list[str]:
 def is_excluded(address: str, excluded: Sequence[Network]) -> bool:
     """Whether an address that a peer reported lies in a network that is not to be dialled."""
     parts = address.split("/")
-    if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
-        return False
-    host = ipaddress.ip_address(parts[2])
-    return any(host.version == network.version and host in network for network in excluded)
+    return len(parts) > 2 and parts[1] in ("ip4", "ip6") and is_excluded_host(parts[2], excluded)
+
+
+def is_excluded_host(host: str, excluded: Sequence[Network]) -> bool:
+    """The same for an IP address alone; an IPv4 address written as IPv6 (``::ffff:10.0.0.1``) is the IPv4 one."""
+    found = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    return any(found.version == network.version and found in network for network in excluded)

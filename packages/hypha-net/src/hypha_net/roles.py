@@ -41,7 +41,8 @@ class RoleCheck:
         if role in senders or (role is None and not self._required):
             return True
         has = "names no role, and require_roles is set here" if role is None else f"names the role {role}"
-        detail = f"{what} is for a {' or a '.join(sorted(senders))} to send, and its certificate {has}"
+        allowed = " or a ".join("data node" if each == "data" else each for each in sorted(senders))
+        detail = f"{what} is for a {allowed} to send, and its certificate {has}"
         if (peer, what) not in self._told and len(self._told) < _MAX_TOLD:
             self._told.add((peer, what))
             _log.warning("refused %s: %s; issue a certificate with --role, or look who that is", peer, detail)

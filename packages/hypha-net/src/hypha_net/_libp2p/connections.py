@@ -8,8 +8,10 @@ changes.
 
 from __future__ import annotations
 
+import functools
 import logging
 import types
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import trio
@@ -27,14 +29,23 @@ from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.muxer import Muxer
-from hypha_net._libp2p.security import TlsConnection
+from hypha_net._libp2p.security import TLS_PROTOCOL, TlsConnection, shown_address
+from hypha_net._libp2p.staggering import staggered
 from hypha_net.errors import RefusedError, UnreachableError
+from hypha_net.events import Events, Refused
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.connections")
 
 UPGRADE_TIMEOUT: Final = 15.0
-_FAMILIES: Final = {"dns4": trio.socket.AF_INET, "dns6": trio.socket.AF_INET6}
+STAGGER: Final = 0.25
+"""Seconds between dials to further addresses of one peer while the earlier ones have not answered."""
+_FAMILIES: Final = {
+    "dns": trio.socket.AF_UNSPEC,
+    "dnsaddr": trio.socket.AF_UNSPEC,
+    "dns4": trio.socket.AF_INET,
+    "dns6": trio.socket.AF_INET6,
+}
 PATCHED_METHOD: Final = "_do_handle_inbound_connection"
 
 
@@ -47,24 +58,38 @@ class YamuxMultistream(MuxerMultistream):
         return Muxer(conn, peer_id)
 
 
-def patch_swarm(swarm: Swarm) -> None:
+def patch_swarm(swarm: Swarm, events: Events) -> None:
     """Make this one swarm accept connections our way."""
-    setattr(swarm, PATCHED_METHOD, types.MethodType(_accept, swarm))
+
+    async def accept(self: Swarm, read_write_closer: Any, _address: Multiaddr, _failure: Any) -> None:
+        await _accept(self, read_write_closer, events)
+
+    setattr(swarm, PATCHED_METHOD, types.MethodType(accept, swarm))
 
 
-async def _accept(swarm: Swarm, read_write_closer: Any, _address: Multiaddr, _failure: Any) -> None:
+async def _accept(swarm: Swarm, read_write_closer: Any, events: Events) -> None:
     """Serve an inbound connection as long as it lives."""
     raw = RawConnection(read_write_closer, False)
     try:
         connection = await upgrade(swarm, raw, expected=None)
+    except _StrangerError as error:
+        _log.info("connection from %s not taken: %s", shown_address(raw), error)
+        events.emit(Refused(None, "protocol", str(error)))
+        return
     except UnreachableError as error:
-        _log.debug("inbound connection from %s not taken: %s", raw.get_remote_address(), error)
+        level = logging.DEBUG if isinstance(error, RefusedError) else logging.INFO  # a refusal is told by `security`
+        _log.log(level, "connection from %s not taken: %s", shown_address(raw), error)
         return
     await connection.muxed_conn.event_closed.wait()  # type: ignore[attr-defined]
 
 
-async def dial(swarm: Swarm, address: Multiaddr, expected: PeerId | None) -> SwarmConn:
+async def dial(
+    swarm: Swarm, address: Multiaddr, expected: PeerId | None, excludes: Callable[[str], bool] = lambda _host: False
+) -> SwarmConn:
     """Dial one TCP address.
+
+    Args:
+        excludes: tells the IP addresses that a name must not lead to.
 
     Raises:
         RefusedError: certificates do not fit, or another peer than `expected` is there.
@@ -72,28 +97,54 @@ async def dial(swarm: Swarm, address: Multiaddr, expected: PeerId | None) -> Swa
     """
     _, kind, host, _, port = str(address).split("/")[:5]
     try:
-        stream = await _open(kind, host, int(port))
+        stream = await _open(kind, host, int(port), excludes)
     except OSError as error:
         raise UnreachableError(f"{address}: {_root_cause(error)}") from error
     return await upgrade(swarm, RawConnection(TrioTCPStream(stream), True), expected=expected)
 
 
-async def _open(kind: str, host: str, port: int) -> trio.SocketStream:
+async def _open(kind: str, host: str, port: int, excludes: Callable[[str], bool]) -> trio.SocketStream:
     """A TCP connection; a name is looked up as the system does it, which py-libp2p's own resolver does not.
 
     Raises:
         OSError: there is no such name, or nobody answers at any of its addresses.
+        UnreachableError: it leads to excluded addresses only.
     """
     if kind not in _FAMILIES:
         return await trio.open_tcp_stream(host, port)
     found = await trio.socket.getaddrinfo(host, port, family=_FAMILIES[kind], type=trio.socket.SOCK_STREAM)
+    named = list(dict.fromkeys(str(place[0]) for *_, place in found))
+    allowed = [each for each in named if not excludes(each)]
+    if not allowed:
+        raise UnreachableError(f"the name {host} of a peer leads to {', '.join(named)}, left out by exclude_cidr")
+    return await _open_first(allowed, port)
+
+
+async def _open_first(hosts: Sequence[str], port: int) -> trio.SocketStream:
+    """The first connection that comes about to one of several addresses. Raises `OSError` when none does."""
+    opened: list[trio.SocketStream] = []
     failures: list[OSError] = []
-    for *_, place in found:
+
+    async def attempt(host: str) -> None:
         try:
-            return await trio.open_tcp_stream(str(place[0]), port)
+            opened.append(await trio.open_tcp_stream(host, port))
+            race.cancel()
         except OSError as error:
             failures.append(error)
-    raise failures[0]
+
+    try:
+        with trio.CancelScope() as race:
+            await staggered([functools.partial(attempt, host) for host in hosts], STAGGER)
+        await trio.lowlevel.checkpoint_if_cancelled()
+    except BaseException:
+        for stream in opened:
+            await trio.aclose_forcefully(stream)
+        raise
+    for late in opened[1:]:
+        await trio.aclose_forcefully(late)
+    if not opened:
+        raise failures[0]
+    return opened[0]
 
 
 async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None) -> SwarmConn:
@@ -110,7 +161,7 @@ async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None)
             secured = await _secure(swarm, raw)
             peer = secured.get_remote_peer()
             if expected is not None and peer.to_bytes() != expected.raw:
-                raise RefusedError(f"{secured.certificate} answers where {expected} was expected")
+                raise RefusedError(f"{secured.certificate} answers where {expected} was expected: correct the address")
             # a probe, which does not listen, may show the certificate of the very node that it asks
             if peer == swarm.self_id and raw.is_initiator and swarm.listeners:
                 raise RefusedError("this is the node itself")
@@ -122,16 +173,36 @@ async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None)
             return connection
     except HandshakeFailure as error:
         raise RefusedError(str(error)) from error
-    except (BaseLibp2pError, MultiselectError, MultiselectClientError, IOException, OSError) as error:
-        if secured is not None and secured.refusal is not None:
-            raise RefusedError(secured.refusal) from error
-        raise UnreachableError(_root_cause(error)) from error
+    except (MultiselectError, MultiselectClientError) as error:
+        if secured is None and not is_cut(error):
+            raise _StrangerError(
+                f"it does not speak {TLS_PROTOCOL}, TLS with certificates on both sides: no Hypha node is there"
+            ) from error
+        raise _broken_off(secured, error) from error
+    except (BaseLibp2pError, IOException, OSError) as error:
+        raise _broken_off(secured, error) from error
     except trio.TooSlowError as error:
         raise UnreachableError(f"no handshake within {UPGRADE_TIMEOUT:g} s") from error
     finally:
         if not registered:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 1):
                 await (raw if secured is None else secured).close()
+
+
+class _StrangerError(RefusedError):
+    """The other side is no Hypha node."""
+
+
+def _broken_off(secured: TlsConnection | None, error: Exception) -> UnreachableError:
+    """What to say of a connection that ended while it was made."""
+    if secured is None:
+        return UnreachableError(_root_cause(error))
+    if secured.refusal is not None:
+        return RefusedError(secured.refusal)
+    return UnreachableError(
+        f"{secured.certificate} ended the connection before it was used; does it expect another peer here, "
+        f"or is it full? ({_root_cause(error)})"
+    )
 
 
 def secured(connection: SwarmConn) -> TlsConnection:
@@ -153,6 +224,16 @@ async def _secure(swarm: Swarm, raw: IRawConnection) -> TlsConnection:
         secured = await multistream.secure_inbound(raw)
     assert isinstance(secured, TlsConnection)
     return secured
+
+
+def is_cut(error: BaseException) -> bool:
+    """Whether an error comes of a connection that ended, rather than of what was said on it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, IOException | OSError):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _root_cause(error: BaseException) -> str:

@@ -5,11 +5,12 @@ Before it: `engine.open_stream`, which needs a connection. After it: `connection
 
 from __future__ import annotations
 
-import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, cast
+from functools import partial
+from typing import Final, Literal, cast
 
 import anyio
 from libp2p.connection_types import ConnectionType
@@ -19,21 +20,27 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.circuits import CircuitConnection
-from hypha_net._libp2p.connections import dial, upgrade
-from hypha_net.addresses import is_excluded, split_peer
+from hypha_net._libp2p.connections import STAGGER, dial, upgrade
+from hypha_net._libp2p.staggering import staggered
+from hypha_net.addresses import Network, is_excluded, is_excluded_host, split_peer
 from hypha_net.errors import AddressError, NetError, RefusedError, StreamClosedError, UnreachableError
+from hypha_net.events import Dialled, Events
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.dialer")
 
-STAGGER: Final = 0.25
-"""Seconds between dials to further addresses of one peer while the earlier ones have not answered."""
 CIRCUIT_DELAY: Final = 1.0
 """Head start in seconds that direct dials have before a relay is asked."""
+LOOK_UP_DELAY: Final = 1.0
+"""Seconds after which the directory is asked although addresses at hand have not failed yet: they may be old."""
+FAILED_FOR: Final = 60.0
+"""Seconds for which an address that failed is dialled after the others."""
+MAX_REMEMBERED: Final = 4096
 LOOK_UPS: Final = (0.1, 0.2, 0.4, 0.0)
 """Pauses in seconds after look-ups that find nothing: a gateway knows a node only moments after it has joined."""
 CIRCUIT: Final = "/p2p-circuit"
+Outcome = Literal["connected", "refused", "unreachable", "timeout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +68,13 @@ class _Flight:
 class Dialer:
     """The connections of one endpoint."""
 
-    def __init__(self, swarm: Swarm, excluded: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network]) -> None:
+    def __init__(self, swarm: Swarm, excluded: Sequence[Network], events: Events) -> None:
         self._swarm = swarm
         self._excluded = excluded
+        self._events = events
         self._told: set[str] = set()
+        self._failed: dict[str, float] = {}
+        """Addresses that failed, and when; a success takes one out."""
         self._flights: dict[PeerId, _Flight] = {}
         self.routes = Routes(lambda _: (), _nothing, lambda: (), _no_circuit)
         self.closed = False
@@ -89,13 +99,35 @@ class Dialer:
         transport, peer = split_peer(address)
         if peer is not None:
             named = peer
-            await self._once(named, lambda: self._dial(transport, named))
+            await self._once(named, address, lambda: self._dial(transport, named))
             return named
-        connection = await dial(self._swarm, Multiaddr(transport), None)
+        with self._telling(address):
+            connection = await dial(self._swarm, Multiaddr(transport), None)
         return PeerId(connection.muxed_conn.peer_id.to_bytes())
 
+    async def connect_reported(self, peer: PeerId, transport: str) -> None:
+        """Connect to `peer` at an address that a peer reported, without its ``/p2p/`` part. Raises `NetError`."""
+        await self._once(peer, transport, lambda: self._dial_reported(transport, peer))
+
     async def _dial(self, transport: str, peer: PeerId) -> None:
+        """Dial an address that the operator or a caller named."""
         await dial(self._swarm, Multiaddr(transport), peer)
+
+    async def _dial_reported(self, transport: str, peer: PeerId) -> None:
+        """Dial an address that a peer reported; a name in it is held to the same exclusions as an address."""
+        try:
+            await dial(self._swarm, Multiaddr(transport), peer, lambda host: is_excluded_host(host, self._excluded))
+        except NetError:
+            if len(self._failed) >= MAX_REMEMBERED:
+                self._failed.clear()
+            self._failed[transport] = anyio.current_time()
+            raise
+        self._failed.pop(transport, None)
+
+    def _promising(self, transports: Iterable[str]) -> list[str]:
+        """Addresses in the order in which they are dialled: those that failed lately come last."""
+        since = anyio.current_time() - FAILED_FOR
+        return sorted(transports, key=lambda transport: max(self._failed.get(transport, since), since))
 
     async def _connect_by_relay(self, address: str) -> PeerId:
         relay_address, _, rest = address.partition(CIRCUIT)
@@ -108,7 +140,7 @@ class Dialer:
             raise AddressError(f"{address!r} does not name its relay: /p2p/<id> before {CIRCUIT}")
         if self.connection(target) is None:
             await self.connect(relay_address)
-            await self._once(target, lambda: self._dial_circuit(relay, target))
+            await self._once(target, address, lambda: self._dial_circuit(relay, target))
         return target
 
     async def _dial_circuit(self, relay: PeerId, target: PeerId) -> None:
@@ -124,10 +156,10 @@ class Dialer:
             UnreachableError: there is no way to it.
         """
         while (connection := self.connection(peer)) is None:
-            await self._once(peer, lambda: self._find_and_dial(peer))
+            await self._once(peer, str(peer), lambda: self._find_and_dial(peer))
         return connection
 
-    async def _once(self, peer: PeerId, attempt: Callable[[], Awaitable[None]]) -> None:
+    async def _once(self, peer: PeerId, address: str, attempt: Callable[[], Awaitable[None]]) -> None:
         """Run `attempt` unless there is a connection, or somebody else's attempt brings one."""
         while self.connection(peer) is None:
             if self.closed:
@@ -139,7 +171,8 @@ class Dialer:
                 continue
             flight = self._flights[peer] = _Flight()
             try:
-                await attempt()
+                with self._telling(address, peer):
+                    await attempt()
                 return
             except NetError as error:
                 flight.error = error
@@ -147,6 +180,23 @@ class Dialer:
             finally:
                 del self._flights[peer]
                 flight.done.set()
+
+    @contextmanager
+    def _telling(self, address: str, peer: PeerId | None = None) -> Iterator[None]:
+        """Emit how an attempt ended, and after how long."""
+        began, reason = anyio.current_time(), ""
+        outcome: Outcome = "timeout"
+        try:
+            yield
+            outcome = "connected"
+        except NetError as error:
+            outcome, reason = "refused" if isinstance(error, RefusedError) else "unreachable", str(error)
+            raise
+        finally:
+            if not self.closed:
+                made = None if peer is None else self.connection(peer)
+                relayed = CIRCUIT in address if made is None else not is_direct(made)
+                self._events.emit(Dialled(address, outcome, anyio.current_time() - began, relayed, reason))
 
     async def _find_and_dial(self, peer: PeerId) -> None:
         race = _Race()
@@ -161,7 +211,19 @@ class Dialer:
 
     async def _go_direct(self, peer: PeerId, race: _Race) -> None:
         tried = self._dialable(self.routes.known(peer))
-        await self._dial_all(peer, tried, race)
+        async with anyio.create_task_group() as tasks:
+            ended = anyio.Event()
+            tasks.start_soon(self._dial_known, peer, tried, race, ended)
+            with anyio.move_on_after(LOOK_UP_DELAY):
+                await ended.wait()
+            await self._look_up_and_dial(peer, tried, race)
+        race.direct_failed.set()
+
+    async def _dial_known(self, peer: PeerId, addresses: Sequence[str], race: _Race, ended: anyio.Event) -> None:
+        await self._dial_all(peer, addresses, race)
+        ended.set()
+
+    async def _look_up_and_dial(self, peer: PeerId, tried: Sequence[str], race: _Race) -> None:
         hidden = 0
         for pause in LOOK_UPS:
             try:
@@ -176,16 +238,12 @@ class Dialer:
             if hidden == 2:  # only circuits lead to it; the first time its addresses may just not be known yet
                 break
             await anyio.sleep(pause)
-        race.direct_failed.set()
 
     async def _dial_all(self, peer: PeerId, addresses: Sequence[str], race: _Race) -> None:
-        async def attempt(address: str, delay: float) -> None:
-            await anyio.sleep(delay)
-            await race.run(self._dial(address, peer))
+        async def attempt(address: str) -> None:
+            await race.run(self._dial_reported(address, peer))
 
-        async with anyio.create_task_group() as tasks:
-            for index, address in enumerate(addresses):
-                tasks.start_soon(attempt, address, index * STAGGER)
+        await staggered([partial(attempt, address) for address in self._promising(addresses)], STAGGER)
 
     async def _go_by_relay(self, peer: PeerId, race: _Race) -> None:
         with anyio.move_on_after(CIRCUIT_DELAY):

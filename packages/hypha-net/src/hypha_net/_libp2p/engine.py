@@ -30,7 +30,7 @@ from multiaddr import Multiaddr
 from hypha_net._libp2p import kad
 from hypha_net._libp2p.certificate_watch import CertificateWatch, LiveConnection
 from hypha_net._libp2p.circuits import CircuitConnection
-from hypha_net._libp2p.connections import secured, upgrade
+from hypha_net._libp2p.connections import is_cut, secured, upgrade
 from hypha_net._libp2p.dialer import Dialer, Routes, is_direct
 from hypha_net._libp2p.gateways import Gateways
 from hypha_net._libp2p.gossip import make_pubsub
@@ -50,6 +50,7 @@ from hypha_net.addresses import expand_wildcards, split_peer
 from hypha_net.endpoint import GossipMessage, PeerInfo, Record, Stream, StreamHandler, Traffic
 from hypha_net.errors import (
     NetError,
+    RefusedError,
     StreamClosedError,
     StreamResetError,
     UnreachableError,
@@ -83,9 +84,8 @@ class Libp2pEndpoint:
         self._host = make_host(identity, self._records, settings.max_connections, self._own_addresses)
         self._swarm = cast(Swarm, self._host.get_network())
         self._swarm.register_notifee(Notices(self.events))
-        self._dialer = Dialer(
-            self._swarm, [ipaddress.ip_network(entry, strict=False) for entry in settings.exclude_cidr]
-        )
+        excluded = [ipaddress.ip_network(entry, strict=False) for entry in settings.exclude_cidr]
+        self._dialer = Dialer(self._swarm, excluded, self.events)
         pubsub, router = make_pubsub(self._host, self.events, self._may_speak)
         self._gossip = (pubsub, router)
         self._subscriptions = Subscriptions(pubsub, tasks, self.events)
@@ -265,6 +265,10 @@ class Libp2pEndpoint:
         except MultiselectClientError as error:
             if self._dialer.connection(peer) is None:
                 raise UnreachableError(f"{peer}: the connection broke off") from error
+            if is_cut(error):
+                raise RefusedError(
+                    f"{peer} resets streams of {', '.join(protocols)}: are they for this role?"
+                ) from error
             raise UnsupportedProtocolError(f"{peer} speaks none of {', '.join(protocols)}") from error
         except (IOException, MuxedConnError, MuxedStreamError) as error:
             raise UnreachableError(f"{peer}: {error}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 import anyio
@@ -21,14 +21,20 @@ from hypha_net._libp2p.muxer import Muxer
 from hypha_net._libp2p.relay import RelayClient
 from hypha_net._libp2p.subscriptions import Subscriptions
 from hypha_net.addresses import split_peer
-from hypha_net.errors import NetError, RefusedError, UnreachableError
+from hypha_net.errors import NetError, RefusedError, StreamClosedError, UnreachableError
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.gateways")
 
 CONNECT_TIMEOUT: Final = 10.0
-BACKOFF: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds between attempts at a gateway, each with jitter; the last repeats."""
+BACKOFF: Final = (0.2, 0.5, 1.0, 2.0, 3.0)
+"""Seconds between attempts at a gateway that does not answer, each with jitter; the last repeats: a node is back within
+5 s of its gateway's return, and a thousand nodes are 300 attempts a second at one that is gone."""
+REFUSED_BACKOFF: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
+"""The same where one side refuses the other, which takes a person to mend; reloading certificates ends the pause."""
+JITTER: Final = (0.6, 1.4)
+TOLD_EVERY: Final = 10
+"""One of so many attempts at a gateway that stays away is a warning in the log."""
 LASTING: Final = 5.0
 """Seconds after which a connection to a gateway counts as a success."""
 RECORD_INTERVAL: Final = 600.0
@@ -110,7 +116,7 @@ class Gateways:
         self._retry = anyio.Event()
 
     async def _pause(self, seconds: float) -> None:
-        with anyio.move_on_after(seconds):
+        with anyio.move_on_after(max(BACKOFF[0] * random.random(), seconds)):
             await self._retry.wait()
 
     async def wait(self) -> None:
@@ -136,19 +142,25 @@ class Gateways:
             if anyio.current_time() - met_at >= LASTING:
                 failures = 0
             else:  # one that takes everybody and drops them again, as it does while it ends, is left in peace, too
-                await self._pause(_seconds(failures))
+                await self._pause(_seconds(BACKOFF, failures))
                 failures += 1
 
     async def _connect(self, address: str, failures: int) -> PeerId | None:
+        """Who the gateway is; none after a failure and a pause, which counts from when the attempt began."""
+        began = anyio.current_time()
         try:
             with anyio.fail_after(CONNECT_TIMEOUT):
                 return await self._dialer.connect(address)
+        except StreamClosedError:  # this endpoint is closing
+            pause = BACKOFF[-1]
         except (NetError, TimeoutError) as error:
-            pause = _seconds(failures)
-            level = logging.ERROR if isinstance(error, RefusedError) else logging.WARNING
+            refused = isinstance(error, RefusedError)
+            pause = _seconds(REFUSED_BACKOFF if refused else BACKOFF, failures)
+            often = failures >= len(BACKOFF) and failures % TOLD_EVERY
+            level = logging.ERROR if refused else logging.DEBUG if often else logging.WARNING
             reason = str(error).removeprefix(f"{split_peer(address)[0]}: ") or f"no answer within {CONNECT_TIMEOUT:g} s"
             _log.log(level, "gateway %s: %s; again in %.1f s", address, reason, pause)
-        await self._pause(pause)
+        await self._pause(began + pause - anyio.current_time())
         return None
 
     async def _stay(self, gateway: PeerId) -> None:
@@ -182,14 +194,14 @@ class Gateways:
             for address in self._dialer.dialable(addresses):
                 try:
                     with anyio.fail_after(3.0):
-                        await self._dialer.connect(f"{address}/p2p/{peer}")
+                        await self._dialer.connect_reported(peer, address)
                     break
                 except (NetError, TimeoutError) as error:
                     _log.debug("neighbour %s at %s: %s", peer, address, error)
 
 
-def _seconds(failures: int) -> float:
-    return BACKOFF[min(failures, len(BACKOFF) - 1)] * random.uniform(0.75, 1.25)
+def _seconds(backoff: Sequence[float], failures: int) -> float:
+    return backoff[min(failures, len(backoff) - 1)] * random.uniform(*JITTER)
 
 
 async def _until_lost(peer: PeerId, connection_to: Callable[[PeerId], SwarmConn | None]) -> None:

@@ -28,6 +28,7 @@ from hypha_net._libp2p.muxer import PROTOCOL, Muxer
 from hypha_net._libp2p.security import TLS_PROTOCOL, SecurityRecords, TlsTransport, libp2p_key_pair
 from hypha_net.addresses import split_peer
 from hypha_net.errors import NetError
+from hypha_net.events import Events
 from hypha_net.identity import Identity
 from hypha_proto.protocol import IDENTIFY_VERSION
 
@@ -61,16 +62,16 @@ def make_host(
     )
     # py-libp2p's own cuts a circuit's address at its first /p2p/, which makes it the relay's
     vars(host)["get_addrs"] = lambda: [Multiaddr(f"{address}/p2p/{identity.peer_id}") for address in own_addresses()]
-    _prepare(cast(Swarm, host.get_network()), max_connections)
+    _prepare(cast(Swarm, host.get_network()), max_connections, records.events)
     return cast(BasicHost, host)
 
 
-def _prepare(swarm: Swarm, max_connections: int) -> None:
+def _prepare(swarm: Swarm, max_connections: int, events: Events) -> None:
     swarm.set_resource_manager(None)  # its limits per peer and second fit public swarms
     swarm.upgrader.muxer_multistream = YamuxMultistream({TProtocol(PROTOCOL): cast(Any, Muxer)})
     swarm._inbound_limiter = trio.CapacityLimiter(max_connections)
     vars(swarm.auto_connector)["maybe_connect"] = _dial_nobody
-    patch_swarm(swarm)
+    patch_swarm(swarm, events)
 
 
 async def _dial_nobody() -> None:

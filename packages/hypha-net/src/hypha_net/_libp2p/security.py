@@ -350,7 +350,7 @@ class TlsTransport(ISecureTransport):
         tls = contexts.watched[server].wrap_bio(*bios, server_side=server)
         secured = TlsConnection(conn, tls, bios)
         secured.attach(self._records, self._local, self._keys.private_key)
-        where = _shown_address(conn)
+        where = shown_address(conn)
         try:
             with trio.fail_after(HANDSHAKE_TIMEOUT):
                 await secured.handshake()
@@ -365,6 +365,7 @@ class TlsTransport(ISecureTransport):
         return secured
 
 
-def _shown_address(conn: Any) -> str:
+def shown_address(conn: Any) -> str:
+    """Where a raw connection comes from or leads to, for people."""
     address = conn.get_remote_address()
     return f"{address[0]}:{address[1]}" if address else "a relayed peer"
