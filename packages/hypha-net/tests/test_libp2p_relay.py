@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,18 @@ import anyio
 import pytest
 
 from hypha_net import EndpointSettings, open_endpoint, transfer
-from hypha_net._libp2p.circuits import join
+from hypha_net._libp2p.circuits import Circuit
 from hypha_net._libp2p.engine import Libp2pEndpoint
 from hypha_net._libp2p.framing import read_message, write_message
-from hypha_net._libp2p.relay import RESERVATION, RelayHop
+from hypha_net._libp2p.relay import RelayHop
 from hypha_net._libp2p.relay_messages import HOP, STOP, HopKind, HopMessage, Status, StopKind, StopMessage
 from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamResetError, UnreachableError, UnsupportedProtocolError
+from hypha_net.events import CircuitEnded, Events
+from hypha_net.open import RelayLimits
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
-from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
+from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ECHO = "/test/echo/1"
@@ -30,10 +32,12 @@ Case = Callable[[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint], Awaitable[None
 
 @asynccontextmanager
 async def hidden_nodes(
-    authority: Any, **changes: Any
+    authority: Any, limits: RelayLimits | None = None, **changes: Any
 ) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint]]:
     """A gateway and two nodes that listen nowhere."""
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False)
+    settings = EndpointSettings(
+        listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False, relay=limits or RelayLimits()
+    )
     async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
         hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],), **changes)
         async with (
@@ -256,9 +260,11 @@ class Present:
 
     def __init__(self) -> None:
         self.peers: set[PeerId] = set()
+        self.number = 0
+        """Of the connection: grows when a peer leaves and comes back."""
 
-    def is_direct(self, peer: PeerId) -> bool:
-        return peer in self.peers
+    def direct_connections(self, peer: PeerId) -> frozenset[object]:
+        return frozenset({(peer, self.number)} if peer in self.peers else ())
 
     async def open_stream(self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0) -> Stream:
         raise UnreachableError(f"{peer} is not asked here")
@@ -267,7 +273,7 @@ class Present:
 def test_a_reservation_is_its_connection_s_and_ends_with_it_or_with_time() -> None:
     now = [1000.0]
     present = Present()
-    hop = RelayHop(present, lambda: now[0])
+    hop = RelayHop(present, RelayLimits(reservation_lifetime=60), Events(), lambda: now[0])
     node, other = (PeerId.from_public_key(bytes([n]) * 32) for n in (1, 2))
 
     async def main() -> None:
@@ -289,7 +295,7 @@ def test_a_reservation_is_its_connection_s_and_ends_with_it_or_with_time() -> No
             assert hop.has_reservation(asking.peer_id)
             assert not hop.has_reservation(node)
             assert not hop.has_reservation(other)
-            now[0] += RESERVATION - 1
+            now[0] += 59
             assert hop.has_reservation(asking.peer_id)
             now[0] += 2
             assert not hop.has_reservation(asking.peer_id)
@@ -297,6 +303,9 @@ def test_a_reservation_is_its_connection_s_and_ends_with_it_or_with_time() -> No
             present.peers = set()
             assert not hop.has_reservation(asking.peer_id)
             present.peers = {asking.peer_id}
+            assert not hop.has_reservation(asking.peer_id)
+            assert await reserve(node) == Status.OK
+            present.number += 1  # it left and came back unseen, and has not asked on its new connection
             assert not hop.has_reservation(asking.peer_id)
 
     anyio.run(main, backend="trio")
@@ -313,7 +322,7 @@ def test_joined_streams_pass_half_closes_on_with_back_pressure() -> None:
             right.handle(ECHO, echo)
 
             async def carry(stream: Stream) -> None:
-                await join(stream, await relay.open_stream(right.peer_id, [ECHO]))
+                await Circuit(stream, await relay.open_stream(right.peer_id, [ECHO])).carry()
 
             relay.handle(ECHO, carry)
             stream = await left.open_stream(relay.peer_id, [ECHO])
@@ -321,5 +330,161 @@ def test_joined_streams_pass_half_closes_on_with_back_pressure() -> None:
                 await stream.send_all(bytes(200_000))
                 await stream.send_eof()
                 assert len(await read_all(stream)) == 200_000
+
+    anyio.run(main, backend="trio")
+
+
+async def circuit(one: Libp2pEndpoint, gateway: Libp2pEndpoint, target: PeerId) -> tuple[Stream, Any]:
+    """A bare circuit, before any TLS in it, and the hop's answer."""
+    stream = await one.open_stream(gateway.peer_id, [HOP])
+    request = HopMessage(type=HopKind.CONNECT)
+    request.peer.id = target.raw
+    await write_message(stream, request)
+    return stream, await read_message(stream, HopMessage)
+
+
+def test_limits_are_told_to_both_ends_and_held(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        told: list[Any] = []
+
+        async def take(stream: Stream) -> None:
+            told.append(await read_message(stream, StopMessage))
+            await write_message(stream, StopMessage(type=StopKind.STATUS, status=Status.OK))
+            await anyio.sleep_forever()
+
+        reserved = await ask_hop(one, gateway.peer_id, HopMessage(type=HopKind.RESERVE))
+        two.handle(STOP, take)
+        with gateway.events.follow(CircuitEnded) as ended:
+            ends = aiter(ended)
+            stream, answer = await circuit(one, gateway, two.peer_id)
+            for message in (reserved, answer, told[0]):
+                assert (message.limit.data, message.limit.duration) == (100_000, 1)
+            with pytest.raises(StreamResetError):
+                while True:
+                    await stream.send_all(bytes(10_000))
+            event = await anext(ends)
+            assert isinstance(event, CircuitEnded)
+            assert (event.source, event.target, event.outcome) == (one.peer_id, two.peer_id, "bytes")
+            assert 50_000 < event.moved <= 100_000
+            first, _ = await circuit(one, gateway, two.peer_id)
+            second, _ = await circuit(one, gateway, two.peer_id)
+            assert (await circuit(one, gateway, two.peer_id))[1].status == Status.RESOURCE_LIMIT_EXCEEDED
+            assert await anext(ends) == CircuitEnded(one.peer_id, two.peer_id, "refused")
+            for each in (first, second):
+                with pytest.raises(StreamResetError):
+                    await each.receive_some()
+                assert await anext(ends) == CircuitEnded(one.peer_id, two.peer_id, "duration")
+            assert gateway._hop is not None
+            assert not gateway._hop._circuits
+
+    run(authority, case, limits=RelayLimits(max_bytes=100_000, max_duration=1, max_circuits_per_peer=2))
+
+
+def test_places_are_as_many_as_the_operator_says_and_a_renewal_is_never_refused(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        statuses = [
+            (await ask_hop(node, gateway.peer_id, HopMessage(type=HopKind.RESERVE))).status
+            for node in (one, two, one, two)
+        ]
+        assert statuses == [Status.OK, Status.RESERVATION_REFUSED] * 2
+        await gateway.disconnect(one.peer_id)
+        assert (await ask_hop(two, gateway.peer_id, HopMessage(type=HopKind.RESERVE))).status == Status.OK
+
+    run(authority, case, limits=RelayLimits(max_reservations=1), relay_circuit=False)
+
+
+def test_circuits_are_counted_by_how_they_end(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        two.handle(ECHO, echo)
+        with gateway.events.follow(CircuitEnded) as ended:
+            ends = aiter(ended)
+            stream = await one.open_stream(two.peer_id, [ECHO])
+            await stream.send_all(bytes(100_000))
+            await stream.send_eof()
+            assert len(await read_all(stream)) == 100_000
+            await stream.aclose()
+            await one.disconnect(two.peer_id)
+            event = await anext(ends)
+            assert isinstance(event, CircuitEnded)
+            assert event.outcome == "done"
+            assert event.moved > 200_000
+            await ask_hop(one, gateway.peer_id, HopMessage(type=HopKind.CONNECT))
+            assert await anext(ends) == CircuitEnded(one.peer_id, None, "refused")
+            two.unhandle(STOP)
+            with pytest.raises(UnreachableError, match="CONNECTION_FAILED"):
+                await one.open_stream(two.peer_id, [ECHO])
+            assert await anext(ends) == CircuitEnded(one.peer_id, two.peer_id, "refused")
+
+    run(authority, case)
+
+
+def test_of_two_circuits_to_one_node_one_ends_and_the_other_goes_on(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        taken: list[Stream] = []
+
+        async def take(stream: Stream) -> None:
+            await read_message(stream, StopMessage)
+            await write_message(stream, StopMessage(type=StopKind.STATUS, status=Status.OK))
+            taken.append(stream)
+            await anyio.sleep_forever()
+
+        two.handle(STOP, take)
+        first, _ = await circuit(one, gateway, two.peer_id)
+        second, _ = await circuit(one, gateway, two.peer_id)
+        await first.reset()
+        with pytest.raises(StreamResetError):
+            await taken[0].receive_some()
+        await second.send_all(b"goes on")
+        assert await taken[1].receive_some() == b"goes on"
+        await taken[1].send_all(b"both ways")
+        assert await second.receive_some() == b"both ways"
+        await second.send_eof()
+        assert await taken[1].receive_some() == b""
+        await taken[1].send_all(b"half closed")
+        assert await second.receive_some() == b"half closed"
+
+    run(authority, case)
+
+
+@pytest.mark.slow
+def test_a_large_file_arrives_whole_through_the_gateway(authority: Any, tmp_path: Path) -> None:
+    """64 MiB with its digest; 128 MiB and 10 minutes are no limit that a gateway sets by itself."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    with source.open("wb") as file:
+        for number in range(64):
+            file.write(number.to_bytes(2, "big") * (1 << 19))
+
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        size, digest = await transfer.describe(source)
+
+        async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.Offered:
+            return transfer.Offered(source, digest)
+
+        transfer.serve_pulls(two, resolve)
+        pulled = await transfer.pull(one, two.peer_id, PullRequest(dataset="d", index=0), target, digest=digest)
+        assert pulled.size == size == 64 << 20
+        assert not one.is_direct(two.peer_id)
+
+    run(authority, case)
+    assert target.read_bytes() == source.read_bytes()
+
+
+def test_a_fifth_reservation_and_many_more_are_given_a_place(authority: Any) -> None:
+    async def main() -> None:
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+        async with (
+            open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
+            AsyncExitStack() as stack,
+        ):
+            hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
+            nodes = [
+                await stack.enter_async_context(open_endpoint(authority.identity(f"n{n}", "worker"), hidden))
+                for n in range(7)
+            ]
+            with anyio.fail_after(15):
+                while not all(node.addresses for node in nodes):
+                    await anyio.sleep(0.02)
+            nodes[6].handle(ECHO, echo)
+            await (await nodes[5].open_stream(nodes[6].peer_id, [ECHO])).aclose()
 
     anyio.run(main, backend="trio")

@@ -16,6 +16,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class RelayLimits:
+    """How much a gateway carries for nodes that nobody can dial."""
+
+    max_reservations: int = 1024
+    max_circuits: int = 4096
+    max_circuits_per_peer: int = 128
+    """Circuits that one peer has asked for."""
+    max_bytes: int | None = None
+    """Bytes of a circuit in each direction; none: as many as it takes."""
+    max_duration: float | None = None
+    """Seconds that a circuit lasts; none: as long as both ends keep it."""
+    reservation_lifetime: float = 3600.0
+    """Seconds after which a place has to be asked for again; it ends before that when its peer leaves."""
+
+
+@dataclass(frozen=True, slots=True)
 class EndpointSettings:
     """How an endpoint is present in the network; the keys of a daemon's configuration."""
 
@@ -28,6 +44,8 @@ class EndpointSettings:
     max_connections: int = 1024
     state_dir: Path | None = None
     """Where a gateway keeps the directory's records over restarts."""
+    relay: RelayLimits = RelayLimits()
+    """What a gateway carries at most."""
     rates: Rates = field(default_factory=Rates)
     """How fast files may move."""
     require_roles: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import anyio
 from libp2p.abc import IRawConnection
@@ -55,24 +55,61 @@ class CircuitConnection(IRawConnection):
         return ConnectionType.RELAYED
 
 
-async def join(one: Stream, other: Stream) -> None:
-    """Pass on what either stream brings until both have ended; a clean end as one, a reset as a reset."""
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_pass_on, one, other, tasks.cancel_scope)
-            tasks.start_soon(_pass_on, other, one, tasks.cancel_scope)
-    finally:
-        with anyio.CancelScope(shield=True):
-            for stream in (one, other):
-                await stream.aclose()
+Outcome = Literal["done", "bytes", "duration", "failed"]
 
 
-async def _pass_on(source: Stream, target: Stream, both: anyio.CancelScope) -> None:
-    try:
-        while data := await source.receive_some(_PIECE):
-            await target.send_all(data)
-        await target.send_eof()
-    except _GONE:
-        for stream in (source, target):
+class Circuit:
+    """Two streams that a relay joins: what either brings is passed on until both have ended.
+
+    A clean end is passed on as one, a reset as a reset. A circuit that goes over a limit is reset on both sides.
+    """
+
+    def __init__(
+        self, one: Stream, other: Stream, max_bytes: int | None = None, max_seconds: float | None = None
+    ) -> None:
+        """Join two streams: at most `max_bytes` in each direction, `max_seconds` in all; none is without a limit."""
+        self._streams = (one, other)
+        self._max_bytes = max_bytes
+        self._max_seconds = max_seconds
+        self.outcome: Outcome | None = None
+        """How it ended, once it has."""
+        self.moved = 0
+        """Bytes in both directions so far."""
+
+    async def carry(self) -> None:
+        """Pass on until the end; cancelled, it ends both sides."""
+        one, other = self._streams
+        try:
+            with anyio.move_on_after(self._max_seconds) as time:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._pass_on, one, other, tasks.cancel_scope)
+                    tasks.start_soon(self._pass_on, other, one, tasks.cancel_scope)
+                self.outcome = self.outcome or "done"
+            if time.cancelled_caught:
+                await self._break_off("duration")
+        finally:
+            self.outcome = self.outcome or "failed"
+            with anyio.CancelScope(shield=True):
+                for stream in self._streams:
+                    await stream.aclose()
+
+    async def _pass_on(self, source: Stream, target: Stream, both: anyio.CancelScope) -> None:
+        passed = 0
+        try:
+            while data := await source.receive_some(_PIECE):
+                passed += len(data)
+                if self._max_bytes is not None and passed > self._max_bytes:
+                    await self._break_off("bytes")
+                    both.cancel()
+                    return
+                await target.send_all(data)
+                self.moved += len(data)
+            await target.send_eof()
+        except _GONE:
+            await self._break_off("failed")
+            both.cancel()
+
+    async def _break_off(self, outcome: Outcome) -> None:
+        self.outcome = self.outcome or outcome  # what comes of the resets does not count
+        for stream in self._streams:
             await stream.reset()
-        both.cancel()

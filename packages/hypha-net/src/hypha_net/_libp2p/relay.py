@@ -2,8 +2,8 @@
 
 A node keeps a place at its gateways (`RelayClient.keep_reservation`); from then on others reach it there: the dialling
 node asks the gateway (`RelayClient.open_circuit`), the gateway asks the reserved one (`RelayHop.serve`), which answers
-(`RelayClient.serve`), and bytes pass in both directions (`circuits.join`). TLS and yamux run end to end inside, so the
-gateway sees ciphertext only. The stock hop lets reservations outlive their peers, passes no close on, and knows
+(`RelayClient.serve`), and bytes pass in both directions (`circuits.Circuit`). TLS and yamux run end to end inside, so
+the gateway sees ciphertext only. The stock hop lets reservations outlive their peers, passes no close on, and knows
 circuits by peer, so that ending one ends another.
 """
 
@@ -13,12 +13,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import anyio
 from multiaddr import Multiaddr
 
-from hypha_net._libp2p.circuits import CircuitConnection, join
+from hypha_net._libp2p.circuits import Circuit, CircuitConnection
 from hypha_net._libp2p.framing import read_message, write_message
 from hypha_net._libp2p.relay_messages import (
     HOP,
@@ -34,16 +35,15 @@ from hypha_net._libp2p.relay_messages import (
 from hypha_net.addresses import split_peer
 from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError, StreamClosedError, StreamResetError, TransferError, UnreachableError
+from hypha_net.events import CircuitEnded, Events
+from hypha_net.open import RelayLimits
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.relay")
 
-MAX_RESERVATIONS: Final = 1024
-MAX_CIRCUITS: Final = 4096
-MAX_CIRCUITS_OF_PEER: Final = 128
-RESERVATION: Final = 3600.0
-"""Seconds that a reservation holds; it ends before that when its peer leaves."""
+RENEWAL: Final = 1800.0
+"""Seconds after which a node asks for its place again at the latest."""
 TIMEOUT: Final = 10.0
 RETRY: Final = 30.0
 """Seconds after a reservation was refused before it is asked for again."""
@@ -58,8 +58,8 @@ class RelayEndpoint(Protocol):
         """See `Endpoint.addresses`."""
         ...
 
-    def is_direct(self, peer: PeerId) -> bool:
-        """Whether there is a connection to `peer` that is not relayed."""
+    def direct_connections(self, peer: PeerId) -> frozenset[object]:
+        """The connections to `peer` that are not relayed."""
         ...
 
     async def open_stream(self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0) -> Stream:
@@ -67,22 +67,41 @@ class RelayEndpoint(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    """A place: until when, and by which of its peer's connections it was asked for."""
+
+    expires: float
+    connections: frozenset[object]
+
+
 class RelayHop:
     """The gateway's half: one request a stream, one answer, then perhaps a circuit."""
 
-    def __init__(self, endpoint: RelayEndpoint, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        endpoint: RelayEndpoint,
+        limits: RelayLimits,
+        events: Events,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._endpoint = endpoint
+        self._limits = limits
+        self._events = events
         self._clock = clock
-        self._reservations: dict[PeerId, float] = {}
+        self._reservations: dict[PeerId, _Reservation] = {}
         self._circuits: Counter[PeerId] = Counter()
 
     def has_reservation(self, peer: PeerId) -> bool:
-        """Whether `peer` may be connected to; a reservation ends with its time or with the peer's connection."""
-        expires = self._reservations.get(peer)
-        if expires is not None and (expires <= self._clock() or not self._endpoint.is_direct(peer)):
+        """Whether `peer` may be connected to; a reservation ends with its time or with the connection it came by."""
+        reservation = self._reservations.get(peer)
+        if reservation is None:
+            return False
+        gone = reservation.connections.isdisjoint(self._endpoint.direct_connections(peer))
+        if reservation.expires <= self._clock() or gone:
             del self._reservations[peer]
             return False
-        return expires is not None
+        return True
 
     async def serve(self, stream: Stream) -> None:
         """Answer one hop request."""
@@ -104,58 +123,74 @@ class RelayHop:
 
     def _reserve(self, peer: PeerId) -> Any:
         """A place for the connection's peer, whatever peer the message names; a renewal always succeeds."""
-        if not self._endpoint.is_direct(peer):
+        connections = self._endpoint.direct_connections(peer)
+        if not connections:
             return _status(Status.PERMISSION_DENIED)
-        if not self.has_reservation(peer) and len(self._reservations) >= MAX_RESERVATIONS:
+        if not self.has_reservation(peer) and len(self._reservations) >= self._limits.max_reservations:
             for other in list(self._reservations):
                 self.has_reservation(other)
-            if len(self._reservations) >= MAX_RESERVATIONS:
+            if len(self._reservations) >= self._limits.max_reservations:
                 _log.warning("no place left for %s: %d are taken", peer, len(self._reservations))
                 return _status(Status.RESERVATION_REFUSED)
-        self._reservations[peer] = expires = self._clock() + RESERVATION
+        expires = self._clock() + self._limits.reservation_lifetime
+        self._reservations[peer] = _Reservation(expires, connections)
         answer = _status(Status.OK)
         answer.reservation.expire = int(expires)
         answer.reservation.addrs.extend(Multiaddr(address).to_bytes() for address in self._endpoint.addresses)
+        self._add_limit(answer)
         return answer
 
+    def _add_limit(self, message: Any) -> None:
+        """Say what a circuit may cost; what is left out is unlimited."""
+        if self._limits.max_bytes is not None:
+            message.limit.data = self._limits.max_bytes
+        if self._limits.max_duration is not None:
+            message.limit.duration = max(1, int(self._limits.max_duration))
+
     async def _connect(self, stream: Stream, request: Any) -> None:
-        target = _peer_id(request.peer.id)
-        refusal = self._refusal(stream.peer, target)
+        source, target = stream.peer, _peer_id(request.peer.id)
+        refusal = self._refusal(source, target)
         if refusal is not None or target is None:
+            self._events.emit(CircuitEnded(source, target, "refused"))
             await write_message(stream, _status(refusal or Status.MALFORMED_MESSAGE))
             return
-        self._circuits[stream.peer] += 1
+        self._circuits[source] += 1
         try:
-            onward = await self._ask(target, stream.peer)
+            onward = await self._ask(target, source)
             if onward is None:
+                self._events.emit(CircuitEnded(source, target, "refused"))
                 await write_message(stream, _status(Status.CONNECTION_FAILED))
                 return
-            await self._carry(stream, onward)
+            await self._carry(stream, onward, target)
         finally:
-            self._circuits[stream.peer] -= 1
-            if self._circuits[stream.peer] <= 0:
-                del self._circuits[stream.peer]
+            self._circuits[source] -= 1
+            if self._circuits[source] <= 0:
+                del self._circuits[source]
 
-    @staticmethod
-    async def _carry(stream: Stream, onward: Stream) -> None:
-        joined = False
+    async def _carry(self, stream: Stream, onward: Stream, target: PeerId) -> None:
+        circuit = Circuit(stream, onward, self._limits.max_bytes, self._limits.max_duration)
+        answered = False
         try:
-            await write_message(stream, _status(Status.OK))
-            joined = True
-            await join(stream, onward)
+            answer = _status(Status.OK)
+            self._add_limit(answer)
+            await write_message(stream, answer)
+            answered = True
+            await circuit.carry()
         finally:
-            if not joined:
+            if not answered:
                 with anyio.CancelScope(shield=True):
                     await onward.reset()
+            self._events.emit(CircuitEnded(stream.peer, target, circuit.outcome or "failed", circuit.moved))
 
     def _refusal(self, source: PeerId, target: PeerId | None) -> Status | None:
         if target is None:
             return Status.MALFORMED_MESSAGE
-        if not self._endpoint.is_direct(source):
+        if not self._endpoint.direct_connections(source):
             return Status.PERMISSION_DENIED
         if not self.has_reservation(target):
             return Status.NO_RESERVATION
-        if self._circuits[source] >= MAX_CIRCUITS_OF_PEER or self._circuits.total() >= MAX_CIRCUITS:
+        full = self._circuits.total() >= self._limits.max_circuits
+        if full or self._circuits[source] >= self._limits.max_circuits_per_peer:
             _log.warning("no circuit left for %s, which has %d", source, self._circuits[source])
             return Status.RESOURCE_LIMIT_EXCEEDED
         return None
@@ -169,6 +204,7 @@ class RelayHop:
                 onward = await self._endpoint.open_stream(target, [STOP], timeout=TIMEOUT)
                 request = StopMessage(type=StopKind.CONNECT)
                 request.peer.id = source.raw
+                self._add_limit(request)
                 await write_message(onward, request)
                 answer = await read_message(onward, StopMessage, MAX_MESSAGE)
             accepted = answer is not None and answer.type == StopKind.STATUS and answer.status == Status.OK
@@ -236,8 +272,8 @@ class RelayClient:
         known, self._held[gateway] = self._held.get(gateway), tuple(named)
         if known != tuple(named):
             await self._announce(gateway)
-        left = answer.reservation.expire - self._clock() if answer.reservation.expire else RESERVATION
-        return min(RESERVATION / 2, max(RETRY, left / 2))
+        left = answer.reservation.expire - self._clock() if answer.reservation.expire else RENEWAL
+        return min(RENEWAL, max(1.0, left / 2))
 
     async def open_circuit(self, relay: PeerId, peer: PeerId) -> CircuitConnection:
         """A circuit through `relay` to `peer`.
