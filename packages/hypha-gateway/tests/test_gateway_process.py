@@ -20,6 +20,8 @@ from hypha_gateway.cli import main
 from hypha_gateway.config import GatewayConfig
 from hypha_net.node.config_errors import ConfigError
 from hypha_net.node.config_load import load_config
+from hypha_net.node.lifecycle import endpoint_settings
+from hypha_net.open import RelayLimits
 
 
 def script(name: str) -> str:
@@ -146,6 +148,24 @@ def test_a_gateway_needs_no_gateway_but_refuses_a_relay(tmp_path: Path) -> None:
     assert config.relay_circuit is False
     with pytest.raises(ConfigError, match="relay_circuit"):
         load_config(GatewayConfig, None, {}, {**flags, "relay_circuit": "true"})
+
+
+def test_its_relay_is_limited_as_the_table_says(tmp_path: Path) -> None:
+    flags = {f"{kind}_pem": "x" for kind in ("cert", "key", "trust")}
+    unset = load_config(GatewayConfig, None, {}, flags).config
+    assert endpoint_settings(unset, "gateway").relay == RelayLimits()
+    path = tmp_path / "gateway.toml"
+    path.write_text(
+        'cert_pem = "c"\nkey_pem = "k"\ntrust_pem = "t"\n[relay]\nmax_reservations = 8\nmax_circuits = 9\n'
+        "max_circuits_per_peer = 3\nmax_bytes = 131072\nmax_duration = 120\nreservation_lifetime = 600\n"
+    )
+    told = load_config(GatewayConfig, path, {}, {}).config
+    expected = RelayLimits(8, 9, 3, 131072, 120.0, 600.0)
+    assert endpoint_settings(told, "gateway").relay == expected
+    for wrong in ("max_bytes=0", "max_duration=0.5", "reservation_lifetime=1", "max_circuits_per_peer=0"):
+        key, _, value = wrong.partition("=")
+        with pytest.raises(ConfigError, match=f"relay.{key}"):
+            load_config(GatewayConfig, path, {}, {f"relay.{key}": value})
 
 
 def test_what_init_writes_passes_the_check(tmp_path: Path) -> None:

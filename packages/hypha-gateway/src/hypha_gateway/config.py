@@ -7,7 +7,27 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from hypha_net.node.config import DialAddress, ListenAddress, NodeConfig
+from hypha_net.node.config import DialAddress, ListenAddress, NodeConfig, Section
+
+
+class RelayConfig(Section):
+    """``[relay]``: what this gateway carries for nodes that nobody can dial. The defaults are `RelayLimits`'."""
+
+    max_reservations: int = Field(default=1024, ge=0, description="Nodes that may be reached through this gateway.")
+    max_circuits: int = Field(default=4096, ge=0, description="Circuits through this gateway at the same time.")
+    max_circuits_per_peer: int = Field(default=128, ge=1, description="Of these, circuits that one peer has asked for.")
+    max_bytes: int | None = Field(
+        default=None, ge=1, description="Bytes of one circuit in each direction; left out, as many as it takes."
+    )
+    max_duration: float | None = Field(
+        default=None, ge=1, allow_inf_nan=False, description="Seconds that a circuit lasts; left out, no limit."
+    )
+    reservation_lifetime: float = Field(
+        default=3600.0,
+        ge=60,
+        allow_inf_nan=False,
+        description="Seconds after which a node has to ask for its place again; nodes do at half of it.",
+    )
 
 
 class GatewayConfig(NodeConfig):
@@ -30,6 +50,8 @@ class GatewayConfig(NodeConfig):
         description="Folder for the directory's records, so that a restarted gateway still knows which node has which "
         "dataset. Without it they are in memory only.",
     )
+
+    relay: RelayConfig = Field(default=RelayConfig(), description="What this gateway carries for others at most.")
 
     @field_validator("relay_circuit")
     @classmethod

@@ -318,11 +318,12 @@ def open_configured(config: NodeConfig, role: str) -> AbstractAsyncContextManage
 
 def endpoint_settings(config: NodeConfig, role: str) -> Any:
     """The endpoint's part of a configuration."""
-    from hypha_net.open import EndpointSettings
+    from hypha_net.open import EndpointSettings, RelayLimits
     from hypha_net.rates import Rates
 
     limits = config.limits
     state: Path | None = getattr(config, "state_dir", None)
+    relay = getattr(config, "relay", None)
     return EndpointSettings(
         listen_addresses=tuple(config.listen_addresses),
         external_addresses=tuple(config.external_addresses),
@@ -332,6 +333,7 @@ def endpoint_settings(config: NodeConfig, role: str) -> Any:
         role="gateway" if role == "gateway" else "node",
         max_connections=config.limits.max_connections,
         state_dir=state,
+        relay=RelayLimits() if relay is None else RelayLimits(**relay.model_dump()),
         rates=Rates(limits.upload_rate, limits.download_rate, limits.peer_upload_rate, limits.peer_download_rate),
         require_roles=config.require_roles,
     )
