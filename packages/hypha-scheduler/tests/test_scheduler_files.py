@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -22,7 +21,7 @@ from click.testing import CliRunner
 
 from hypha_net.transfer import Offered
 from hypha_proto.ids import PeerId
-from hypha_proto.job import HuggingFaceReference, PeersReference
+from hypha_proto.job import PeersReference
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_proto.update import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.cli import main
@@ -232,36 +231,6 @@ def test_a_local_model_is_copied_and_served_file_by_file(tmp_path: Path) -> None
         assert found.path == source / "model.safetensors"
         assert isinstance(start.resolve(PullRequest(dataset=f"{job_id}/model", index=2)), Refusal)
         assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
-
-    run(case)
-
-
-def test_a_repository_is_fetched_at_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Api:
-        def __init__(self, token: str | None) -> None:
-            assert token == "hf_x"
-
-        def model_info(self, repository: str, revision: str | None) -> SimpleNamespace:
-            assert (repository, revision) == ("owner/name", "main")
-            return SimpleNamespace(sha="c0ffee")
-
-    def download(repository: str, *, revision: str, token: str, local_dir: Path, allow_patterns: list[str]) -> None:
-        assert (revision, token) == ("c0ffee", "hf_x")
-        assert "*.bin" not in allow_patterns
-        make_model(local_dir)
-        (local_dir / "pytorch_model.bin").unlink()
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-
-    async def case() -> None:
-        model = ModelTable.model_validate(
-            {"repository": "owner/name", "revision": "main", "token": "hf_x", "type": "vision-classification"}
-        )
-        start = await open_start_model(model, tmp_path / "copy", uuid.UUID(int=5), PEER)
-        assert start.reference == HuggingFaceReference(
-            repository="owner/name", revision="c0ffee", filenames=("config.json", "model.safetensors"), token="hf_x"
-        )
 
     run(case)
 

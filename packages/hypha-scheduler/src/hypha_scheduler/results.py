@@ -102,14 +102,18 @@ def _download(model: ModelTable, target: Path) -> HuggingFaceReference:
 
     repository = str(model.repository)
     token = model.token.get_secret_value() if model.token else None
+    endpoint = os.environ.get("HF_ENDPOINT")
     try:
-        commit = HfApi(token=token).model_info(repository, revision=model.revision).sha
+        commit = HfApi(endpoint=endpoint, token=token).model_info(repository, revision=model.revision).sha
         snapshot_download(
-            repository, revision=commit, token=token, local_dir=target,
+            repository, revision=commit, token=token, local_dir=target, endpoint=endpoint,
             allow_patterns=list(model.filenames or MODEL_PATTERNS),
+            max_workers=1,  # several share one client, which huggingface_hub closes for all when one breaks off
         )  # fmt: skip
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise JobFailedError(f"model.repository: {repository} cannot be fetched: {error}") from None
+    except Exception as error:  # which HTTP library raises its connection errors here differs by the hub's version
+        raise JobFailedError(f"model.repository: {repository} cannot be fetched: {error!r:.400}") from error
     shutil.rmtree(target / ".cache", ignore_errors=True)
     names = model.filenames or tuple(sorted(p.relative_to(target).as_posix() for p in target.rglob("*") if p.is_file()))
     return HuggingFaceReference(repository=repository, revision=commit, filenames=names, token=token)

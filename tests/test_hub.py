@@ -1,0 +1,128 @@
+"""Private repositories, fetched by a worker's bridge and by a scheduler with unmodified `huggingface_hub`."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+from hub_server import COMMIT, Hub, hub_server
+
+from hypha_proto.ids import PeerId
+from hypha_proto.job import HuggingFaceReference
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.job_config import ModelTable
+from hypha_scheduler.results import open_start_model
+from hypha_worker.bridge.faults import BridgeFault
+from hypha_worker.connectors.access import Access
+from hypha_worker.connectors.downloads import from_hub
+
+TOKEN = "hf_PrivateToken0123456789"
+WEIGHTS = bytes(range(256)) * (96 << 10)  # huggingface_hub keeps what it has in pieces of 10 MiB
+FILES = {
+    "config.json": b'{"a": 1}',
+    "model.safetensors": WEIGHTS,
+    "pytorch_model.bin": b"pickle",
+    "sub/more.safetensors": b"more",
+}
+PEER = PeerId.parse("12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with hub_server(FILES, TOKEN) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        yield hub
+
+
+def by_worker(folder: Path, *names: str, token: str | None = TOKEN, revision: str | None = "v2") -> list[Path]:
+    reference = HuggingFaceReference(repository="org/model", revision=revision, filenames=names, token=token)
+
+    async def main() -> list[Path]:
+        found = await from_hub(reference, folder, Access(), max_bytes=1 << 26, timeout=60)
+        return [file.path for file in found]
+
+    return anyio.run(main, backend="trio")
+
+
+def by_scheduler(folder: Path, **keys: str) -> HuggingFaceReference:
+    table = {"repository": "org/model", "type": "vision-classification", "token": TOKEN, **keys}
+
+    async def main() -> HuggingFaceReference:
+        model = ModelTable.model_validate(table)
+        start = await open_start_model(model, folder, uuid.UUID(int=5), PEER)
+        assert isinstance(start.reference, HuggingFaceReference)
+        return start.reference
+
+    return anyio.run(main, backend="trio")
+
+
+def check_tokens(hub: Hub) -> None:
+    """The token goes to the repository, and nowhere else."""
+    assert {token for _, path, token, _ in hub.seen if "org/model" in path} == {f"Bearer {TOKEN}"}
+    assert {token for _, path, token, _ in hub.seen if "org/model" not in path} <= {None}
+    assert {token for _, _, token, _ in hub.seen_elsewhere} == {None}
+
+
+def test_a_worker_follows_redirects_and_goes_on_where_a_transfer_broke_off(hub: Hub, tmp_path: Path) -> None:
+    config, weights, more = by_worker(tmp_path, "config.json", "model.safetensors", "sub/more.safetensors")
+    assert json.loads(config.read_bytes()) == {"a": 1}
+    assert weights.read_bytes() == WEIGHTS
+    assert more.read_bytes() == b"more"
+    assert more == (tmp_path / "sub/more.safetensors").resolve()
+    assert len([asked for asked in hub.ranges if asked != "bytes=0-"]) >= 1, "nothing was resumed"
+    check_tokens(hub)
+    assert all("/resolve/v2/" in path for _, path, _, _ in hub.seen if "org/model" in path)
+
+
+def test_a_scheduler_fetches_one_commit_and_nothing_that_is_unpickled(hub: Hub, tmp_path: Path) -> None:
+    reference = by_scheduler(tmp_path / "model", revision="v2")
+    names = ("config.json", "model.safetensors", "sub/more.safetensors")
+    assert (reference.revision, reference.token) == (COMMIT, TOKEN)
+    assert set(reference.filenames) <= set(names)
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == WEIGHTS
+    assert not list(tmp_path.rglob("*.bin"))
+    assert [asked for asked in hub.ranges if asked != "bytes=0-"], hub.seen_elsewhere
+    check_tokens(hub)
+    paths = [path for _, path, _, _ in hub.seen]
+    assert all(f"/resolve/{COMMIT}/" in path for path in paths if "/resolve/" in path)
+    assert all(TOKEN.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("token", ["hf_WrongToken", None])
+def test_a_token_that_is_not_taken_is_said_and_not_shown(
+    token: str | None, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(BridgeFault) as worker:
+        by_worker(tmp_path / "w", "config.json", token=token)
+    with pytest.raises(JobFailedError) as scheduler:
+        by_scheduler(tmp_path / "s", **({"token": token} if token else {"token": "hf_WrongToken"}))
+    for text in (worker.value.detail, str(scheduler.value)):
+        assert "401" in text
+        assert "hf_WrongToken" not in text
+        assert "org/model" in text
+
+
+def test_what_is_not_there_is_named(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(BridgeFault, match=r"none\.json does not exist at revision v2") as fault:
+        by_worker(tmp_path, "none.json")
+    assert fault.value.status == 404
+    with pytest.raises(BridgeFault, match="v9"):
+        by_worker(tmp_path, "config.json", revision="v9")
+    with pytest.raises(JobFailedError, match="v9"):
+        by_scheduler(tmp_path / "s", revision="v9")
+
+
+def test_a_hub_that_is_away_ends_a_job_in_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(JobFailedError, match="org/model cannot be fetched"):
+        by_scheduler(tmp_path / "s")
+    with pytest.raises(BridgeFault) as fault:
+        by_worker(tmp_path, "config.json")
+    assert fault.value.status == 502
