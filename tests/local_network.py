@@ -29,6 +29,8 @@ from hypha_local.tasks import DIGITS
 
 KIND = 'kind = "diloco-transformer"'
 """What the plan's job asks of its training workers."""
+MODEL = 'path = "../start-model"'
+"""Where the plan's job begins."""
 
 
 def executor(name: str, code: str) -> str:
@@ -195,8 +197,13 @@ class LocalNetwork:
                 found += psutil.Process(process.pid).children(recursive=True)
         return found
 
-    def job(self, *, rounds: int, kind: str | None = None) -> Job:
-        """Start a scheduler with a job of its own for all training workers."""
+    def job(self, *, rounds: int, kind: str | None = None, model: str | None = None) -> Job:
+        """Start a scheduler with a job of its own for all training workers.
+
+        Args:
+            kind: of the training workers' executor; by default the plan's.
+            model: TOML in the place of the model's path.
+        """
         self._jobs += 1
         name = f"job-{self._jobs}"
         training = Training(workers=len(self.trainers), rounds=rounds)
@@ -208,6 +215,9 @@ class LocalNetwork:
         if kind is not None:
             assert KIND in text
             text = text.replace(KIND, f'kind = "{kind}"')
+        if model is not None:
+            assert MODEL in text
+            text = text.replace(MODEL, model)
         self.configuration(name).write_text(text)
         command = [script("hypha-scheduler"), "run", "--config", str(self.configuration(name))]
         return Job(self.processes.start(name, command), runs)
