@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ import anyio
 import pytest
 from hypothesis import settings
 
-from hypha_net import gossip, requests, transfer
+from hypha_net import gossip, requests, telemetry, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.aggregate import UPDATE_REFUSED, RefusalKnown, UpdateRefused
 from hypha_proto.ids import PeerId
@@ -342,3 +342,42 @@ def take_pushes() -> type[Pushed]:
 @pytest.fixture
 def make_config() -> Callable[..., WorkerConfig]:
     return worker_config
+
+
+@dataclass
+class Recorded:
+    """A recorder that keeps what it is told."""
+
+    values: list[tuple[str, float, dict[str, Any]]] = field(default_factory=list)
+    gone: set[str] = field(default_factory=set)
+    spans: list[str] = field(default_factory=list)
+
+    def start_span(self, name: str, kind: str, parent: str | None, attributes: Any, ago: float) -> Any:
+        self.spans.append(name)
+        return self
+
+    traceparent = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+
+    def set(self, attributes: Any) -> None:
+        pass
+
+    def end(self, error: str | None, kind: str | None) -> None:
+        pass
+
+    def measure(self, metric: telemetry.Metric, value: float, attributes: Any) -> None:
+        self.values.append((metric.name, value, dict(attributes)))
+
+    def forget(self, metric: telemetry.Metric, attributes: Any) -> None:
+        self.gone.add(metric.name)
+
+    def total(self, name: str, **attributes: str) -> float:
+        wanted = {key.replace("_", "."): value for key, value in attributes.items()}
+        return sum(value for other, value, about in self.values if other == name and wanted.items() <= about.items())
+
+
+@pytest.fixture
+def recorded() -> Iterator[Recorded]:
+    recorder = Recorded()
+    telemetry.install(recorder)
+    yield recorder
+    telemetry.install(None)

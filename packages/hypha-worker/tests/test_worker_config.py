@@ -16,7 +16,7 @@ from hypha_proto.resources import Resources
 from hypha_worker.capabilities import Device
 from hypha_worker.cli import main
 from hypha_worker.config import WorkerConfig
-from hypha_worker.detection import detect, read_device
+from hypha_worker.detection import detect
 
 COMPLETE_EXAMPLE = """
 # TLS Configuration
@@ -184,9 +184,3 @@ def test_init_writes_what_the_machine_has_and_run_accepts_it(tmp_path: Path) -> 
     assert run("run", "--check", "--config", str(file)).exit_code == 0
     assert run("config", "show", "--config", str(file)).exit_code == 0
     assert run("schema").exit_code == 0
-
-
-def test_a_line_of_the_drivers_tool_is_a_device() -> None:
-    assert read_device("0, 81559") == (0, 85.5)
-    with pytest.raises(ValueError, match="unpack"):
-        read_device("no devices were found")

@@ -201,6 +201,7 @@ class ProcessExecution:
         devices: dict[str, str] = {}
         if self._settings.has_devices:
             devices = dict.fromkeys(_DEVICE_VARIABLES, ",".join(str(device.index) for device in allocation.devices))
+            devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order that devices are detected in, not CUDA's own
         trace = {"TRACEPARENT": self._context.traceparent} if self._context.traceparent else {}
         return {**threads, **os.environ, **own, **devices, **trace, TOKEN_VARIABLE: self._token}
 

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,12 +14,10 @@ import anyio.to_thread
 import psutil
 
 from hypha_net import telemetry
+from hypha_worker.gpus import read_gpus
 
 INTERVAL: Final = 5.0
 """Seconds between two looks at a job's processes."""
-_MEBIBYTE: Final = 1 << 20
-_QUERY: Final = ("--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
-_TIMEOUT: Final = 5.0
 
 _CPU_TIME: Final = telemetry.Counter("process.cpu.time", "s", "CPU time of a job's processes, by mode.")
 _CPU_SHARE: Final = telemetry.Gauge("process.cpu.utilization", "1", "CPU time of a job's processes per core and time.")
@@ -99,30 +95,12 @@ def _tell(used: Use, count: int, about: telemetry.Attributes) -> None:
 
 
 async def _tell_gpus(about: telemetry.Attributes, devices: Sequence[int]) -> None:
-    listed = await anyio.to_thread.run_sync(_ask_driver, abandon_on_cancel=True)
-    for index, share, memory in read_gpus(listed):
-        if index in devices:
-            gpu = {**about, "hw.id": str(index)}
-            _GPU_SHARE.set(share, gpu)
-            _GPU_MEMORY.set(memory, gpu)
-
-
-def _ask_driver() -> str:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    try:
-        return subprocess.run([tool, *_QUERY], capture_output=True, text=True, timeout=_TIMEOUT, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def read_gpus(listed: str) -> Iterator[tuple[int, float, int]]:
-    """Index, share of time in which it computes, and bytes in use, from lines such as ``0, 87, 40213`` (%, MiB)."""
-    for line in listed.splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) == 3 and all(word.isdigit() for word in words):
-            yield int(words[0]), int(words[1]) / 100, int(words[2]) * _MEBIBYTE
+    for found in await anyio.to_thread.run_sync(read_gpus, abandon_on_cancel=True):
+        if found.index in devices:
+            gpu = {**about, "hw.id": str(found.index)}
+            _GPU_MEMORY.set(found.used, gpu)
+            if found.share is not None:
+                _GPU_SHARE.set(found.share, gpu)
 
 
 def read_tree(pid: int) -> dict[tuple[int, float], Use]:
