@@ -109,7 +109,8 @@ class Libp2pEndpoint:
         self.handle(KAD_PROTOCOL, server.serve)
 
     def _make_relay(self) -> None:
-        self._hop = RelayHop(self) if self._settings.role == "gateway" else None
+        is_gateway = self._settings.role == "gateway"
+        self._hop = RelayHop(self, self._settings.relay, self.events) if is_gateway else None
         if self._hop is not None:
             self.handle(HOP, self._hop.serve)
         reserve = self._settings.relay_circuit and self._hop is None
@@ -163,6 +164,10 @@ class Libp2pEndpoint:
         """Whether there is a connection to `peer` that is not relayed."""
         connection = self._dialer.connection(peer)
         return connection is not None and is_direct(connection)
+
+    def direct_connections(self, peer: PeerId) -> frozenset[object]:
+        """The connections to `peer` that are not relayed."""
+        return frozenset(filter(is_direct, self._dialer.connections(peer)))
 
     def connected_peers(self) -> Mapping[PeerId, PeerInfo]:
         """See `Endpoint.connected_peers`."""
