@@ -42,11 +42,16 @@ class PipeConnection:
         except (trio.ClosedResourceError, trio.BrokenResourceError) as error:
             raise ConnectionClosedError("gone") from error
 
-    async def write(self, data: bytes) -> None:
+    async def read_into(self, buffer: memoryview) -> int:
+        data = await self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    async def write(self, data: bytes, body: memoryview | None = None) -> None:
         async with self._lock:
             with trio.CancelScope(shield=True):
                 try:
-                    await self.stream.send_all(data)
+                    await self.stream.send_all(data if body is None else data + body)
                 except (trio.ClosedResourceError, trio.BrokenResourceError) as error:
                     raise ConnectionClosedError("gone") from error
 

@@ -13,6 +13,8 @@ from libp2p.abc import IMuxedStream
 from libp2p.io.exceptions import IOException
 from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 
+from hypha_net._libp2p.inflow import Inflow
+
 if TYPE_CHECKING:
     from hypha_net._libp2p.muxer import Muxer
 
@@ -22,8 +24,8 @@ INITIAL_WINDOW: Final = 256 << 10
 """What the specification grants every stream at its start."""
 WINDOW: Final = 4 << 20
 """What we let a peer have under way on one stream."""
-FRAME: Final = 64 << 10
-"""Largest piece of one stream that is sent at a time, so that streams take turns."""
+CREDIT_EVERY: Final = 1.0
+"""Seconds after which a slow reader's credit goes back although it is little: the writer sees that it is read."""
 
 
 class Type(IntEnum):
@@ -53,8 +55,9 @@ class MuxedStream(IMuxedStream):
         self.stream_id = stream_id
         self.pending_flags = Flag(0)
         """SYN or ACK that the next frame of this stream carries."""
-        self._buffer = bytearray()
+        self._inflow = Inflow()
         self._unreturned = 0
+        self._returned_at = 0.0
         self._credit = INITIAL_WINDOW
         self._room = WINDOW
         self._ended_here = False
@@ -72,23 +75,20 @@ class MuxedStream(IMuxedStream):
     async def read(self, n: int | None = None) -> bytes:
         """1 to `n` bytes; `MuxedStreamEOF` after the peer's clean end, `MuxedStreamReset` after any other."""
         await self._wait_for_bytes()
-        size = len(self._buffer) if n is None or n <= 0 else min(n, len(self._buffer))
-        data = bytes(memoryview(self._buffer)[:size])
-        self._taken(size)
+        data = self._inflow.take(self._inflow.size if n is None or n <= 0 else n)
+        self._taken(len(data))
         return data
 
     async def read_into(self, buffer: memoryview) -> int:
         """At least one byte into `buffer`; how many. Raises as `read`."""
         await self._wait_for_bytes()
-        size = min(len(buffer), len(self._buffer))
-        with memoryview(self._buffer) as there:
-            buffer[:size] = there[:size]
+        size = self._inflow.take_into(buffer)
         self._taken(size)
         return size
 
     async def _wait_for_bytes(self) -> None:
         await trio.lowlevel.checkpoint()  # here, and nowhere after bytes are taken: a cancellation must not lose them
-        while not self._buffer:
+        while not self._inflow.size:
             if self._ended_there:
                 raise MuxedStreamEOF("the peer has ended the stream")
             if self._broken is not None:
@@ -96,19 +96,21 @@ class MuxedStream(IMuxedStream):
             await self._changed.wait()
 
     def _taken(self, size: int) -> None:
-        del self._buffer[:size]
         self.muxer.buffered -= size
         self._return_credit(size)
 
     def _return_credit(self, size: int) -> None:
         """Let the peer send as much again as was read, in portions of a quarter of the window."""
         self._unreturned += size
-        if self._unreturned >= WINDOW // 4 and not self._ended_there and self._broken is None:
-            amount, self._unreturned = self._unreturned, 0
+        if self._ended_there or self._broken is not None or not self._unreturned:
+            return
+        now = trio.current_time()
+        if self._unreturned >= WINDOW // 4 or now - self._returned_at >= CREDIT_EVERY:
+            amount, self._unreturned, self._returned_at = self._unreturned, 0, now
             self.muxer.queue_credit(self, amount)
 
-    def receive(self, data: bytes) -> None:
-        """Take bytes off the wire.
+    def receive(self, data: memoryview) -> None:
+        """Take bytes off the wire; their buffer belongs to the stream from now on.
 
         Raises:
             MuxedStreamError: they are more than this side allowed.
@@ -123,8 +125,8 @@ class MuxedStream(IMuxedStream):
         if self._discarding:
             self.muxer.queue_credit(self, len(data))
         elif data:
-            self._buffer += data
             self.muxer.buffered += len(data)
+            self._inflow.add(data)
             self._notify()
 
     def allow(self, amount: int) -> None:
@@ -142,6 +144,7 @@ class MuxedStream(IMuxedStream):
         """Send all of `data`, waiting for the peer's credit as long as it takes."""
         rest = memoryview(data)
         while rest:
+            await trio.lowlevel.checkpoint()  # others take their turn; a frame that has begun is not cancelled
             if self._broken is not None:
                 raise MuxedStreamReset(self._broken)
             if self._ended_here:
@@ -149,7 +152,7 @@ class MuxedStream(IMuxedStream):
             if self._credit == 0:
                 await self._changed.wait()
                 continue
-            size = min(len(rest), self._credit, FRAME)
+            size = min(len(rest), self._credit, self.muxer.frame_size())
             self._credit -= size
             try:
                 await self._send(Type.DATA, Flag(0), size, rest[:size])
@@ -228,8 +231,7 @@ class MuxedStream(IMuxedStream):
         self.muxer.forget_if_over(self)
 
     def _drop_buffer(self) -> int:
-        size = len(self._buffer)
-        self._buffer.clear()
+        size = self._inflow.clear()
         self.muxer.buffered -= size
         return size
 

@@ -14,16 +14,17 @@ import logging
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 import trio
-from libp2p.abc import IMuxedConn, ISecureConn
+from libp2p.abc import IMuxedConn
 from libp2p.connection_types import ConnectionType
 from libp2p.io.exceptions import IOException
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamError, MuxedStreamReset
 from multiaddr import Multiaddr
 
+from hypha_net._libp2p.inflow import body_buffer
 from hypha_net._libp2p.muxed_stream import WINDOW, Flag, MuxedStream, Type
 
 _log = logging.getLogger("hypha_net.muxer")
@@ -43,13 +44,50 @@ MAX_CONTROL: Final = 4 * MAX_STREAMS
 MAX_BUFFERED: Final = 256 << 20
 """Bytes of one connection that may wait to be read; a peer that fills more streams than are read is dropped."""
 
+MAX_FRAME: Final = 256 << 10
+MIN_FRAME: Final = 16 << 10
+"""Bounds on what is sent of one stream at a time."""
+SLOW_FRAME: Final = 0.01
+"""Seconds that a frame should not take."""
+
 _HEADER: Final = struct.Struct(">BBHII")
+_EMPTY: Final = memoryview(b"")
+
+
+class Connection(Protocol):
+    """What the muxer needs of the secure connection below: no copies between the two."""
+
+    is_initiator: bool
+
+    async def read_into(self, buffer: memoryview) -> int:
+        """Wait for at least one byte and fill as much of `buffer` as is there; 0 after the peer's clean end."""
+        ...
+
+    async def write(self, data: bytes, body: memoryview | None = None) -> None:
+        """Send `data` and then `body`, whole or not at all."""
+        ...
+
+    async def close(self) -> None:
+        """End it."""
+        ...
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        """Its addresses."""
+        ...
+
+    def get_connection_type(self) -> ConnectionType:
+        """Direct or relayed."""
+        ...
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        """Where the other end is, if that is known."""
+        ...
 
 
 class Muxer(IMuxedConn):
     """A connection that carries streams."""
 
-    def __init__(self, conn: ISecureConn, peer_id: ID) -> None:
+    def __init__(self, conn: Connection, peer_id: ID) -> None:
         self._conn = conn
         self.peer_id = peer_id
         self.event_started = trio.Event()
@@ -59,6 +97,9 @@ class Muxer(IMuxedConn):
         """Why the connection ended, once it has."""
         self.buffered = 0
         """Bytes that have come and are not read yet, of all streams."""
+        self._frame = MAX_FRAME // 4
+        self._writers = 0
+        """Frames with data that are being sent or wait for that."""
         self._streams: dict[int, MuxedStream] = {}
         self._next_id = 1 if conn.is_initiator else 2
         self._accepted, self._to_accept = trio.open_memory_channel[MuxedStream](MAX_STREAMS)
@@ -180,28 +221,46 @@ class Muxer(IMuxedConn):
     ) -> None:
         """Send one frame, whole. Raises `IOException` when the connection is gone."""
         header = _HEADER.pack(0, kind, flags, stream_id, length)
-        await self._conn.write(header if data is None else b"".join((header, data)))
+        if data is None:
+            await self._conn.write(header)
+            return
+        began = trio.current_time()
+        self._writers += 1
+        try:
+            await self._conn.write(header, data)
+        finally:
+            self._writers -= 1
+        self._pace(length, trio.current_time() - began)
+
+    def frame_size(self) -> int:
+        """How much of one stream may be sent at a time now, so that streams take turns quickly."""
+        return max(MIN_FRAME, min(self._frame, MAX_FRAME * 4 // (self._writers + 1)))
+
+    def _pace(self, length: int, seconds: float) -> None:
+        """Smaller frames where one takes long, its wait for others included: a request must not wait longer."""
+        if seconds > SLOW_FRAME:
+            self._frame = max(MIN_FRAME, self._frame // 2)
+        elif length == self._frame and seconds < SLOW_FRAME / 4:
+            self._frame = min(MAX_FRAME, self._frame * 2)
 
     async def _read_frames(self) -> str:
         """Handle frames until there are no more; why there are none."""
-        buffer = bytearray()
+        header = memoryview(bytearray(_HEADER.size))
         try:
             while True:
-                if not await self._fill(buffer, _HEADER.size):
+                if not await self._fill(header):
                     return "the peer closed the connection"
-                version, kind, flags, stream_id, length = _HEADER.unpack_from(buffer)
-                del buffer[: _HEADER.size]
+                version, kind, flags, stream_id, length = _HEADER.unpack(header)
                 if version != 0 or kind > Type.GO_AWAY:
                     raise MuxedStreamError(f"a frame of version {version}, type {kind}")
-                body = b""
+                body = _EMPTY
                 if kind == Type.DATA and length:
                     if length > WINDOW:
                         raise MuxedStreamError(f"a frame of {length} bytes")
-                    if not await self._fill(buffer, length):
+                    body = body_buffer(length)
+                    if not await self._fill(body):
                         return "the connection ended within a frame"
-                    body = bytes(memoryview(buffer)[:length])
-                    del buffer[:length]
-                await self._handle(Type(kind), Flag(flags & 15), stream_id, length, body)
+                self._handle(Type(kind), Flag(flags & 15), stream_id, length, body)
         except MuxedStreamError as error:
             _log.warning("%s does not speak yamux properly and is dropped: %s", self.peer_id, error)
             return str(error)
@@ -235,16 +294,16 @@ class Muxer(IMuxedConn):
             _log.debug("control frames to %s end: %s", self.peer_id, error)
         self._queue_empty.set()
 
-    async def _fill(self, buffer: bytearray, size: int) -> bool:
-        while len(buffer) < size:
-            data = await self._conn.read(256 << 10)
-            if not data:
+    async def _fill(self, buffer: memoryview) -> bool:
+        while buffer:
+            count = await self._conn.read_into(buffer)
+            if not count:
                 return False
             self._heard = trio.current_time()
-            buffer += data
+            buffer = buffer[count:]
         return True
 
-    async def _handle(self, kind: Type, flags: Flag, stream_id: int, length: int, body: bytes) -> None:
+    def _handle(self, kind: Type, flags: Flag, stream_id: int, length: int, body: memoryview) -> None:
         if kind == Type.PING:
             if Flag.SYN in flags:
                 self.queue_frame(Type.PING, Flag.ACK, 0, length)

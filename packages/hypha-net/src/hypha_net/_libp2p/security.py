@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import ssl
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,10 +44,10 @@ _PIECE: Final = 256 << 10
 
 _COMPARE: Final = "compare trust_pem of both nodes"
 _ALERTS: Final = {
-    "TLSV1_ALERT_UNKNOWN_CA": f"it does not trust the CA that issued ours: {_COMPARE}",
+    "TLSV1_ALERT_UNKNOWN_CA": f"it does not trust the CA that issued ours: {_COMPARE}; or its crls_pem lacks a list",
     "SSLV3_ALERT_CERTIFICATE_REVOKED": "ours is revoked: ask the organisation for a new one",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "ours has expired: have it renewed, and check the clocks",
-    "SSLV3_ALERT_BAD_CERTIFICATE": "ours is bad",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "ours has expired: have it renewed, and check the clocks; or its lists have",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "ours is not valid yet, or damaged: check the clocks of both nodes",
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it could not check ours (a missing or expired CRL?)",
     "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "ours is of a kind it does not take",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it wants a certificate",
@@ -98,6 +100,16 @@ class SecurityRecords:
 def libp2p_key_pair(identity: Identity) -> KeyPair:
     """The identity's key as py-libp2p holds keys."""
     return create_new_key_pair(identity.seed)
+
+
+class _Scratch(threading.local):
+    """Where ciphertext is between the socket and OpenSSL: never over an await, so one for all connections does."""
+
+    def __init__(self) -> None:
+        self.buffer = memoryview(bytearray(_PIECE))
+
+
+_scratch: Final = _Scratch()
 
 
 class TlsConnection(ISecureConn):
@@ -196,49 +208,65 @@ class TlsConnection(ISecureConn):
 
     async def read(self, n: int | None = None) -> bytes:
         """Up to `n` decrypted bytes; empty after the peer's clean end."""
-        wanted = n if n is not None and n > 0 else _PIECE
+        buffer = bytearray(n if n is not None and n > 0 else _PIECE)
         async with self._receive_lock:
-            while True:
-                data = self._decrypted(wanted)
-                if data is not None:
-                    return data
-                await self._feed()
+            return bytes(buffer[: await self.read_into(memoryview(buffer))])
 
-    def _decrypted(self, wanted: int) -> bytes | None:
+    async def read_into(self, buffer: memoryview) -> int:
+        """Wait for at least one decrypted byte and fill as much of `buffer` as is there; 0 after the peer's clean end.
+
+        One task at a time.
+        """
+        while True:
+            count = self._decrypt_into(buffer)
+            if count is not None:
+                return count
+            await self._feed()
+
+    def _decrypt_into(self, buffer: memoryview) -> int | None:
         """What is decrypted or can be, a record of 16 KiB after the other; none if more has to come first."""
-        parts: list[bytes] = []
         size = 0
-        while size < wanted:
+        while size < len(buffer):
             try:
-                part = self._tls.read(wanted - size)
+                count: int = self._tls.read(len(buffer) - size, buffer[size:])  # type: ignore[assignment]
             except ssl.SSLError as error:  # the next call meets it again
-                if parts:
+                if size:
                     break
                 if isinstance(error, ssl.SSLWantReadError):
                     return None
                 if isinstance(error, ssl.SSLZeroReturnError):
-                    return b""
+                    return 0
                 if error.reason in _ALERTS:
                     self.refusal = self._explain(error)
                 raise ConnectionClosedError(self.refusal or f"TLS: {error}") from error
-            if not part:
+            if not count:
                 break
-            parts.append(part)
-            size += len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            size += count
+        return size
 
-    async def write(self, data: bytes) -> None:
-        """Send all of `data`. A cancellation waits until the frame is out: half of one would end the connection."""
-        async with self._send_lock:
+    async def write(self, data: bytes, body: memoryview | None = None) -> None:
+        """Send `data` and `body`. A cancellation waits until they are out: half a frame would end the connection."""
+        try:
+            self._send_lock.acquire_nowait()
+        except trio.WouldBlock:
+            await self._send_lock.acquire()
+        try:
             try:
                 self._tls.write(data)
+                if body is not None:
+                    self._tls.write(body)
             except ssl.SSLError as error:
                 raise ConnectionClosedError(f"TLS: {error}") from error
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + SEND_TIMEOUT) as scope:
-                await self._send(self._outgoing.read())
-            if scope.cancelled_caught:
-                await self.close()
-                raise ConnectionClosedError(f"the peer took nothing for {SEND_TIMEOUT:g} s")
+            await self._send_whole(self._outgoing.read())
+        finally:
+            self._send_lock.release()
+
+    async def _send_whole(self, data: bytes) -> None:
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + SEND_TIMEOUT) as scope:
+            await self._send(data)
+        if scope.cancelled_caught:
+            await self.close()
+            raise ConnectionClosedError(f"the peer took nothing for {SEND_TIMEOUT:g} s")
 
     async def _flush(self) -> None:
         if self._outgoing.pending:
@@ -253,29 +281,39 @@ class TlsConnection(ISecureConn):
 
     async def _feed(self) -> None:
         """Move ciphertext from the wire to TLS."""
-        data = await self._receive()
+        if self._socket is None:
+            data = memoryview(await self._raw.read(_PIECE))
+        else:
+            data = _scratch.buffer[: await self._receive(self._socket.socket)]
+            self._bytes.received += len(data)  # a circuit's bytes are counted by the connection that carries it
         if data:
-            if self._socket is not None:  # a circuit's bytes are counted by the connection that carries it
-                self._bytes.received += len(data)
             self._incoming.write(data)
         else:
             self._incoming.write_eof()
 
-    async def _receive(self) -> bytes:
-        if self._socket is None:
-            return bytes(await self._raw.read(_PIECE))
+    async def _receive(self, socket: trio.socket.SocketType) -> int:
+        """Straight from the socket into `_scratch`; how many bytes."""
+        await trio.lowlevel.checkpoint()
         try:
-            return bytes(await self._socket.receive_some(_PIECE))
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            while True:
+                with suppress(BlockingIOError):
+                    return os.readv(socket.fileno(), (_scratch.buffer,))
+                await trio.lowlevel.wait_readable(socket.fileno())
+        except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise ConnectionClosedError(f"the connection broke off: {error}") from error
 
     async def _send(self, data: bytes) -> None:
         if self._socket is None:
             await self._raw.write(data)
             return
+        rest = memoryview(data)
         try:
-            await self._socket.send_all(data)
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            while rest:
+                try:
+                    rest = rest[os.write(self._socket.socket.fileno(), rest) :]
+                except BlockingIOError:
+                    await trio.lowlevel.wait_writable(self._socket.socket.fileno())
+        except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise ConnectionClosedError(f"the connection broke off: {error}") from error
         self._bytes.sent += len(data)
 

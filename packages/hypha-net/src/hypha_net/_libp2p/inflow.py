@@ -1,0 +1,90 @@
+"""Bytes of one stream between the wire and its reader: large frames as they came, small ones put together.
+
+A frame's body is decrypted straight into the buffer in which it waits, and copied once, to where its reader wants it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+POOLED: Final = 256 << 10
+"""Size of the buffers that are used again and again."""
+_SPARE: Final = 16
+_SMALL: Final = 16 << 10
+"""Bodies up to here are joined: a peer that sends byte by byte must not cost an object for each."""
+
+_spare: list[bytearray] = []
+
+
+def body_buffer(size: int) -> memoryview:
+    """A writable buffer of `size` bytes; what is in it is arbitrary."""
+    if POOLED // 2 < size <= POOLED:
+        return memoryview(_spare.pop() if _spare else bytearray(POOLED))[:size]
+    return memoryview(bytearray(size))
+
+
+def give_back(body: memoryview) -> None:
+    """Nobody needs the buffer any more; it must not be touched afterwards."""
+    buffer = body.obj
+    body.release()
+    if isinstance(buffer, bytearray) and len(buffer) == POOLED and len(_spare) < _SPARE:
+        _spare.append(buffer)
+
+
+class Inflow:
+    """A queue of bytes."""
+
+    __slots__ = ("_offset", "_parts", "size")
+
+    def __init__(self) -> None:
+        self._parts: deque[bytearray | memoryview] = deque()
+        self._offset = 0
+        """Bytes of the first part that have been taken."""
+        self.size = 0
+
+    def add(self, body: memoryview) -> None:
+        """Append what came; the buffer belongs to the queue from now on."""
+        self.size += len(body)
+        if len(body) > _SMALL:
+            self._parts.append(body)
+            return
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, bytearray) and len(last) < _SMALL:
+            last += body
+        else:
+            self._parts.append(bytearray(body))
+        give_back(body)
+
+    def take_into(self, target: memoryview) -> int:
+        """Move as many bytes into `target` as there are and fit; how many."""
+        taken = 0
+        while taken < len(target) and self._parts:
+            taken += self._take_part(target[taken:])
+        self.size -= taken
+        return taken
+
+    def _take_part(self, target: memoryview) -> int:
+        part = self._parts[0]
+        count = min(len(target), len(part) - self._offset)
+        with memoryview(part) as there:
+            target[:count] = there[self._offset : self._offset + count]
+        self._offset += count
+        if self._offset == len(part):
+            self._offset = 0
+            self._parts.popleft()
+            if isinstance(part, memoryview):
+                give_back(part)
+        return count
+
+    def take(self, limit: int) -> bytes:
+        """Up to `limit` bytes."""
+        data = bytearray(min(limit, self.size))
+        self.take_into(memoryview(data))
+        return bytes(data)
+
+    def clear(self) -> int:
+        """Drop everything; how many bytes that were."""
+        dropped, self.size, self._offset = self.size, 0, 0
+        self._parts.clear()
+        return dropped
