@@ -30,7 +30,7 @@ from multiaddr import Multiaddr
 from hypha_net._libp2p.shown_certificates import shown, verified_chain, watch
 from hypha_net.errors import IdentityError, RefusedError
 from hypha_net.events import Events, Refused
-from hypha_net.identity import CertificateInfo, Identity, describe_certificate
+from hypha_net.identity import CertificateInfo, Identity, common_name, describe_certificate
 from hypha_net.trust import Chain, read_chain
 from hypha_proto.ids import PeerId
 
@@ -164,7 +164,8 @@ class TlsConnection(ISecureConn):
             self.refused_for = "protocol"
             raise RefusedError("the peer showed no certificate")
         try:
-            self.certificate = describe_certificate(x509.load_der_x509_certificate(data), "the peer's certificate")
+            leaf = x509.load_der_x509_certificate(data)
+            self.certificate = describe_certificate(leaf, f"the peer's certificate {common_name(leaf.subject)!r}")
             self.chain = read_chain(verified_chain(self._tls))
         except (IdentityError, ValueError) as error:
             self.refused_for = "untrusted"
