@@ -24,6 +24,8 @@ class Collector:
     spans: list[Any] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     logs: list[Any] = field(default_factory=list)
+    logging: set[str] = field(default_factory=set)
+    """Services whose logs came."""
     resources: list[dict[str, str]] = field(default_factory=list)
     services: dict[bytes, str] = field(default_factory=dict)
     """``service.name`` of each span, by its id."""
@@ -53,7 +55,7 @@ class Collector:
 
     def take_logs(self, message: Any) -> None:
         for resource in message.resource_logs:
-            self._take_resource(resource)
+            self.logging.add(self._take_resource(resource))
             self.logs += [record for scope in resource.scope_logs for record in scope.log_records]
 
     def _take_resource(self, resource: Any) -> str:

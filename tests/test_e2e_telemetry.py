@@ -8,7 +8,7 @@ from typing import Any
 
 import local_network
 import pytest
-from otlp_collector import Collector, http_collector
+from otlp_collector import Collector, grpc_collector, http_collector
 
 import hypha_local.processes
 
@@ -79,16 +79,17 @@ METRICS = {
 }
 
 
-@pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+@pytest.fixture(params=["http/protobuf", "grpc"])
+def collector(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     """A collector to which every process of a local network exports, metrics once a second."""
     inherited = hypha_local.processes.child_environment
 
     def environment(*args: Any) -> dict[str, str]:
         exports = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_METRIC_EXPORT_INTERVAL": "1000"}
-        return {**inherited(*args), **exports}
+        return {**inherited(*args), **exports, "OTEL_EXPORTER_OTLP_PROTOCOL": request.param}
 
-    with http_collector() as collector:
+    receiver = grpc_collector if request.param == "grpc" else http_collector
+    with receiver() as collector:
         monkeypatch.setattr(hypha_local.processes, "child_environment", environment)
         yield collector
 
@@ -107,6 +108,8 @@ def test_a_job_is_one_trace_over_processes(collector: Collector, tmp_path: Path)
         assert names <= found[service], names - found[service]
     for service, names in METRICS.items():
         assert names <= collector.metrics_of[service], names - collector.metrics_of[service]
+    assert {record.trace_id for record in collector.logs} >= {root.trace_id}
+    assert set(SPANS) <= collector.logging
     assert lineage(spans, "outer step") == [
         "outer step",
         "execute job",

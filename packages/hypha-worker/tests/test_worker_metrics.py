@@ -1,0 +1,152 @@
+"""Every metric of a worker that docs/telemetry.md promises, forced to show a value."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hypha_net import requests, transfer
+from hypha_proto.aggregate import ROUND_MEMBERS, Member, RoundMembers
+from hypha_proto.leases import RenewalFailed
+from hypha_proto.progress import Done
+from hypha_proto.slices import DATA, DataRequest, SliceAssigned
+from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
+from hypha_proto.update import UpdateMetadata, write_update
+from hypha_worker.executors import usage
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "telemetry.md"
+ELSEWHERE = {"hw.gpu.utilization", "hw.gpu.memory.usage"}
+"""Forced in test_worker_gpus."""
+
+WORKS = """
+import os
+data = {"resource": config["data"], "path": "slices"}
+assert [post("/resources/fetch", data)[0] for _ in range(3)] == [200, 200, 200]
+assert post("/status/send", {"status": {"batch_size": 8, "slices": {"0": 8}}})[0] == 200
+end = time.monotonic() + 0.6
+while time.monotonic() < end:
+    sum(range(1000))
+with open("out.bin", "wb") as file:
+    file.write(os.urandom(4 << 20))
+    file.flush()
+    os.fsync(file.fileno())
+time.sleep(0.3)
+"""
+
+
+async def serve_slices(lab: Any) -> None:
+    """The scheduler assigns slices one after the other, and the data node has them."""
+    path = lab.folder / "slice"
+    path.write_bytes(b"x" * 1000)
+    given: list[DataRequest] = []
+
+    async def assign(_peer: Any, request: DataRequest) -> SliceAssigned:
+        given.append(request)
+        return SliceAssigned(data_provider=lab.data.peer_id, index=len(given) - 1)
+
+    async def resolve(_peer: Any, _request: Any) -> transfer.Offered:
+        return transfer.Offered(path)
+
+    requests.serve(lab.scheduler.endpoint, DATA, assign)
+    transfer.serve_pulls(lab.data, resolve)
+
+
+def values(recorded: Any, name: str, **about: str | bool) -> list[float]:
+    wanted = {key.replace("__", "."): value for key, value in about.items()}
+    return [value for other, value, has in recorded.values if other == name and wanted.items() <= has.items()]
+
+
+async def train(lab: Any) -> None:
+    await serve_slices(lab)
+    lease = await lab.start(WORKS)
+    end = await lab.scheduler.ended()
+    assert end.outcome == "finished", end
+    assert isinstance(await lab.scheduler.renew(lab.peer, uuid.uuid4()), RenewalFailed)
+    await lab.scheduler.release(lab.peer, lease)
+    await lab.start("sys.exit(3)")
+    assert (await lab.scheduler.ended()).outcome == "failed"
+
+
+async def aggregate(lab: Any, inbox: Any) -> None:
+    """One round of one member."""
+    lab.scheduler.answer = lambda _report: Done()
+    inbox.listen()
+    spec = lab.aggregate_spec([lab.server.peer_id], [lab.server.peer_id])
+    lease = await lab.scheduler.hire(lab.SERVER)
+    await lab.scheduler.dispatch(lab.peer, lease, spec)
+    path = lab.folder / "update"
+    write_update(path, {"w": (4,)}, [("w", np.ones(4, np.float32))], UpdateMetadata())
+    size, digest = await transfer.describe(path)
+    header = PushHeader(job_id=spec.job_id, round=1, kind=PSEUDO_GRADIENT, name="u", size=size, digest=digest)
+    await transfer.push(lab.server, lab.peer, path, header)
+    members = (Member(peer=lab.server.peer_id, samples=1),)
+    message = RoundMembers(job_id=spec.job_id, round=1, members=members, deadline_ms=10_000)
+    await requests.call(lab.scheduler.endpoint, lab.peer, ROUND_MEMBERS, message)
+    await lab.scheduler.until(lambda: inbox.files)
+
+
+async def let_expire(lab: Any, recorded: Any) -> None:
+    """An offer that nobody takes, and a lease that nobody renews."""
+    await lab.scheduler.hire(cpu=0.5)
+    await lab.scheduler.until(lambda: values(recorded, "hypha.worker.lease.ends", hypha__lease__state="held"))
+
+
+def test_every_metric_that_is_promised_shows_a_value(
+    in_lab: Callable[..., None], recorded: Any, take_pushes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(usage, "INTERVAL", 0.1)
+
+    async def case(lab: Any) -> None:
+        await train(lab)
+        await aggregate(lab, take_pushes(lab.server, lab.folder / "inbox"))
+        monkeypatch.setattr("hypha_worker.leases.RENEWED_LEASE", 0.5)
+        await let_expire(lab, recorded)
+
+    in_lab(case)
+    expected: dict[str, list[dict[str, str | bool]]] = {
+        "hypha.worker.jobs.active": [{"hypha__job__class": "train"}, {"hypha__job__class": "aggregate"}],
+        "hypha.worker.jobs.started": [{"hypha__job__class": "train"}, {"hypha__job__class": "aggregate"}],
+        "hypha.worker.jobs.ended": [{"hypha__outcome": "finished"}, {"hypha__outcome": "failed"}],
+        "hypha.worker.job.duration": [{"hypha__outcome": "finished"}, {"hypha__outcome": "failed"}],
+        "hypha.worker.executors.active": [{}],
+        "hypha.worker.executors.ended": [{"process__exit__code": "0"}, {"process__exit__code": "3"}],
+        "hypha.worker.executor.processes": [{}],
+        "process.cpu.time": [{"cpu__mode": "user"}],
+        "process.cpu.utilization": [{}],
+        "process.memory.usage": [{}],
+        "process.disk.io": [{"disk__io__direction": "write"}],
+        "hypha.worker.requests": [{"hypha__offered": True}],
+        "hypha.worker.leases.active": [{"hypha__lease__state": "held"}],
+        "hypha.worker.lease.renewals": [{"hypha__outcome": "renewed"}, {"hypha__outcome": "refused"}],
+        "hypha.worker.lease.ends": [{"hypha__outcome": "expired"}, {"hypha__outcome": "released"}],
+        "hypha.worker.slices": [{"hypha__dataset": "digits"}],
+        "hypha.worker.slice.io": [{"hypha__dataset": "digits"}],
+        "hypha.worker.slice.duration": [{"hypha__dataset": "digits"}],
+        "hypha.worker.prefetch.depth": [{}],
+        "hypha.worker.samples": [{}],
+        "hypha.worker.outer_step.duration": [{}],
+    }
+    missing = [
+        (name, about)
+        for name, abouts in expected.items()
+        for about in abouts
+        if not any(value > 0 for value in values(recorded, name, **about))
+    ]
+    assert missing == []
+    assert sum(values(recorded, "hypha.worker.slices")) == 3
+    assert sum(values(recorded, "hypha.worker.slice.io")) == 3000
+    assert values(recorded, "hypha.worker.prefetch.depth") == [1, 2, 3, 2]
+    assert sum(values(recorded, "hypha.worker.samples")) == 8
+    assert sum(values(recorded, "process.disk.io", disk__io__direction="write")) >= 4 << 20
+    assert 0.3 < sum(values(recorded, "process.cpu.time", cpu__mode="user")) < 30
+    assert (
+        sum(values(recorded, "hypha.worker.jobs.active")) == sum(values(recorded, "hypha.worker.executors.active")) == 0
+    )
+    section = DOCUMENT.read_text().split("### Worker", 1)[1].split("###", 1)[0]
+    assert set(re.findall(r"^\| `([a-z_.]+)`", section, re.MULTILINE)) == {*expected, *ELSEWHERE}
