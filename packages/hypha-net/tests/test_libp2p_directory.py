@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from hypha_net._libp2p import kad_server, kad_store
-from hypha_net._libp2p.framing import read_message, write_message
+from hypha_net._libp2p.framing import MessageReader, read_message, write_message
 from hypha_net._libp2p.kad_messages import PROTOCOL, Kind, Message
 from hypha_net._libp2p.kad_server import CLOSEST, DirectoryServer, KnownPeer
 from hypha_net._libp2p.kad_store import RecordStore
@@ -211,5 +211,47 @@ def test_a_length_over_the_limit_is_refused_before_it_is_read() -> None:
             with anyio.fail_after(5):
                 while not seen:
                     await anyio.sleep(0.01)
+
+    anyio.run(main, backend="trio")
+
+
+def test_many_messages_in_one_piece_and_one_in_many() -> None:
+    messages = [Message(type=Kind.FIND_NODE, key=bytes(n)) for n in (0, 1, 200, 70_000)]
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("a") as a, network.endpoint("b") as b:
+            taken: list[Any] = []
+            ends: list[str] = []
+
+            async def serve(stream: Stream) -> None:
+                reader = MessageReader(stream, Message)
+                try:
+                    while (message := await reader.next()) is not None:
+                        taken.append(message)
+                    ends.append("end")
+                except TransferError as error:
+                    ends.append(str(error))
+
+            b.handle(PROTOCOL, serve)
+            sink = await a.open_stream(b.peer_id, [PROTOCOL])
+            for message in messages * 3:
+                await write_message(sink, message)
+            await sink.send_eof()
+            for cut in (b"\x05ab", b"\xff" * 6, b"\x80\x80\x80\x01", b"\x80"):
+                other = await a.open_stream(b.peer_id, [PROTOCOL])
+                await other.send_all(cut)
+                await other.send_eof()
+            with anyio.fail_after(5):
+                while len(ends) < 5:
+                    await anyio.sleep(0.01)
+            assert taken == messages * 3
+            assert sorted(ends) == [
+                "a message of 2097152 bytes is over the limit of 1048576",
+                "a message's length has too many bytes",
+                "end",
+                "the stream ended within a message",
+                "the stream ended within a message",
+            ]
 
     anyio.run(main, backend="trio")

@@ -45,6 +45,47 @@ async def read_message(stream: Stream, kind: Any, limit: int = MAX_MESSAGE) -> A
         if not part:
             raise TransferError("the stream ended within a message")
         data += part
+    return _parse(stream, kind, data)
+
+
+class MessageReader:
+    """Receives one message after the other from a stream that carries nothing else, many with one read."""
+
+    def __init__(self, stream: Stream, kind: Any, limit: int = MAX_MESSAGE) -> None:
+        self._stream = stream
+        self._kind = kind
+        self._limit = limit
+        self._waiting = bytearray()
+
+    async def next(self) -> Any:
+        """The next message; none at the clean end of the stream. Raises as `read_message` does."""
+        while (found := self._length()) is None or len(self._waiting) < sum(found):
+            part = await self._stream.receive_some(64 << 10)
+            if not part:
+                if self._waiting:
+                    raise TransferError("the stream ended within a message")
+                return None
+            self._waiting += part
+        start, size = found
+        data = self._waiting[start : start + size]
+        del self._waiting[: start + size]
+        return _parse(self._stream, self._kind, data)
+
+    def _length(self) -> tuple[int, int] | None:
+        """Bytes of the length and the length itself; none while it has not come whole."""
+        size = 0
+        for index, byte in enumerate(self._waiting[:5]):
+            size |= (byte & 0x7F) << 7 * index
+            if byte < 0x80:
+                if size > self._limit:
+                    raise TooLongError(f"a message of {size} bytes is over the limit of {self._limit}")
+                return index + 1, size
+        if len(self._waiting) >= 5:
+            raise TransferError("a message's length has too many bytes")
+        return None
+
+
+def _parse(stream: Stream, kind: Any, data: bytearray) -> Any:
     try:
         return kind.FromString(bytes(data))
     except DecodeError as error:

@@ -22,7 +22,7 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.validators import PUBSUB_SIGNING_PREFIX
 
-from hypha_net._libp2p.framing import TooLongError, read_message
+from hypha_net._libp2p.framing import MessageReader, TooLongError
 from hypha_net._libp2p.streams import Libp2pStream
 from hypha_net.errors import StreamClosedError, StreamResetError, TransferError
 from hypha_net.events import Events, GossipLost
@@ -133,8 +133,9 @@ class Intake:
         """Read a peer's gossip until its stream ends; one that breaks the rules is not listened to any longer."""
         stream = Libp2pStream(net_stream)
         peer = ID(stream.peer.raw)
+        messages = MessageReader(stream, rpc_pb2.RPC, MAX_RPC)
         try:
-            while (rpc := await read_message(stream, rpc_pb2.RPC, MAX_RPC)) is not None:
+            while (rpc := await messages.next()) is not None:
                 await self._handle(peer, rpc)
         except TransferError as error:
             self.lose("", "oversize" if isinstance(error, TooLongError) else "undecodable", stream.peer, stream.peer)
