@@ -96,6 +96,25 @@ def test_a_revoked_organisation_takes_its_nodes_with_it(authority: Path) -> None
         handshake(context(authority, "alice", server=False, crls=True), context(authority, "bob", server=True))
 
 
+def test_a_renewed_certificate_is_the_same_node_s_for_longer(authority: Path) -> None:
+    before = shown("node", "alice", "--role", "worker", "--days", "30", "--dir", authority)
+    shown("node", "bob", "--dir", authority)
+    cert = authority / "alice-cert.pem"
+    old = cert.read_bytes()
+    after = shown("renew", cert, "--dir", authority, "--days", "300")
+    assert after["peer_id"] == before["peer_id"]
+    assert after["role"] == "worker"
+    assert str(after["not_after"]) > str(before["not_after"])
+    assert old.startswith(Path(str(after["old"])).read_bytes())
+    handshake(context(authority, "alice", server=False), context(authority, "bob", server=True))
+    shown("revoke", *sorted(authority.glob("alice-cert*.pem")), "--dir", authority)
+    with pytest.raises(ssl.SSLError, match="revoked"):
+        handshake(context(authority, "alice", server=False), context(authority, "bob", server=True, crls=True))
+    refused = run("renew", cert, "--dir", authority)
+    assert refused.exit_code == 1
+    assert "has been revoked: make the node anew" in refused.output
+
+
 def test_a_node_of_another_network_is_refused(authority: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shown("root", "--dir", other)

@@ -137,6 +137,28 @@ def make_node(
     return _identified(builder, key, org.key.public_key()).sign(org.key, None)
 
 
+def renew_node(
+    old: x509.Certificate,
+    revoked: x509.CertificateRevocationList,
+    org: Authority,
+    *,
+    days: int,
+    now: datetime,
+    serial: int,
+) -> x509.Certificate:
+    """A certificate for the key, name and role of one that `org` has issued before; it may have expired.
+
+    Raises:
+        CertutilError: `org` did not issue it or has revoked it, or the new one would outlive the organisation's CA.
+    """
+    _check_issued(org, old)
+    name = common_name(old)
+    if revoked.get_revoked_certificate_by_serial_number(old.serial_number) is not None:
+        raise CertutilError(f"certificate {name!r} has been revoked: make the node anew, with another key")
+    key = ed25519_key(old, f"certificate {name!r}")
+    return make_node(check_name(name), key, org, role=role_of(old), days=days, now=now, serial=serial)
+
+
 def make_request(name: str, key: Ed25519PrivateKey, role: str | None) -> x509.CertificateSigningRequest:
     """A request for a node certificate: what leaves the node's machine instead of its key."""
     builder = x509.CertificateSigningRequestBuilder().subject_name(_subject(name))

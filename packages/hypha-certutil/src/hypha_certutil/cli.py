@@ -155,6 +155,36 @@ def sign(
 
 
 @main.command()
+@click.argument("certificate", type=_FILE)
+@_org
+@_dir
+@_days(365)
+@_format
+def renew(certificate: Path, org: str, folder: Path, days: int, form: str) -> None:
+    """Replace a node's CERTIFICATE by one that ends later: same key, peer id, name and role.
+
+    A running node takes it without a restart. The old one is kept beside it, since it is good until its end: give both
+    to revoke to withdraw the node. One that has been revoked is not renewed.
+    """
+    issuer = files.read_authority(folder, org)
+    old = files.read_certificates(certificate)[0]
+    made = authority.renew_node(
+        old,
+        files.read_crl(files.names_in(folder, org).crl),
+        issuer,
+        days=days,
+        now=_now(),
+        serial=x509.random_serial_number(),
+    )
+    kept = certificate.with_name(f"{certificate.stem}-{f'{old.serial_number:x}'[:8]}.pem")
+    files.write_all([Output(kept, files.bundle_pem([old]))], force=True)
+    files.replace(Output(certificate, files.bundle_pem([made, *issuer.intermediates])))
+    peer = authority.peer_id(authority.ed25519_key(made, "certificate"))
+    shown = {"name": authority.common_name(made), "peer_id": peer, "role": authority.role_of(made)}
+    _show({**shown, "certificate": certificate, "old": kept, "not_after": made.not_valid_after_utc}, form)
+
+
+@main.command()
 @click.argument("certificates", nargs=-1, type=_FILE)
 @click.option("--ca", default="org", show_default=True, help="Name of the CA that issued them.")
 @_dir
