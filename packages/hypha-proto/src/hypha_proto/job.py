@@ -162,6 +162,8 @@ class TrainConfig(Message, frozen=True):
     """Order of the samples within a slice."""
     first_round: Annotated[U32 | None, OMIT] = None
     """Number of the round that this worker starts in; none means 1."""
+    first_step: Annotated[U64 | None, OMIT] = None
+    """Steps that the job's schedule of the learning rate has behind it when this worker starts; none means 0."""
 
 
 class AggregateConfig(Message, frozen=True):

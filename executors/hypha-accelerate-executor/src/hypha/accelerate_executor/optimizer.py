@@ -40,7 +40,11 @@ class InnerOptimizer:
     """AdamW with gradient clipping and a learning rate that follows the job's schedule."""
 
     def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], config: Adam, schedule: LearningRateSchedule | None = None
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        config: Adam,
+        schedule: LearningRateSchedule | None = None,
+        first_step: int = 0,
     ) -> None:
         """Make the optimiser; what the job leaves out has the defaults of `torch.optim.AdamW`.
 
@@ -48,12 +52,13 @@ class InnerOptimizer:
             parameters: what it changes.
             config: learning rate, betas, epsilon, weight decay, limit of the gradient's norm.
             schedule: of the learning rate; none keeps it constant.
+            first_step: steps that the schedule has behind it already: of a worker that joins a job late.
         """
         self.parameters = list(parameters)
         self.max_norm = config.max_grad_norm
         self._rate = config.learning_rate
         self._factor = learning_rate_factor(schedule)
-        self._steps = 0
+        self._steps = first_step
         self.adamw: torch.optim.Optimizer = torch.optim.AdamW(
             self.parameters,
             lr=config.learning_rate,

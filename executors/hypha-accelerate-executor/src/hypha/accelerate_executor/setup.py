@@ -52,7 +52,8 @@ def set_up(config: TrainConfig, choices: Choices, files: Files, device: Device, 
     preprocess = _preprocessor(config, files.preprocessor, model) if team.leads else None
     before = Replica(model, files.model, team.leads) if device.is_sharded else None  # then nobody has whole tensors
     placed, optimizer = device.prepare(
-        model, lambda parameters: InnerOptimizer(parameters, config.optimizer, config.scheduler)
+        model,
+        lambda parameters: InnerOptimizer(parameters, config.optimizer, config.scheduler, config.first_step or 0),
     )
     replica = before or Replica(model, files.model, team.leads)
     weights: Weights = ShardedWeights(placed, replica.names) if before else WholeWeights(replica.local, team)
