@@ -1,0 +1,161 @@
+"""A running gateway whose operator renews, revokes and mistypes: real process, real files, the commands of the docs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hypha_net import EndpointSettings, open_endpoint
+from hypha_net.errors import RefusedError
+from hypha_net.identity import load_identity
+
+REVOKED_WITHIN = 60.0
+"""Seconds after a list has changed within which a revoked peer has lost its connections."""
+
+
+def script(name: str) -> str:
+    """The path of a console script of this environment."""
+    found = shutil.which(name, path=sysconfig.get_path("scripts"))
+    assert found is not None, f"{name} is not installed beside {sys.executable}"
+    return found
+
+
+def certutil(*args: object) -> None:
+    done = subprocess.run([script("hypha-certutil"), *map(str, args)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+
+
+class Gateway:
+    """One `hypha-gateway run`, its address and its log."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}"
+        self.log = folder / "gateway.log"
+        (folder / "gateway.toml").write_text(
+            'cert_pem = "gateway-cert.pem"\nkey_pem = "gateway-key.pem"\ntrust_pem = "gateway-trust.pem"\n'
+            f'crls_pem = "crls.pem"\nexclude_cidr = []\nlisten_addresses = ["{self.address}"]\n'
+        )
+        self.process = subprocess.Popen(self.command(), stderr=self.log.open("w"))
+        self.wait_for("ready")
+
+    def command(self) -> list[str]:
+        return [script("hypha-gateway"), "run", "--config", str(self.folder / "gateway.toml")]
+
+    def wait_for(self, words: str, seconds: float = 30, times: int = 1) -> None:
+        """Wait until the log has said something so often."""
+        end = time.monotonic() + seconds
+        while self.log.read_text().count(words) < times:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end, f"no {words!r} within {seconds:g} s:\n{self.log.read_text()}"
+            time.sleep(0.05)
+
+    def probe(self) -> dict[str, object]:
+        """What a probe says, asked with a worker's certificate."""
+        parts = [f"--set={kind}_pem={self.folder}/prober-{kind}.pem" for kind in ("cert", "key", "trust")]
+        command = [script("hypha-gateway"), "probe", self.address, *parts, "--format", "json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[Gateway]:
+    for authority in ("root", "org"):
+        certutil(authority, "--dir", tmp_path)
+    certutil("node", "gateway", "--role", "gateway", "--days", "100", "--dir", tmp_path)
+    certutil("node", "prober", "--role", "worker", "--dir", tmp_path)
+    made = Gateway(tmp_path)
+    try:
+        yield made
+        made.process.send_signal(signal.SIGTERM)
+        assert made.process.wait(10) == 0
+        assert "Traceback" not in made.log.read_text()
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+def run(main: Callable[[], Awaitable[None]], limit: float) -> None:
+    async def bounded() -> None:
+        with anyio.fail_after(limit):
+            await main()
+
+    anyio.run(bounded, backend="trio")
+
+
+@pytest.mark.slow
+def test_a_renewed_certificate_is_taken_on_sighup_and_by_itself(gateway: Gateway) -> None:
+    before = gateway.probe()
+    certutil("renew", gateway.folder / "gateway-cert.pem", "--days", "200", "--dir", gateway.folder)
+    gateway.process.send_signal(signal.SIGHUP)
+    gateway.wait_for("certificates reloaded", 4.5)  # sooner than it would look by itself
+    after = gateway.probe()
+    assert after["peer_id"] == before["peer_id"]
+    assert str(after["certificate_end"]) > str(before["certificate_end"])
+    certutil("renew", gateway.folder / "gateway-cert.pem", "--days", "300", "--dir", gateway.folder)
+    gateway.wait_for("certificates reloaded", REVOKED_WITHIN, times=2)
+    assert str(gateway.probe()["certificate_end"]) > str(after["certificate_end"])
+
+
+@pytest.mark.slow
+def test_sighup_with_files_that_cannot_be_used_keeps_the_old(gateway: Gateway) -> None:
+    trust = gateway.folder / "gateway-trust.pem"
+    whole = trust.read_bytes()
+    trust.write_bytes(whole[:40])
+    gateway.process.send_signal(signal.SIGHUP)
+    gateway.wait_for("are not reloaded", 5)
+    assert f"trust_pem {trust}" in gateway.log.read_text()
+    assert gateway.probe()["healthy"] is True
+    certutil("node", "gateway", "--role", "gateway", "--force", "--dir", gateway.folder)  # another key
+    gateway.process.send_signal(signal.SIGHUP)
+    gateway.wait_for("restart the node to become it", 5)
+    assert gateway.probe()["healthy"] is True
+
+
+@pytest.mark.slow
+def test_a_node_that_is_revoked_while_connected_is_out_within_a_minute(gateway: Gateway) -> None:
+    certutil("node", "leaving", "--role", "worker", "--dir", gateway.folder)
+    files = [gateway.folder / f"leaving-{kind}.pem" for kind in ("cert", "key", "trust")]
+
+    async def main() -> None:
+        settings = EndpointSettings(gateway_addresses=(gateway.address,))
+        async with open_endpoint(load_identity(*files), settings) as node:
+            await node.wait_for_gateway(10)
+            with anyio.fail_after(10):
+                while not node.addresses:  # its place at the relay
+                    await anyio.sleep(0.05)
+            await anyio.to_thread.run_sync(certutil, "revoke", files[0], "--dir", gateway.folder)
+            with anyio.fail_after(REVOKED_WITHIN):
+                while node.connected_peers():
+                    await anyio.sleep(0.05)
+            assert not node.addresses
+            with pytest.raises(RefusedError, match="ours is revoked: ask the organisation for a new one"):
+                await node.connect(gateway.address)
+
+    run(main, REVOKED_WITHIN + 40)
+    gateway.wait_for("certificate 'leaving'", 5)
+    assert gateway.probe()["healthy"] is True
+
+
+@pytest.mark.slow
+def test_of_two_programs_on_one_port_the_second_says_so_and_ends(gateway: Gateway) -> None:
+    second = subprocess.run(gateway.command(), capture_output=True, text=True, timeout=30)
+    assert second.returncode == 1
+    assert gateway.address in second.stderr
+    assert "another program uses the port?" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert gateway.probe()["healthy"] is True
