@@ -65,7 +65,7 @@ class Pace:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
         slowest = min((bucket.rate for bucket in self._buckets), default=float("inf"))
-        self.piece = int(min(MAX_PIECE, slowest * BURST / 2)) if self._buckets else 1 << 62
+        self.piece = int(min(MAX_PIECE, slowest * BURST / 2))
         """Most bytes to move between two calls of `wait`."""
 
     async def wait(self, amount: int) -> None:

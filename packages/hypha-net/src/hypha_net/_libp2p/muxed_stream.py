@@ -100,12 +100,12 @@ class MuxedStream(IMuxedStream):
         self._return_credit(size)
 
     def _return_credit(self, size: int) -> None:
-        """Let the peer send as much again as was read, in portions of a quarter of the window."""
+        """Let the peer send as much again as was read, in portions of half a window."""
         self._unreturned += size
         if self._ended_there or self._broken is not None or not self._unreturned:
             return
         now = trio.current_time()
-        if self._unreturned >= WINDOW // 4 or now - self._returned_at >= CREDIT_EVERY:
+        if self._unreturned >= WINDOW // 2 or now - self._returned_at >= CREDIT_EVERY:
             amount, self._unreturned, self._returned_at = self._unreturned, 0, now
             self.muxer.queue_credit(self, amount)
 

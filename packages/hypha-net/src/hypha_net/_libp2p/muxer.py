@@ -126,6 +126,8 @@ class Muxer(IMuxedConn):
                     finally:
                         await self._shut_down(reason)  # first: it frees a write that the peer does not take
                         nursery.cancel_scope.cancel()
+        except Exception:  # noqa: BLE001 - it runs in a task of the swarm's, which an error would end with every connection
+            _log.exception("the connection with %s is given up", self.peer_id)
         finally:
             self.event_started.set()
             await self._shut_down(reason)

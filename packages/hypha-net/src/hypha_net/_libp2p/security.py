@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import trio
 from cryptography import x509
@@ -263,8 +263,11 @@ class TlsConnection(ISecureConn):
             self._send_lock.release()
 
     async def _send_whole(self, data: bytes) -> None:
+        rest = memoryview(data) if self._socket is None else self._send_now(memoryview(data))
+        if not rest:
+            return
         with trio.CancelScope(shield=True, deadline=trio.current_time() + SEND_TIMEOUT) as scope:
-            await self._send(data)
+            await self._send(rest)
         if scope.cancelled_caught:
             await self.close()
             raise ConnectionClosedError(f"the peer took nothing for {SEND_TIMEOUT:g} s")
@@ -303,20 +306,29 @@ class TlsConnection(ISecureConn):
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise ConnectionClosedError(f"the connection broke off: {error}") from error
 
-    async def _send(self, data: bytes) -> None:
+    async def _send(self, data: bytes | memoryview) -> None:
         if self._socket is None:
-            await self._raw.write(data)
+            await self._raw.write(cast(bytes, data))
             return
-        rest = memoryview(data)
+        rest = self._send_now(memoryview(data))
+        while rest:
+            try:
+                await trio.lowlevel.wait_writable(self._socket.socket.fileno())
+            except (OSError, trio.ClosedResourceError) as error:
+                raise ConnectionClosedError(f"the connection broke off: {error}") from error
+            rest = self._send_now(rest)
+
+    def _send_now(self, data: memoryview) -> memoryview:
+        """Send what the socket takes at once; the rest."""
+        assert self._socket is not None
         try:
-            while rest:
-                try:
-                    rest = rest[os.write(self._socket.socket.fileno(), rest) :]
-                except BlockingIOError:
-                    await trio.lowlevel.wait_writable(self._socket.socket.fileno())
-        except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            count = os.write(self._socket.socket.fileno(), data)
+        except BlockingIOError:
+            return data
+        except OSError as error:
             raise ConnectionClosedError(f"the connection broke off: {error}") from error
-        self._bytes.sent += len(data)
+        self._bytes.sent += count
+        return data[count:]
 
     async def close(self) -> None:
         """Say goodbye if that needs no waiting, and close the connection."""

@@ -36,6 +36,9 @@ class Progress:
     size: int | None = None
     """Bytes in all, as soon as that is known."""
     done: int = 0
+    """Bytes that are through, of the file."""
+    moved_in_all: int = 0
+    """Bytes that this transfer cost, those that were lost on the way included."""
     _told_at: float = float("-inf")
 
     @property
@@ -52,6 +55,7 @@ class Progress:
     def moved(self, amount: int) -> None:
         """`amount` bytes more are through."""
         self.done += amount
+        self.moved_in_all += amount
         _MOVED.add(amount, _IO[self.direction])
         if anyio.current_time() - self._told_at >= EVERY:
             self._tell("moving")

@@ -70,7 +70,6 @@ class _Outgoing:
     peer: PeerId
     path: Path
     header: PushHeader
-    sent: int = 0
     progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +85,7 @@ class _Outgoing:
             return await self._bare(stream)
         async with ending(stream, self.what):
             await self._headed(stream)
-        return self.sent
+        return self.progress.moved_in_all
 
     async def _bare(self, stream: Stream) -> int:
         try:
@@ -97,7 +96,7 @@ class _Outgoing:
                 await stream.send_eof()
         except BrokenOffError as error:  # whether the peer has the file nobody knows
             raise TransferError(str(error)) from error
-        return size
+        return self.progress.moved_in_all
 
     async def _headed(self, stream: Stream) -> None:
         await send_message(stream, to_cbor(PushHeader, telemetry.with_trace(self.header)))
@@ -112,7 +111,7 @@ class _Outgoing:
                 f"{self.path} has changed: {self.path.stat().st_size} bytes are not the {size} announced"
             )
         self.progress.begin(answer.offset, size)
-        self.sent += await send_file(stream, self.path, answer.offset, size, self.progress)
+        await send_file(stream, self.path, answer.offset, size, self.progress)
         await stream.send_eof()
         receipt = from_cbor(PushReceipt, await receive_message(stream))
         if isinstance(receipt, Refusal):
