@@ -20,6 +20,7 @@ from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.connection import swarm_connection
 from libp2p.network.swarm import Swarm
 from libp2p.protocol_muxer.multiselect import Multiselect
+from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.pubsub import pubsub
 from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.pubsub.rpc_queue import RpcQueue
@@ -285,6 +286,7 @@ PATCHED: dict[str, Any] = {
     "identify._mk_identify_protobuf": identify._mk_identify_protobuf,
     "identify_push_handler_for": identify_push.identify_push_handler_for,
     "Multiselect.negotiate": Multiselect.negotiate,
+    "MultiselectCommunicator": MultiselectCommunicator,
 }
 KNOWN = {
     "Swarm._handle_inbound_connection": "0800fdf9770ed8e6",
@@ -309,6 +311,7 @@ KNOWN = {
     "identify._mk_identify_protobuf": "5361becff806511c",
     "identify_push_handler_for": "d7fee29230fa505d",
     "Multiselect.negotiate": "e870e3fe41c87e3c",
+    "MultiselectCommunicator": "839787d17af6f21c",
 }
 
 

@@ -260,8 +260,9 @@ def test_of_two_authorities_each_end_is_told_what_to_compare(
         struct.pack(">BBHII", 0, 1, 1, 1, 0) * 2,
         struct.pack(">BBHII", 0, 0, 1, 1, 25) + line("/multistream/1.0.0") + b"\x05abcd",
         struct.pack(">BBHII", 0, 3, 0, 0, 0),
+        struct.pack(">BBHII", 0, 0, 1, 1, 25) + line("/multistream/1.0.0") + b"\x04a\x80b\n",
     ],
-    ids=["noise", "length", "long line", "open twice", "cut line", "goodbye"],
+    ids=["noise", "length", "long line", "open twice", "cut line", "goodbye", "no text"],
 )
 def test_a_trusted_peer_that_talks_rubbish_harms_itself_only(authority: Any, wire: bytes, caplog: Any) -> None:
     async def main() -> None:

@@ -24,6 +24,7 @@ from libp2p.peer.peerstore import PeerStoreError
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.connections import YamuxMultistream, patch_swarm
+from hypha_net._libp2p.containment import contain
 from hypha_net._libp2p.muxer import PROTOCOL, Muxer
 from hypha_net._libp2p.security import TLS_PROTOCOL, SecurityRecords, TlsTransport, libp2p_key_pair
 from hypha_net.addresses import split_peer
@@ -72,6 +73,7 @@ def _prepare(swarm: Swarm, max_connections: int, events: Events) -> None:
     swarm._inbound_limiter = trio.CapacityLimiter(max_connections)
     vars(swarm.auto_connector)["maybe_connect"] = _dial_nobody
     patch_swarm(swarm, events)
+    contain(swarm)
 
 
 async def _dial_nobody() -> None:
