@@ -292,7 +292,14 @@ async def hold(pipe: Pipe) -> None:
     await pipe.end()
 
 
-HANDLERS: dict[str, Handler] = {"echo": echo, "die": die, "hold": hold}
+async def late(pipe: Pipe) -> None:
+    """Read half a minute later than others, and tell how much it was."""
+    await anyio.sleep(31)
+    await pipe.write(str(len(await read_all(pipe))).encode())
+    await pipe.end()
+
+
+HANDLERS: dict[str, Handler] = {"echo": echo, "die": die, "hold": hold, "late": late}
 
 
 async def _serve(engine: Engine, handler: Handler) -> None:
