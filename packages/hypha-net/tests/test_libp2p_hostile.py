@@ -312,12 +312,6 @@ def test_a_hundred_connections_one_after_the_other_use_nothing_up(authority: Any
     run(lambda: come_and_go(authority, 100), 60)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_five_hundred_connections_one_after_the_other_use_nothing_up(authority: Any) -> None:
-    run(lambda: come_and_go(authority, 500), 220)
-
-
 def test_a_gateway_that_drops_everybody_is_not_stormed(authority: Any, caplog: Any) -> None:
     async def main() -> None:
         async with open_gateway(authority) as gateway:

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from hypha_net import EndpointSettings, open_endpoint
+from hypha_net._libp2p import host, security
 from hypha_net.errors import RefusedError, UnreachableError
 from hypha_net.events import Dialled, Refused
 from hypha_net.identity import Identity, load_identity
@@ -253,8 +254,8 @@ def test_a_certificate_that_does_not_do_is_refused_when_it_is_dialled(
 NO_NODE = {
     "noise": (HELLO + line("na"), "does not speak /tls/1.0.0"),
     "plaintext": (HELLO + line("na"), "does not speak /tls/1.0.0"),
-    "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", ""),
-    "rubbish": (b"\xff" * 40, ""),
+    "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "did not answer"),  # a length, and bytes that never come
+    "rubbish": (b"\xff" * 40, "."),
     "rubbish in tls": (HELLO + TLS + b"no hello of TLS" * 40, "TLS handshake failed"),
 }
 
@@ -278,6 +279,30 @@ def test_who_does_not_speak_mutual_tls_is_not_taken_for_a_node_when_dialled(auth
             assert isinstance(dialled, Dialled)
             assert dialled.outcome in ("refused", "unreachable", "timeout")
             assert not node.connected_peers()
+
+    run(main)
+
+
+@pytest.mark.parametrize("said", [b"", HELLO, HELLO + TLS], ids=["nothing", "hello", "tls"])
+@pytest.mark.parametrize("then", ["closes", "is silent"])
+def test_who_ends_or_falls_silent_has_refused_nobody(
+    authority: Any, monkeypatch: pytest.MonkeyPatch, said: bytes, then: str
+) -> None:
+    """A gateway that is stopped or restarted is tried again soon, one that refuses is left in peace for longer."""
+    monkeypatch.setattr(host, "NEGOTIATE_TIMEOUT", 0.5)
+    monkeypatch.setattr(security, "HANDSHAKE_TIMEOUT", 0.5)
+
+    async def main() -> None:
+        async def serve(raw: trio.SocketStream) -> None:
+            await expect(raw, HELLO)
+            await raw.send_all(said)
+            if then == "is silent":
+                await anyio.sleep_forever()
+
+        async with listening(serve) as address, open_endpoint(judge(authority), EndpointSettings()) as node:
+            with pytest.raises(UnreachableError) as caught:
+                await node.connect(address, timeout=5)
+            assert not isinstance(caught.value, RefusedError), str(caught.value)
 
     run(main)
 

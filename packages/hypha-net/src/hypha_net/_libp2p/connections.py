@@ -227,7 +227,9 @@ async def _secure(swarm: Swarm, raw: IRawConnection) -> TlsConnection:
 
 
 def is_cut(error: BaseException) -> bool:
-    """Whether an error comes of a connection that ended, rather than of what was said on it."""
+    """Whether an error comes of a connection that ended or a peer that says nothing, rather than of what it said."""
+    if "timed out" in str(error) or "read timeout" in str(error):  # py-libp2p has one error for all
+        return True
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, IOException | OSError):

@@ -50,7 +50,6 @@ from hypha_net.addresses import expand_wildcards, split_peer
 from hypha_net.endpoint import GossipMessage, PeerInfo, Record, Stream, StreamHandler, Traffic
 from hypha_net.errors import (
     NetError,
-    RefusedError,
     StreamClosedError,
     StreamResetError,
     UnreachableError,
@@ -271,9 +270,8 @@ class Libp2pEndpoint:
             if self._dialer.connection(peer) is None:
                 raise UnreachableError(f"{peer}: the connection broke off") from error
             if is_cut(error):
-                raise RefusedError(
-                    f"{peer} resets streams of {', '.join(protocols)}: are they for this role?"
-                ) from error
+                what = f"{peer} reset a stream of {', '.join(protocols)}, or does not answer"
+                raise UnreachableError(f"{what}; does this node's role let it ask that?") from error
             raise UnsupportedProtocolError(f"{peer} speaks none of {', '.join(protocols)}") from error
         except (IOException, MuxedConnError, MuxedStreamError) as error:
             raise UnreachableError(f"{peer}: {error}") from error

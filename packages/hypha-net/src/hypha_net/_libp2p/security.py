@@ -155,6 +155,8 @@ class TlsConnection(ISecureConn):
             except ssl.SSLWantReadError:
                 await self._flush()
                 await self._feed()
+            except ssl.SSLEOFError as error:  # no refusal: it may be about to end, or to start
+                raise ConnectionClosedError("the peer closed the connection during the TLS handshake") from error
             except ssl.SSLError as error:
                 await self._flush_quietly()
                 raise RefusedError(self._explain(error)) from error
@@ -185,8 +187,6 @@ class TlsConnection(ISecureConn):
         if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
             self.refused_for = "protocol"
             return "the peer showed no certificate: it is no Hypha node, or its cert_pem was not loaded"
-        if isinstance(error, ssl.SSLEOFError):
-            return "the peer closed the connection during the TLS handshake"
         return f"TLS handshake failed: {error.reason or error}"
 
     def _shown_certificate(self) -> str:
@@ -411,7 +411,7 @@ class TlsTransport(ISecureTransport):
             _log.warning("connection %s %s refused: %s", "from" if server else "to", where, error)
             raise HandshakeFailure(str(error)) from error
         except trio.TooSlowError as error:
-            raise HandshakeFailure(f"no TLS handshake within {HANDSHAKE_TIMEOUT:g} s") from error
+            raise ConnectionClosedError(f"no TLS handshake within {HANDSHAKE_TIMEOUT:g} s") from error
         tls.context = contexts.plain[server]  # watching costs a call for every record, and there is nothing more to see
         return secured
 
