@@ -22,7 +22,6 @@ from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.protocol_muxer.exceptions import MultiselectClientError
-from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.stream_muxer.exceptions import MuxedConnError, MuxedStreamError
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
@@ -40,6 +39,7 @@ from hypha_net._libp2p.kad_server import DirectoryServer, KnownPeer
 from hypha_net._libp2p.kad_store import RecordStore
 from hypha_net._libp2p.library_logs import adopt_library_logs
 from hypha_net._libp2p.muxer import Muxer
+from hypha_net._libp2p.negotiation import OneRoundTrip
 from hypha_net._libp2p.notices import Notices
 from hypha_net._libp2p.relay import RelayClient, RelayHop
 from hypha_net._libp2p.relay_messages import HOP, STOP
@@ -262,7 +262,7 @@ class Libp2pEndpoint:
         agreed = False
         try:
             selected = await self._host.multiselect_client.select_one_of(
-                [TProtocol(protocol) for protocol in protocols], MultiselectCommunicator(stream), NEGOTIATE_TIMEOUT
+                [TProtocol(protocol) for protocol in protocols], OneRoundTrip(stream), NEGOTIATE_TIMEOUT
             )
             stream.set_protocol(selected)
             agreed = True
