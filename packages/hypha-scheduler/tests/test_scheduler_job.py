@@ -508,6 +508,18 @@ def test_too_few_workers_and_why(tmp_path: Path, model: Path) -> None:
     play(tmp_path, case, prepare)
 
 
+def test_a_worker_that_is_taken_for_one_part_is_named_where_another_part_lacks_one(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        with pytest.raises(JobFailedError, match="not enough workers") as caught:
+            await service.conduct(job(model, resources={"num_workers": 4, "allocation_timeout": 1.5}))
+        lines = str(caught.value).splitlines()
+        assert "4 of 4 for train, 0 of 1 for aggregate" in lines[0] or "3 of 4 for train, 1 of 1" in lines[0]
+        assert len([line for line in lines if "taken for" in line and "a worker of its own" in line]) == 4
+        assert not any(line.endswith(": ") for line in lines)
+
+    play(tmp_path, case)
+
+
 def test_a_dataset_that_nobody_has(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:

@@ -200,7 +200,10 @@ class Placement:
             for peer in peers[:_ASKED_FOR_REASONS]:
                 for role in missing:
                     tasks.start_soon(self._ask_why, peer, role, reasons)
-        lines += [f"{peer}: {'; '.join(texts)}" for peer, texts in sorted(reasons.items())]
+        for bid in self.auction.held:
+            reasons[bid.peer] = [f"taken for {bid.role} already: each part of a job runs on a worker of its own"]
+        for peer, texts in sorted(reasons.items()):
+            lines.append(f"{peer}: {'; '.join(texts) or 'would make an offer now'}")
         return "\n  ".join(lines)
 
     async def _ask_why(self, peer: PeerId, role: str, reasons: dict[PeerId, list[str]]) -> None:
