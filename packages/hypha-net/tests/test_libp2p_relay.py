@@ -41,7 +41,7 @@ async def hidden_nodes(
     async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
         hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],), **changes)
         async with (
-            open_endpoint(authority.identity("one", "worker"), hidden) as one,
+            open_endpoint(authority.identity("one"), hidden) as one,
             open_endpoint(authority.identity("two", "worker"), hidden) as two,
         ):
             with anyio.fail_after(5):

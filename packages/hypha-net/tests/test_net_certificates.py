@@ -17,7 +17,7 @@ from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.engine import Libp2pEndpoint
 from hypha_net.endpoint import Stream
 from hypha_net.errors import RefusedError, StreamResetError, UnreachableError
-from hypha_net.events import Refused
+from hypha_net.events import Disconnected, Refused
 from hypha_net.identity import Identity, load_identity
 from hypha_net.trust import WARN_AT, EndWarnings, Trust
 
@@ -127,6 +127,32 @@ def test_a_file_that_is_still_being_written_is_waited_for(authority: Any, caplog
 
     with caplog.at_level(logging.INFO):
         run(main)
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_where_trust_ends_at_the_organisation_connections_are_judged_by_that(authority: Any, lists: bool) -> None:
+    def org_only(name: str, crls: Any = None) -> Identity:
+        cert, key, trust = authority.files(name)
+        trust.write_bytes(cert.read_bytes())  # as the Rust tool writes it: the node's own and the organisation's
+        return load_identity(cert, key, trust, crls)
+
+    async def main() -> None:
+        crls = authority.revocations() if lists else None
+        leaf = org_only("leaf", crls)
+        async with opened(org_only("gateway", crls), role="gateway") as one, opened(leaf) as two:
+            with two.events.follow(Disconnected) as ended:
+                await two.connect(one.addresses[0])
+                with anyio.move_on_after(10 * QUICK):
+                    await anext(ended)
+                    raise AssertionError("a good connection was ended")
+            if lists:
+                with one.events.follow(Refused) as refused:
+                    authority.revocations(leaf.certificate.serial)
+                    told = await anext(refused)
+                assert isinstance(told, Refused)
+                assert told.reason == "revoked"
+
+    run(main)
 
 
 # ------------------------------------------------------------------------------------------------------- losing trust

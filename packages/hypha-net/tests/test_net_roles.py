@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 from uuid import UUID
 
@@ -21,7 +21,18 @@ from hypha_net.testing import MemoryNetwork
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLease
-from hypha_proto.protocol import DATASET_RECORD, PUSH_WITH_HEADER, SENDERS, WORKER_REQUESTS_TOPIC, Conversation, Topic
+from hypha_proto.protocol import (
+    CIRCUIT_OFFER,
+    DATASET_RECORD,
+    PULL,
+    PULL_WITH_HEADER,
+    PUSH,
+    PUSH_WITH_HEADER,
+    SENDERS,
+    WORKER_REQUESTS_TOPIC,
+    Conversation,
+    Topic,
+)
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ANYBODY = {HEALTH_CHECK.name}
@@ -63,9 +74,8 @@ def test_the_table_names_every_message_that_there_is() -> None:
         for value in vars(importlib.import_module(f"hypha_proto.{module.name}")).values():
             if isinstance(value, Conversation | Topic):
                 named.add(value.name)
-    protocols = {name for name in SENDERS if name.startswith("/hypha-tensor-stream/")}
-    assert named | protocols == SENDERS.keys() | ANYBODY
-    assert len(protocols) == 4
+    streams = {CIRCUIT_OFFER, PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER}
+    assert named | streams == SENDERS.keys() | ANYBODY
 
 
 async def ask_for_renewal(asking: Endpoint, asked: Endpoint) -> None:
@@ -146,6 +156,22 @@ def test_a_file_is_taken_from_whoever_trains(authority: Any, role: str | None, t
                 return
             with pytest.raises((StreamResetError, UnreachableError)):
                 await push()
+
+    run(main)
+
+
+@pytest.mark.parametrize(("role", "taken"), [("gateway", True), ("worker", False), (None, True)])
+def test_a_circuit_is_offered_by_a_gateway(authority: Any, role: str | None, taken: bool) -> None:
+    async def main() -> None:
+        async with opened(authority, role, "worker") as (_, relay, worker):
+
+            async def take(stream: Stream) -> None:
+                await stream.send_all(b"taken")
+
+            worker.handle(CIRCUIT_OFFER, take)
+            with pytest.raises((StreamResetError, UnreachableError)) if not taken else nullcontext():
+                stream = await relay.open_stream(worker.peer_id, [CIRCUIT_OFFER])
+                assert await stream.receive_some() == b"taken"
 
     run(main)
 

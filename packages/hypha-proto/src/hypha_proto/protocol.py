@@ -121,6 +121,8 @@ Role = Literal["gateway", "scheduler", "worker", "data"]
 
 WORKER_REQUESTS_TOPIC: Final = "hypha/worker"
 DATASET_RECORD: Final = "dataset record"
+CIRCUIT_OFFER: Final = "/libp2p/circuit/relay/0.2.0/stop"
+"""The protocol by which a relay offers a circuit to the node that it leads to."""
 
 _SCHEDULER: Final[frozenset[Role]] = frozenset({"scheduler"})
 _WORKER: Final[frozenset[Role]] = frozenset({"worker"})
@@ -149,8 +151,9 @@ SENDERS: Final[Mapping[str, frozenset[Role]]] = {
     PULL_WITH_HEADER: _TRAINING,
     PUSH: _TRAINING,
     PUSH_WITH_HEADER: _TRAINING,
-    # the directory
+    # the directory, and the relay
     DATASET_RECORD: frozenset({"data"}),
+    CIRCUIT_OFFER: frozenset({"gateway"}),
 }
 """Whose messages are taken, by the role in the sender's certificate. What is not named here anybody may send: health,
 identify, ping, look-ups, and a place at a gateway's relay. A parameter server is a worker's."""
