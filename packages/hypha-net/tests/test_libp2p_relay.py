@@ -91,7 +91,7 @@ def test_hidden_nodes_talk_and_know_each_other(authority: Any) -> None:
         assert await read_all(stream) == b"through the gateway"
         await stream.aclose()
         assert one.peer_id in two.connected_peers()
-        assert two.connected_peers()[one.peer_id].role == "worker"
+        assert one.connected_peers()[two.peer_id].role == "worker"
         assert not one.is_direct(two.peer_id)
         with anyio.fail_after(5):  # it tells by identify too, which is what gateways of other implementations go by
             while gateway.connected_peers()[two.peer_id].addresses != two.addresses:
