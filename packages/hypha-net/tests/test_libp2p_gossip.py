@@ -13,9 +13,11 @@ import anyio
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.pubsub.pb import rpc_pb2
+from multiaddr import Multiaddr
 
 from hypha_net import EndpointSettings, gossip, open_endpoint
 from hypha_net._libp2p import gossip_intake
+from hypha_net._libp2p.connections import dial
 from hypha_net._libp2p.engine import Libp2pEndpoint
 from hypha_net._libp2p.framing import write_message
 from hypha_net._libp2p.gossip_intake import MAX_DATA, MAX_RPC, ORIGIN_BURST, Allowance, SeenMessages
@@ -222,6 +224,35 @@ def test_control_of_any_kind_harms_nobody(authority: Any, caplog: Any) -> None:
 
     run(authority, case)
     assert "Traceback" not in caplog.text
+
+
+def test_gossip_goes_on_over_a_second_connection_when_the_first_is_given_up(authority: Any) -> None:
+    """As after a gateway was stopped for long: its leaves are back before it notices that they had left."""
+
+    async def case(star: Star) -> None:
+        async with star.good.subscribe(TOPIC) as back:
+            old = star.good._dialer.connections(star.gateway.peer_id)
+            assert len(old) == 1
+            await dial(star.good._swarm, Multiaddr(star.gateway.addresses[0].partition("/p2p/")[0]), None)
+            await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 2)
+            await anyio.sleep(0.5)
+            await old[0].close()
+            await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 1)
+            await until(lambda: star.gateway.peer_id in star.good.topic_peers(TOPIC))
+            await until(lambda: star.good.peer_id in star.gateway.topic_peers(TOPIC))
+            with anyio.fail_after(10):
+                while True:
+                    await star.gateway.publish(TOPIC, b"to the leaf")
+                    with anyio.move_on_after(0.5):
+                        assert (await anext(back)).data == b"to the leaf"
+                        break
+            before = len(star.heard)
+            with anyio.fail_after(10):
+                while not any(message.data == b"to the gateway" for message in star.heard[before:]):
+                    await star.good.publish(TOPIC, b"to the gateway")
+                    await anyio.sleep(0.2)
+
+    run(authority, case)
 
 
 def test_made_up_origins_count_against_who_brings_them(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,16 +12,18 @@ from collections.abc import Callable
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from libp2p.abc import IHost
+from libp2p.abc import IHost, INetConn, INetwork
 from libp2p.custom_types import TProtocol
 from libp2p.peer.peerstore import env_to_send_in_RPC
 from libp2p.pubsub import gossipsub as gossipsub_module
 from libp2p.pubsub import pubsub as pubsub_module
 from libp2p.pubsub import rpc_queue
 from libp2p.pubsub.gossipsub import GossipSub
+from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 
 from hypha_net._libp2p.gossip_intake import Intake
+from hypha_net._libp2p.notices import Quiet
 from hypha_net.events import Events
 from hypha_proto.ids import PeerId
 
@@ -72,4 +74,28 @@ def make_pubsub(
     pubsub = Pubsub(host, router, seen_ttl=SEEN_SECONDS, strict_signing=True)
     pubsub.counter = time.time_ns()
     Intake(pubsub, router, events, SEEN_SECONDS, may_speak)
+    host.get_network().register_notifee(_Rejoining(pubsub))
     return pubsub, router
+
+
+class _Rejoining(Quiet):
+    """Moves the gossip of a peer to its other connection when the one that carried it is gone.
+
+    A peer may be back before its old connection is given up, and py-libp2p keeps to the stream that it has: it would
+    tell the peer nothing any more, not even what it subscribes to.
+    """
+
+    def __init__(self, pubsub: Pubsub) -> None:
+        self._pubsub = pubsub
+
+    async def disconnected(self, network: INetwork, conn: INetConn) -> None:
+        """A connection is gone."""
+        peer = conn.muxed_conn.peer_id
+        stream = self._pubsub.peers.get(peer)
+        if stream is None or stream.muxed_conn is not conn.muxed_conn:
+            return
+        topics = [topic for topic, peers in self._pubsub.peer_topics.items() if peer in peers]
+        self._pubsub._handle_dead_peer(peer)
+        if self._pubsub._peer_is_connected(peer):  # it has said there what it subscribes to, and will not say it again
+            for topic in topics:
+                self._pubsub.handle_subscription(peer, rpc_pb2.RPC.SubOpts(subscribe=True, topicid=topic))

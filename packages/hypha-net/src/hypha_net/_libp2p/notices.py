@@ -10,7 +10,29 @@ from hypha_net.events import Connected, Disconnected, Events
 from hypha_proto.ids import PeerId
 
 
-class Notices(INotifee):
+class Quiet(INotifee):
+    """Notices nothing: for those who want to know of one thing only."""
+
+    async def connected(self, network: INetwork, conn: INetConn) -> None:
+        """A connection is up."""
+
+    async def disconnected(self, network: INetwork, conn: INetConn) -> None:
+        """A connection is gone."""
+
+    async def opened_stream(self, network: INetwork, stream: INetStream) -> None:
+        """Streams are their users' business."""
+
+    async def closed_stream(self, network: INetwork, stream: INetStream) -> None:
+        """Streams are their users' business."""
+
+    async def listen(self, network: INetwork, multiaddr: Multiaddr) -> None:
+        """Listeners are the engine's own."""
+
+    async def listen_close(self, network: INetwork, multiaddr: Multiaddr) -> None:
+        """Listeners are the engine's own."""
+
+
+class Notices(Quiet):
     """Registered with the swarm; emits an event for each connection that comes or goes."""
 
     def __init__(self, events: Events) -> None:
@@ -27,15 +49,3 @@ class Notices(INotifee):
         """A connection is gone."""
         muxed = conn.muxed_conn
         self._events.emit(Disconnected(PeerId(muxed.peer_id.to_bytes()), getattr(muxed, "end_reason", "")))
-
-    async def opened_stream(self, network: INetwork, stream: INetStream) -> None:
-        """Streams are their users' business."""
-
-    async def closed_stream(self, network: INetwork, stream: INetStream) -> None:
-        """Streams are their users' business."""
-
-    async def listen(self, network: INetwork, multiaddr: Multiaddr) -> None:
-        """Listeners are the engine's own."""
-
-    async def listen_close(self, network: INetwork, multiaddr: Multiaddr) -> None:
-        """Listeners are the engine's own."""
