@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.peer.id import ID
-from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF, MuxedStreamReset
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 from libp2p.stream_muxer.yamux.yamux import Yamux
 
 from hypha_net._libp2p import muxer as muxer_module
-from hypha_net._libp2p.muxed_stream import WINDOW
+from hypha_net._libp2p.muxed_stream import START_WINDOW, WINDOW
 from hypha_net._libp2p.muxer import MAX_STREAMS, PING_INTERVAL, PING_TIMEOUT, Muxer
 
 PEER = ID(b"\x00\x24" + bytes(36))
@@ -61,6 +61,37 @@ class PipeConnection:
 
     def get_remote_address(self) -> None:
         return None
+
+
+class DelayedEnd:
+    """One end of a link on which every byte takes a while."""
+
+    def __init__(self, delay: float, there: Any, back: Any) -> None:
+        self._delay, self._there, self._back = delay, there, back
+        self._rest = b""
+
+    async def send_all(self, data: bytes) -> None:
+        self._there.send_nowait((trio.current_time() + self._delay, bytes(data)))
+
+    async def receive_some(self, n: int | None = None) -> bytes:
+        while not self._rest:
+            try:
+                at, self._rest = await self._back.receive()
+            except trio.EndOfChannel:
+                return b""
+            await trio.sleep_until(at)
+        data, self._rest = self._rest[:n], self._rest[n:] if n is not None else b""
+        return data
+
+    async def aclose(self) -> None:
+        self._there.close()
+
+
+def delayed_pair(delay: float) -> tuple[DelayedEnd, DelayedEnd]:
+    """Both ends of a link with an unbounded queue in each direction."""
+    to_two, at_two = trio.open_memory_channel[tuple[float, bytes]](float("inf"))
+    to_one, at_one = trio.open_memory_channel[tuple[float, bytes]](float("inf"))
+    return DelayedEnd(delay, to_two, at_one), DelayedEnd(delay, to_one, at_two)
 
 
 Pipe = Callable[[], tuple[Any, Any]]
@@ -234,6 +265,67 @@ def test_a_writer_waits_as_long_as_nobody_reads_and_other_streams_pass_it() -> N
                 assert len(await read_all(slow_far)) == 3 * WINDOW
             assert done.is_set()
             assert two.buffered == 0
+
+    run(case)
+
+
+def test_a_deadline_ends_what_waits_for_the_peer_and_nothing_else() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near, other = await one.open_stream(), await one.open_stream()
+            far, _ = await two.accept_stream(), await two.accept_stream()
+            with pytest.raises(ValueError, match="-1"):
+                near.set_deadline(-1)
+            began = trio.current_time()
+            near.set_deadline(5)
+            with pytest.raises(MuxedStreamError, match="deadline"):
+                await near.read(1)
+            assert trio.current_time() - began == pytest.approx(5)
+            with pytest.raises(MuxedStreamError, match="deadline"):
+                await near.write(bytes(2 * WINDOW))
+            near.set_deadline(60)
+            await far.write(b"later")
+            assert await near.read(5) == b"later"
+            with trio.move_on_after(100) as scope:
+                await other.read(1)
+            assert scope.cancelled_caught
+
+    run(case)
+
+
+def test_a_window_grows_where_the_link_is_long_and_only_there() -> None:
+    async def case(delay: float) -> int:
+        async with two_muxers(lambda: delayed_pair(delay)) as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(near.write, bytes(20 * START_WINDOW))
+                left = 20 * START_WINDOW
+                while left:
+                    left -= len(await far.read(100_000))
+                    await trio.sleep(0.005)  # 20 MB a second
+            return int(far._window)
+
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    assert trio.run(case, 0.0001, clock=clock) == START_WINDOW
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    assert trio.run(case, 0.1, clock=clock) == WINDOW
+
+
+def test_a_slow_reader_is_seen_to_read() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(near.write, bytes(2 * START_WINDOW))
+                await trio.sleep(1)
+                assert near._credit == 0
+                for _ in range(10):
+                    await trio.sleep(1.1)
+                    await far.read(1000)
+                assert two.buffered > START_WINDOW - 2000  # what was read has been sent anew: the writer sees it move
+                nursery.cancel_scope.cancel()
 
     run(case)
 
@@ -542,7 +634,7 @@ def test_a_peer_cannot_make_us_keep_more_than_the_bound(monkeypatch: pytest.Monk
     async def case() -> None:
         async with muxer_and_wire() as (muxer, peer):
             for stream in range(1, 11, 2):
-                await peer.send_all(frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(WINDOW)))
+                await peer.send_all(frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(START_WINDOW)))
             await muxer.event_closed.wait()
             assert muxer.buffered == 0
 

@@ -22,8 +22,11 @@ _log = logging.getLogger("hypha_net.muxer")
 
 INITIAL_WINDOW: Final = 256 << 10
 """What the specification grants every stream at its start."""
+START_WINDOW: Final = 1 << 20
 WINDOW: Final = 4 << 20
-"""What we let a peer have under way on one stream."""
+"""What we let a peer have under way on one stream: at first, and at most when it takes so much to fill a long link."""
+SMALL: Final = 4 << 10
+"""Bytes up to which a frame costs others no time worth mentioning."""
 CREDIT_EVERY: Final = 1.0
 """Seconds after which a slow reader's credit goes back although it is little: the writer sees that it is read."""
 
@@ -57,13 +60,16 @@ class MuxedStream(IMuxedStream):
         """SYN or ACK that the next frame of this stream carries."""
         self._inflow = Inflow()
         self._unreturned = 0
-        self._returned_at = 0.0
+        self._returned_at = trio.current_time()
+        self._window = START_WINDOW
         self._credit = INITIAL_WINDOW
-        self._room = WINDOW
+        self._room = START_WINDOW
         self._ended_here = False
         self._ended_there = False
         self._broken: str | None = None
         self._discarding = False
+        self._small = 0
+        self._deadline = float("inf")
         self._changed = trio.Event()
 
     def _notify(self) -> None:
@@ -87,27 +93,38 @@ class MuxedStream(IMuxedStream):
         return size
 
     async def _wait_for_bytes(self) -> None:
-        await trio.lowlevel.checkpoint()  # here, and nowhere after bytes are taken: a cancellation must not lose them
+        # here, and nowhere after bytes are taken: a cancellation must not lose them. Others need no turn when there are
+        # bytes: no more will come until the muxer has had its own, and a small message is read in many small steps
+        await trio.lowlevel.checkpoint_if_cancelled()
         while not self._inflow.size:
             if self._ended_there:
                 raise MuxedStreamEOF("the peer has ended the stream")
             if self._broken is not None:
                 raise MuxedStreamReset(self._broken)
-            await self._changed.wait()
+            await self._wait_for_change()
 
     def _taken(self, size: int) -> None:
         self.muxer.buffered -= size
         self._return_credit(size)
 
     def _return_credit(self, size: int) -> None:
-        """Let the peer send as much again as was read, in portions of half a window."""
+        """Let the peer send as much again as was read, in portions of half a window.
+
+        The window grows only when half of it was used up within little more than a round trip: what a short link has
+        under way beyond that waits in some buffer, and requests wait behind it.
+        """
         self._unreturned += size
         if self._ended_there or self._broken is not None or not self._unreturned:
             return
         now = trio.current_time()
-        if self._unreturned >= WINDOW // 2 or now - self._returned_at >= CREDIT_EVERY:
-            amount, self._unreturned, self._returned_at = self._unreturned, 0, now
-            self.muxer.queue_credit(self, amount)
+        half, since = self._unreturned >= self._window // 2, now - self._returned_at
+        if not half and since < CREDIT_EVERY:
+            return
+        amount, self._unreturned, self._returned_at = self._unreturned, 0, now
+        if half and self._window < WINDOW and since < 1.5 * self.muxer.round_trip():
+            amount += self._window
+            self._window *= 2
+        self.muxer.queue_credit(self, amount)
 
     def receive(self, data: memoryview) -> None:
         """Take bytes off the wire; their buffer belongs to the stream from now on.
@@ -144,13 +161,13 @@ class MuxedStream(IMuxedStream):
         """Send all of `data`, waiting for the peer's credit as long as it takes."""
         rest = memoryview(data)
         while rest:
-            await trio.lowlevel.checkpoint()  # others take their turn; a frame that has begun is not cancelled
+            await self._take_turns(len(rest))  # a frame that has begun is not cancelled
             if self._broken is not None:
                 raise MuxedStreamReset(self._broken)
             if self._ended_here:
                 raise MuxedStreamClosed("sending has ended on this side")
             if self._credit == 0:
-                await self._changed.wait()
+                await self._wait_for_change()
                 continue
             size = min(len(rest), self._credit, self.muxer.frame_size())
             self._credit -= size
@@ -160,6 +177,14 @@ class MuxedStream(IMuxedStream):
                 self._credit += size
                 raise
             rest = rest[size:]
+
+    async def _take_turns(self, size: int) -> None:
+        """Let others have their turn before each large frame, and before one in a few small ones."""
+        self._small = self._small + 1 if size < SMALL else 0
+        if self._small % 8:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        else:
+            await trio.lowlevel.checkpoint()
 
     async def _send(self, kind: Type, flags: Flag, length: int, data: memoryview | None = None) -> None:
         pending, self.pending_flags = self.pending_flags, Flag(0)
@@ -177,8 +202,8 @@ class MuxedStream(IMuxedStream):
         self._notify()
 
     async def announce(self) -> None:
-        """Open the stream on the wire, with our whole window."""
-        await self._send(Type.WINDOW, Flag(0), WINDOW - INITIAL_WINDOW)
+        """Open the stream on the wire, with our window."""
+        await self._send(Type.WINDOW, Flag(0), START_WINDOW - INITIAL_WINDOW)
 
     # ------------------------------------------------------------------------------------------------- ending
 
@@ -245,8 +270,23 @@ class MuxedStream(IMuxedStream):
         return self.over
 
     def set_deadline(self, ttl: int) -> None:
-        """Deadlines are the caller's cancel scopes."""
-        raise NotImplementedError("use a cancel scope around the operation")
+        """In `ttl` seconds a read or write that still waits for the peer fails with `MuxedStreamError`.
+
+        Part of py-libp2p's interface; Hypha's deadlines are the caller's cancel scopes.
+
+        Raises:
+            ValueError: `ttl` is negative.
+        """
+        if ttl < 0:
+            raise ValueError(f"a deadline in {ttl} s")
+        self._deadline = trio.current_time() + ttl
+        self._notify()
+
+    async def _wait_for_change(self) -> None:
+        with trio.CancelScope(deadline=self._deadline) as scope:
+            await self._changed.wait()
+        if scope.cancelled_caught:
+            raise MuxedStreamError("the stream's deadline has passed")
 
     def get_remote_address(self) -> tuple[str, int] | None:
         """Address of the connection's other end."""

@@ -97,6 +97,10 @@ class Muxer(IMuxedConn):
         """Why the connection ended, once it has."""
         self.buffered = 0
         """Bytes that have come and are not read yet, of all streams."""
+        self._round_trip = 0.0
+        self._asked_at = float("-inf")
+        self._asked = 0
+        """Time and number of the last ping that measures a round trip."""
         self._frame = MAX_FRAME // 4
         self._writers = 0
         """Frames with data that are being sent or wait for that."""
@@ -280,6 +284,14 @@ class Muxer(IMuxedConn):
         if self._queue_empty.is_set():
             self._queue_empty = trio.Event()
 
+    def round_trip(self) -> float:
+        """The shortest time that a ping took to come back, in seconds; 0 until one has. Asks again once a second."""
+        now = trio.current_time()
+        if now - self._asked_at >= 1.0:
+            self._asked, self._asked_at = self._asked % 0xFFFF + 1, now
+            self.queue_frame(Type.PING, Flag.SYN, 0, self._asked)
+        return self._round_trip
+
     def queue_credit(self, stream: MuxedStream, amount: int) -> None:
         """Return credit for bytes that nobody wants."""
         if amount:
@@ -309,6 +321,9 @@ class Muxer(IMuxedConn):
         if kind == Type.PING:
             if Flag.SYN in flags:
                 self.queue_frame(Type.PING, Flag.ACK, 0, length)
+            elif length == self._asked != 0:
+                seconds = trio.current_time() - self._asked_at
+                self._round_trip = min(self._round_trip or seconds, seconds)
             return
         if kind == Type.GO_AWAY:
             self._peer_leaving = True
