@@ -114,6 +114,16 @@ def test_a_signal_ends_it_before_the_event_loop_runs(daemon: Daemon, number: sig
     assert seconds < 3
 
 
+@pytest.mark.parametrize("daemon", ["waits", "slow to start"], indirect=True)
+def test_sighup_asks_for_the_certificates_to_be_read_again_and_ends_nothing(daemon: Daemon) -> None:
+    daemon.wait_until_running()
+    for _ in range(3):
+        daemon.process.send_signal(signal.SIGHUP)
+        time.sleep(0.1)
+    assert daemon.process.poll() is None
+    assert daemon.end(signal.SIGTERM)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("daemon", "says"),
     [("holds on", "_main (program.py:"), ("blocks", "the event loop is blocked by serve (program.py:")],
