@@ -25,7 +25,7 @@ from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_proto.resources import Resources
 from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.job_config import JobConfig
-from hypha_scheduler.submit import PlacedJob, round_settings, wants
+from hypha_scheduler.submit import PlacedJob, evaluation_shares, round_settings, wants
 
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(5)]
 
@@ -133,13 +133,10 @@ def test_several_jobs_and_tables_as_shorthand() -> None:
     ("changes", "key"),
     [
         ({"type": "inference"}, 'type = "inference"'),
-        ({"preprocessor": {"path": "p"}}, "preprocessor"),
-        ({"dataset": {"dataset": "a", "evaluation": "b"}}, "dataset.evaluation"),
         ({"sync": {"codec": "int8"}}, "sync.codec = 'int8'"),
         ({"sync": {"fragments": 2}}, "sync.fragments = 2"),
         ({"sync": {"overlap": 1}}, "sync.overlap = 1"),
         ({"sync": {"aggregation": "median"}}, "sync.aggregation = 'median'"),
-        ({"rounds": {"evaluate_every": 2}}, "rounds.evaluate_every = 2"),
         ({"resources": {"budget": 10.0}}, "resources.budget"),
         ({"resources": {"num_workers": 2, "max_workers": 3}}, "resources.max_workers"),
     ],
@@ -197,6 +194,42 @@ def test_specs_of_a_placed_job() -> None:
     assert aggregate.results.peers == (*PEERS[2:5], PEERS[0])
     assert aggregate.members is True
     assert aggregate.optimizer.nesterov is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rounds": {"evaluate_every": 2}}, "name the dataset to evaluate on in dataset.evaluation"),
+        ({"dataset": {"dataset": "a", "evaluation": "b"}}, "say in rounds.evaluate_every after how many rounds"),
+    ],
+)
+def test_an_evaluation_needs_both_its_keys(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        job(**changes)
+
+
+@pytest.mark.parametrize(
+    ("slices", "counts"),
+    [(7, {2: [0, 1], 3: [2, 3], 4: [4, 5, 6]}), (2, {3: [0], 4: [1]}), (3, {2: [0], 3: [1], 4: [2]})],
+)
+def test_every_slice_to_evaluate_on_is_one_workers(slices: int, counts: dict[int, list[int]]) -> None:
+    made = job(rounds={"evaluate_every": 3}, dataset={"dataset": "digits", "evaluation": "held-out"})
+    shares = evaluation_shares(PEERS[2:5], [PEERS[1]], "held-out", slices)
+    model = HuggingFaceReference(repository="o/r", filenames=())
+    placed = PlacedJob(uuid.UUID(int=1), made, PEERS[0], PEERS[1], tuple(PEERS[2:5]), model, evaluation=shares)
+    found: dict[int, list[int]] = {}
+    for number in (2, 3, 4):
+        config = placed.train_spec(PEERS[number]).executor.config
+        assert isinstance(config, TrainConfig)
+        if config.evaluation is not None:
+            assert config.evaluation.every == 3
+            data = config.evaluation.data
+            assert isinstance(data, PeersReference)
+            assert data.peers == (PEERS[1],)
+            assert data.resource is not None
+            begin = data.resource.index
+            found[number] = list(range(begin, begin + len(data.filenames or ())))
+    assert found == counts
 
 
 def test_a_stable_schedule_decays_in_its_last_tenth() -> None:

@@ -27,11 +27,11 @@ from hypha_proto.update import TensorFile, TensorFileWriter, TensorInfo, UpdateM
 from hypha_scheduler.cli import main
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.hand_in import read_job
-from hypha_scheduler.job_config import JobConfig, ModelTable
+from hypha_scheduler.job_config import JobConfig, ModelTable, PreprocessorTable
 from hypha_scheduler.journal import Journal, read_journal
 from hypha_scheduler.metrics import EventFile, StatusBridge
 from hypha_scheduler.reporting import JobReport
-from hypha_scheduler.results import ResultModel, open_start_model
+from hypha_scheduler.results import ResultModel, open_preprocessor, open_start_model
 from hypha_scheduler.strategies.diloco.rounds import Measured, RoundClosed
 from hypha_scheduler.submissions import serve_submissions, socket_path
 
@@ -231,6 +231,30 @@ def test_a_local_model_is_copied_and_served_file_by_file(tmp_path: Path) -> None
         assert found.path == source / "model.safetensors"
         assert isinstance(start.resolve(PullRequest(dataset=f"{job_id}/model", index=2)), Refusal)
         assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
+
+    run(case)
+
+
+def test_a_local_preprocessor_is_served_file_by_file(tmp_path: Path) -> None:
+    source = tmp_path / "tokenizer"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "notes.md"):
+        (source / name).write_text("{}")
+
+    async def case() -> None:
+        job_id, table = uuid.UUID(int=5), PreprocessorTable(path=source)
+        opened = await open_preprocessor(table, tmp_path / "copy", job_id, PEER)
+        assert opened is not None
+        (source / "tokenizer.json").write_text("changed since")
+        assert isinstance(opened.reference, PeersReference)
+        assert opened.reference.filenames == ("tokenizer.json", "tokenizer_config.json")
+        found = opened.resolve(PullRequest(dataset=f"{job_id}/preprocessor", index=0))
+        assert isinstance(found, Offered)
+        assert found.path.read_text() == "{}"
+        assert await open_preprocessor(None, tmp_path / "none", job_id, PEER) is None
+        with pytest.raises(JobFailedError, match=r"missing\.json"):
+            lacking = PreprocessorTable(path=source, filenames=("missing.json",))
+            await open_preprocessor(lacking, tmp_path / "other", job_id, PEER)
 
     run(case)
 

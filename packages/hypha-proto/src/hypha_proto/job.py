@@ -145,6 +145,15 @@ class WarmupStableDecay(Message, frozen=True, tag="wsd"):
 LearningRateSchedule = CosineWithWarmup | LinearWithWarmup | WarmupStableDecay
 
 
+class Evaluation(Message, frozen=True):
+    """Samples that nobody trains on, by which a worker measures the model after outer updates."""
+
+    data: Reference
+    """This worker's share of them."""
+    every: U32
+    """After each so many rounds."""
+
+
 class TrainConfig(Message, frozen=True):
     """A training worker's part of a DiLoCo job."""
 
@@ -164,6 +173,7 @@ class TrainConfig(Message, frozen=True):
     """Number of the round that this worker starts in; none means 1."""
     first_step: Annotated[U64 | None, OMIT] = None
     """Steps that the job's schedule of the learning rate has behind it when this worker starts; none means 0."""
+    evaluation: Annotated[Evaluation | None, OMIT] = None
 
 
 class AggregateConfig(Message, frozen=True):

@@ -98,9 +98,7 @@ class PreprocessorTable(ArtifactTable):
     def _can_be_fetched(self) -> PreprocessorTable:
         if self.type not in PREPROCESSOR_TASKS:
             raise ValueError(f"type: {self.type!r} is not one of {', '.join(PREPROCESSOR_TASKS)}")
-        if self.path is not None:
-            raise not_yet("preprocessor.path", "name a repository, or prepare the dataset with the model's own tensors")
-        if not self.filenames:
+        if self.path is None and not self.filenames:
             raise ValueError('filenames: name the preprocessor\'s files, such as ["preprocessor_config.json"]')
         return self
 
@@ -110,12 +108,6 @@ class DatasetTable(Table):
 
     dataset: str = Field(min_length=1, max_length=255, description="Name that a data node announces.")
     evaluation: str | None = Field(default=None, description="Name of a dataset to evaluate on.")
-
-    @model_validator(mode="after")
-    def _no_evaluation(self) -> DatasetTable:
-        if self.evaluation is not None:
-            raise not_yet("dataset.evaluation", "leave it out and evaluate the trained model afterwards")
-        return self
 
 
 def _dataset_by_name(value: Any) -> Any:
@@ -160,12 +152,6 @@ class RoundsTable(Table):
     timeout: float | None = Field(default=None, gt=0, description="Seconds a round may take; none: from the forecast.")
     checkpoint_every: int = Field(default=1, ge=1, description="Rounds after which the scheduler's model is written.")
     evaluate_every: int = Field(default=0, ge=0, description="Rounds after which the model is evaluated; 0: never.")
-
-    @model_validator(mode="after")
-    def _no_evaluation(self) -> RoundsTable:
-        if self.evaluate_every:
-            raise not_yet(f"rounds.evaluate_every = {self.evaluate_every}", "set it to 0")
-        return self
 
     def batch_for(self, workers: int) -> int:
         """The batch size: as set, or the largest power of two that leaves each worker four batches a round."""
@@ -309,6 +295,10 @@ class JobConfig(Table):
     def _only_what_there_is(self) -> JobConfig:
         if self.type != "diloco":
             raise not_yet(f'type = "{self.type}"', 'set it to "diloco"')
+        if self.rounds.evaluate_every and self.dataset.evaluation is None:
+            raise ValueError("rounds.evaluate_every: name the dataset to evaluate on in dataset.evaluation")
+        if self.dataset.evaluation is not None and not self.rounds.evaluate_every:
+            raise ValueError("dataset.evaluation: say in rounds.evaluate_every after how many rounds it is used")
         return self
 
     @property

@@ -26,12 +26,16 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job import HuggingFaceReference, One, PeersReference, Reference, SliceAddress
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.job_config import ModelTable
+from hypha_scheduler.job_config import ModelTable, PreprocessorTable
 
 _log = logging.getLogger(__name__)
 
 MODEL_PATTERNS: Final = ("*.json", "*.safetensors", "*.txt", "*.model")
 """Files of a model that are used: weights as safetensors, configuration, tokeniser. Nothing that is unpickled."""
+
+
+PREPROCESSOR_PATTERNS: Final = ("*.json", "*.txt", "*.model")
+"""Files of a preprocessor that are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,43 @@ class StartModel:
 def model_dataset(job_id: uuid.UUID) -> str:
     """The name under which a job's start model is served."""
     return f"{job_id}/model"
+
+
+def preprocessor_dataset(job_id: uuid.UUID) -> str:
+    """The name under which a job's preprocessor is served."""
+    return f"{job_id}/preprocessor"
+
+
+async def open_preprocessor(
+    table: PreprocessorTable | None, copy: Path, job_id: uuid.UUID, scheduler: PeerId
+) -> StartModel | None:
+    """Copy a preprocessor's directory to `copy` and say where executors get it; none where the hub has it.
+
+    Raises:
+        JobFailedError: there is no such directory, or nothing in it that a preprocessor needs.
+    """
+    if table is None or table.path is None:
+        return None
+    names = await anyio.to_thread.run_sync(_copy_preprocessor, table.path, table.filenames, copy)
+    files = [ModelFile(name, Offered(copy / name, (await describe(copy / name))[1])) for name in names]
+    reference = PeersReference(
+        peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset=preprocessor_dataset(job_id), index=0),
+        filenames=tuple(names),
+    )  # fmt: skip
+    return StartModel(reference, tuple(files))
+
+
+def _copy_preprocessor(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
+    names = sorted(wanted) or sorted({p.name for pattern in PREPROCESSOR_PATTERNS for p in source.glob(pattern)})
+    if not names:
+        raise JobFailedError(f"preprocessor.path: {source} holds none of {', '.join(PREPROCESSOR_PATTERNS)}")
+    try:
+        for name in names:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+    except OSError as error:
+        raise JobFailedError(f"preprocessor.path: {source} cannot be copied: {error}") from None
+    return names
 
 
 async def open_start_model(model: ModelTable, copy: Path, job_id: uuid.UUID, scheduler: PeerId) -> StartModel:

@@ -24,7 +24,7 @@ from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import JobConfig
 from hypha_scheduler.metrics import StatusBridge
-from hypha_scheduler.results import model_dataset
+from hypha_scheduler.results import model_dataset, preprocessor_dataset
 from hypha_scheduler.submissions import serve_submissions
 from hypha_scheduler.training import TrainingRun
 
@@ -149,7 +149,7 @@ class SchedulerService:
 
     async def _pull(self, peer: PeerId, request: PullRequest) -> transfer.Offered | Refusal:
         for job_id, run in self._runs.items():
-            if request.dataset == model_dataset(job_id) and run.concerns(peer):
+            if request.dataset in (model_dataset(job_id), preprocessor_dataset(job_id)) and run.concerns(peer):
                 return run.on_pull(request)
         return Refusal(reason=f"nothing called {request.dataset[:80]!r} is served here")
 

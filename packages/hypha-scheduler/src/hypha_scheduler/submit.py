@@ -6,7 +6,8 @@ First room on a job's way: `submit` → `auction` → `leases` → `strategies.d
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from hypha_proto.ids import PeerId
@@ -17,6 +18,7 @@ from hypha_proto.job import (
     All,
     CosineWithWarmup,
     Descriptor,
+    Evaluation,
     HuggingFaceReference,
     JobSpec,
     LearningRateSchedule,
@@ -28,6 +30,7 @@ from hypha_proto.job import (
     Preprocessor,
     Reference,
     SchedulerReference,
+    SliceAddress,
     TrainConfig,
     TrainJob,
     WarmupStableDecay,
@@ -82,6 +85,10 @@ class PlacedJob:
     workers: tuple[PeerId, ...]
     model: Reference
     """Where executors get the start model."""
+    preprocessor: Reference | None = None
+    """Where they get the preprocessor, if the job has one."""
+    evaluation: Mapping[PeerId, Reference] = field(default_factory=dict)
+    """Each worker's share of the samples to evaluate on."""
 
     def aggregate_spec(self) -> JobSpec:
         """The parameter server's dispatch: updates come from all workers, results go to them and to the scheduler."""
@@ -97,8 +104,8 @@ class PlacedJob:
         descriptor = Descriptor(name=kinds(self.job.resources.parameter_server, AGGREGATE_KIND)[0])
         return JobSpec(job_id=self.job_id, executor=AggregateJob(descriptor=descriptor, config=config))
 
-    def train_spec(self) -> JobSpec:
-        """A training worker's dispatch, the same for each of them."""
+    def train_spec(self, worker: PeerId | None = None) -> JobSpec:
+        """A training worker's dispatch, the same for each of them but for its share of the evaluation."""
         job = self.job
         batch_size = job.rounds.batch_for(len(self.workers))
         config = TrainConfig(
@@ -108,23 +115,44 @@ class PlacedJob:
             results=PeersReference(peers=(self.server,), strategy=All()),
             optimizer=_adam(job),
             batch_size=batch_size,
-            preprocessor=_preprocessor(job),
+            preprocessor=_preprocessor(job, self.preprocessor),
             scheduler=_schedule(job, len(self.workers), batch_size),
             seed=job.seed,
+            evaluation=self._evaluation(worker),
         )
         descriptor = Descriptor(name=kinds(job.resources.worker, TRAIN_KIND)[0])
         return JobSpec(job_id=self.job_id, executor=TrainJob(descriptor=descriptor, config=config))
 
+    def _evaluation(self, worker: PeerId | None) -> Evaluation | None:
+        share = None if worker is None else self.evaluation.get(worker)
+        return None if share is None else Evaluation(data=share, every=self.job.rounds.evaluate_every)
 
-def _preprocessor(job: JobConfig) -> Preprocessor | None:
+
+def _preprocessor(job: JobConfig, artifact: Reference | None) -> Preprocessor | None:
     table = job.preprocessor
-    if table is None or table.repository is None:
+    if table is None:
         return None
-    token = table.token.get_secret_value() if table.token else None
-    artifact = HuggingFaceReference(
-        repository=table.repository, revision=table.revision, filenames=table.filenames, token=token
-    )
+    if artifact is None:
+        token = table.token.get_secret_value() if table.token else None
+        artifact = HuggingFaceReference(
+            repository=str(table.repository), revision=table.revision, filenames=table.filenames, token=token
+        )
     return Preprocessor(task=job.preprocessor_task, artifact=artifact, input_names=table.input_names)
+
+
+def evaluation_shares(
+    workers: Sequence[PeerId], providers: Sequence[PeerId], dataset: str, slices: int
+) -> dict[PeerId, Reference]:
+    """Divide the slices of a dataset evenly; with fewer slices than workers the last ones get none."""
+    shares: dict[PeerId, Reference] = {}
+    for number, worker in enumerate(workers):
+        begin, end = number * slices // len(workers), (number + 1) * slices // len(workers)
+        if begin < end:
+            shares[worker] = PeersReference(
+                peers=tuple(providers), strategy=One(), resource=SliceAddress(dataset=dataset, index=begin),
+                filenames=tuple(f"evaluation-{index:05}.safetensors" for index in range(begin, end)),
+            )  # fmt: skip
+    return shares
 
 
 def _adam(job: JobConfig) -> Adam:

@@ -19,7 +19,7 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.transfer import Landing, Offered
 from hypha_proto.aggregate import UpdateRefused
 from hypha_proto.ids import PeerId
-from hypha_proto.job import JobSpec
+from hypha_proto.job import JobSpec, Reference
 from hypha_proto.jobs import Failed, Finished, JobStatus, NotFound, WireError
 from hypha_proto.leases import JobEnd
 from hypha_proto.offers import WorkerOffer
@@ -38,12 +38,20 @@ from hypha_scheduler.metrics import StatusBridge
 from hypha_scheduler.placement import Placement, release
 from hypha_scheduler.providers import Providers
 from hypha_scheduler.reporting import JobReport
-from hypha_scheduler.results import ResultModel, StartModel, model_dataset, open_start_model, write_result
+from hypha_scheduler.results import (
+    ResultModel,
+    StartModel,
+    model_dataset,
+    open_preprocessor,
+    open_start_model,
+    preprocessor_dataset,
+    write_result,
+)
 from hypha_scheduler.start_gate import StartGate
 from hypha_scheduler.strategies.diloco.operator import START_MODEL, DilocoOperator, diloco_tasks
 from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, Measured, RoundClosed, Rounds
 from hypha_scheduler.strategies.diloco.slices import LedgerFullError, SliceLedger
-from hypha_scheduler.submit import AGGREGATE, TRAIN, PlacedJob, round_settings, wants
+from hypha_scheduler.submit import AGGREGATE, TRAIN, PlacedJob, evaluation_shares, round_settings, wants
 from hypha_scheduler.summary import summarise
 from hypha_scheduler.tasks import Task, TaskGraph, TaskState
 from hypha_scheduler.traffic import Carried, measure_traffic
@@ -89,6 +97,8 @@ class TrainingRun:
         self._dataset: Dataset | None = None
         self._providers: Providers | None = None
         self._model: StartModel | None = None
+        self._preprocessor: StartModel | None = None
+        self._evaluation: Dataset | None = None
         self._failure: str | None = None
         self._over = anyio.Event()
         self._changed = anyio.Event()
@@ -143,6 +153,14 @@ class TrainingRun:
         self._model = await open_start_model(
             self._job.model, self._result.directory, self.job_id, self._endpoint.peer_id
         )
+        self._preprocessor = await open_preprocessor(
+            self._job.preprocessor, self.directory / "preprocessor", self.job_id, self._endpoint.peer_id
+        )
+        if self._job.dataset.evaluation is not None:
+            manifest = self.directory / "evaluation-manifest.json"
+            self._evaluation = await open_dataset(
+                self._endpoint, self._job.dataset.evaluation, manifest, timeout=timeout
+            )
         bids, placement_seconds = await self._place()
         running = self._running = self._prepare(bids, self._dataset, self._model)
         before: dict[PeerId, Carried] = {}
@@ -190,14 +208,22 @@ class TrainingRun:
         return _Running(
             graph=TaskGraph(diloco_tasks(server, trains)),
             operator=DilocoOperator(rounds, SliceLedger(dataset.samples, self._job.seed), server[0]),
-            placed=PlacedJob(self.job_id, self._job, self._endpoint.peer_id, server[0], peers, model.reference),
+            placed=self._placed(server[0], peers, model),
             members=RoundMembership(self._endpoint, self.job_id, server[0], settings.timeout),
         )
+
+    def _placed(self, server: PeerId, peers: tuple[PeerId, ...], model: StartModel) -> PlacedJob:
+        preprocessor = self._preprocessor.reference if self._preprocessor is not None else None
+        shares: dict[PeerId, Reference] = {}
+        if (found := self._evaluation) is not None:
+            shares = evaluation_shares(peers, [found.provider], found.name, len(found.slices))
+        scheduler = self._endpoint.peer_id
+        return PlacedJob(self.job_id, self._job, scheduler, server, peers, model.reference, preprocessor, shares)
 
     def _spec_of(self, task: Task) -> JobSpec:
         assert self._running is not None
         placed = self._running.placed
-        return placed.aggregate_spec() if task.role == AGGREGATE else placed.train_spec()
+        return placed.aggregate_spec() if task.role == AGGREGATE else placed.train_spec(task.peer)
 
     async def _watch_time(self) -> None:
         """Let deadlines pass."""
@@ -313,8 +339,10 @@ class TrainingRun:
             )
 
     def on_pull(self, request: PullRequest) -> Offered | Refusal:
-        """A worker fetches the start model."""
+        """A worker fetches the start model, or the preprocessor."""
         wanted = self._model if request.dataset == model_dataset(self.job_id) else None
+        if request.dataset == preprocessor_dataset(self.job_id):
+            wanted = self._preprocessor
         return Refusal(reason="there is no such model") if wanted is None else wanted.resolve(request)
 
     def on_push(self, peer: PeerId, header: PushHeader | None) -> Landing | Refusal:

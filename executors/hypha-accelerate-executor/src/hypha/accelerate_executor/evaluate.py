@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from hypha.accelerate_executor.data import count_samples, read_rows
+from hypha.accelerate_executor.data import Arrays, count_samples, read_rows
 from hypha.accelerate_executor.errors import DataError, JobError
 from hypha.accelerate_executor.inputs import IGNORED_LABEL, ModelInputs
 from hypha.accelerate_executor.model import TORCH, load_model
@@ -52,27 +52,74 @@ def evaluate(task: str, model_dir: Path, data: Path, batch_size: int, allowed: C
     if task not in known:
         raise JobError(f"--task {task!r} has no accuracy; known are {', '.join(sorted(known))}")
     module = load_model(task, model_dir, allowed=allowed)
+    return measure(module, ModelInputs(task, (), module), [data], batch_size, torch.device("cpu"))
+
+
+def measure(
+    module: torch.nn.Module,
+    inputs: ModelInputs,
+    files: Sequence[Path],
+    batch_size: int,
+    place: torch.device,
+    preprocess: Callable[[Arrays], Arrays] | None = None,
+) -> Evaluation:
+    """Measure a model that is loaded; it is left as it was, in training or not.
+
+    Args:
+        module: the model, at `place`.
+        inputs: make its arguments of the tensors of a file.
+        files: safetensors files.
+        batch_size: samples computed at once.
+        place: where it computes.
+        preprocess: applied to the tensors before.
+
+    Raises:
+        DataError: a file is malformed.
+    """
+    sums, training = _Sums(), module.training
     module.eval()
-    inputs = ModelInputs(task, (), module)
-    right, labelled, loss_sum, compared = 0, 0, 0.0, True
     try:
-        with TensorFile(data) as file, torch.inference_mode():
-            samples = count_samples(file)
-            for begin in range(0, samples, batch_size):
-                rows = np.arange(begin, min(samples, begin + batch_size))
-                arguments = inputs({name: read_rows(file, name, rows) for name in file.tensors}, torch.device("cpu"))
-                output = module(**arguments)
-                count = count_labels(arguments, inputs.shifted)
-                logits, labels = getattr(output, "logits", None), arguments.get("labels")
-                if labels is not None and logits is not None and logits.shape[:-1] == labels.shape:
-                    right += _count_right(logits, labels, inputs.shifted)
-                else:
-                    compared = False
-                labelled += count
-                loss_sum += float(loss_of(output)) * count
+        with torch.inference_mode():
+            for path in files:
+                with TensorFile(path) as file:
+                    samples = count_samples(file)
+                    for begin in range(0, samples, batch_size):
+                        rows = np.arange(begin, min(samples, begin + batch_size))
+                        arrays: Arrays = {name: read_rows(file, name, rows) for name in file.tensors}
+                        sums.add(module, inputs, preprocess(arrays) if preprocess else arrays, place)
+                    sums.samples += samples
     except TensorFileError as error:
-        raise DataError(f"--data {error}") from None
-    return Evaluation(right / max(1, labelled) if compared else None, loss_sum / max(1, labelled), samples)
+        raise DataError(f"{error}") from None
+    finally:
+        module.train(training)
+    return sums.evaluation()
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What was counted so far."""
+
+    right: int = 0
+    labelled: int = 0
+    loss: float = 0.0
+    samples: int = 0
+    compared: bool = True
+
+    def add(self, module: torch.nn.Module, inputs: ModelInputs, arrays: Arrays, place: torch.device) -> None:
+        arguments = inputs(arrays, place)
+        output = module(**arguments)
+        count = count_labels(arguments, inputs.shifted)
+        logits, labels = getattr(output, "logits", None), arguments.get("labels")
+        if labels is not None and logits is not None and logits.shape[:-1] == labels.shape:
+            self.right += _count_right(logits, labels, inputs.shifted)
+        else:
+            self.compared = False
+        self.labelled += count
+        self.loss += float(loss_of(output)) * count
+
+    def evaluation(self) -> Evaluation:
+        labels = max(1, self.labelled)
+        return Evaluation(self.right / labels if self.compared else None, self.loss / labels, self.samples)
 
 
 def _count_right(logits: torch.Tensor, labels: torch.Tensor, shifted: bool) -> int:

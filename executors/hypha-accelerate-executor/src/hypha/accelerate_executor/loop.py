@@ -10,19 +10,21 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from hypha.accelerate_executor.bridge import Bridge, OuterUpdates
 from hypha.accelerate_executor.choices import Choices, Files
 from hypha.accelerate_executor.data import Batch, Batches
 from hypha.accelerate_executor.device import choose_device
+from hypha.accelerate_executor.errors import BridgeRefused, DataError
 from hypha.accelerate_executor.report import RoundTally, batch_done
 from hypha.accelerate_executor.rounds import Next, RoundCountdown
 from hypha.accelerate_executor.setup import Setup, set_up
 from hypha.accelerate_executor.spans import Spans
 from hypha.accelerate_executor.team import Compute, GatherWeights, Leave, LoadModel, TakeWeights, form_team
 from hypha_proto.job import PeersReference, Reference, TrainConfig
-from hypha_proto.progress import Done, Update, UpdateReceived
+from hypha_proto.progress import Done, RoundMetrics, Update, UpdateReceived
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,9 @@ class TrainingLoop:
         self._pace = pace
         self._spans = spans
         self._clock = clock
+        self._measure = setup.measure
+        self._samples: list[Path] | None = None
+        """Files to evaluate on, once they were fetched."""
         self._countdown = RoundCountdown(config.first_round or 1)
         self._mark = 0.0
 
@@ -138,8 +143,29 @@ class TrainingLoop:
             self._team.order([TakeWeights()] * self._team.size)
             self._replica.merge(outer)
         outer.unlink(missing_ok=True)
+        self._evaluate(number)
         logger.info("round %d: %d samples, loss %.4f", number, tally.samples, metrics.metrics["loss"])
         return True
+
+    def _evaluate(self, number: int) -> None:
+        """Measure the merged model on this worker's share of the samples to evaluate on, when it is time for that."""
+        wanted, measure = self._config.evaluation, self._measure
+        if wanted is None or measure is None or wanted.every == 0 or number % wanted.every:
+            return
+        try:
+            with self._spans.span("evaluate") as about:
+                if self._samples is None:
+                    self._samples = [fetched.path for fetched in self._bridge.fetch(wanted.data, "evaluation")]
+                found = measure(self._samples, self._config.batch_size)
+                about["hypha.samples"] = found.samples
+        except (BridgeRefused, DataError) as error:  # training goes on without
+            logger.warning("the model is not evaluated any more: %s", error)
+            self._measure = None
+            return
+        metrics = {"evaluation_loss": found.loss, "evaluation_samples": float(found.samples)}
+        if found.accuracy is not None:
+            metrics["accuracy"] = found.accuracy
+        self._bridge.report(RoundMetrics(round=number, metrics=metrics))
 
     def _end_round(self) -> Next:
         """Tell that the outer update was merged; hear whether there is another round."""

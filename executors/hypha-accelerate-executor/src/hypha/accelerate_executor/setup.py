@@ -6,7 +6,7 @@ Between `training`, which has the files brought, and `loop`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from hypha.accelerate_executor.choices import Choices, Files
 from hypha.accelerate_executor.data import Arrays
 from hypha.accelerate_executor.device import Device
 from hypha.accelerate_executor.errors import JobError
+from hypha.accelerate_executor.evaluate import Evaluation, measure
 from hypha.accelerate_executor.inputs import ModelInputs
 from hypha.accelerate_executor.model import load_model
 from hypha.accelerate_executor.optimizer import InnerOptimizer
@@ -36,6 +37,8 @@ class Setup:
     replica: Replica
     weights: Weights
     team: Team
+    measure: Callable[[Sequence[Path], int], Evaluation] | None
+    """Measures the model on files, so many samples at once; none where it cannot be computed by this process alone."""
 
 
 def set_up(config: TrainConfig, choices: Choices, files: Files, device: Device, team: Team) -> Setup:
@@ -66,7 +69,15 @@ def set_up(config: TrainConfig, choices: Choices, files: Files, device: Device, 
         device.torch_device,
         f", {team.size} processes" if team.size > 1 else "",
     )
-    return Setup(Trainer(placed, inputs, optimizer, device, preprocess), replica, weights, team)
+    trainer = Trainer(placed, inputs, optimizer, device, preprocess)
+    whole = team.leads and not device.is_sharded
+    return Setup(trainer, replica, weights, team, _measuring(model, inputs, device, preprocess) if whole else None)
+
+
+def _measuring(
+    model: torch.nn.Module, inputs: ModelInputs, device: Device, preprocess: Callable[[Arrays], Arrays] | None
+) -> Callable[[Sequence[Path], int], Evaluation]:
+    return lambda files, batch_size: measure(model, inputs, files, batch_size, device.torch_device, preprocess)
 
 
 def _preprocessor(

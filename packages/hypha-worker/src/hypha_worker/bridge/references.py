@@ -29,6 +29,8 @@ def job_references(spec: JobSpec) -> Iterator[Reference]:
         yield spec.executor.config.model.artifact
         if spec.executor.config.preprocessor is not None:
             yield spec.executor.config.preprocessor.artifact
+        if spec.executor.config.evaluation is not None:
+            yield spec.executor.config.evaluation.data
 
 
 def reference_peers(references: Iterable[Reference]) -> frozenset[PeerId]:
@@ -62,9 +64,18 @@ def without_secrets(spec: JobSpec) -> JobSpec:
     preprocessor = config.preprocessor and msgspec.structs.replace(
         config.preprocessor, artifact=_without_token(config.preprocessor.artifact)
     )
+    evaluation = config.evaluation and msgspec.structs.replace(
+        config.evaluation, data=_without_token(config.evaluation.data)
+    )
     data, updates, results = map(_without_token, (config.data, config.updates, config.results))
     bare = msgspec.structs.replace(
-        config, model=model, preprocessor=preprocessor, data=data, updates=updates, results=results
+        config,
+        model=model,
+        preprocessor=preprocessor,
+        evaluation=evaluation,
+        data=data,
+        updates=updates,
+        results=results,
     )
     return msgspec.structs.replace(spec, executor=msgspec.structs.replace(spec.executor, config=bare))
 

@@ -103,6 +103,8 @@ class DilocoOperator:
 
     def _measured(self, peer: PeerId, report: RoundMetrics) -> tuple[Effect, ...]:
         values = {n[:100]: v for n, v in list(report.metrics.items())[:_METRICS] if math.isfinite(v)}
+        if "evaluation_loss" in values and "loss" not in values:  # a second report of the round, about its model
+            return (Measured(peer, report.round, values),)
         return (Measured(peer, report.round, values), *self.rounds.metrics(peer, report.round, values.get("loss")))
 
     def _count(self, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
