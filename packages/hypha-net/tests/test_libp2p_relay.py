@@ -15,11 +15,12 @@ from hypha_net import EndpointSettings, open_endpoint, transfer
 from hypha_net._libp2p.circuits import Circuit
 from hypha_net._libp2p.engine import Libp2pEndpoint
 from hypha_net._libp2p.framing import read_message, write_message
+from hypha_net._libp2p.punching import PROTOCOL as DCUTR
 from hypha_net._libp2p.relay import RelayHop
 from hypha_net._libp2p.relay_messages import HOP, STOP, HopKind, HopMessage, Status, StopKind, StopMessage
 from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamResetError, UnreachableError, UnsupportedProtocolError
-from hypha_net.events import CircuitEnded, Events
+from hypha_net.events import CircuitEnded, Connected, Events, HolePunched
 from hypha_net.open import RelayLimits
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
@@ -128,8 +129,9 @@ def test_excluded_addresses_are_not_passed_on_but_circuits_are(authority: Any) -
                         await node.wait_for_gateway()
                         while len(node.addresses) < 2:
                             await anyio.sleep(0.01)
-                await (await one.open_stream(two.peer_id, [ECHO])).aclose()
-                assert not one.is_direct(two.peer_id)
+                with one.events.follow(Connected) as connected:
+                    await (await one.open_stream(two.peer_id, [ECHO])).aclose()
+                    assert await anext(aiter(connected)) == Connected(two.peer_id, "outbound", relayed=True)
 
     anyio.run(main, backend="trio")
 
@@ -488,3 +490,71 @@ def test_a_fifth_reservation_and_many_more_are_given_a_place(authority: Any) -> 
             await (await nodes[5].open_stream(nodes[6].peer_id, [ECHO])).aclose()
 
     anyio.run(main, backend="trio")
+
+
+def test_from_a_circuit_a_direct_way_is_found_and_new_streams_take_it(authority: Any) -> None:
+    async def main() -> None:
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+        async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+            leaf = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
+            async with (
+                open_endpoint(authority.identity("one", "worker"), leaf) as one,
+                open_endpoint(authority.identity("two", "worker"), leaf) as two,
+            ):
+                two.handle(ECHO, echo)
+                with anyio.fail_after(15), two.events.follow(HolePunched) as punched:
+                    while not any("p2p-circuit" in address for address in two.addresses):
+                        await anyio.sleep(0.01)
+                    [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
+                    await one.connect(circuit)
+                    event = await anext(aiter(punched))
+                    assert isinstance(event, HolePunched)
+                    assert (event.peer, event.outcome) == (one.peer_id, "direct")
+                    while not one.is_direct(two.peer_id):
+                        await anyio.sleep(0.01)
+                    before = gateway.traffic.received
+                    stream = await one.open_stream(two.peer_id, [ECHO])
+                    await stream.send_all(bytes(1 << 20))
+                    await stream.send_eof()
+                    assert len(await read_all(stream)) == 1 << 20
+                    assert gateway.traffic.received - before < 1 << 19
+
+    anyio.run(main, backend="trio")
+
+
+def test_where_no_direct_way_is_found_the_circuit_stays(authority: Any) -> None:
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        two.handle(ECHO, echo)
+        with two.events.follow(HolePunched) as punched:
+            stream = await one.open_stream(two.peer_id, [ECHO])
+            event = await anext(aiter(punched))
+            assert isinstance(event, HolePunched)
+            assert (event.peer, event.outcome) == (one.peer_id, "failed")
+            await stream.send_all(b"goes on")
+            await stream.send_eof()
+            assert await read_all(stream) == b"goes on"
+        assert not two.is_direct(one.peer_id)
+        one.unhandle(DCUTR)
+        await one.disconnect(two.peer_id)
+        with two.events.follow(HolePunched) as punched:
+            await (await one.open_stream(two.peer_id, [ECHO])).aclose()
+            event = await anext(aiter(punched))
+            assert isinstance(event, HolePunched)
+            assert event.outcome == "unsupported"
+
+    run(authority, case)
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"\x02\x08\x05", b"\x05\xff\xff\xff\xff\xff", b"\x03\x08\xac\x02"])
+def test_a_hole_punch_that_is_none_ends_its_stream(authority: Any, rubbish: bytes, caplog: Any) -> None:
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        stream = await one.open_stream(two.peer_id, [DCUTR])
+        await stream.send_all(rubbish)
+        await stream.send_eof()
+        with pytest.raises(StreamResetError):
+            await read_all(stream)
+        two.handle(ECHO, echo)
+        await (await one.open_stream(two.peer_id, [ECHO])).aclose()
+
+    run(authority, case)
+    assert "Traceback" not in caplog.text

@@ -14,7 +14,7 @@ from typing import Final, cast
 
 import anyio
 import anyio.abc
-from libp2p.abc import INetStream
+from libp2p.abc import INetStream, IRawConnection
 from libp2p.custom_types import TProtocol
 from libp2p.identity.identify_push.identify_push import push_identify_to_peer
 from libp2p.io.exceptions import IOException
@@ -30,10 +30,18 @@ from hypha_net._libp2p import kad
 from hypha_net._libp2p.certificate_watch import CertificateWatch, LiveConnection
 from hypha_net._libp2p.circuits import CircuitConnection
 from hypha_net._libp2p.connections import is_cut, secured, upgrade
-from hypha_net._libp2p.dialer import Dialer, Routes, is_direct
+from hypha_net._libp2p.dialer import CIRCUIT, Dialer, Routes, is_direct
 from hypha_net._libp2p.gateways import Gateways
 from hypha_net._libp2p.gossip import make_pubsub
-from hypha_net._libp2p.host import NEGOTIATE_TIMEOUT, addresses_of, agent_of, check_port_free, make_host, protocols_of
+from hypha_net._libp2p.host import (
+    NEGOTIATE_TIMEOUT,
+    addresses_of,
+    agent_of,
+    check_port_free,
+    make_host,
+    observed_by,
+    protocols_of,
+)
 from hypha_net._libp2p.kad_messages import PROTOCOL as KAD_PROTOCOL
 from hypha_net._libp2p.kad_server import DirectoryServer, KnownPeer
 from hypha_net._libp2p.kad_store import RecordStore
@@ -41,6 +49,8 @@ from hypha_net._libp2p.library_logs import adopt_library_logs
 from hypha_net._libp2p.muxer import Muxer
 from hypha_net._libp2p.negotiation import OneRoundTrip
 from hypha_net._libp2p.notices import Notices
+from hypha_net._libp2p.punching import PROTOCOL as DCUTR
+from hypha_net._libp2p.punching import HolePuncher
 from hypha_net._libp2p.relay import RelayClient, RelayHop
 from hypha_net._libp2p.relay_messages import HOP, STOP
 from hypha_net._libp2p.security import SecurityRecords, TlsContexts
@@ -115,9 +125,13 @@ class Libp2pEndpoint:
         reserve = self._settings.relay_circuit and self._hop is None
         if reserve:
             self.handle(STOP, self._relay.serve)
+        self._puncher = HolePuncher(
+            self, self.events, self._candidates, self._known_addresses, self._dialer.dialable, self._take_direct
+        )
+        self.handle(DCUTR, self._puncher.serve)
         self._gateways = Gateways(self._dialer, self._directory, self._subscriptions, self._relay if reserve else None)
         self._dialer.routes = Routes(
-            known=lambda peer: addresses_of(self._host.peerstore, ID(peer.raw)),
+            known=self._known_addresses,
             look_up=lambda peer: self._directory.find_addresses(peer, kad.ASK_TIMEOUT),
             relays=self._gateways.connected,
             open_circuit=self._relay.open_circuit,
@@ -236,6 +250,22 @@ class Libp2pEndpoint:
         with anyio.move_on_after(ANNOUNCE_TIMEOUT):
             await push_identify_to_peer(self._host, ID(peer.raw))
 
+    async def _take_direct(self, raw: IRawConnection, peer: PeerId) -> None:
+        assert self._swarm is not None
+        await upgrade(self._swarm, raw, expected=peer)
+
+    def _candidates(self) -> tuple[str, ...]:
+        """Where a peer behind another NAT might reach this node: as gateways see it, at the port where it listens."""
+        bound = () if self._swarm is None else tuple(self._swarm.listeners.values())
+        ports = [int(str(address).split("/")[4]) for listener in bound for address in listener.get_addrs()]
+        seen = [observed_by(self._host.peerstore, ID(peer.raw)) for peer in self._gateways.connected()]
+        outside = [f"{host}/tcp/{port}" for host in seen if host is not None for port in ports]
+        own = [address for address in self._own_addresses() if CIRCUIT not in address]
+        return tuple(dict.fromkeys(outside + own)) if ports else ()
+
+    def _known_addresses(self, peer: PeerId) -> tuple[bytes, ...]:
+        return addresses_of(self._host.peerstore, ID(peer.raw))
+
     async def _accept_circuit(self, circuit: CircuitConnection, source: PeerId) -> None:
         assert self._swarm is not None
         try:
@@ -243,6 +273,7 @@ class Libp2pEndpoint:
         except UnreachableError as error:
             _log.debug("circuit from %s not taken: %s", source, error)
             return
+        self._tasks.start_soon(self._puncher.punch, source)
         await cast(Muxer, connection.muxed_conn).event_closed.wait()
 
     # ---------------------------------------------------------------------------------------------------- streams

@@ -35,6 +35,8 @@ from hypha_proto.protocol import IDENTIFY_VERSION
 
 NEGOTIATE_TIMEOUT: Final = 10
 _AGENT: Final = "agent_version"
+_OBSERVED: Final = "observed_address"
+_MAX_OBSERVED: Final = 64
 _MAX_ADDRESSES: Final = 32
 _FOR_GOOD: Final = 10 * 365 * 86400
 
@@ -83,8 +85,18 @@ async def _dial_nobody() -> None:
 async def _remember_identify(peerstore: IPeerStore, peer: ID, message: Identify) -> None:
     """What py-libp2p keeps of an identify message, for as long as it is not replaced, and the agent, which it drops."""
     peerstore.put(peer, _AGENT, message.agent_version[:200])
+    peerstore.put(peer, _OBSERVED, message.observed_addr[:_MAX_OBSERVED].hex())
     await update_peerstore_from_identify(peerstore, peer, message)
     peerstore.add_addrs(peer, [], _FOR_GOOD)
+
+
+def observed_by(peerstore: IPeerStore, peer: ID) -> str | None:
+    """This node's own host as a peer sees it, such as ``/ip4/203.0.113.7``; none where the peer has not said."""
+    try:
+        parts = str(Multiaddr(bytes.fromhex(str(peerstore.get(peer, _OBSERVED))))).split("/")
+    except (PeerStoreError, KeyError, ValueError):
+        return None
+    return "/".join(parts[:3]) if len(parts) > 3 and parts[1] in ("ip4", "ip6") else None
 
 
 def agent_of(peerstore: IPeerStore, peer: ID) -> str:
