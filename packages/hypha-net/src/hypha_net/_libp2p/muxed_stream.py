@@ -25,6 +25,8 @@ INITIAL_WINDOW: Final = 256 << 10
 START_WINDOW: Final = 1 << 20
 WINDOW: Final = 4 << 20
 """What we let a peer have under way on one stream: at first, and at most when it takes so much to fill a long link."""
+SHORT_LINK: Final = 0.004
+"""Seconds there and back in which the first window moves as much as anybody wants."""
 SMALL: Final = 4 << 10
 """Bytes up to which a frame costs others no time worth mentioning."""
 CREDIT_EVERY: Final = 1.0
@@ -121,10 +123,15 @@ class MuxedStream(IMuxedStream):
         if not half and since < CREDIT_EVERY:
             return
         amount, self._unreturned, self._returned_at = self._unreturned, 0, now
-        if half and self._window < WINDOW and since < 1.5 * self.muxer.round_trip():
+        if half and self._window < WINDOW and since < 1.5 * self._long_round_trip():
             amount += self._window
             self._window *= 2
         self.muxer.queue_credit(self, amount)
+
+    def _long_round_trip(self) -> float:
+        """The link's round trip; 0 where it is so short that the first window is enough."""
+        seconds = self.muxer.round_trip()
+        return seconds if seconds > SHORT_LINK else 0.0
 
     def receive(self, data: memoryview) -> None:
         """Take bytes off the wire; their buffer belongs to the stream from now on.

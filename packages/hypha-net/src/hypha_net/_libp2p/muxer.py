@@ -44,6 +44,8 @@ MAX_CONTROL: Final = 4 * MAX_STREAMS
 MAX_BUFFERED: Final = 256 << 20
 """Bytes of one connection that may wait to be read; a peer that fills more streams than are read is dropped."""
 
+FEW_PINGS: Final = 4
+"""Round trips of which the shortest is taken for the link's own, without the waits of a busy process."""
 MAX_FRAME: Final = 256 << 10
 MIN_FRAME: Final = 16 << 10
 """Bounds on what is sent of one stream at a time."""
@@ -97,7 +99,8 @@ class Muxer(IMuxedConn):
         """Why the connection ended, once it has."""
         self.buffered = 0
         """Bytes that have come and are not read yet, of all streams."""
-        self._round_trip = 0.0
+        self._round_trip = float("inf")
+        self._round_trips = 0
         self._asked_at = float("-inf")
         self._asked = 0
         """Time and number of the last ping that measures a round trip."""
@@ -285,12 +288,12 @@ class Muxer(IMuxedConn):
             self._queue_empty = trio.Event()
 
     def round_trip(self) -> float:
-        """The shortest time that a ping took to come back, in seconds; 0 until one has. Asks again once a second."""
-        now = trio.current_time()
-        if now - self._asked_at >= 1.0:
+        """The shortest time that a ping took to come back, in seconds; 0 until there have been a few. Asks again."""
+        now, known = trio.current_time(), self._round_trips >= FEW_PINGS
+        if now - self._asked_at >= (1.0 if known else 0.25):
             self._asked, self._asked_at = self._asked % 0xFFFF + 1, now
             self.queue_frame(Type.PING, Flag.SYN, 0, self._asked)
-        return self._round_trip
+        return self._round_trip if known else 0.0
 
     def queue_credit(self, stream: MuxedStream, amount: int) -> None:
         """Return credit for bytes that nobody wants."""
@@ -322,8 +325,8 @@ class Muxer(IMuxedConn):
             if Flag.SYN in flags:
                 self.queue_frame(Type.PING, Flag.ACK, 0, length)
             elif length == self._asked != 0:
-                seconds = trio.current_time() - self._asked_at
-                self._round_trip = min(self._round_trip or seconds, seconds)
+                self._round_trips += 1
+                self._round_trip = min(self._round_trip, trio.current_time() - self._asked_at)
             return
         if kind == Type.GO_AWAY:
             self._peer_leaving = True
