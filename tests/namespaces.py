@@ -56,8 +56,13 @@ def check_tools() -> None:
 
 
 @contextmanager
-def two_homes() -> Iterator[Namespaces]:
-    """The network, which is gone at the end."""
+def two_homes(masquerade: str = "masquerade") -> Iterator[Namespaces]:
+    """The network, which is gone at the end.
+
+    Args:
+        masquerade: how the routers translate; ``masquerade random`` gives every connection a port of its own, as NATs
+            do that holes cannot be punched in.
+    """
     check_tools()
     made = Namespaces(f"hypha{os.getpid()}")
     places = ["wan", *HOMES, *(f"router-{home}" for home in HOMES)]
@@ -69,14 +74,14 @@ def two_homes() -> Iterator[Namespaces]:
         made.run("wan", "ip", "addr", "add", f"{WAN}/24", "dev", "br0")
         made.run("wan", "ip", "link", "set", "br0", "up")
         for number, home in enumerate(HOMES, 1):
-            _connect(made, home, number)
+            _connect(made, home, number, masquerade)
         yield made
     finally:
         for place in places:
             subprocess.run(["ip", "netns", "delete", f"{made.prefix}-{place}"], capture_output=True, check=False)
 
 
-def _connect(made: Namespaces, home: str, number: int) -> None:
+def _connect(made: Namespaces, home: str, number: int, masquerade: str) -> None:
     router, inside, outside = f"router-{home}", f"192.168.{number}", f"10.77.0.{number + 1}"
     _veth(made, router, "wan", f"to-{home}")
     made.run("wan", "ip", "link", "set", f"to-{home}", "master", "br0", "up")
@@ -89,7 +94,7 @@ def _connect(made: Namespaces, home: str, number: int) -> None:
     made.run(home, "ip", "link", "set", "eth", "up")
     made.run(home, "ip", "route", "add", "default", "via", f"{inside}.1")
     made.run(router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
-    made.run(router, "nft", _NAT)
+    made.run(router, "nft", _NAT.replace("masquerade;", f"{masquerade};"))
 
 
 _CUT: Final = """table inet cut {
@@ -102,6 +107,11 @@ _NAT: Final = """table ip nat {
 table ip filter {
     chain forward {
         type filter hook forward priority 0; policy drop;
+        ct state established,related accept
+        iifname "home" accept
+    }
+    chain input {
+        type filter hook input priority 0; policy drop;
         ct state established,related accept
         iifname "home" accept
     }

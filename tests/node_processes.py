@@ -30,6 +30,7 @@ from pathlib import Path
 import anyio, trio
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.errors import NetError
+from hypha_net.events import HolePunched
 from hypha_net.identity import load_identity
 from hypha_proto.ids import PeerId
 
@@ -75,6 +76,11 @@ async def reach(node, peer):
         return {"error": str(error) or "no answer"}
     return {"answer": answer.decode(), "seconds": time.monotonic() - began, "direct": node.is_direct(peer)}
 
+async def tell_punches(index, node):
+    with node.events.follow(HolePunched) as punched:
+        async for event in punched:
+            tell(kind="punched", leaf=index, outcome=event.outcome, seconds=event.seconds)
+
 async def answer(nodes, tasks, command):
     node = nodes[command["leaf"]]
     match command["do"]:
@@ -104,6 +110,7 @@ async def main(nodes, settings):
             node.handle(WHO, who_asks)
             tasks.start_soon(hear, index, await stack.enter_async_context(node.subscribe(TOPIC)))
             tasks.start_soon(watch, index, node)
+            tasks.start_soon(tell_punches, index, node)
         tell(kind="open", addresses=[list(node.addresses) for node in opened], ids=[str(n.peer_id) for n in opened])
         lines = trio.lowlevel.FdStream(0)
         text = b""

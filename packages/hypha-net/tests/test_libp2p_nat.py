@@ -78,6 +78,28 @@ def test_nodes_behind_two_nats_talk_through_the_gateway_and_heal_after_a_cut(aut
     anyio.run(main, backend="trio")
 
 
+@pytest.mark.parametrize(("masquerade", "outcome"), [("masquerade", "direct"), ("masquerade random", "failed")])
+def test_a_hole_is_punched_where_the_nat_keeps_ports_and_else_the_relay_goes_on(
+    authority: Any, tmp_path: Path, masquerade: str, outcome: str
+) -> None:
+    async def main() -> None:
+        with two_homes(masquerade) as spaces:
+            async with crew(tmp_path / "nodes.log") as start:
+                homes = await move_in(authority, start, spaces)
+                nobody_dials_in(spaces)
+                reached = await homes.reach("a", "b")
+                assert reached["answer"] == homes.ids["a"], reached
+                punched = homes.nodes["b"]
+                await until(lambda: bool(punched.of("punched")), 60)
+                print(f"\n{masquerade}: {punched.of('punched')[0]}")
+                assert punched.of("punched")[0]["outcome"] == outcome
+                reached = await homes.reach("a", "b")
+                assert reached["answer"] == homes.ids["a"]
+                assert reached["direct"] is (outcome == "direct")
+
+    anyio.run(main, backend="trio")
+
+
 async def said_again(homes: Homes, mended: float) -> None:
     for attempt in range(200):
         await homes.nodes["a"].do(0, "publish", text=f"again-{attempt}")
