@@ -10,17 +10,20 @@ from functools import partial
 from typing import Any, cast
 
 import anyio
+import anyio.lowlevel
 import pytest
 import trio
 import trio.testing
 
 from hypha_net import EndpointSettings, open_endpoint
+from hypha_net._libp2p.backoff import MAX_KEPT, Backoff
 from hypha_net._libp2p.engine import Libp2pEndpoint
 from hypha_net._libp2p.staggering import staggered
 from hypha_net.addresses import is_excluded_host
 from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError, UnreachableError
 from hypha_net.events import Connected, Dialled, Disconnected
+from hypha_proto.ids import PeerId
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ECHO = "/test/echo/1"
@@ -202,6 +205,69 @@ def test_attempts_are_staggered_and_a_failure_does_not_wait(authority: Any) -> N
         assert [round(at - start, 2) for at in begun] == [0.0, 0.25, 0.25, 0.5]
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_peer_that_cannot_be_reached_is_left_alone_for_a_while(authority: Any) -> None:
+    async def main() -> None:
+        async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two", LOOPBACK) as two:
+            with one.events.follow(Dialled) as events:
+                with anyio.move_on_after(1.5):
+                    while True:
+                        with suppress(UnreachableError):
+                            await one.open_stream(two.peer_id, [ECHO])
+                dials = [await anext(events)]
+                with anyio.move_on_after(0.1):
+                    while True:
+                        dials.append(await anext(events))
+            assert 3 <= len(dials) <= 8
+            # it comes by itself: nobody waits any longer
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(check_echo, one, two)
+                await anyio.sleep(0.05)
+                await two.connect(one.addresses[0])
+                with anyio.fail_after(1):
+                    await check_echo(one, two)
+
+    run(main)
+
+
+def test_an_address_is_dialled_although_a_search_for_its_peer_fails(authority: Any) -> None:
+    async def main() -> None:
+        async def search(node: Libp2pEndpoint, peer: PeerId) -> None:
+            with suppress(UnreachableError):
+                await node.open_stream(peer, [ECHO])
+
+        async with (
+            opened(authority, "one", LOOPBACK) as one,
+            opened(authority, "two") as two,
+            anyio.create_task_group() as tasks,
+        ):
+            for _ in range(3):
+                tasks.start_soon(search, two, one.peer_id)
+                await anyio.lowlevel.checkpoint()
+            assert await two.connect(one.addresses[0]) == one.peer_id
+
+    run(main)
+
+
+def test_failures_are_counted_and_forgotten() -> None:
+    now = 0.0
+    backoff: Backoff[str] = Backoff((1.0, 2.0, 4.0), lambda: now)
+    for pause in (1.0, 2.0, 4.0, 4.0):
+        backoff.failed("a")
+        assert 0.6 * pause <= backoff.left("a") <= 1.4 * pause
+        now += 6
+        assert backoff.left("a") == 0
+    assert backoff.failed_at("a") == now - 6
+    assert backoff.failed_at("b") == backoff.left("b") == 0
+    backoff.succeeded("a")
+    backoff.failed("a")
+    assert backoff.left("a") <= 1.4
+    now += 61
+    assert backoff.failed_at("a") == 0
+    for number in range(2 * MAX_KEPT):
+        backoff.failed(str(number))
+    assert len(backoff) == MAX_KEPT
 
 
 # ------------------------------------------------------------------------------------------------ both sides at once

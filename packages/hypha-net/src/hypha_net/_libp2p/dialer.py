@@ -19,6 +19,7 @@ from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
+from hypha_net._libp2p.backoff import Backoff
 from hypha_net._libp2p.circuits import CircuitConnection
 from hypha_net._libp2p.connections import STAGGER, dial, upgrade
 from hypha_net._libp2p.staggering import staggered
@@ -31,12 +32,12 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger("hypha_net.dialer")
 
 CIRCUIT_DELAY: Final = 1.0
-"""Head start in seconds that direct dials have before a relay is asked."""
+"""Head start in seconds that direct dials have before a relay is asked, and one relay before the next."""
 LOOK_UP_DELAY: Final = 1.0
 """Seconds after which the directory is asked although addresses at hand have not failed yet: they may be old."""
-FAILED_FOR: Final = 60.0
-"""Seconds for which an address that failed is dialled after the others."""
-MAX_REMEMBERED: Final = 4096
+PEER_PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
+"""Seconds for which a peer that could not be reached is left alone, however often it is asked for meanwhile."""
+PEEK: Final = 0.05
 LOOK_UPS: Final = (0.1, 0.2, 0.4, 0.0)
 """Pauses in seconds after look-ups that find nothing: a gateway knows a node only moments after it has joined."""
 CIRCUIT: Final = "/p2p-circuit"
@@ -61,6 +62,8 @@ class Routes:
 class _Flight:
     """One attempt to connect, shared by all who want it; without an error when its first caller gave up."""
 
+    address: str
+    """What was asked for: who asked for something else does not share a failure."""
     done: anyio.Event = field(default_factory=anyio.Event)
     error: NetError | None = None
 
@@ -73,8 +76,9 @@ class Dialer:
         self._excluded = excluded
         self._events = events
         self._told: set[str] = set()
-        self._failed: dict[str, float] = {}
-        """Addresses that failed, and when; a success takes one out."""
+        self._addresses: Backoff[str] = Backoff((0.0,))
+        """Which addresses failed lately: they are dialled after the others."""
+        self._peers: Backoff[PeerId] = Backoff(PEER_PAUSES)
         self._flights: dict[PeerId, _Flight] = {}
         self.routes = Routes(lambda _: (), _nothing, lambda: (), _no_circuit)
         self.closed = False
@@ -118,16 +122,9 @@ class Dialer:
         try:
             await dial(self._swarm, Multiaddr(transport), peer, lambda host: is_excluded_host(host, self._excluded))
         except NetError:
-            if len(self._failed) >= MAX_REMEMBERED:
-                self._failed.clear()
-            self._failed[transport] = anyio.current_time()
+            self._addresses.failed(transport)
             raise
-        self._failed.pop(transport, None)
-
-    def _promising(self, transports: Iterable[str]) -> list[str]:
-        """Addresses in the order in which they are dialled: those that failed lately come last."""
-        since = anyio.current_time() - FAILED_FOR
-        return sorted(transports, key=lambda transport: max(self._failed.get(transport, since), since))
+        self._addresses.succeeded(transport)
 
     async def _connect_by_relay(self, address: str) -> PeerId:
         relay_address, _, rest = address.partition(CIRCUIT)
@@ -156,7 +153,8 @@ class Dialer:
             UnreachableError: there is no way to it.
         """
         while (connection := self.connection(peer)) is None:
-            await self._once(peer, str(peer), lambda: self._find_and_dial(peer))
+            await self._leave_alone(peer)
+            await self._once(peer, str(peer), lambda: self._find(peer))
         return connection
 
     async def _once(self, peer: PeerId, address: str, attempt: Callable[[], Awaitable[None]]) -> None:
@@ -166,10 +164,10 @@ class Dialer:
                 raise StreamClosedError("the endpoint is shut down")
             if (flight := self._flights.get(peer)) is not None:
                 await flight.done.wait()
-                if flight.error is not None:
+                if flight.error is not None and flight.address == address:
                     raise type(flight.error)(str(flight.error)) from flight.error
                 continue
-            flight = self._flights[peer] = _Flight()
+            flight = self._flights[peer] = _Flight(address)
             try:
                 with self._telling(address, peer):
                     await attempt()
@@ -197,6 +195,19 @@ class Dialer:
                 made = None if peer is None else self.connection(peer)
                 relayed = CIRCUIT in address if made is None else not is_direct(made)
                 self._events.emit(Dialled(address, outcome, anyio.current_time() - began, relayed, reason))
+
+    async def _leave_alone(self, peer: PeerId) -> None:
+        """Wait while a peer that has just failed is to be left alone; one that comes by itself ends that."""
+        while self.connection(peer) is None and self._peers.left(peer):  # noqa: ASYNC110 - there is no event for it
+            await anyio.sleep(min(PEEK, self._peers.left(peer)))
+
+    async def _find(self, peer: PeerId) -> None:
+        try:
+            await self._find_and_dial(peer)
+        except NetError:
+            self._peers.failed(peer)
+            raise
+        self._peers.succeeded(peer)
 
     async def _find_and_dial(self, peer: PeerId) -> None:
         race = _Race()
@@ -243,14 +254,18 @@ class Dialer:
         async def attempt(address: str) -> None:
             await race.run(self._dial_reported(address, peer))
 
-        await staggered([partial(attempt, address) for address in self._promising(addresses)], STAGGER)
+        promising = sorted(addresses, key=self._addresses.failed_at)
+        await staggered([partial(attempt, address) for address in promising], STAGGER)
 
     async def _go_by_relay(self, peer: PeerId, race: _Race) -> None:
         with anyio.move_on_after(CIRCUIT_DELAY):
             await race.direct_failed.wait()
-        for relay in self.routes.relays():
-            if relay != peer:
-                await race.run(self._dial_circuit(relay, peer))
+
+        async def attempt(relay: PeerId) -> None:
+            await race.run(self._dial_circuit(relay, peer))
+
+        relays = [relay for relay in self.routes.relays() if relay != peer]
+        await staggered([partial(attempt, relay) for relay in relays], CIRCUIT_DELAY)
 
     def passes_on(self, address: bytes) -> bool:
         """Whether a peer's address is told to others: circuits are, and what the operator does not exclude."""

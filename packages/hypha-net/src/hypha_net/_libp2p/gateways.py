@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, cast
 
 import anyio
 import anyio.abc
 from libp2p.network.connection.swarm_connection import SwarmConn
 
+from hypha_net._libp2p.backoff import jittered
 from hypha_net._libp2p.dialer import Dialer
 from hypha_net._libp2p.kad import ASK_TIMEOUT, DirectoryClient
 from hypha_net._libp2p.muxer import Muxer
@@ -32,7 +33,6 @@ BACKOFF: Final = (0.2, 0.5, 1.0, 2.0, 3.0)
 5 s of its gateway's return, and a thousand nodes are 300 attempts a second at one that is gone."""
 REFUSED_BACKOFF: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
 """The same where one side refuses the other, which takes a person to mend; reloading certificates ends the pause."""
-JITTER: Final = (0.6, 1.4)
 TOLD_EVERY: Final = 10
 """One of so many attempts at a gateway that stays away is a warning in the log."""
 LASTING: Final = 5.0
@@ -142,7 +142,7 @@ class Gateways:
             if anyio.current_time() - met_at >= LASTING:
                 failures = 0
             else:  # one that takes everybody and drops them again, as it does while it ends, is left in peace, too
-                await self._pause(_seconds(BACKOFF, failures))
+                await self._pause(jittered(BACKOFF, failures))
                 failures += 1
 
     async def _connect(self, address: str, failures: int) -> PeerId | None:
@@ -155,7 +155,7 @@ class Gateways:
             pause = BACKOFF[-1]
         except (NetError, TimeoutError) as error:
             refused = isinstance(error, RefusedError)
-            pause = _seconds(REFUSED_BACKOFF if refused else BACKOFF, failures)
+            pause = jittered(REFUSED_BACKOFF if refused else BACKOFF, failures)
             often = failures >= len(BACKOFF) and failures % TOLD_EVERY
             level = logging.ERROR if refused else logging.DEBUG if often else logging.WARNING
             reason = str(error).removeprefix(f"{split_peer(address)[0]}: ") or f"no answer within {CONNECT_TIMEOUT:g} s"
@@ -198,10 +198,6 @@ class Gateways:
                     break
                 except (NetError, TimeoutError) as error:
                     _log.debug("neighbour %s at %s: %s", peer, address, error)
-
-
-def _seconds(backoff: Sequence[float], failures: int) -> float:
-    return backoff[min(failures, len(backoff) - 1)] * random.uniform(*JITTER)
 
 
 async def _until_lost(peer: PeerId, connection_to: Callable[[PeerId], SwarmConn | None]) -> None:
