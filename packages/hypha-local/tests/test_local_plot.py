@@ -72,6 +72,29 @@ def test_loss_is_drawn_over_rounds_with_the_accuracy_in_the_title(tmp_path: Path
     assert "test accuracy 0.9681" in axes.set.call_args.kwargs["title"]
 
 
+def measured(worker: str, number: int, name: str, value: float) -> dict[str, Any]:
+    return {"event": "metric", "worker": worker, "round": number, "name": name, "value": value}
+
+
+def test_accuracy_is_drawn_by_samples_where_it_was_measured(tmp_path: Path, axes: MagicMock) -> None:
+    metrics = write(
+        tmp_path / "metrics.jsonl",
+        {"event": "round", "round": 1, "loss": 2.5},
+        {"event": "round", "round": 2, "loss": 0.5},
+        measured("a", 1, "accuracy", 0.5),
+        measured("a", 1, "evaluation_samples", 100),
+        measured("b", 1, "accuracy", 1.0),
+        measured("b", 1, "evaluation_samples", 300),
+        measured("a", 2, "accuracy", 0.75),
+        measured("a", 2, "evaluation_samples", 100),
+        measured("b", 2, "accuracy", 0.1),  # whose number of samples was lost
+    )
+    said = plot.plot_loss(metrics, SUMMARY, tmp_path / "loss.png")
+    assert said == f"loss and accuracy over 2 rounds drawn in {tmp_path / 'loss.png'}"
+    [drawn] = axes.twinx.return_value.plot.call_args_list
+    assert drawn.args == ((1, 2), (0.875, 0.75))
+
+
 def test_without_a_loss_nothing_is_drawn(tmp_path: Path, axes: MagicMock) -> None:
     metrics = write(tmp_path / "metrics.jsonl", {"event": "round", "round": 1, "loss": None})
     assert plot.plot_loss(metrics, SUMMARY, tmp_path / "loss.png") == plot.NOTHING_TO_PLOT

@@ -59,6 +59,20 @@ def test_every_node_gets_a_configuration_of_its_own(tmp_path: Path) -> None:
     assert files["worker-1"]["gateway_addresses"] == files["gateway"]["listen_addresses"]
     job = files["scheduler"]["scheduler"]["job"]
     assert (job["seed"], job["rounds"]["update_rounds"], job["resources"]["num_workers"]) == (5, 7, 2)
+    assert (job["dataset"], job["rounds"]["evaluate_every"]) == ({"dataset": "digits"}, 0)
+
+
+def test_a_demo_that_evaluates_announces_what_no_worker_trains_on(tmp_path: Path) -> None:
+    folders = Folders(tmp_path / "run")
+    folders.make()
+    write_configuration(folders, plan_nodes(1), Training(workers=1, evaluate_every=2), sys.executable)
+    data, scheduler = (
+        tomllib.loads((folders.configuration / f"{name}.toml").read_text()) for name in ("data", "scheduler")
+    )
+    assert [each["name"] for each in data["datasets"]] == ["digits", "held-out"]
+    job = scheduler["scheduler"]["job"]
+    assert job["dataset"] == {"dataset": "digits", "evaluation": "held-out"}
+    assert job["rounds"]["evaluate_every"] == 2
 
 
 def test_the_split_is_stratified_and_disjoint(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_job_is_that_of_the_task(tmp_path: Path, task: object) -> None:
     training = Training(workers=2, rounds=7, task=chosen)
     write_configuration(folders, plan_nodes(2), training, sys.executable)
     job = tomllib.loads((folders.configuration / "scheduler.toml").read_text())["scheduler"]["job"]
-    assert job["dataset"] == chosen.name
+    assert job["dataset"]["dataset"] == chosen.name
     assert job["model"]["type"] == chosen.type
     assert job["rounds"]["avg_samples_between_updates"] == 2 * chosen.batch_size * chosen.steps
     assert training.steps_a_worker == 7 * chosen.steps

@@ -76,7 +76,9 @@ def demo(
 
     console = Console(stderr=True, no_color=no_color, force_terminal=False if no_color else None)
     folders = Folders(folder.resolve())
-    training = Training(workers=workers, rounds=rounds or TASKS[task].rounds, seed=seed, task=TASKS[task])
+    chosen = TASKS[task]
+    rounds = rounds or chosen.rounds
+    training = Training(workers, rounds, seed, chosen, evaluate_every=chosen.evaluate_every)
 
     async def work() -> None:
         summary = await run_demo(folders, training, keep=keep, console=console, timeout=timeout, compare=compare)

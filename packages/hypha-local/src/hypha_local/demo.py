@@ -21,7 +21,7 @@ from rich.console import Console
 
 from hypha_local.certificates import write_certificates
 from hypha_local.errors import ProcessFailedError
-from hypha_local.plan import Folders, NodePlan, Training, plan_nodes, write_configuration
+from hypha_local.plan import HELD_OUT, Folders, NodePlan, Training, plan_nodes, write_configuration
 from hypha_local.plot import plot_loss
 from hypha_local.probe import wait_until_healthy
 from hypha_local.processes import Processes, local_processes, script
@@ -103,6 +103,10 @@ async def _make_data(processes: Processes, folders: Folders, training: Training)
     command = [script("hypha-data"), "prepare", str(source), "--out", str(folders.data / training.task.name)]
     command += ["--slices", str(SLICES_PER_WORKER * training.workers), "--seed", str(training.seed)]
     await processes.run("prepare", command, timeout=STEP_TIMEOUT)
+    if training.evaluate_every:
+        held_out = ["--out", str(folders.data / HELD_OUT), "--slices", str(training.workers)]
+        command = [script("hypha-data"), "prepare", str(folders.test_set), *held_out]
+        await processes.run("prepare-held-out", command, timeout=STEP_TIMEOUT)
 
 
 def _start(processes: Processes, folders: Folders, node: NodePlan) -> None:

@@ -19,6 +19,8 @@ from hypha_local.tasks import DIGITS, Task
 
 MARKER: Final = ".hypha-local"
 PARAMETER_SERVER: Final = "parameter-server"
+HELD_OUT: Final = "held-out"
+"""Dataset of the samples that no worker trains on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ class Training:
     rounds: int = DIGITS.rounds
     seed: int = 0
     task: Task = DIGITS
+    evaluate_every: int = 0
+    """Rounds after which the workers measure the model on the dataset `HELD_OUT`; 0: never."""
 
     @property
     def samples_a_round(self) -> int:
@@ -182,7 +186,8 @@ def _own(folders: Folders, node: NodePlan, training: Training, python: str) -> s
     if node.role == "gateway":
         return 'state_dir = "../work"\n'
     if node.role == "data":
-        return f"\n[[datasets]]\nname = {_toml(training.task.name)}\npath = {_toml(f'../data/{training.task.name}')}\n"
+        names = [training.task.name, *([HELD_OUT] if training.evaluate_every else [])]
+        return "".join(f"\n[[datasets]]\nname = {_toml(name)}\npath = {_toml(f'../data/{name}')}\n" for name in names)
     if node.role == "scheduler":
         return _job(training)
     if node.name == PARAMETER_SERVER:
@@ -227,13 +232,16 @@ args = [
 
 def _job(training: Training) -> str:
     task = training.task
+    evaluation = f"evaluation = {_toml(HELD_OUT)}\n" if training.evaluate_every else ""
     return f"""output_dir = "../runs"
 
 [scheduler.job]
 type = "diloco"
 seed = {training.seed}
-dataset = {_toml(task.name)}
 
+[scheduler.job.dataset]
+dataset = {_toml(task.name)}
+{evaluation}
 [scheduler.job.model]
 path = "../start-model"
 type = {_toml(task.type)}
@@ -249,6 +257,7 @@ momentum = {task.outer_momentum}
 update_rounds = {training.rounds}
 avg_samples_between_updates = {training.samples_a_round}
 batch_size = {task.batch_size}
+evaluate_every = {training.evaluate_every}
 
 [scheduler.job.resources]
 num_workers = {training.workers}

@@ -1,4 +1,4 @@
-"""The picture of a run: loss over rounds from ``metrics.jsonl``, the final accuracy in the title. After `summary`.
+"""The picture of a run: loss and accuracy over rounds from ``metrics.jsonl``, the last one in the title. Last room.
 
 matplotlib draws it; it comes with the extra ``plot`` and is imported only here, when there is something to draw.
 """
@@ -14,6 +14,7 @@ from typing import Any, Final
 from hypha_local.summary import Summary
 
 PLOT_MISSING: Final = "no loss.png: matplotlib is not installed (pip install 'hypha-local[plot]')"
+_MEASURED: Final = ("accuracy", "evaluation_samples")
 NOTHING_TO_PLOT: Final = "no loss.png: no round reported a loss"
 
 
@@ -35,8 +36,25 @@ def plot_loss(metrics: Path, summary: Summary, picture: Path) -> str:
     losses = [(number, loss) for number, loss in rounds if loss is not None]
     if not losses:
         return NOTHING_TO_PLOT
-    _draw(losses, _workers(events), _title(summary), picture)
-    return f"loss over {len(losses)} rounds drawn in {picture}"
+    accuracies = accuracy_by_round(events)
+    _draw(losses, _workers(events), accuracies, _title(summary), picture)
+    return f"loss{' and accuracy' if accuracies else ''} over {len(losses)} rounds drawn in {picture}"
+
+
+def accuracy_by_round(events: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """The model's accuracy after each round in which workers measured it, each worker by the samples it measured on."""
+    found: dict[int, dict[str, dict[str, float]]] = {}
+    for event in events:
+        told = event["event"] == "metric" and event["value"] is not None
+        if told and event["name"] in _MEASURED:
+            found.setdefault(event["round"], {}).setdefault(event["worker"], {})[event["name"]] = event["value"]
+    curve = []
+    for number, workers in sorted(found.items()):
+        whole = [each for each in workers.values() if len(each) == len(_MEASURED)]
+        if samples := sum(each["evaluation_samples"] for each in whole):
+            right = sum(each["accuracy"] * each["evaluation_samples"] for each in whole)
+            curve.append((number, right / samples))
+    return curve
 
 
 def _workers(events: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
@@ -56,7 +74,11 @@ def _title(summary: Summary) -> str:
 
 
 def _draw(
-    losses: list[tuple[int, float]], workers: dict[str, list[tuple[int, float]]], title: str, picture: Path
+    losses: list[tuple[int, float]],
+    workers: dict[str, list[tuple[int, float]]],
+    accuracies: list[tuple[int, float]],
+    title: str,
+    picture: Path,
 ) -> None:
     figures: Any = importlib.import_module("matplotlib.figure")  # without pyplot: no display, no global state
     figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
@@ -68,5 +90,11 @@ def _draw(
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left" if not accuracies else "center right")
+    if accuracies:
+        other = axes.twinx()
+        other.plot(*zip(*accuracies, strict=True), linewidth=1.5, marker="s", markersize=3, color="tab:green")
+        other.set(ylabel="accuracy on samples that no worker trains on")
+        other.set_ylim(0, 1)
+        other.yaxis.label.set_color("tab:green")
     figure.savefig(picture, dpi=120)

@@ -31,6 +31,8 @@ class Task:
     learning_rate: float
     outer_learning_rate: float
     outer_momentum: float
+    evaluate_every: int
+    """Rounds after which the demo has the model measured on the samples that no worker trains on."""
 
 
 DIGITS: Final = Task(
@@ -45,6 +47,7 @@ DIGITS: Final = Task(
     learning_rate=2e-3,
     outer_learning_rate=0.9,
     outer_momentum=0.5,
+    evaluate_every=1,
 )
 TEXT: Final = Task(
     name="text",
@@ -59,5 +62,6 @@ TEXT: Final = Task(
     # plain averaging: momentum needs more rounds than a demo has to pay for itself
     outer_learning_rate=1.0,
     outer_momentum=0.0,
+    evaluate_every=4,  # which takes a second of two cores
 )
 TASKS: Final[Mapping[str, Task]] = {task.name: task for task in (DIGITS, TEXT)}
