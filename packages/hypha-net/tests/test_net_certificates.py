@@ -14,6 +14,7 @@ import anyio
 import pytest
 
 from hypha_net import EndpointSettings, open_endpoint
+from hypha_net._libp2p import certificate_watch
 from hypha_net._libp2p.engine import Libp2pEndpoint
 from hypha_net.endpoint import Stream
 from hypha_net.errors import RefusedError, StreamResetError, UnreachableError
@@ -153,6 +154,35 @@ def test_where_trust_ends_at_the_organisation_connections_are_judged_by_that(aut
                 assert told.reason == "revoked"
 
     run(main)
+
+
+@pytest.mark.parametrize("readable", [True, False], ids=["readable", "not readable"])
+def test_files_that_change_while_they_are_read_are_read_again(
+    authority: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    identity = authority.identity("gateway")
+    whole = identity.trust_pem.read_bytes()
+    original = certificate_watch.TlsContexts if readable else certificate_watch.reload_identity
+    calls = []
+
+    def meddle(given: Identity) -> Any:
+        calls.append(given)
+        try:
+            return original(given)  # type: ignore[operator]
+        finally:
+            if len(calls) == 1:
+                identity.trust_pem.write_bytes(whole)
+
+    async def main() -> None:
+        async with opened(identity, role="gateway"):
+            name = "TlsContexts" if readable else "reload_identity"
+            monkeypatch.setattr(certificate_watch, name, meddle)
+            identity.trust_pem.write_bytes(whole + b"\n" if readable else b"")
+            await until(lambda: "certificates reloaded" in caplog.text)
+        assert len(calls) == 2
+
+    with caplog.at_level(logging.INFO):
+        run(main)
 
 
 # ------------------------------------------------------------------------------------------------------- losing trust

@@ -83,10 +83,14 @@ class CertificateWatch:
     async def reload(self) -> bool:
         """Read the files again and drop who is not trusted any more; false if the old have to stay, as the log says."""
         async with self._turn:
+            before = await anyio.to_thread.run_sync(file_state, self._identity)
             try:
                 fresh, contexts = await anyio.to_thread.run_sync(_read_again, self._identity)
+            except _ChangingError:
+                _log.info("certificates are being changed right now, and are read again in a moment")
+                return False
             except IdentityError as error:
-                self._failed = await anyio.to_thread.run_sync(file_state, self._identity)
+                self._failed = before
                 _log.error("certificates are not reloaded, and those from before stay in use: %s", error)
                 return False
             self._failed = self._pending = None
@@ -118,10 +122,14 @@ class CertificateWatch:
                     tasks.start_soon(connection.close)
 
 
+class _ChangingError(IdentityError):
+    """The files changed while they were read."""
+
+
 def _read_again(identity: Identity) -> tuple[Identity, TlsContexts]:
     """A fresh identity and its contexts, all of one state of the files. Raises `IdentityError`."""
     fresh = reload_identity(identity)
     contexts = TlsContexts(fresh)
     if file_state(fresh) != fresh.read_from:
-        raise IdentityError("the files changed while they were read")
+        raise _ChangingError("the files changed while they were read")
     return fresh, contexts
