@@ -62,6 +62,6 @@ TEXT: Final = Task(
     # plain averaging: momentum needs more rounds than a demo has to pay for itself
     outer_learning_rate=1.0,
     outer_momentum=0.0,
-    evaluate_every=4,  # which takes a second of two cores
+    evaluate_every=4,  # four times some seconds of two cores
 )
 TASKS: Final[Mapping[str, Task]] = {task.name: task for task in (DIGITS, TEXT)}
