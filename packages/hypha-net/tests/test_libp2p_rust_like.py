@@ -69,6 +69,25 @@ def told(answer: bytes) -> dict[bytes, list[bytes]]:
     return {peer[1][0]: peer.get(2, []) for peer in peers}
 
 
+def test_identify_says_where_the_operator_says_it_is(authority: Any) -> None:
+    async def main() -> None:
+        outside = "/dns4/gateway.example/tcp/4001"
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", external_addresses=(outside,))
+        async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+            async with speak(await dial(gateway.addresses[1]), authority.identity("rust", "worker")) as rust:
+                stream = await rust.open(IDENTIFY)
+                said = fields(await stream.message())
+                assert await stream.read_all() == b""
+            assert said[1] == [b"\x08\x01\x12\x20" + gateway.peer_id.public_key]
+            assert multiaddr(outside) == said[2][0].partition(multiaddr(f"/p2p/{gateway.peer_id}"))[0]
+            assert {KAD.encode(), HOP.encode(), b"/meshsub/1.1.0", b"/ipfs/id/push/1.0.0"} <= set(said[3])
+            assert STOP.encode() not in said[3]
+            assert said[5] == [b"/hypha-identify/0.0.1"]
+            assert said[6][0].startswith(b"hypha-python/")
+
+    run(main)
+
+
 # ------------------------------------------------------------------------------------------------------ the directory
 
 
