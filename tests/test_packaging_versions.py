@@ -23,6 +23,7 @@ DISTRIBUTIONS = {
     "google": "protobuf",
     "opentelemetry": "opentelemetry-sdk",
     "pydantic_core": "pydantic",
+    "pynvml": "nvidia-ml-py",
     "sklearn": "scikit-learn",
 }
 """Imported names whose distribution is called otherwise."""
