@@ -38,7 +38,10 @@ class Verdict:
 
 def read_chain(encoded: Iterable[bytes]) -> Chain:
     """The chain in certificates as TLS gives them. Raises `ValueError` for what is none."""
-    return tuple(x509.load_der_x509_certificate(der) for der in encoded)
+    chain = tuple(x509.load_der_x509_certificate(der) for der in encoded)
+    for certificate in chain:  # parsed late otherwise, and what does not parse would be met by the watch
+        _ = certificate.subject, certificate.issuer, certificate.not_valid_after_utc
+    return chain
 
 
 class Trust:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import anyio
 import anyio.to_thread
+from cryptography.exceptions import UnsupportedAlgorithm
 
 from hypha_net._libp2p.security import TlsContexts
 from hypha_net.errors import IdentityError
@@ -85,7 +86,7 @@ class CertificateWatch:
         async with self._turn:
             before = await anyio.to_thread.run_sync(file_state, self._identity)
             try:
-                fresh, contexts = await anyio.to_thread.run_sync(_read_again, self._identity)
+                fresh, contexts, trust = await anyio.to_thread.run_sync(_read_again, self._identity)
             except _ChangingError:
                 _log.info("certificates are being changed right now, and are read again in a moment")
                 return False
@@ -94,7 +95,7 @@ class CertificateWatch:
                 _log.error("certificates are not reloaded, and those from before stay in use: %s", error)
                 return False
             self._failed = self._pending = None
-            self._identity, self._trust = fresh, Trust(fresh)
+            self._identity, self._trust = fresh, trust
             self._adopt(fresh, contexts)
             _log.info("certificates reloaded: %s", fresh.certificate)
         self._judge_own()
@@ -126,10 +127,15 @@ class _ChangingError(IdentityError):
     """The files changed while they were read."""
 
 
-def _read_again(identity: Identity) -> tuple[Identity, TlsContexts]:
-    """A fresh identity and its contexts, all of one state of the files. Raises `IdentityError`."""
-    fresh = reload_identity(identity)
-    contexts = TlsContexts(fresh)
+def _read_again(identity: Identity) -> tuple[Identity, TlsContexts, Trust]:
+    """A fresh identity with what is made of it, all of one state of the files. Raises `IdentityError`."""
+    try:
+        fresh = reload_identity(identity)
+        contexts, trust = TlsContexts(fresh), Trust(fresh)
+        trust.own_verdict(0.0)
+        list(trust.ends())
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # of fields that are parsed when they are needed
+        raise IdentityError(f"a certificate or list makes no sense: {error}") from error
     if file_state(fresh) != fresh.read_from:
         raise _ChangingError("the files changed while they were read")
-    return fresh, contexts
+    return fresh, contexts, trust
