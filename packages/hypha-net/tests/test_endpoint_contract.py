@@ -77,6 +77,25 @@ def test_a_stream_carries_bytes_both_ways_and_is_half_closable(opener: Opener) -
     run(opener, 2, case)
 
 
+def test_the_last_bytes_of_a_stream_go_with_its_end(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        gateway, leaf = nodes
+        gateway.handle(ECHO, echo)
+        for last in (b"two", bytes(3 << 20)):
+            stream = await leaf.open_stream(gateway.peer_id, [ECHO])
+            await stream.send_all(b"one ")
+            await stream.send_eof(last)
+            await stream.send_eof()
+            with pytest.raises(StreamClosedError):
+                await stream.send_all(b"three")
+            with pytest.raises(StreamClosedError):
+                await stream.send_eof(b"three")
+            assert await read_all(stream) == f"{leaf.peer_id}:one ".encode() + last
+            await stream.aclose()
+
+    run(opener, 2, case)
+
+
 def test_leaves_reach_each_other_without_being_told_an_address(opener: Opener) -> None:
     async def case(nodes: list[Endpoint]) -> None:
         _, one, two = nodes

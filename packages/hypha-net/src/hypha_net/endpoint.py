@@ -56,8 +56,13 @@ class Stream(Protocol):
         """
         ...
 
-    async def send_eof(self) -> None:
-        """End the sending side cleanly; receiving goes on. Idempotent."""
+    async def send_eof(self, last: bytes = b"") -> None:
+        """End the sending side cleanly; receiving goes on. Idempotent without `last`.
+
+        The end goes with the last byte of `last`: a peer that has seen the one has seen the other.
+
+        Raises: as `send_all`, for `last`.
+        """
         ...
 
     async def reset(self) -> None:

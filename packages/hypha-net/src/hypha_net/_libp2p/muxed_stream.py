@@ -164,8 +164,11 @@ class MuxedStream(IMuxedStream):
 
     # ------------------------------------------------------------------------------------------------ writing
 
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send all of `data`, waiting for the peer's credit as long as it takes."""
+    async def write(self, data: bytes | bytearray | memoryview, *, end: bool = False) -> None:
+        """Send all of `data`, waiting for the peer's credit as long as it takes.
+
+        With `end` the frame of the last byte is also the end of the sending side. Does nothing without data.
+        """
         rest = memoryview(data)
         while rest:
             await self._take_turns(len(rest))  # a frame that has begun is not cancelled
@@ -178,12 +181,16 @@ class MuxedStream(IMuxedStream):
                 continue
             size = min(len(rest), self._credit, self.muxer.frame_size())
             self._credit -= size
+            last = end and size == len(rest)
+            self._ended_here = self._ended_here or last
             try:
-                await self._send(Type.DATA, Flag(0), size, rest[:size])
+                await self._send(Type.DATA, Flag.FIN if last else Flag(0), size, rest[:size])
             except trio.Cancelled:  # before its turn: a frame is sent whole or not at all
                 self._credit += size
+                self._ended_here = self._ended_here and not last
                 raise
             rest = rest[size:]
+        self.muxer.forget_if_over(self)
 
     async def _take_turns(self, size: int) -> None:
         """Let others have their turn before each large frame, and before one in a few small ones."""

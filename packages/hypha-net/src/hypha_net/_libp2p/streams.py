@@ -69,9 +69,10 @@ class Libp2pStream:
             except MuxedStreamEOF:
                 return 0
 
-    async def send_eof(self) -> None:
+    async def send_eof(self, last: bytes = b"") -> None:
         """See `Stream.send_eof`."""
         with _translated():
+            await self._muxed.write(last, end=True)
             await self._muxed.close()
 
     async def reset(self) -> None:

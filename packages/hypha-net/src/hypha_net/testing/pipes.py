@@ -111,8 +111,10 @@ class MemoryStream:
         buffer[: len(data)] = data
         return len(data)
 
-    async def send_eof(self) -> None:
+    async def send_eof(self, last: bytes = b"") -> None:
         """See `Stream.send_eof`."""
+        if last:
+            await self.send_all(last)
         self._outgoing.end()
         await anyio.lowlevel.checkpoint()
 

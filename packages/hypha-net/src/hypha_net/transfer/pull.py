@@ -18,7 +18,15 @@ from hypha_net.transfer.arriving import left_behind
 from hypha_net.transfer.moving import CHUNK, arriving_at, receive_whole, send_file
 from hypha_net.transfer.progress import Progress
 from hypha_net.transfer.retries import take_up_again
-from hypha_net.transfer.wire import BrokenOffError, ending, logging_failures, receive_message, refuse, send_message
+from hypha_net.transfer.wire import (
+    BrokenOffError,
+    behind_length,
+    ending,
+    logging_failures,
+    receive_message,
+    refuse,
+    send_message,
+)
 from hypha_proto.codec import from_cbor, from_json, to_cbor, to_json
 from hypha_proto.ids import PeerId
 from hypha_proto.protocol import PULL, PULL_WITH_HEADER
@@ -133,8 +141,9 @@ class _Incoming:
                 if self.request.name is not None:
                     raise TransferRefusedError(f"the peer serves slices only, and no {self.request.name}")
                 header = PullHeader(dataset=self.request.dataset, index=self.request.index)
-                await send_message(stream, to_json(PullHeader, header))
-                await stream.send_eof()  # an old peer drops the stream after the last byte: else that is a reset
+                # an old peer drops the stream after the file's last byte, which is a reset unless it has seen our end:
+                # a small file is on its way before an end that follows the header
+                await stream.send_eof(behind_length(to_json(PullHeader, header)))
                 return await self._receive(stream, None, self.wanted, 0)
         except BrokenOffError as error:  # an old peer would send all of it again
             raise TransferError(str(error)) from error

@@ -63,7 +63,12 @@ async def refuse(stream: Stream, kind: Any, refusal: Refusal) -> None:
 
 async def send_message(stream: Stream, data: bytes) -> None:
     """Send a header behind its length."""
-    await stream.send_all(len(data).to_bytes(8, "little") + data)
+    await stream.send_all(behind_length(data))
+
+
+def behind_length(data: bytes) -> bytes:
+    """A header as it is sent."""
+    return len(data).to_bytes(8, "little") + data
 
 
 async def receive_message(stream: Stream) -> bytes:
