@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from node_processes import Child, crew
+from node_processes import until as happened
 
 from hypha_net import EndpointSettings, directory, open_endpoint
 from hypha_net._libp2p.engine import Libp2pEndpoint
@@ -220,3 +224,46 @@ def test_an_older_number_of_the_same_publisher_never_wins(key: bytes) -> None:
     assert store.put(key, before + b'{"seq": 5}', PEERS[0].raw, 20)
     assert not store.put(key, before + b'{"seq": 4}', PEERS[0].raw, 20)
     assert store.put(key, before + b'{"seq": 6}', PEERS[0].raw, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_processes_that_are_killed_or_stopped_hold_nobody_up(authority: Any, tmp_path: Path) -> None:
+    """A data node is killed and a gateway stopped: the one is gone within 30 s, the other is not waited for."""
+
+    async def main() -> None:
+        async with crew(tmp_path / "nodes.log") as start:
+            listening = {"listen_addresses": [LOOPBACK], "role": "gateway"}
+            gateways = [await start([authority.files(f"gateway-{n}", "gateway")], listening) for n in range(2)]
+            addresses = [(await gateway.opened())["addresses"][0][0] for gateway in gateways]
+            names = ("a", "b", "s")
+            nodes = [await start([authority.files(name)], {"gateway_addresses": addresses}) for name in names]
+            ids = [(await node.opened())["ids"][0] for node in nodes]
+            for node in nodes:
+                await happened(lambda node=node: bool(node.of("state", peers=2)), 30)  # type: ignore[misc]
+            for node in nodes[:2]:
+                await node.do(0, "put", key="digits", value='{"num_slices": 4}', ttl=directory.RECORD_TTL)
+                await happened(lambda node=node: bool(node.of("put")), 10)  # type: ignore[misc]
+            found, _ = await look_up(nodes[2])
+            assert found == set(ids[:2])
+            await nodes[1].kill()
+            killed = time.monotonic()
+            gateways[0].stop()
+            while ids[1] in found:
+                found, took = await look_up(nodes[2])
+                assert took < 5  # five times the second that a look-up may take beside a frozen gateway
+                assert time.monotonic() - killed < 5 * 30
+                assert ids[0] in found
+                await anyio.sleep(0.5)
+            print(f"\ngone {time.monotonic() - killed:.1f} s after it was killed; the last look-up took {took:.2f} s")
+            gateways[0].go_on()
+
+    run(main, 140)
+
+
+async def look_up(node: Child) -> tuple[set[str], float]:
+    """Who is found to serve the dataset, and how long that took."""
+    before, began = len(node.of("found")), time.monotonic()
+    await node.do(0, "find", key="digits")
+    await happened(lambda: len(node.of("found")) > before, 20)
+    return {publisher for publisher, _ in node.of("found")[-1]["records"]}, time.monotonic() - began

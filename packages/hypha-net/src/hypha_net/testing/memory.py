@@ -340,7 +340,7 @@ class MemoryEndpoint:
 
     @asynccontextmanager
     async def _subscription(self, topic: str) -> AsyncIterator[AsyncIterator[GossipMessage]]:
-        inbox = Inbox()
+        inbox = Inbox(topic, self.events)
         inboxes = self._inboxes.setdefault(topic, [])
         inboxes.append(inbox)
         self._network.join(topic, self)
