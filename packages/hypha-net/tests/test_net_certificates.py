@@ -20,7 +20,7 @@ from hypha_net.endpoint import Stream
 from hypha_net.errors import RefusedError, StreamResetError, UnreachableError
 from hypha_net.events import Disconnected, Refused
 from hypha_net.identity import Identity, load_identity
-from hypha_net.trust import WARN_AT, EndWarnings, Trust
+from hypha_net.trust import WARN_AT, EndWarnings, Trust, chain_of
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ECHO = "/test/echo/1"
@@ -308,9 +308,10 @@ def test_a_list_that_another_key_signed_revokes_nobody(authority: Any, tmp_path:
     forger = type(authority)(tmp_path / "forger", authority.name)  # its CAs have the same names
     crls = forger.revocations(leaf.certificate.serial)
     trust = Trust(load_identity(*authority.files("judge"), crls))
-    assert trust.verdict((*leaf.chain, authority.root.certificate), leaf.certificate.not_before + 1) is None
+    chain = chain_of((*leaf.chain, authority.root.certificate))
+    assert trust.verdict(chain, leaf.certificate.not_before + 1) is None
     genuine = Trust(load_identity(*authority.files("judge"), authority.revocations(leaf.certificate.serial)))
-    verdict = genuine.verdict((*leaf.chain, authority.root.certificate), leaf.certificate.not_before + 1)
+    verdict = genuine.verdict(chain, leaf.certificate.not_before + 1)
     assert verdict is not None
     assert verdict.reason == "revoked"
 
@@ -318,7 +319,8 @@ def test_a_list_that_another_key_signed_revokes_nobody(authority: Any, tmp_path:
 def test_an_intermediate_that_is_revoked_takes_its_nodes_along(authority: Any) -> None:
     leaf = authority.identity("leaf")
     crls = authority.revocations(of_root=(authority.org.certificate.serial_number,))
-    verdict = Trust(load_identity(*authority.files("judge"), crls)).verdict(leaf.chain, leaf.certificate.not_before + 1)
+    trust = Trust(load_identity(*authority.files("judge"), crls))
+    verdict = trust.verdict(chain_of(leaf.chain), leaf.certificate.not_before + 1)
     assert verdict is not None
     assert (verdict.reason, "acme root" in verdict.detail) == ("revoked", True)
 

@@ -24,7 +24,28 @@ DAY: Final = 86400.0
 WARN_AT: Final = (14 * DAY, 7 * DAY, 3 * DAY, DAY, 6 * 3600.0, 3600.0, 0.0)
 """Seconds that a certificate or list has left when its end is told."""
 
-Chain = tuple[x509.Certificate, ...]
+Anchor = tuple[bytes, bytes]
+"""Subject and key: what makes a CA the same one although its certificate was renewed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A certificate of a chain, with what is compared of it every few seconds made once."""
+
+    certificate: x509.Certificate
+    issuer: bytes
+    serial: int
+    end: float
+    anchor: Anchor
+
+    @classmethod
+    def of(cls, certificate: x509.Certificate) -> Link:
+        """Raises `ValueError` when a field does not parse."""
+        end = certificate.not_valid_after_utc.timestamp()
+        return cls(certificate, certificate.issuer.public_bytes(), certificate.serial_number, end, _anchor(certificate))
+
+
+Chain = tuple[Link, ...]
 """A verified chain, the node's certificate first."""
 
 
@@ -38,63 +59,65 @@ class Verdict:
 
 def read_chain(encoded: Iterable[bytes]) -> Chain:
     """The chain in certificates as TLS gives them. Raises `ValueError` for what is none."""
-    chain = tuple(x509.load_der_x509_certificate(der) for der in encoded)
-    for certificate in chain:  # parsed late otherwise, and what does not parse would be met by the watch
-        _ = certificate.subject, certificate.issuer, certificate.not_valid_after_utc
-    return chain
+    return chain_of(x509.load_der_x509_certificate(der) for der in encoded)
+
+
+def chain_of(certificates: Iterable[x509.Certificate]) -> Chain:
+    """Certificates, a node's own first, to be judged. Raises `ValueError` when a field does not parse."""
+    return tuple(Link.of(certificate) for certificate in certificates)
 
 
 class Trust:
     """What an identity's files say about chains."""
 
     def __init__(self, identity: Identity) -> None:
+        """Raises `ValueError` when a list does not parse."""
         self._identity = identity
+        self._own = chain_of(identity.chain)
         self._anchors = {_anchor(certificate) for certificate in identity.trusted}
-        self._lists: dict[bytes, list[x509.CertificateRevocationList]] = {}
+        self._issued: dict[Anchor, bool] = {}
+        """Ends of chains that are no anchors themselves, and whether one has issued them."""
+        self._listing: dict[tuple[bytes, int], list[x509.CertificateRevocationList]] = {}
+        """Issuer and serial that stand in a list, and in which; genuine or not."""
         for crl in identity.revocations:
-            self._lists.setdefault(crl.issuer.public_bytes(), []).append(crl)
-        self._genuine: dict[tuple[int, bytes], bool] = {}
+            issuer = crl.issuer.public_bytes()
+            for entry in crl:
+                self._listing.setdefault((issuer, entry.serial_number), []).append(crl)
 
     def verdict(self, chain: Chain, now: float) -> Verdict | None:
         """What is wrong with a chain at a time (seconds since the epoch); none if nothing is."""
-        for certificate, above in zip(chain, (*chain[1:], None), strict=True):
-            ended = certificate.not_valid_after_utc
-            if now > ended.timestamp():
-                return Verdict("expired", f"{_named(certificate)} expired on {_time(ended)}")
-            if self._is_revoked(certificate, above):
-                return Verdict(
-                    "revoked", f"{_named(certificate)} is in the list of {common_name(certificate.issuer)!r}"
-                )
+        for place, link in enumerate(chain):
+            if now > link.end:
+                ended = _time(link.certificate.not_valid_after_utc)
+                return Verdict("expired", f"{_named(link.certificate)} expired on {ended}")
+            if self._is_revoked(link, chain[place + 1 : place + 2]):
+                issuer = common_name(link.certificate.issuer)
+                return Verdict("revoked", f"{_named(link.certificate)} is in the list of {issuer!r}")
         if not self._is_anchored(chain):
-            return Verdict("untrusted", f"trust_pem holds no CA of {_named(chain[0])} any more")
+            return Verdict("untrusted", f"trust_pem holds no CA of {_named(chain[0].certificate)} any more")
         return None
 
     def own_verdict(self, now: float) -> Verdict | None:
         """What is wrong with this node's own chain, which its peers judge alike."""
-        return self.verdict(self._identity.chain, now)
+        return self.verdict(self._own, now)
 
     def _is_anchored(self, chain: Chain) -> bool:
         """Whether the bundle vouches for a chain: for its end, or for any part where bundles end below the root."""
         ends = chain[-1:] if self._identity.trust_has_root else chain
-        if any(_anchor(certificate) in self._anchors for certificate in ends):
+        if any(link.anchor in self._anchors for link in ends):
             return True
-        return any(_issued(chain[-1], ca) for ca in self._identity.trusted)
+        last = chain[-1]
+        if last.anchor not in self._issued:
+            self._issued[last.anchor] = any(_has_issued(ca, last.certificate) for ca in self._identity.trusted)
+        return self._issued[last.anchor]
 
-    def _is_revoked(self, certificate: x509.Certificate, above: x509.Certificate | None) -> bool:
-        lists = self._lists.get(certificate.issuer.public_bytes())
-        if not lists:
+    def _is_revoked(self, link: Link, above: Chain) -> bool:
+        """Whether a list holds a certificate that is its issuer's by signature: a name alone says nothing."""
+        listing = self._listing.get((link.issuer, link.serial))
+        if listing is None:
             return False
-        serial = certificate.serial_number
-        listing = [crl for crl in lists if crl.get_revoked_certificate_by_serial_number(serial) is not None]
-        issuers = [ca for ca in self._identity.trusted if ca.subject == certificate.issuer]
-        return any(self._signed_by(crl, ca) for crl in listing for ca in ([above] if above else []) + issuers)
-
-    def _signed_by(self, crl: x509.CertificateRevocationList, ca: x509.Certificate) -> bool:
-        """Whether the list is the CA's: a name alone says nothing."""
-        key = (id(crl), ca.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
-        if key not in self._genuine:
-            self._genuine[key] = _verifies(crl, ca)
-        return self._genuine[key]
+        issuers = [*(each.certificate for each in above), *self._identity.trusted]
+        return any(_has_signed(ca, crl) for crl in listing for ca in issuers if ca.subject == crl.issuer)
 
     def ends(self) -> Iterator[tuple[str, datetime, str]]:
         """What of this node's own files ends: its name, when, and what happens then and how that is avoided."""
@@ -128,14 +151,14 @@ class EndWarnings:
                 _log.warning("%s ends on %s: %s", what, _time(end), remedy)
 
 
-def _verifies(crl: x509.CertificateRevocationList, ca: x509.Certificate) -> bool:
+def _has_signed(ca: x509.Certificate, crl: x509.CertificateRevocationList) -> bool:
     try:
         return crl.is_signature_valid(ca.public_key())  # type: ignore[arg-type]
     except (TypeError, ValueError, InvalidSignature):  # a key that signs nothing
         return False
 
 
-def _issued(certificate: x509.Certificate, ca: x509.Certificate) -> bool:
+def _has_issued(ca: x509.Certificate, certificate: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(ca)
     except (TypeError, ValueError, InvalidSignature):
@@ -143,8 +166,7 @@ def _issued(certificate: x509.Certificate, ca: x509.Certificate) -> bool:
     return True
 
 
-def _anchor(certificate: x509.Certificate) -> tuple[bytes, bytes]:
-    """What makes a CA the same one although its certificate was renewed."""
+def _anchor(certificate: x509.Certificate) -> Anchor:
     key = certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     return certificate.subject.public_bytes(), key
 

@@ -132,7 +132,6 @@ def _read_again(identity: Identity) -> tuple[Identity, TlsContexts, Trust]:
     try:
         fresh = reload_identity(identity)
         contexts, trust = TlsContexts(fresh), Trust(fresh)
-        trust.own_verdict(0.0)
         list(trust.ends())
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # of fields that are parsed when they are needed
         raise IdentityError(f"a certificate or list makes no sense: {error}") from error
