@@ -344,7 +344,7 @@ def test_another_peer_than_the_one_named_is_refused_and_both_are_told(authority:
 
 def test_a_node_whose_certificate_has_run_out_is_told_so_by_the_other_end(authority: Any) -> None:
     async def main() -> None:
-        brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=1.5))))
+        brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=2.5))))
         async with (
             open_endpoint(authority.identity("gateway"), EndpointSettings((LOOPBACK,), role="gateway")) as one,
             open_endpoint(brief, EndpointSettings((LOOPBACK,))) as two,

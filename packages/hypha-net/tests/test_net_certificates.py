@@ -250,7 +250,23 @@ def test_a_revoked_peer_loses_relayed_connections_too(authority: Any) -> None:
 
 def test_a_peer_that_expires_while_connected_loses_its_connection(authority: Any) -> None:
     async def main() -> None:
-        brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=3))))
+        identity = load_identity(*authority.files("brief", valid=(-DAY, DAY)))
+        async with opened(authority.identity("gateway"), role="gateway") as one, opened(identity) as two:
+            await two.connect(one.addresses[0])
+            with one.events.follow(Refused) as events:
+                one._certificates._clock = lambda: identity.certificate.not_after + 1
+                refused = await anext(events)
+            assert isinstance(refused, Refused)
+            assert (refused.peer, refused.reason) == (identity.peer_id, "expired")
+            await until(lambda: not one.connected_peers())
+
+    run(main)
+
+
+@pytest.mark.slow
+def test_a_certificate_that_runs_out_by_the_real_clock_ends_its_connections(authority: Any) -> None:
+    async def main() -> None:
+        brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=6))))
         async with (
             opened(authority.identity("gateway"), role="gateway") as one,
             opened(brief) as two,
