@@ -87,11 +87,35 @@ class DelayedEnd:
         self._there.close()
 
 
-def delayed_pair(delay: float) -> tuple[DelayedEnd, DelayedEnd]:
-    """Both ends of a link with an unbounded queue in each direction."""
+class PacedEnd(DelayedEnd):
+    """One end of a link that takes so many bytes a second, and buffers none of them."""
+
+    def __init__(self, rate: float, there: Any, back: Any) -> None:
+        super().__init__(0.0, there, back)
+        self._rate = rate
+
+    async def send_all(self, data: bytes) -> None:
+        await trio.sleep(len(data) / self._rate)
+        await super().send_all(data)
+
+
+def channels() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Both ends of an unbounded queue in each direction."""
     to_two, at_two = trio.open_memory_channel[tuple[float, bytes]](float("inf"))
     to_one, at_one = trio.open_memory_channel[tuple[float, bytes]](float("inf"))
-    return DelayedEnd(delay, to_two, at_one), DelayedEnd(delay, to_one, at_two)
+    return (to_two, at_one), (to_one, at_two)
+
+
+def delayed_pair(delay: float) -> tuple[DelayedEnd, DelayedEnd]:
+    """Both ends of a link as fast as one likes, and as long."""
+    one, two = channels()
+    return DelayedEnd(delay, *one), DelayedEnd(delay, *two)
+
+
+def paced_pair(rate: float) -> tuple[PacedEnd, PacedEnd]:
+    """Both ends of a link of so many bytes a second."""
+    one, two = channels()
+    return PacedEnd(rate, *one), PacedEnd(rate, *two)
 
 
 Pipe = Callable[[], tuple[Any, Any]]
@@ -310,6 +334,49 @@ def test_a_window_grows_where_the_link_is_long_and_only_there() -> None:
     assert trio.run(case, 0.0001, clock=clock) == START_WINDOW
     clock = trio.testing.MockClock(autojump_threshold=0)
     assert trio.run(case, 0.1, clock=clock) == WINDOW
+
+
+@pytest.mark.parametrize("rate", [40_000_000, 2_000_000], ids=lambda rate: f"{rate // 125_000} Mbit/s")
+def test_a_request_passes_two_transfers_that_fill_the_link(rate: int) -> None:
+    async def case() -> None:
+        async with two_muxers(lambda: paced_pair(rate)) as (one, two):
+
+            async def serve() -> None:
+                while True:
+                    far = await two.accept_stream()
+                    nursery.start_soon(answer if await far.read(1) == b"?" else drain, far)
+
+            async def answer(far: Any) -> None:
+                await far.write(b"!" * 100)
+                await far.close()
+
+            async def drain(far: Any) -> None:
+                while True:
+                    await far.read(1 << 20)
+
+            async def fill() -> None:
+                near = await one.open_stream()
+                while True:
+                    await near.write(bytes(1 << 20))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve)
+                nursery.start_soon(fill)
+                nursery.start_soon(fill)
+                await trio.sleep(2)
+                times = []
+                for _ in range(60):
+                    began = trio.current_time()
+                    near = await one.open_stream()
+                    await near.write(b"?")
+                    await near.close()
+                    assert len(await read_all(near)) == 100
+                    times.append(trio.current_time() - began)
+                    await trio.sleep(0.01)
+                assert max(times) < 0.05
+                nursery.cancel_scope.cancel()
+
+    run(case)
 
 
 def test_a_slow_reader_is_seen_to_read() -> None:

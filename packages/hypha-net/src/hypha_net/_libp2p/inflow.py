@@ -70,18 +70,27 @@ class Inflow:
         with memoryview(part) as there:
             target[:count] = there[self._offset : self._offset + count]
         self._offset += count
+        self._drop_taken(part)
+        return count
+
+    def _drop_taken(self, part: bytearray | memoryview) -> None:
         if self._offset == len(part):
             self._offset = 0
             self._parts.popleft()
             if isinstance(part, memoryview):
                 give_back(part)
-        return count
 
     def take(self, limit: int) -> bytes:
-        """Up to `limit` bytes."""
-        data = bytearray(min(limit, self.size))
-        self.take_into(memoryview(data))
-        return bytes(data)
+        """Up to `limit` bytes, of what came together."""
+        if not self._parts:
+            return b""
+        part = self._parts[0]
+        with memoryview(part) as there:
+            data = bytes(there[self._offset : self._offset + limit])
+        self.size -= len(data)
+        self._offset += len(data)
+        self._drop_taken(part)
+        return data
 
     def clear(self) -> int:
         """Drop everything; how many bytes that were."""

@@ -179,7 +179,7 @@ class MuxedStream(IMuxedStream):
             if self._credit == 0:
                 await self._wait_for_change()
                 continue
-            size = min(len(rest), self._credit, self.muxer.frame_size())
+            size = min(len(rest), self._credit, self.muxer.frame)
             self._credit -= size
             last = end and size == len(rest)
             self._ended_here = self._ended_here or last

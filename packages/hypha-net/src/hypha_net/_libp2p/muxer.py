@@ -25,7 +25,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamErro
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.inflow import body_buffer
-from hypha_net._libp2p.muxed_stream import WINDOW, Flag, MuxedStream, Type
+from hypha_net._libp2p.muxed_stream import SMALL, WINDOW, Flag, MuxedStream, Type
 
 _log = logging.getLogger("hypha_net.muxer")
 
@@ -104,9 +104,10 @@ class Muxer(IMuxedConn):
         self._asked_at = float("-inf")
         self._asked = 0
         """Time and number of the last ping that measures a round trip."""
-        self._frame = MAX_FRAME // 4
-        self._writers = 0
-        """Frames with data that are being sent or wait for that."""
+        self.frame = MAX_FRAME // 4
+        """How many bytes of one stream are sent at a time now."""
+        self._bulk = trio.Lock()
+        """Held while a large frame is sent: large ones take turns, and small ones wait for one of them at most."""
         self._streams: dict[int, MuxedStream] = {}
         self._next_id = 1 if conn.is_initiator else 2
         self._accepted, self._to_accept = trio.open_memory_channel[MuxedStream](MAX_STREAMS)
@@ -233,24 +234,23 @@ class Muxer(IMuxedConn):
         if data is None:
             await self._conn.write(header)
             return
-        began = trio.current_time()
-        self._writers += 1
-        try:
+        if length <= SMALL:
             await self._conn.write(header, data)
+            return
+        await self._bulk.acquire()
+        try:
+            began = trio.current_time()
+            await self._conn.write(header, data)
+            self._pace(length, trio.current_time() - began)
         finally:
-            self._writers -= 1
-        self._pace(length, trio.current_time() - began)
-
-    def frame_size(self) -> int:
-        """How much of one stream may be sent at a time now, so that streams take turns quickly."""
-        return max(MIN_FRAME, min(self._frame, MAX_FRAME * 4 // (self._writers + 1)))
+            self._bulk.release()
 
     def _pace(self, length: int, seconds: float) -> None:
-        """Smaller frames where one takes long, its wait for others included: a request must not wait longer."""
+        """Smaller frames where one takes long: a request waits until the one under way is out."""
         if seconds > SLOW_FRAME:
-            self._frame = max(MIN_FRAME, self._frame // 2)
-        elif length == self._frame and seconds < SLOW_FRAME / 4:
-            self._frame = min(MAX_FRAME, self._frame * 2)
+            self.frame = max(MIN_FRAME, self.frame // 2)
+        elif length == self.frame and seconds < SLOW_FRAME / 2:
+            self.frame = min(MAX_FRAME, self.frame * 2)
 
     async def _read_frames(self) -> str:
         """Handle frames until there are no more; why there are none."""
