@@ -1,0 +1,45 @@
+"""A small request and its answer, each over a stream of its own, while nothing else happens and under two transfers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from benchmarks.children import started
+from benchmarks.measures.transfer import node_pair
+from benchmarks.setting import Setting
+from benchmarks.tables import Row, quantile
+
+TRANSFERS = 2
+MS = 1000
+
+
+def measure(setting: Setting) -> list[Row]:
+    """The health of a peer, asked on the connection over which two files move again and again."""
+    source, digest = setting.file("source", setting.size)
+    with ExitStack() as stack:
+        asker, answerer = node_pair(stack, setting)
+        answerer.ask("offer", path=str(source), digest=digest)
+        tls_asker, tls_answerer = (
+            stack.enter_context(started("tls", files=setting.organisation.node(n))) for n in "cd"
+        )
+        tls_asker.ask("connect", port=tls_answerer.ask("listen", path=str(source)))
+        peer = answerer.about["peer"]
+        asker.ask("ask", peer=peer, count=20)
+        idle = asker.ask("ask", peer=peer, count=setting.count)
+        bare = tls_asker.ask("ping", count=setting.count)
+        targets = [str(setting.folder / f"target-{index}") for index in range(TRANSFERS)]
+        asker.ask("keep_pulling", peer=peer, digest=digest, targets=targets)
+        busy = asker.ask("ask", peer=peer, count=setting.count)
+        asker.ask("stop")
+    bare_is, under = "a byte there and back, blocking ssl", f"{TRANSFERS} transfers on the same connection"
+    return [
+        _row("request, idle, p50", idle, bare, 0.5, bare_is, "≤ 2.5 ms"),
+        _row("request, idle, p99", idle, bare, 0.99, bare_is, ""),
+        _row(f"request, {under}, p50", busy, idle, 0.5, "idle", ""),
+        _row(f"request, {under}, p99", busy, idle, 0.99, "idle", "≤ 50 ms"),
+    ]
+
+
+def _row(what: str, ours: list[float], reference: list[float], share: float, reference_is: str, bound: str) -> Row:
+    one, other = quantile(ours, share) * MS, quantile(reference, share) * MS
+    return Row(what, "ms", one, other, reference_is, one / other, bound)

@@ -1,0 +1,74 @@
+"""How long a daemon takes to serve, and what of that are imports; beside an interpreter that does nothing."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+from benchmarks.setting import Setting
+from benchmarks.tables import Row
+
+PATIENCE = 60.0
+
+
+def measure(setting: Setting) -> list[Row]:
+    """A gateway as an operator starts it, until its port takes connections."""
+    files = setting.organisation.node("gateway", "gateway")
+    names = ("pass", "import hypha_net", "import hypha_net._libp2p.engine")
+    runs: dict[str, list[float]] = {name: [] for name in (*names, "start")}
+    for index in range(setting.repeat):
+        for name in names:
+            runs[name].append(_run(name))
+        runs["start"].append(_start(setting, files, index))
+    found = {name: statistics.median(values) for name, values in runs.items()}
+    nothing, is_nothing = found["pass"], "an interpreter that does nothing"
+    return [
+        Row(
+            "start of a gateway until it serves",
+            "s",
+            found["start"],
+            nothing,
+            is_nothing,
+            found["start"] / nothing,
+            "≤ 2 s",
+        ),
+        Row("import of hypha_net", "s", max(0.0, found["import hypha_net"] - nothing)),
+        Row("import of its engine, py-libp2p included", "s", max(0.0, found[names[2]] - nothing)),
+    ]
+
+
+def _run(code: str) -> float:
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return time.perf_counter() - began
+
+
+def _start(setting: Setting, files: dict[str, str], index: int) -> float:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = setting.folder / "gateway.toml"
+    lines = {f"{kind}_pem": path for kind, path in files.items()}
+    lines["state_dir"] = str(setting.folder / f"state-{index}")
+    text = "".join(f'{key} = "{value}"\n' for key, value in lines.items())
+    config.write_text(f'{text}listen_addresses = ["/ip4/127.0.0.1/tcp/{port}"]\n')
+    command = [sys.executable, "-c", "from hypha_gateway.cli import main; main()", "run", "--config", str(config)]
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        return _wait_for(port, process, began)
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes], began: float) -> float:
+    while time.perf_counter() - began < PATIENCE and process.poll() is None:
+        try:
+            with socket.create_connection(("127.0.0.1", port), 1):
+                return time.perf_counter() - began
+        except OSError:
+            time.sleep(0.005)
+    raise TimeoutError(f"the gateway did not serve within {PATIENCE:g} s")

@@ -1,0 +1,55 @@
+"""Each benchmark runs, at a small size: what it moves arrives whole, and it prints its table; no speed is asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("transfer", "footprint", "relay", "requests", "connect", "gossip", "start", "memory")
+
+
+def run(tmp_path: Path, *arguments: str, timeout: float) -> tuple[str, list[dict[str, Any]]]:
+    """Run benchmarks; what they print, and their rows."""
+    found = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks", *arguments, "--folder", str(tmp_path), "--json", str(found)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [path for path in tmp_path.iterdir() if path != found] == []
+    return done.stdout, json.loads(found.read_text())["rows"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs_and_what_it_moves_arrives(tmp_path: Path, name: str) -> None:
+    small = ("--size", "8", "--repeat", "1", "--count", "20", "--leaves", "6")
+    printed, rows = run(tmp_path, name, *small, timeout=200)
+    assert printed.startswith(f"\n{name}\n")
+    assert rows
+    for row in rows:
+        assert f"| {row['what']} |" in printed
+        assert row["ours"] > 0 or name == "footprint"
+        assert (row["ratio"] is None) == (row["reference"] is None)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "transfers"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert f"no benchmark 'transfers'; there are: {', '.join(NAMES)}" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_eight_transfers_of_a_gibibyte_take_less_than_128_mib(tmp_path: Path) -> None:
+    _, rows = run(tmp_path, "footprint", "--size", "1024", timeout=800)
+    assert len(rows) == 2
+    for row in rows:
+        assert row["ours"] < 128, row
