@@ -228,3 +228,14 @@ def test_anybody_gets_a_place_at_the_relay(authority: Any) -> None:
                 await until(lambda node=node: "p2p-circuit" in node.addresses[-1])  # type: ignore[misc]
 
     run(main)
+
+
+def test_an_address_that_is_no_gateway_s_is_named_in_the_log(authority: Any, caplog: Any) -> None:
+    async def main() -> None:
+        async with opened(authority, "worker") as (gateway, worker):
+            settings = EndpointSettings(gateway_addresses=(worker.addresses[0], gateway.addresses[0]))
+            async with open_endpoint(authority.identity("asking"), settings):
+                await until(lambda: "is a worker's; name gateways there" in caplog.text)
+        assert caplog.text.count("name gateways there") == 1
+
+    run(main)

@@ -16,6 +16,7 @@ import anyio.abc
 from libp2p.network.connection.swarm_connection import SwarmConn
 
 from hypha_net._libp2p.backoff import jittered
+from hypha_net._libp2p.connections import secured
 from hypha_net._libp2p.dialer import Dialer
 from hypha_net._libp2p.kad import ASK_TIMEOUT, DirectoryClient
 from hypha_net._libp2p.muxer import Muxer
@@ -136,6 +137,7 @@ class Gateways:
             self._changed.set()
             self._changed = anyio.Event()
             _log.info("connected to gateway %s at %s", peer, address)
+            self._check_role(peer, address)
             met_at = anyio.current_time()
             await self._stay(peer)
             _log.warning("gateway %s at %s is lost", peer, address)
@@ -162,6 +164,14 @@ class Gateways:
             _log.log(level, "gateway %s: %s; again in %.1f s", address, reason, pause)
         await self._pause(began + pause - anyio.current_time())
         return None
+
+    def _check_role(self, peer: PeerId, address: str) -> None:
+        connection = self._dialer.connection(peer)
+        certificate = None if connection is None else secured(connection).certificate
+        if certificate is not None and certificate.role not in (None, "gateway"):
+            _log.error(
+                "gateway_addresses %s: %s is a %s's; name gateways there", address, certificate, certificate.role
+            )
 
     async def _stay(self, gateway: PeerId) -> None:
         """Do what hangs on a gateway for as long as it is connected."""
