@@ -73,7 +73,7 @@ async def main() -> None:
     host = new_host(key_pair=keys, sec_opt={PROTOCOL_ID: TLSTransport(keys)})
     party = Party(host)
     async with host.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]):
-        deeds = {"offer": party.offer, "connect": party.connect, "take": party.take}
+        deeds: dict[str, Any] = {"offer": party.offer, "connect": party.connect, "take": party.take}
         await answer_async({}, deeds)
 
 

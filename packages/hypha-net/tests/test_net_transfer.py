@@ -284,6 +284,18 @@ def test_little_is_not_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_incomplete_file_takes_no_more_room_than_what_is_there(tmp_path: Path) -> None:
+    file = arriving.open_arriving(tmp_path / "target", 64 << 20, "blake3:" + "a" * 64)
+    file.store(memoryview(bytes(2 << 20)))
+    assert file.path.stat().st_blocks * 512 >= 64 << 20
+    file.leave()
+    assert file.path.stat().st_blocks * 512 < 4 << 20
+    again = arriving.open_arriving(tmp_path / "target", 64 << 20, "blake3:" + "a" * 64)
+    assert again.received == 2 << 20
+    assert file.path.stat().st_blocks * 512 >= 64 << 20
+    again.drop()
+
+
 @pytest.mark.parametrize("fallocate", [True, False])
 def test_no_room_is_said_before_anything_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallocate: bool

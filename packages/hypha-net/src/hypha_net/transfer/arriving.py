@@ -111,11 +111,18 @@ class Arriving:
         if self.file.closed:
             return
         if self._resumable and self.received >= KEEP_FROM:
-            os.utime(self.file.fileno())
+            self._free_the_rest()
             self.file.close()
             _sweep(self.path.parent)
         else:
             self.drop()
+
+    def _free_the_rest(self) -> None:
+        """While it waits it takes no more room than what is there."""
+        fd, size = self.file.fileno(), self.size or 0
+        os.ftruncate(fd, self.received)
+        os.ftruncate(fd, size + _TRAILER)
+        os.pwrite(fd, self.received.to_bytes(_TRAILER, "little"), size)
 
     def drop(self) -> None:
         """Remove it."""
@@ -192,17 +199,17 @@ def _open_locked(path: Path) -> FileIO | None:
 
 
 def _make_room(arriving: Arriving) -> int:
-    """Preallocate the announced size; how many of its bytes an earlier transfer left, the file at that position."""
+    """Take room for what is to come; how many of its bytes an earlier transfer left, the file at that position."""
     if arriving.size is None:
         return 0
     fd, whole = arriving.file.fileno(), arriving.size + _TRAILER
     there = _left_there(fd, arriving.size)
     if there == 0:
         os.ftruncate(fd, 0)
-        try:
-            _allocate(fd, whole, arriving.path.parent)
-        except OSError as error:
-            raise _no_room(arriving.path, error) from error
+    try:
+        _allocate(fd, there, whole, arriving.path.parent)
+    except OSError as error:
+        raise _no_room(arriving.path, error) from error
     return there
 
 
@@ -213,15 +220,15 @@ def _left_there(fd: int, size: int) -> int:
     return there if there <= size else 0
 
 
-def _allocate(fd: int, size: int, folder: Path) -> None:
+def _allocate(fd: int, begin: int, size: int, folder: Path) -> None:
     if hasattr(os, "posix_fallocate"):
         try:
-            os.posix_fallocate(fd, 0, size)
+            os.posix_fallocate(fd, begin, size - begin)
             return
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
-    if shutil.disk_usage(folder).free < size:
+    if shutil.disk_usage(folder).free < size - begin:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(fd, size)  # sparse: the best this file system can do
 
