@@ -10,10 +10,9 @@ import logging
 import os
 import ssl
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 import trio
 from cryptography import x509
@@ -27,6 +26,7 @@ from libp2p.peer.id import ID
 from libp2p.security.exceptions import HandshakeFailure
 from multiaddr import Multiaddr
 
+from hypha_net._libp2p.refusals import RefusalReason, explain, is_refusal
 from hypha_net._libp2p.shown_certificates import shown, verified_chain, watch
 from hypha_net.errors import IdentityError, RefusedError
 from hypha_net.events import Events, Refused
@@ -41,31 +41,6 @@ HANDSHAKE_TIMEOUT: Final = 10.0
 SEND_TIMEOUT: Final = 60.0
 """Seconds for one encrypted frame to leave; a peer that takes nothing for so long loses its connection."""
 _PIECE: Final = 256 << 10
-
-_COMPARE: Final = "compare trust_pem of both nodes"
-_ALERTS: Final = {
-    "TLSV1_ALERT_UNKNOWN_CA": f"it does not trust the CA that issued ours: {_COMPARE}; or its crls_pem lacks a list",
-    "SSLV3_ALERT_CERTIFICATE_REVOKED": "ours is revoked: ask the organisation for a new one",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "ours has expired: have it renewed, and check the clocks; or its lists have",
-    "SSLV3_ALERT_BAD_CERTIFICATE": "ours is not valid yet, or damaged: check the clocks of both nodes",
-    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it could not check ours (a missing or expired CRL?)",
-    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "ours is of a kind it does not take",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it wants a certificate",
-}
-_REMEDIES: Final = {
-    3: "crls_pem lacks a list of one of the CAs in its chain",
-    9: "check the clocks of both nodes",
-    10: "its owner has to have it renewed; check the clocks of both nodes",
-    12: "crls_pem has to be renewed",
-    23: "its owner has to ask the organisation for a new one",
-    18: _COMPARE,
-    19: _COMPARE,
-    20: _COMPARE,
-    21: _COMPARE,
-}
-"""What to do about OpenSSL's verification errors, by their code."""
-RefusalReason = Literal["revoked", "expired", "untrusted", "protocol"]
-_REASONS: Final[Mapping[int, RefusalReason]] = {10: "expired", 23: "revoked"}
 
 
 @dataclass(slots=True)
@@ -176,32 +151,19 @@ class TlsConnection(ISecureConn):
         return self.certificate
 
     def _explain(self, error: ssl.SSLError) -> str:
-        """Who refused whose certificate, and why."""
-        if isinstance(error, ssl.SSLCertVerificationError):
-            self.refused_for = _REASONS.get(error.verify_code, "untrusted")
-            remedy = _REMEDIES.get(error.verify_code)
-            text = f"{self._shown_certificate()} is refused here: {error.verify_message}"
-            return f"{text}: {remedy}" if remedy else text
-        if error.reason in _ALERTS:
-            return f"the peer refused this node's certificate: {_ALERTS[error.reason]} ({error.reason})"
-        if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-            self.refused_for = "protocol"
-            return "the peer showed no certificate: it is no Hypha node, or its cert_pem was not loaded"
-        return f"TLS handshake failed: {error.reason or error}"
-
-    def _shown_certificate(self) -> str:
-        """What the peer showed although it did not verify."""
-        try:
-            certificate = shown(self._tls)
-            return "the peer's certificate" if certificate is None else str(describe_certificate(certificate))
-        except (ValueError, IdentityError) as error:
-            return f"the peer's certificate ({error})"
+        """Who refused whose certificate, and why; notes that this side did, if it did."""
+        words, self.refused_for = explain(error, shown(self._tls))
+        return words
 
     def shown_peer(self) -> PeerId | None:
         """Who the peer said it was, for one that was refused; nobody has verified that."""
         try:
             certificate = shown(self._tls)
-            return None if certificate is None else describe_certificate(certificate).peer_id
+            return (
+                None
+                if certificate is None
+                else describe_certificate(x509.load_der_x509_certificate(certificate)).peer_id
+            )
         except (ValueError, IdentityError):
             return None
 
@@ -237,7 +199,7 @@ class TlsConnection(ISecureConn):
                     return None
                 if isinstance(error, ssl.SSLZeroReturnError):
                     return 0
-                if error.reason in _ALERTS:
+                if is_refusal(error):
                     self.refusal = self._explain(error)
                 raise ConnectionClosedError(self.refusal or f"TLS: {error}") from error
             if not count:

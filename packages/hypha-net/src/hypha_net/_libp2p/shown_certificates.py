@@ -10,8 +10,6 @@ from __future__ import annotations
 import ssl
 from typing import Any, Final
 
-from cryptography import x509
-
 _CERTIFICATE: Final = 11
 _HANDSHAKE: Final = 22
 _DER: Final = 2
@@ -29,19 +27,15 @@ def _keep(tls: Any, direction: str, _version: object, content: int, message: int
         tls.shown_certificate = data
 
 
-def shown(tls: ssl.SSLObject) -> x509.Certificate | None:
-    """The first certificate that the peer showed, verified or not.
-
-    Raises:
-        ValueError: what it showed is no certificate.
-    """
+def shown(tls: ssl.SSLObject) -> bytes | None:
+    """The first certificate that the peer showed, verified or not, as it came: it should be DER."""
     data: bytes | None = getattr(tls, "shown_certificate", None)
     if data is None:
         return None
     # RFC 8446 4.4.2: header (4), context behind its length (1), length of the list (3), length of the first (3)
     start = 5 + data[4] + 3 if len(data) > 4 else 0
     size = int.from_bytes(data[start : start + 3], "big")
-    return x509.load_der_x509_certificate(data[start + 3 : start + 3 + size])
+    return data[start + 3 : start + 3 + size]
 
 
 def verified_chain(tls: ssl.SSLObject) -> list[bytes]:
