@@ -12,6 +12,8 @@ from typing import Any
 import anyio
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.host.exceptions import StreamFailure
+from libp2p.peer.id import ID
 from libp2p.pubsub.pb import rpc_pb2
 from multiaddr import Multiaddr
 
@@ -253,6 +255,42 @@ def test_gossip_goes_on_over_a_second_connection_when_the_first_is_given_up(auth
                     await anyio.sleep(0.2)
 
     run(authority, case)
+
+
+def test_gossip_that_broke_off_or_failed_to_begin_is_set_up_anew(authority: Any, monkeypatch: Any) -> None:
+    async def case(star: Star) -> None:
+        pubsub = star.gateway._gossip[0]
+        leaf = ID(star.good.peer_id.raw)
+        async with star.good.subscribe(TOPIC) as back:
+            await pubsub.peers[leaf].reset()
+            await said_back(star, back, b"after a reset")
+
+            async def too_slow(*_: Any) -> Any:
+                raise StreamFailure("negotiating took too long")
+
+            with monkeypatch.context() as patched:
+                patched.setattr(pubsub.host, "new_stream", too_slow)
+                pubsub._handle_dead_peer(leaf)
+                await anyio.sleep(0.5)
+                assert leaf not in pubsub.peers
+            await until(lambda: leaf in pubsub.peers)
+            pubsub.handle_subscription(leaf, rpc_pb2.RPC.SubOpts(subscribe=True, topicid=TOPIC))
+            await said_back(star, back, b"after a failure")
+
+    run(authority, case)
+
+
+async def said_back(star: Star, heard: AsyncIterator[GossipMessage], text: bytes) -> None:
+    """Wait until the gateway's gossip stream is another one, which needs no publish, and what it says is heard."""
+    pubsub = star.gateway._gossip[0]
+    leaf = ID(star.good.peer_id.raw)
+    await until(lambda: leaf in pubsub.peers and not pubsub.peers[leaf].muxed_stream.over)  # type: ignore[attr-defined]
+    with anyio.fail_after(10):
+        while True:
+            await star.gateway.publish(TOPIC, text)
+            with anyio.move_on_after(0.5):
+                assert (await anext(heard)).data == text
+                return
 
 
 def test_made_up_origins_count_against_who_brings_them(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:

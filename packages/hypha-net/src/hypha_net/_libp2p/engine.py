@@ -32,7 +32,8 @@ from hypha_net._libp2p.circuits import CircuitConnection
 from hypha_net._libp2p.connections import is_cut, secured, upgrade
 from hypha_net._libp2p.dialer import CIRCUIT, Dialer, Routes, is_direct
 from hypha_net._libp2p.gateways import Gateways
-from hypha_net._libp2p.gossip import make_pubsub
+from hypha_net._libp2p.gossip import PROTOCOLS as GOSSIP_PROTOCOLS
+from hypha_net._libp2p.gossip import keep_registered, make_pubsub
 from hypha_net._libp2p.host import (
     NEGOTIATE_TIMEOUT,
     addresses_of,
@@ -61,6 +62,7 @@ from hypha_net.endpoint import GossipMessage, PeerInfo, Record, Stream, StreamHa
 from hypha_net.errors import (
     NetError,
     StreamClosedError,
+    StreamDroppedError,
     StreamResetError,
     UnreachableError,
     UnsupportedProtocolError,
@@ -302,7 +304,7 @@ class Libp2pEndpoint:
                 raise UnreachableError(f"{peer}: the connection broke off") from error
             if is_cut(error):
                 what = f"{peer} reset a stream of {', '.join(protocols)}, or does not answer"
-                raise UnreachableError(f"{what}; does this node's role let it ask that?") from error
+                raise StreamDroppedError(f"{what}; does this node's role let it ask that?") from error
             raise UnsupportedProtocolError(f"{peer} speaks none of {', '.join(protocols)}") from error
         except (IOException, MuxedConnError, MuxedStreamError) as error:
             raise UnreachableError(f"{peer}: {error}") from error
@@ -354,6 +356,11 @@ class Libp2pEndpoint:
         """See `Endpoint.subscribe`."""
         return self._subscriptions.subscribe(topic)
 
+    def _speaks_gossip(self, peer: ID) -> bool:
+        """Whether a peer does, as far as identify has told."""
+        known = protocols_of(self._host.peerstore, peer)
+        return not known or not known.isdisjoint(GOSSIP_PROTOCOLS)
+
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
         """See `Endpoint.topic_peers`."""
         return self._subscriptions.peers(topic)
@@ -397,6 +404,7 @@ class Libp2pEndpoint:
             await stack.enter_async_context(background_trio_service(router))
             await stack.enter_async_context(background_trio_service(pubsub))
             await pubsub.wait_until_ready()
+            self._tasks.start_soon(keep_registered, pubsub, self._speaks_gossip)
             for address in self._settings.gateway_addresses:
                 self._tasks.start_soon(self._gateways.keep, address)
             self._tasks.start_soon(self._certificates.run, self._settings.certificate_interval)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 from weakref import WeakKeyDictionary
 
+import trio
 from libp2p.abc import IHost, INetConn, INetwork
 from libp2p.custom_types import TProtocol
+from libp2p.peer.id import ID
 from libp2p.peer.peerstore import env_to_send_in_RPC
 from libp2p.pubsub import gossipsub as gossipsub_module
 from libp2p.pubsub import pubsub as pubsub_module
@@ -23,6 +25,7 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 
 from hypha_net._libp2p.gossip_intake import Intake
+from hypha_net._libp2p.muxed_stream import MuxedStream
 from hypha_net._libp2p.notices import Quiet
 from hypha_net.events import Events
 from hypha_proto.ids import PeerId
@@ -32,6 +35,7 @@ DEGREE: Final = 1024
 QUEUE: Final = 1024
 SEEN_SECONDS: Final = 120
 ENVELOPE_SECONDS: Final = 10.0
+CHECK_INTERVAL: Final = 2.0
 
 
 _ENVELOPES: Final[WeakKeyDictionary[IHost, tuple[float, bytes]]] = WeakKeyDictionary()
@@ -94,8 +98,32 @@ class _Rejoining(Quiet):
         stream = self._pubsub.peers.get(peer)
         if stream is None or stream.muxed_conn is not conn.muxed_conn:
             return
-        topics = [topic for topic, peers in self._pubsub.peer_topics.items() if peer in peers]
-        self._pubsub._handle_dead_peer(peer)
-        if self._pubsub._peer_is_connected(peer):  # it has said there what it subscribes to, and will not say it again
-            for topic in topics:
-                self._pubsub.handle_subscription(peer, rpc_pb2.RPC.SubOpts(subscribe=True, topicid=topic))
+        _register_anew(self._pubsub, peer)
+
+
+def _register_anew(pubsub: Pubsub, peer: ID) -> None:
+    """Open the gossip stream to a peer again, if it is connected; what it has said it subscribes to still holds."""
+    topics = [topic for topic, peers in pubsub.peer_topics.items() if peer in peers]
+    pubsub._handle_dead_peer(peer)
+    if pubsub._peer_is_connected(peer):  # it has said there what it subscribes to, and will not say it again
+        for topic in topics:
+            pubsub.handle_subscription(peer, rpc_pb2.RPC.SubOpts(subscribe=True, topicid=topic))
+
+
+async def keep_registered(pubsub: Pubsub, speaks: Callable[[ID], bool]) -> None:
+    """Have the gossip with connected peers set up anew where it failed or broke off, until cancelled.
+
+    py-libp2p gives a peer up when one negotiation takes too long, and sees a broken stream only when it has something
+    to say: on a busy machine a leaf would stay deaf for as long as it is connected.
+
+    Args:
+        speaks: whether a peer speaks gossip, as far as is known.
+    """
+    while True:
+        await trio.sleep(CHECK_INTERVAL)
+        for peer in list(pubsub.host.get_network().connections):
+            stream = pubsub.peers.get(peer)
+            if stream is None and speaks(peer) and pubsub._peer_is_connected(peer):
+                pubsub._schedule_peer_stream_retry(peer)
+            elif stream is not None and cast(MuxedStream, stream.muxed_stream).over:  # type: ignore[attr-defined]
+                _register_anew(pubsub, peer)
