@@ -23,6 +23,10 @@ class RefusedError(UnreachableError):
     """A peer was reached, but one side refused the other: wrong CA, revoked, wrong peer id, no shared protocol."""
 
 
+class StreamDroppedError(UnreachableError):
+    """A connected peer reset a stream before it said which protocol it takes: it may take the next one."""
+
+
 class UnsupportedProtocolError(NetError):
     """The peer speaks none of the protocols that were offered."""
 

@@ -13,11 +13,11 @@ from blake3 import blake3
 
 from hypha_net import telemetry
 from hypha_net.endpoint import Endpoint, Stream
-from hypha_net.errors import TransferError, TransferRefusedError
+from hypha_net.errors import StreamDroppedError, TransferError, TransferRefusedError
 from hypha_net.transfer.arriving import left_behind
 from hypha_net.transfer.moving import CHUNK, arriving_at, receive_whole, send_file
 from hypha_net.transfer.progress import Progress
-from hypha_net.transfer.retries import take_up_again
+from hypha_net.transfer.retries import Drops, take_up_again
 from hypha_net.transfer.wire import (
     BrokenOffError,
     behind_length,
@@ -83,7 +83,8 @@ async def pull(
     """Pull a file from `peer` to `target`, which appears only when it is whole.
 
     A pull that breaks off is taken up again a few times, from where it was; what an earlier call left beside `target`
-    counts too, if the peer still has the same content. Peers of the old wire are asked once, for all of it.
+    counts too, if the peer still has the same content. Peers of the old wire are asked once, for all of it, and again
+    only where they dropped the stream before a byte of it came.
 
     Args:
         digest: what it must hash to; from a peer of the old wire nothing else vouches for it.
@@ -118,6 +119,7 @@ class _Incoming:
     anew: bool = False
     """Whether what is there cannot be gone on from."""
     progress: Progress = field(init=False)
+    drops: Drops = field(default_factory=Drops)
 
     def __post_init__(self) -> None:
         self.known = self.wanted
@@ -129,7 +131,10 @@ class _Incoming:
 
     async def attempt(self) -> Pulled:
         offset = 0 if self.anew else await anyio.to_thread.run_sync(left_behind, self.target, self.known)
-        stream = await self.endpoint.open_stream(self.peer, [PULL_WITH_HEADER, PULL])
+        try:
+            stream = await self.endpoint.open_stream(self.peer, [PULL_WITH_HEADER, PULL])
+        except StreamDroppedError as error:
+            raise self.drops.bear(error, error) from error
         if stream.protocol == PULL:
             return await self._bare(stream)
         async with ending(stream, self.what):
@@ -145,8 +150,9 @@ class _Incoming:
                 # a small file is on its way before an end that follows the header
                 await stream.send_eof(behind_length(to_json(PullHeader, header)))
                 return await self._receive(stream, None, self.wanted, 0)
-        except BrokenOffError as error:  # an old peer would send all of it again
-            raise TransferError(str(error)) from error
+        except BrokenOffError as error:
+            cut = TransferError(str(error))  # an old peer would send all of it again
+            raise (cut if self.progress.moved_in_all else self.drops.bear(error, cut)) from error
 
     async def _headed(self, stream: Stream, offset: int) -> Pulled:
         request = telemetry.with_trace(_from(self.request, offset))

@@ -13,11 +13,11 @@ import anyio
 
 from hypha_net import telemetry
 from hypha_net.endpoint import Endpoint, Stream
-from hypha_net.errors import StreamResetError, TransferError, TransferRefusedError
+from hypha_net.errors import StreamDroppedError, StreamResetError, TransferError, TransferRefusedError
 from hypha_net.transfer.arriving import waiting_name
 from hypha_net.transfer.moving import arriving_at, receive_whole, send_file
 from hypha_net.transfer.progress import Progress
-from hypha_net.transfer.retries import take_up_again
+from hypha_net.transfer.retries import Drops, take_up_again
 from hypha_net.transfer.wire import BrokenOffError, ending, logging_failures, receive_message, refuse, send_message
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
@@ -26,6 +26,8 @@ from hypha_proto.transfer import GoOn, PushAnswer, PushHeader, PushReceipt, Rece
 
 _log = logging.getLogger("hypha_net.transfer")
 
+END_TIMEOUT: Final = 5.0
+"""Seconds that a peer of the old wire may take to end the stream, once it has the file, before it is believed to."""
 _TAKE_OVER: Final = 5.0
 """Seconds that a broken push may take to let go of its file when the peer is back with it."""
 
@@ -47,7 +49,7 @@ async def push(endpoint: Endpoint, peer: PeerId, path: Path, header: PushHeader,
     """Push the file at `path` to `peer` and wait for its receipt; returns the bytes sent, repeated ones included.
 
     A push that breaks off is taken up again a few times, from where the peer has it. Falls back to the old wire's push,
-    which has neither header nor receipt and is not repeated.
+    which has neither header nor receipt, and is repeated only where the peer dropped the stream unread.
 
     Raises:
         UnreachableError: the peer cannot be reached.
@@ -71,6 +73,7 @@ class _Outgoing:
     path: Path
     header: PushHeader
     progress: Progress = field(init=False)
+    drops: Drops = field(default_factory=Drops)
 
     def __post_init__(self) -> None:
         self.progress = Progress(self.endpoint, self.peer, self.header.name, "sent")
@@ -80,7 +83,10 @@ class _Outgoing:
         return f"push of {self.header.name} to {self.peer}"
 
     async def attempt(self) -> int:
-        stream = await self.endpoint.open_stream(self.peer, [PUSH_WITH_HEADER, PUSH])
+        try:
+            stream = await self.endpoint.open_stream(self.peer, [PUSH_WITH_HEADER, PUSH])
+        except StreamDroppedError as error:
+            raise self.drops.bear(error, error) from error
         if stream.protocol == PUSH:
             return await self._bare(stream)
         async with ending(stream, self.what):
@@ -94,8 +100,12 @@ class _Outgoing:
                 self.progress.begin(0, size)
                 await send_file(stream, self.path, 0, size, self.progress)
                 await stream.send_eof()
-        except BrokenOffError as error:  # whether the peer has the file nobody knows
-            raise TransferError(str(error)) from error
+                with anyio.move_on_after(END_TIMEOUT):  # it drops the stream once it has the file, or at once
+                    await stream.receive_some()
+        except BrokenOffError as error:
+            lost = TransferError(str(error))  # with its connection: whether it has the file nobody knows
+            dropped = self.peer in self.endpoint.connected_peers()  # a reset: it has not read to the end
+            raise (self.drops.bear(error, lost) if dropped else lost) from error
         return self.progress.moved_in_all
 
     async def _headed(self, stream: Stream) -> None:

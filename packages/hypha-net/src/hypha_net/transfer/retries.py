@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 import anyio
 
-from hypha_net.errors import UnreachableError
+from hypha_net.errors import NetError, UnreachableError
 from hypha_net.transfer.wire import BrokenOffError
 
 _log = logging.getLogger("hypha_net.transfer")
@@ -18,6 +18,21 @@ T = TypeVar("T")
 
 PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds before each further attempt, give or take a third."""
+DROPS: Final = 2
+"""Streams of one transfer that an old peer may drop unread: rust-libp2p does so with one that arrives before it has
+taken the one before."""
+
+
+class Drops:
+    """How many more dropped streams are borne."""
+
+    def __init__(self) -> None:
+        self._left = DROPS
+
+    def bear(self, error: NetError, otherwise: NetError) -> NetError:
+        """What to raise for a stream that was dropped unread: once too often `otherwise`."""
+        self._left -= 1
+        return BrokenOffError(str(error)) if self._left >= 0 else otherwise
 
 
 async def take_up_again(attempt: Callable[[], Awaitable[T]], what: str) -> T:
