@@ -52,7 +52,10 @@ def evaluate(task: str, model_dir: Path, data: Path, batch_size: int, allowed: C
     if task not in known:
         raise JobError(f"--task {task!r} has no accuracy; known are {', '.join(sorted(known))}")
     module = load_model(task, model_dir, allowed=allowed)
-    return measure(module, ModelInputs(task, (), module), [data], batch_size, torch.device("cpu"))
+    try:
+        return measure(module, ModelInputs(task, (), module), [data], batch_size, torch.device("cpu"))
+    except DataError as error:
+        raise DataError(f"--data {error}") from None
 
 
 def measure(

@@ -73,7 +73,8 @@ def auto_class(task: str) -> Any:
 @contextlib.contextmanager
 def lean_imports(task: str) -> Iterator[None]:
     """Hide packages that transformers would import though models of this task do not use them."""
-    hidden = [name for name in _NEEDLESS if task in _LEAN_TASKS and name not in sys.modules]
+    wanted = _NEEDLESS if task in _LEAN_TASKS else ()
+    hidden = [name for name in wanted if name not in sys.modules and not _counted_on(name)]
     absent = dict.fromkeys(hidden)
     sys.modules.update(absent)  # type: ignore[arg-type]  # None is the documented way to refuse an import
     try:
@@ -81,6 +82,12 @@ def lean_imports(task: str) -> Iterator[None]:
     finally:
         for name in hidden:
             sys.modules.pop(name, None)
+
+
+def _counted_on(name: str) -> bool:
+    """Whether transformers has looked for a package already and will import it whenever it likes."""
+    looked = getattr(sys.modules.get("transformers.utils.import_utils"), f"is_{name}_available", None)
+    return looked is not None and hasattr(looked, "cache_info") and looked.cache_info().currsize > 0 and bool(looked())
 
 
 def load_model(
