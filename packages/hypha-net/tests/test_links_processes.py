@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,29 @@ def test_a_stopped_gateway_is_noticed_and_its_nodes_are_back_when_it_goes_on(aut
             await until(lambda: bool(leaf.addresses), BUSY * BACK)
 
     run(main, 170)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_connections_survive_a_gateway_that_is_stopped_for_twenty_seconds(authority: Any) -> None:
+    async def main() -> None:
+        async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
+            nodes = await leaves(stack, authority, gateway, 3)
+            with ExitStack() as events_of:
+                followed = [events_of.enter_context(node.events.follow(Disconnected)) for node in nodes]
+                gateway.process.send_signal(signal.SIGSTOP)
+                await anyio.sleep(20)
+                gateway.process.send_signal(signal.SIGCONT)
+                for node in nodes:
+                    await echo_once(node, gateway)
+                await anyio.sleep(16)  # past the next sign of life that either side asks for
+                for node, events in zip(nodes, followed, strict=True):
+                    await echo_once(node, gateway)
+                    with anyio.move_on_after(0.1) as scope:
+                        await anext(events)
+                    assert scope.cancelled_caught, "a connection was given up"
+
+    run(main, 100)
 
 
 @pytest.mark.slow
