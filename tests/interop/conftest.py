@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from interop.authority import Authority
 from interop.rust_peer import build
-
-from hypha_local.processes import script
-
-Certify = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -22,21 +17,12 @@ def binary() -> Path:
 
 
 @pytest.fixture
-def certify(tmp_path: Path) -> Certify:
-    """Gives a function that has `hypha-certutil` make a node's files; it returns their prefix."""
-    folder = tmp_path / "ca"
+def authority(tmp_path: Path) -> Authority:
+    """An authority of its own for each test."""
+    return Authority(tmp_path / "ca")
 
-    def tool(*words: str) -> None:
-        done = subprocess.run(
-            [script("hypha-certutil"), *words, "--dir", str(folder)], capture_output=True, text=True, timeout=30
-        )
-        assert done.returncode == 0, done.stderr
 
-    def node(name: str, role: str | None = None) -> Path:
-        tool("node", name, "--out", str(folder / "nodes"), *(("--role", role) if role else ()))
-        shutil.copy(folder / "crls.pem", folder / "nodes" / f"{name}-crls.pem")
-        return folder / "nodes" / name
-
-    tool("root")
-    tool("org")
-    return node
+@pytest.fixture
+def certify(authority: Authority) -> Callable[..., Path]:
+    """Makes a node's files."""
+    return authority.node

@@ -161,6 +161,8 @@ class Gateway:
 
     prefix: Path
     port: int
+    extra: str = ""
+    """More TOML."""
     process: anyio.abc.Process | None = None
 
     @property
@@ -180,7 +182,7 @@ class Gateway:
         config.write_text(
             f"cert_pem = {json.dumps(str(certificate))}\nkey_pem = {json.dumps(str(key))}\n"
             f'trust_pem = {json.dumps(str(trust))}\nlisten_addresses = ["/ip4/127.0.0.1/tcp/{self.port}"]\n'
-            f"state_dir = {json.dumps(str(self.prefix.parent))}\nexclude_cidr = []\n"
+            f"state_dir = {json.dumps(str(self.prefix.parent))}\nexclude_cidr = []\n{self.extra}"
         )
         log = self.prefix.with_name(f"{self.prefix.name}.log").open("a")
         self.process = await anyio.open_process(
@@ -209,9 +211,9 @@ class Gateway:
 
 
 @asynccontextmanager
-async def gateway(prefix: Path, port: int) -> AsyncIterator[Gateway]:
+async def gateway(prefix: Path, port: int, extra: str = "") -> AsyncIterator[Gateway]:
     """A running gateway."""
-    made = Gateway(prefix, port)
+    made = Gateway(prefix, port, extra)
     try:
         await made.start()
         yield made

@@ -9,17 +9,22 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from uuid import UUID
 
 import anyio
 import pytest
 from interop import ours
+from interop.authority import Authority
 from interop.rust_peer import RustError, RustPeer, rust_peer
 
 from hypha_net import requests, transfer
 from hypha_net._libp2p.engine import Libp2pEndpoint
-from hypha_net.errors import StreamResetError, UnreachableError
+from hypha_net.errors import RefusedError, StreamResetError, UnreachableError
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
+from hypha_proto.jobs import NotFound
+from hypha_proto.leases import RENEW_LEASE, RenewalFailed, RenewLease
+from hypha_proto.slices import DATA, DataRequest, SliceAssigned
 from hypha_proto.transfer import PullRequest
 
 Certify = Callable[..., Path]
@@ -117,6 +122,36 @@ def test_gateway_daemon_answers_a_rust_peer(binary: Path, certify: Certify) -> N
             assert "/libp2p/circuit/relay/0.2.0/hop" in seen["protocols"]
             await rust.until("ping", count=2, peer=str(gate.id), error=None)
             assert await rust.do("health", peer=str(gate.id)) is True
+
+    run(main)
+
+
+@pytest.mark.parametrize("reason", ["unknown CA", "revoked"])
+@pytest.mark.parametrize("bad", ["Rust", "ours"])
+def test_who_is_not_trusted_is_refused_both_ways(binary: Path, authority: Authority, reason: str, bad: str) -> None:
+    if reason == "revoked":
+        prefix = authority.node("bad")
+        good = authority.node("good")
+        authority.revoke(prefix)
+    else:
+        prefix = Authority(authority.folder.parent / "other").node("bad")
+        good = authority.node("good")
+    rusts, own_prefix = (prefix, good) if bad == "Rust" else (good, prefix)
+
+    async def main() -> None:
+        crls = own_prefix.with_name(f"{own_prefix.name}-crls.pem")
+        identity = ours.load_identity(*ours.files(own_prefix), crls)
+        settings = ours.EndpointSettings(listen_addresses=(ours.LOOPBACK,))
+        async with rust_peer(binary, rusts) as rust, ours.open_endpoint(identity, settings) as own:
+            with pytest.raises(RefusedError) as refusal:
+                await own.connect(rust.address)
+            print(f"\n{bad} {reason}, ours dials:", refusal.value)
+            print("Rust, dialled:", (await rust.until("refused"))["detail"])
+            await rust.do("dial", address=own.addresses[0])
+            await until(lambda: rust.of("dial_failed") or rust.of("closed"))
+            print("Rust dials:", rust.of("dial_failed") or rust.of("closed"))
+            assert not own.connected_peers()
+            assert not await rust.do("connected")
 
     run(main)
 
@@ -387,6 +422,51 @@ def test_our_leaves_use_a_rust_relay_with_stock_limits(binary: Path, certify: Ce
     run(main)
 
 
+def test_limits_of_our_relay_are_told_to_rust_and_kept(binary: Path, certify: Certify) -> None:
+    async def main() -> None:
+        limits = "[relay]\nmax_bytes = 200000\nmax_duration = 60\n"
+        async with (
+            ours.gateway(certify("gate", "gateway"), free_port(), limits) as gate,
+            rust_peer(binary, certify("hidden"), listen=[]) as hidden,
+            rust_peer(binary, certify("other"), listen=[]) as other,
+        ):
+            await hidden.do("listen", address=f"{gate.address}/p2p-circuit")
+            limit = (await hidden.until("reserved", relay=str(gate.id)))["limit"]
+            assert "200000" in limit
+            assert "60s" in limit
+            for attempt in (1, 2):
+                await other.do("dial", address=f"{gate.address}/p2p-circuit/p2p/{hidden.id}")
+                await other.until("connected", count=attempt, peer=hidden.id)
+                assert await other.do("send", peer=hidden.id, size=50_000) == 50_000
+                with pytest.raises(RustError):
+                    await other.do("send", peer=hidden.id, size=400_000)
+                await other.until("closed", count=attempt, peer=hidden.id)
+
+    run(main)
+
+
+def test_a_direct_way_follows_a_relayed_one(binary: Path, certify: Certify) -> None:
+    """`/libp2p/dcutr` with libp2p's own behaviour; loopback shows the conversation, not that a NAT lets it through."""
+
+    async def main() -> None:
+        async with (
+            ours.gateway(certify("gate", "gateway"), free_port()) as gate,
+            rust_peer(binary, certify("rust"), dcutr=True) as rust,
+            ours.leaf(certify("ours"), gate.address) as own,
+        ):
+            await until(lambda: any("p2p-circuit" in address for address in own.addresses))
+            circuit = next(address for address in own.addresses if "p2p-circuit" in address)
+            await rust.do("external", address=bare(rust.address))
+            await rust.do("dial", address=circuit)
+            await rust.until("connected", peer=str(own.peer_id), relayed=True)
+            await rust.until("connected", peer=str(own.peer_id), relayed=False, timeout=30)
+            await until(lambda: own.is_direct(PeerId.parse(rust.id)))
+            await anyio.sleep(1)
+            print("\ndcutr:", rust.of("dcutr"))
+
+    run(main)
+
+
 # -------------------------------------------------------------------------------------------- 6. what Hypha says
 
 
@@ -401,6 +481,24 @@ def test_requests_in_both_roles(binary: Path, certify: Certify) -> None:
             requests.serve(own, HEALTH_CHECK, well)
             assert await rust.do("health", peer=str(own.peer_id)) is True
             assert (await requests.call(own, peer, HEALTH_CHECK, HealthRequest())).healthy
+
+            async def slices(_: PeerId, request: DataRequest) -> SliceAssigned | NotFound:
+                if request.dataset != "mnist":
+                    return NotFound()
+                return SliceAssigned(data_provider=own.peer_id, index=7, epoch=0, others=(peer,))
+
+            requests.serve(own, DATA, slices)
+            told = await rust.do("data", peer=str(own.peer_id), dataset="mnist")
+            assert told == {"provider": str(own.peer_id), "index": 7}
+            assert await rust.do("data", peer=str(own.peer_id), dataset="other") == "Data(NotFound)"
+            given = await requests.call(own, peer, DATA, DataRequest(dataset="mnist"))
+            assert isinstance(given, SliceAssigned)
+            assert (given.data_provider, given.index) == (peer, 7)
+            renewed = await requests.call(own, peer, RENEW_LEASE, RenewLease(id=UUID(int=5)))
+            assert isinstance(renewed, RenewalFailed)
+            # what this node does not serve is reset, and a Rust node does not wait for it
+            with pytest.raises(RustError):
+                await rust.do("renew", peer=str(own.peer_id), lease="0123456789abcdef", timeout=5)
 
     run(main)
 
