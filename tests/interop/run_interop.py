@@ -422,6 +422,35 @@ def test_our_leaves_use_a_rust_relay_with_stock_limits(binary: Path, certify: Ce
     run(main)
 
 
+def test_our_leaves_live_with_a_rust_gateway(binary: Path, certify: Certify) -> None:
+    """Which serves directory and relay and, as the gateways in the field, is not in our topic."""
+
+    async def main() -> None:
+        async with rust_peer(binary, certify("gate"), relay=True, kad_server=True) as gate:
+            await gate.do("external", address=bare(gate.address))
+            async with (
+                ours.leaf(certify("one"), gate.address) as one,
+                ours.leaf(certify("two"), gate.address) as two,
+                one.subscribe(TOPIC),
+                two.subscribe(TOPIC) as messages,
+            ):
+                await one.put_record(b"mnist", b'{"num_slices": 3, "seq": 1}', ttl=60)
+                await two.put_record(b"mnist", b'{"num_slices": 4, "seq": 2}', ttl=60)
+                found = {record.publisher: record.value for record in await two.find_records(b"mnist")}
+                assert found == {
+                    one.peer_id: b'{"num_slices": 3, "seq": 1}',
+                    two.peer_id: b'{"num_slices": 4, "seq": 2}',
+                }
+                await until(lambda: two.peer_id in one.topic_peers(TOPIC), 60)
+                await anyio.sleep(2)
+                await one.publish(TOPIC, b"past a gateway that forwards nothing")
+                with anyio.fail_after(10):
+                    assert (await anext(messages)).source == one.peer_id
+                assert await ours.send(one, two.peer_id, MIB) == MIB
+
+    run(main)
+
+
 def test_limits_of_our_relay_are_told_to_rust_and_kept(binary: Path, certify: Certify) -> None:
     async def main() -> None:
         limits = "[relay]\nmax_bytes = 200000\nmax_duration = 60\n"
@@ -445,24 +474,27 @@ def test_limits_of_our_relay_are_told_to_rust_and_kept(binary: Path, certify: Ce
     run(main)
 
 
-def test_a_direct_way_follows_a_relayed_one(binary: Path, certify: Certify) -> None:
+@pytest.mark.parametrize("hidden", [False, True], ids=["told by identify", "told by dcutr"])
+def test_a_direct_way_follows_a_relayed_one(binary: Path, certify: Certify, hidden: bool) -> None:
     """`/libp2p/dcutr` with libp2p's own behaviour; loopback shows the conversation, not that a NAT lets it through."""
 
     async def main() -> None:
         async with (
             ours.gateway(certify("gate", "gateway"), free_port()) as gate,
-            rust_peer(binary, certify("rust"), dcutr=True) as rust,
+            rust_peer(binary, certify("rust"), dcutr=True, hide_listen=hidden) as rust,
             ours.leaf(certify("ours"), gate.address) as own,
         ):
+            await rust.do("dial", address=gate.address)
+            await rust.until("identified", peer=str(gate.id))
             await until(lambda: any("p2p-circuit" in address for address in own.addresses))
             circuit = next(address for address in own.addresses if "p2p-circuit" in address)
-            await rust.do("external", address=bare(rust.address))
             await rust.do("dial", address=circuit)
             await rust.until("connected", peer=str(own.peer_id), relayed=True)
             await rust.until("connected", peer=str(own.peer_id), relayed=False, timeout=30)
             await until(lambda: own.is_direct(PeerId.parse(rust.id)))
-            await anyio.sleep(1)
-            print("\ndcutr:", rust.of("dcutr"))
+            if hidden:
+                assert (await rust.until("dcutr", peer=str(own.peer_id)))["error"] is None
+            assert await rust.do("send", peer=str(own.peer_id), size=MIB) == MIB
 
     run(main)
 

@@ -46,6 +46,9 @@ pub struct Settings {
     dcutr: bool,
     #[serde(default)]
     kad_server: bool,
+    /// Whether identify keeps addresses to itself, as behind a NAT they would be of no use.
+    #[serde(default)]
+    hide_listen: bool,
     /// Seconds after which a connection that nothing uses is closed; libp2p's own 10 if left out.
     idle: Option<f64>,
     /// Seconds between pings; libp2p's own 15 if left out.
@@ -68,7 +71,7 @@ struct Behaviour {
 
 fn behaviour(key: &Keypair, relay_client: relay::client::Behaviour, settings: &Settings) -> Behaviour {
     let id = key.public().to_peer_id();
-    let about = identify::Config::new("/hypha-identify/0.0.1".into(), key.public()).with_agent_version("hypha-rust/0.0.1".into());
+    let about = identify::Config::new("/hypha-identify/0.0.1".into(), key.public()).with_agent_version("hypha-rust/0.0.1".into()).with_hide_listen_addrs(settings.hide_listen);
     let pings = settings.ping.map_or_else(ping::Config::new, |every| {
         ping::Config::new().with_interval(Duration::from_secs_f64(every))
     });
