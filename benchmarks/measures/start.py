@@ -56,7 +56,7 @@ def _start(setting: Setting, files: dict[str, str], index: int) -> float:
     config.write_text(f'{text}listen_addresses = ["/ip4/127.0.0.1/tcp/{port}"]\n')
     command = [sys.executable, "-c", "from hypha_gateway.cli import main; main()", "run", "--config", str(config)]
     began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         return _wait_for(port, process, began)
     finally:
@@ -64,8 +64,11 @@ def _start(setting: Setting, files: dict[str, str], index: int) -> float:
         process.wait(PATIENCE)
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes], began: float) -> float:
-    while time.perf_counter() - began < PATIENCE and process.poll() is None:
+def _wait_for(port: int, process: subprocess.Popen[str], began: float) -> float:
+    while time.perf_counter() - began < PATIENCE:
+        if process.poll() is not None:
+            said = "" if process.stderr is None else process.stderr.read()
+            raise RuntimeError(f"the gateway ended with exit code {process.returncode}: {said[-1000:]}")
         try:
             with socket.create_connection(("127.0.0.1", port), 1):
                 return time.perf_counter() - began

@@ -8,6 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import anyio
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hypha_net import transfer
+from hypha_net.endpoint import Endpoint
 from hypha_net.errors import StreamResetError
 from hypha_net.events import Event, Transferred
 from hypha_net.rates import BURST, Bucket
@@ -27,6 +29,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.protocol import PUSH_WITH_HEADER
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 
+Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 Case = Callable[[MemoryNetwork, MemoryEndpoint, MemoryEndpoint], Awaitable[None]]
 
 SIZE = 12 << 20
@@ -69,7 +72,7 @@ async def header_of(path: Path) -> PushHeader:
     return PushHeader(job_id=uuid.UUID(int=1), round=1, kind=PSEUDO_GRADIENT, name=path.name, size=size, digest=digest)
 
 
-def serve_file(node: MemoryEndpoint, path: Path) -> list[int]:
+def serve_file(node: Endpoint, path: Path) -> list[int]:
     """Serve one file; the offsets that were asked for."""
     offsets: list[int] = []
 
@@ -119,6 +122,37 @@ def test_a_push_that_is_cut_goes_on_where_it_was(tmp_path: Path) -> None:
         assert a.traffic.sent < SIZE + CUT_AT
 
     run(case)
+
+
+def test_over_either_network_a_closed_connection_is_a_pause(opener: Opener, tmp_path: Path) -> None:
+    source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
+    target.parent.mkdir()
+
+    async def main() -> None:
+        with anyio.fail_after(60):
+            async with opener(3) as (_, a, b):
+                offsets = serve_file(b, source)
+                transfer.limit_rates(a, transfer.Rates(download=16 << 20))  # slow enough to be cut half way
+                async with anyio.create_task_group() as tasks:
+
+                    async def cut() -> None:
+                        with a.events.follow(Transferred) as events:
+                            async for event in events:
+                                assert isinstance(event, Transferred)
+                                if event.done > CUT_AT:
+                                    break
+                        await b.disconnect(a.peer_id)
+
+                    tasks.start_soon(cut)
+                    await transfer.pull(a, b.peer_id, REQUEST, target)
+                assert offsets[0] == 0
+                assert offsets[-1] >= arriving.KEEP_FROM
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+        anyio.run(main, backend="trio")
+    assert target.read_bytes() == source.read_bytes()
+    assert list(target.parent.iterdir()) == [target]
 
 
 def test_a_pull_that_is_cut_goes_on_where_it_was(tmp_path: Path) -> None:
