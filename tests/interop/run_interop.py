@@ -19,7 +19,7 @@ from interop.rust_peer import RustError, RustPeer, rust_peer
 
 from hypha_net import requests, transfer
 from hypha_net._libp2p.engine import Libp2pEndpoint
-from hypha_net.errors import RefusedError, StreamResetError, UnreachableError
+from hypha_net.errors import RefusedError, StreamResetError, TransferError, UnreachableError
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.jobs import NotFound
@@ -562,5 +562,33 @@ def test_slices_in_both_roles(binary: Path, certify: Certify, tmp_path: Path) ->
             with pytest.raises(StreamResetError):
                 while await stream.receive_some():
                     pass
+
+    run(main)
+
+
+def test_many_slices_of_one_rust_peer_at_once(binary: Path, certify: Certify, tmp_path: Path) -> None:
+    """Of streams that arrive together libp2p-stream drops some."""
+    folder = tmp_path / "slices" / "mnist"
+    folder.mkdir(parents=True)
+    for index in range(16):
+        (folder / str(index)).write_bytes(ours.pattern(0, 10_000 + index))
+
+    async def main() -> None:
+        async with pair(binary, certify, slices=str(folder.parent)) as (rust, own):
+            peer = await connect(rust, own, rust_dials=True)
+            failed: list[str] = []
+
+            async def pull(index: int) -> None:
+                request = PullRequest(dataset="mnist", index=index)
+                try:
+                    assert (await transfer.pull(own, peer, request, tmp_path / f"{index}")).size == 10_000 + index
+                except (TransferError, UnreachableError) as error:
+                    failed.append(f"{index}: {error}")
+
+            async with anyio.create_task_group() as tasks:
+                for index in range(16):
+                    tasks.start_soon(pull, index)
+            print("\nserved:", len(rust.of("served")), "failed:", failed)
+            assert not failed
 
     run(main)
