@@ -13,6 +13,7 @@ import trio
 import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libp2p.connection_types import ConnectionType
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
@@ -61,6 +62,9 @@ class PipeConnection:
 
     def get_remote_address(self) -> None:
         return None
+
+    def get_connection_type(self) -> ConnectionType:
+        return ConnectionType.DIRECT
 
 
 class DelayedEnd:

@@ -47,6 +47,8 @@ MAX_BUFFERED: Final = 256 << 20
 FEW_PINGS: Final = 4
 """Round trips of which the shortest is taken for the link's own, without the waits of a busy process."""
 MAX_FRAME: Final = 256 << 10
+CIRCUIT_ROOM: Final = 8 << 10
+"""Less than that in a circuit, so that a frame, encrypted, is one frame of the connection that carries it."""
 MIN_FRAME: Final = 16 << 10
 """Bounds on what is sent of one stream at a time."""
 SLOW_FRAME: Final = 0.01
@@ -104,6 +106,8 @@ class Muxer(IMuxedConn):
         self._asked_at = float("-inf")
         self._asked = 0
         """Time and number of the last ping that measures a round trip."""
+        relayed = conn.get_connection_type() is ConnectionType.RELAYED
+        self._largest = MAX_FRAME - CIRCUIT_ROOM if relayed else MAX_FRAME
         self.frame = MAX_FRAME // 4
         """How many bytes of one stream are sent at a time now."""
         self._bulk = trio.Lock()
@@ -250,7 +254,7 @@ class Muxer(IMuxedConn):
         if seconds > SLOW_FRAME:
             self.frame = max(MIN_FRAME, self.frame // 2)
         elif length == self.frame and seconds < SLOW_FRAME / 2:
-            self.frame = min(MAX_FRAME, self.frame * 2)
+            self.frame = min(self._largest, self.frame * 2)
 
     async def _read_frames(self) -> str:
         """Handle frames until there are no more; why there are none."""
