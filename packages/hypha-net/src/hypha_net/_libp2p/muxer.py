@@ -110,6 +110,7 @@ class Muxer(IMuxedConn):
         self._largest = MAX_FRAME - CIRCUIT_ROOM if relayed else MAX_FRAME
         self.frame = MAX_FRAME // 4
         """How many bytes of one stream are sent at a time now."""
+        self._per_byte = SLOW_FRAME / self.frame
         self._bulk = trio.Lock()
         """Held while a large frame is sent: large ones take turns, and small ones wait for one of them at most."""
         self._streams: dict[int, MuxedStream] = {}
@@ -250,10 +251,15 @@ class Muxer(IMuxedConn):
             self._bulk.release()
 
     def _pace(self, length: int, seconds: float) -> None:
-        """Smaller frames where one takes long: a request waits until the one under way is out."""
-        if seconds > SLOW_FRAME:
+        """Frames as large as the link takes within `SLOW_FRAME`: a request waits until the one under way is out.
+
+        On the average of some frames: one alone may have waited for credit that comes in large portions.
+        """
+        self._per_byte += (seconds / length - self._per_byte) / 8
+        fitting = SLOW_FRAME / max(self._per_byte, 1e-12)
+        if self.frame > fitting:
             self.frame = max(MIN_FRAME, self.frame // 2)
-        elif length == self.frame and seconds < SLOW_FRAME / 2:
+        elif self.frame * 2 <= fitting:
             self.frame = min(self._largest, self.frame * 2)
 
     async def _read_frames(self) -> str:
