@@ -34,6 +34,7 @@ from hypha_proto.offers import WORKER_REQUESTS
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 TOPIC = "test/topic"
 MESHSUB = "/meshsub/1.1.0"
+PEER_AWAY = ID(PeerId.from_public_key(bytes(32)).raw)
 
 
 @dataclass
@@ -45,6 +46,8 @@ class Star:
     evil: Libp2pEndpoint
     stream: Stream
     lost: Counter[str] = field(default_factory=Counter)
+    topics: set[str] = field(default_factory=set)
+    """Topics by which losses were counted."""
     heard: list[GossipMessage] = field(default_factory=list)
     """What the gateway took."""
     number: int = 0
@@ -95,16 +98,17 @@ async def star(authority: Any) -> AsyncIterator[Star]:
                 await node.wait_for_gateway(10)
             made = Star(gateway, good, evil, await evil.open_stream(gateway.peer_id, [MESHSUB]))
             with gateway.events.follow(GossipLost) as lost:
-                tasks.start_soon(_count, lost, made.lost)
+                tasks.start_soon(_count, lost, made.lost, made.topics)
                 tasks.start_soon(_hear, heard, made.heard)
                 await until(lambda: gateway.peer_id in good.topic_peers(TOPIC))
                 yield made
             tasks.cancel_scope.cancel()
 
 
-async def _count(lost: Any, into: Counter[str]) -> None:
+async def _count(lost: Any, into: Counter[str], topics: set[str]) -> None:
     async for event in lost:
         into[event.reason] += event.count
+        topics.add(event.topic)
 
 
 async def _hear(messages: AsyncIterator[GossipMessage], into: list[GossipMessage]) -> None:
@@ -302,6 +306,62 @@ def test_made_up_origins_count_against_who_brings_them(authority: Any, monkeypat
         await until(lambda: star.lost["rate"] >= 70)
         await star.check_serves()
         assert 20 <= sum(message.data == b"made up" for message in star.heard) < 30
+
+    run(authority, case)
+
+
+def test_forgeries_cost_who_brings_them_and_are_not_even_looked_at_when_there_are_many(
+    authority: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gossip_intake, "FORWARDER_BURST", 20.0)
+    monkeypatch.setattr(gossip_intake, "FORWARDER_RATE", 1.0)
+
+    async def case(star: Star) -> None:
+        await star.say(*(star.message(from_id=star.good.peer_id.raw) for _ in range(100)))
+        await until(lambda: star.lost.total() >= 100)
+        assert 20 <= star.lost["unsigned"] < 30
+        await star.check_serves()
+
+    run(authority, case)
+
+
+def test_nothing_is_remembered_of_topics_that_are_made_up(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        rpc = rpc_pb2.RPC()
+        for number in range(1000):
+            rpc.control.prune.add(topicID=f"made up {number}", backoff=1 << 60)
+            rpc.control.graft.add(topicID=f"made up {number}")
+        await write_message(star.stream, rpc)
+        await star.say(star.message(b"after"))
+        await until(lambda: any(message.data == b"after" for message in star.heard))
+        _, router = star.gateway._gossip
+        assert set(router.back_off) <= {TOPIC}
+        assert {topic for tracked in router.graft_flood_tracking.values() for topic in tracked} <= {TOPIC}
+        await star.say(star.message(topicIDs=["made up", TOPIC]))
+        await until(lambda: star.lost["other"] == 1)
+        assert "made up" not in star.topics
+
+    run(authority, case)
+
+
+def test_peers_named_in_a_prune_are_not_dialled(authority: Any) -> None:
+    """Their addresses would pass by `exclude_cidr`; whom to meet is the directory's to say."""
+
+    async def case(star: Star) -> None:
+        dialled: list[Any] = []
+
+        async def dial(found: Any) -> None:
+            dialled.append(found)
+
+        vars(star.gateway._host)["connect"] = dial
+        rpc = rpc_pb2.RPC()
+        away = PEER_AWAY
+        star.gateway._host.peerstore.add_addrs(away, [Multiaddr("/ip4/10.0.0.1/tcp/1")], 60)
+        rpc.control.prune.add(topicID=TOPIC).peers.add(peerID=away.to_bytes())
+        await write_message(star.stream, rpc)
+        await star.say(star.message(b"after"))
+        await until(lambda: any(message.data == b"after" for message in star.heard))
+        assert not dialled
 
     run(authority, case)
 
