@@ -23,10 +23,11 @@ from hypha_net.events import Event, Transferred
 from hypha_net.rates import BURST, Bucket
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_net.transfer import arriving, retries
+from hypha_net.transfer.turns import AT_ONCE
 from hypha_net.transfer.wire import receive_message, send_message
 from hypha_proto.codec import to_cbor
 from hypha_proto.ids import PeerId
-from hypha_proto.protocol import PUSH_WITH_HEADER
+from hypha_proto.protocol import PULL_WITH_HEADER, PUSH_WITH_HEADER
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
@@ -450,6 +451,33 @@ def test_those_who_share_a_bucket_get_the_same(sharers: int) -> None:
         clocks[who] += bucket.take(4096, clocks[who])
         moved[who] += 4096
     assert max(moved) - min(moved) <= 4096
+
+
+def test_a_peer_that_asks_for_more_and_more_and_takes_nothing_costs_a_bounded_number_of_files(
+    opener: Opener, tmp_path: Path
+) -> None:
+    """Each would hold a thread, an open file and two blocks; whoever else asks is served meanwhile."""
+    source = content(tmp_path / "source")
+
+    async def main() -> None:
+        async with opener(3) as (giver, greedy, other):
+            offsets = serve_file(giver, source)
+            streams = []
+            for _ in range(3 * AT_ONCE):
+                stream = await greedy.open_stream(giver.peer_id, [PULL_WITH_HEADER])
+                await send_message(stream, to_cbor(PullRequest, REQUEST))
+                streams.append(stream)
+            await transfer.pull(other, giver.peer_id, REQUEST, tmp_path / "target")
+            assert len(offsets) == AT_ONCE + 1
+            for stream in streams:
+                await stream.reset()
+            await transfer.pull(greedy, giver.peer_id, REQUEST, tmp_path / "target")
+
+    async def bounded() -> None:
+        with anyio.fail_after(60):
+            await main()
+
+    anyio.run(bounded, backend="trio")
 
 
 @pytest.mark.parametrize("limit", ["upload", "peer_upload", "download", "peer_download"])

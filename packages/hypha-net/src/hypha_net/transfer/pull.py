@@ -18,6 +18,7 @@ from hypha_net.transfer.arriving import left_behind
 from hypha_net.transfer.moving import CHUNK, arriving_at, receive_whole, send_file
 from hypha_net.transfer.progress import Progress
 from hypha_net.transfer.retries import Drops, take_up_again
+from hypha_net.transfer.turns import in_turn
 from hypha_net.transfer.wire import (
     BrokenOffError,
     behind_length,
@@ -229,8 +230,9 @@ def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awa
                 await send_file(stream, offered.path, 0, size, progress)
                 await stream.send_eof()
 
-    endpoint.handle(PULL_WITH_HEADER, logging_failures(headed))
-    endpoint.handle(PULL, logging_failures(bare))
+    limited = in_turn()
+    endpoint.handle(PULL_WITH_HEADER, limited(logging_failures(headed)))
+    endpoint.handle(PULL, limited(logging_failures(bare)))
 
 
 async def _give(endpoint: Endpoint, stream: Stream, request: PullRequest, offered: Offered) -> None:
