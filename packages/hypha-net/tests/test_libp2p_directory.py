@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,8 @@ def test_nobody_publishes_for_another_but_known_records_are_passed_on() -> None:
     gateway.put(PEERS[1], put(b"k", b"forged", publisher=PEERS[0]))
     assert gateway.get(b"k") is None
     gateway.put(PEERS[0], put(b"k", b"own", publisher=PEERS[0]))
-    gateway.put(PEERS[1], put(b"k", b"own", publisher=PEERS[0]))  # another gateway replicates what is known here too
+    gateway.put(PEERS[1], put(b"k", b"own", publisher=PEERS[0], ttl=9999))  # a replica of what is known here too
+    gateway.put(PEERS[1], put(b"k", b"forged", publisher=PEERS[0]))
     assert gateway.get(b"k") == (b"own", PEERS[0], 100)
 
 
@@ -124,6 +127,9 @@ def test_one_peer_cannot_fill_the_directory(monkeypatch: pytest.MonkeyPatch) -> 
     gateway.put(PEERS[1], put(b"large", bytes(990)))
     kept = [key for key in (b"k0", b"k1", b"k2", b"k3", b"k4", b"other", b"large") if gateway.get(key)]
     assert kept == [b"k0", b"k1", b"k2", b"other"]
+    monkeypatch.setattr(kad_store, "MAX_STORED_OF_PEER", 100)
+    gateway.put(PEERS[2], put(b"more than one's share", bytes(90)))
+    assert gateway.get(b"more than one's share") is None
     gateway.now += 100
     gateway.put(PEERS[0], put(b"k4", b"room again"))
     assert gateway.get(b"k4") is not None
@@ -148,6 +154,7 @@ def test_records_survive_a_restart_and_a_spoilt_file_is_begun_anew(
 ) -> None:
     first = Gateway(tmp_path)
     first.put(PEERS[0], put(b"\xff\x00 any bytes", b"\x00\xff"))
+    first.store.save()
     second = Gateway(tmp_path)
     second.now += 30
     assert second.get(b"\xff\x00 any bytes") == (b"\x00\xff", PEERS[0], 70)
@@ -159,7 +166,38 @@ def test_records_survive_a_restart_and_a_spoilt_file_is_begun_anew(
         assert third.get(b"\xff\x00 any bytes") is None
         assert file.name in caplog.text
         third.put(PEERS[0], put(b"k", b"v"))
+        third.store.save()
         assert Gateway(tmp_path).get(b"k") is not None
+
+
+def test_many_puts_cost_one_write_and_a_folder_that_is_full_costs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A write for each would let one peer keep a gateway from everything else."""
+    monkeypatch.setattr(kad_store, "SAVE_EVERY", 0.05)
+    gateway = Gateway(tmp_path)
+    make, remove, names = tmp_path.mkdir, tmp_path.rmdir, partial(os.listdir, tmp_path)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(gateway.store.keep_saved)
+            remove()
+            gateway.put(PEERS[0], put(b"k", b"0"))
+            await anyio.sleep(0.3)
+            make()
+            for number in range(1000):
+                gateway.put(PEERS[0], put(b"k", b"%d" % number))
+            assert not names()
+            with anyio.fail_after(5):
+                while names() != ["dht-records.json"]:
+                    await anyio.sleep(0.01)
+            assert Gateway(tmp_path).get(b"k") is not None
+            gateway.put(PEERS[0], put(b"last", b"v"))
+            tasks.cancel_scope.cancel()
+
+    anyio.run(main, backend="trio")
+    assert Gateway(tmp_path).get(b"last") is not None
+    assert sum("dht-records" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_node_that_is_no_gateway_tells_peers_and_keeps_nothing() -> None:

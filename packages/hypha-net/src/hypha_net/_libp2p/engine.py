@@ -107,7 +107,7 @@ class Libp2pEndpoint:
 
     def _make_directory(self) -> None:
         is_gateway = self._settings.role == "gateway"
-        store = RecordStore(self._settings.state_dir) if is_gateway else None
+        store = self._record_store = RecordStore(self._settings.state_dir) if is_gateway else None
         server = DirectoryServer(
             self._known_peers,
             store,
@@ -408,6 +408,8 @@ class Libp2pEndpoint:
             for address in self._settings.gateway_addresses:
                 self._tasks.start_soon(self._gateways.keep, address)
             self._tasks.start_soon(self._certificates.run, self._settings.certificate_interval)
+            if self._record_store is not None:
+                self._tasks.start_soon(self._record_store.keep_saved)
             try:
                 yield
             finally:

@@ -88,23 +88,22 @@ class DirectoryServer:
 
     def _put(self, peer: PeerId, message: Any) -> None:
         record = message.record
-        publisher = record.publisher or peer.raw
-        fits = record.key == message.key and 0 < len(record.key) <= MAX_KEY and len(record.value) <= MAX_VALUE
-        if self._store is None or not fits or not self._may_put(peer, bytes(publisher), bytes(record.key)):
-            _log.warning("record %r of %s is not stored here", bytes(record.key[:60]), peer)
-        elif self._store.put(bytes(record.key), bytes(record.value), bytes(publisher), record.ttl or DEFAULT_TTL):
-            _log.debug("record %r of %s stored", bytes(record.key[:60]), peer)
+        key, value, publisher = bytes(record.key), bytes(record.value), bytes(record.publisher or peer.raw)
+        fits = key == message.key and 0 < len(key) <= MAX_KEY and len(value) <= MAX_VALUE
+        if self._store is None or not fits or not self._may_put(peer, key):
+            _log.warning("record %r of %s is not stored here", key[:60], peer)
+        elif publisher != peer.raw:  # what its publisher has put here as well needs no replica, and nothing else counts
+            _log.debug("%s brings record %r of somebody else, which is left out", peer, key[:60])
+        elif self._store.put(key, value, publisher, record.ttl or DEFAULT_TTL):
+            _log.debug("record %r of %s stored", key[:60], peer)
 
-    def _may_put(self, peer: PeerId, publisher: bytes, key: bytes) -> bool:
-        """Whether `peer` may put a record of `publisher`: its own, or one that is known to be the publisher's."""
+    def _may_put(self, peer: PeerId, key: bytes) -> bool:
+        """Whether `peer` may put records under `key`: a heartbeat's is for its publisher alone."""
         try:
             named = publisher_named(key)
         except InvalidIdError:
             return False
-        if not self._may_publish(peer) or (named is not None and named.raw != publisher):
-            return False
-        known = None if self._store is None else self._store.get(key)
-        return publisher == peer.raw or (known is not None and known.publisher == publisher)
+        return self._may_publish(peer) and named in (None, peer)
 
     def _get(self, key: bytes, answer: Any) -> None:
         if self._store is not None and (stored := self._store.get(key)) is not None:

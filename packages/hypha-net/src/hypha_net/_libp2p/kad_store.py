@@ -12,9 +12,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import anyio
+import anyio.to_thread
 
 from hypha_proto.heartbeats import PREFIX, split_heartbeat
 from hypha_proto.ids import PeerId
@@ -25,6 +29,9 @@ MAX_RECORDS: Final = 32_768
 MAX_RECORDS_OF_PEER: Final = 1024
 MAX_STORED: Final = 64 << 20
 """Bytes of keys and values that a gateway keeps in all."""
+MAX_STORED_OF_PEER: Final = 4 << 20
+SAVE_EVERY: Final = 1.0
+"""Seconds between two writes to the disk, if there is anything new; ten times as long as a write takes at least."""
 MAX_TTL: Final = 48 * 3600.0
 FLEETING: Final = 60.0
 """Seconds; a record that lives no longer is not written to the disk."""
@@ -52,7 +59,9 @@ class RecordStore:
         self._clock = clock
         self._records: dict[bytes, StoredRecord] = {}
         self._of_peer: Counter[bytes] = Counter()
+        self._size_of_peer: Counter[bytes] = Counter()
         self._size = 0
+        self._unsaved = False
         self._load()
 
     def get(self, key: bytes) -> StoredRecord | None:
@@ -75,7 +84,7 @@ class RecordStore:
         self._drop(key)
         self._keep(key, StoredRecord(value, publisher, self._clock() + min(ttl, MAX_TTL), ttl > FLEETING))
         if ttl > FLEETING or (old is not None and old.lasting):
-            self._save()
+            self._unsaved = True
         return True
 
     def remaining(self, record: StoredRecord) -> int:
@@ -84,40 +93,69 @@ class RecordStore:
 
     def _keep(self, key: bytes, record: StoredRecord) -> None:
         self._records[key] = record
-        self._of_peer[record.publisher] += 1
-        self._size += len(key) + len(record.value)
+        self._count(key, record, 1)
 
     def _drop(self, key: bytes) -> None:
         record = self._records.pop(key, None)
         if record is not None:
-            self._of_peer[record.publisher] -= 1
-            if not self._of_peer[record.publisher]:
-                del self._of_peer[record.publisher]
-            self._size -= len(key) + len(record.value)
+            self._count(key, record, -1)
+
+    def _count(self, key: bytes, record: StoredRecord, sign: int) -> None:
+        size = sign * (len(key) + len(record.value))
+        self._size += size
+        self._size_of_peer[record.publisher] += size
+        self._of_peer[record.publisher] += sign
+        if not self._of_peer[record.publisher]:
+            del self._of_peer[record.publisher], self._size_of_peer[record.publisher]
 
     def _has_room(self, key: bytes, value: bytes, publisher: bytes, old: StoredRecord | None) -> bool:
         freed = 0 if old is None else len(key) + len(old.value)
-        of_peer = self._of_peer[publisher] - (old is not None and old.publisher == publisher)
-        count = len(self._records) - (old is not None)
-        fits = self._size - freed + len(key) + len(value) <= MAX_STORED
-        return count < MAX_RECORDS and of_peer < MAX_RECORDS_OF_PEER and fits
+        of_same = old is not None and old.publisher == publisher
+        size, count = len(key) + len(value), len(self._records) - (old is not None)
+        of_peer = self._size_of_peer[publisher] + size - (freed if of_same else 0)
+        many = count >= MAX_RECORDS or self._of_peer[publisher] - of_same >= MAX_RECORDS_OF_PEER
+        return not many and self._size - freed + size <= MAX_STORED and of_peer <= MAX_STORED_OF_PEER
 
     def _expire(self) -> None:
         now = self._clock()
         for key in [key for key, record in self._records.items() if record.expires <= now]:
             self._drop(key)
 
-    def _save(self) -> None:
-        if self._path is None:
-            return
-        plain = [
-            [base64.b64encode(part).decode() for part in (key, record.value, record.publisher)] + [record.expires]
-            for key, record in self._records.items()
-            if record.lasting
-        ]
-        temporary = self._path.with_suffix(".part")
-        temporary.write_text(json.dumps(plain))
-        temporary.replace(self._path)
+    async def keep_saved(self) -> None:
+        """Write what is new to the disk now and then until cancelled, and then once more."""
+        pause, failed = SAVE_EVERY, False
+        try:
+            while True:
+                await anyio.sleep(pause)
+                began = anyio.current_time()
+                try:
+                    await self._save_behind()
+                    failed = False
+                except OSError as error:
+                    if not failed:
+                        _log.error("%s cannot be written, so records are lost at the end: %s", self._path, error)
+                    failed = True
+                pause = max(SAVE_EVERY, 10 * (anyio.current_time() - began))
+        finally:
+            with anyio.CancelScope(shield=True), suppress(OSError):  # that was told above, or is the last second's
+                await self._save_behind()
+
+    async def _save_behind(self) -> None:
+        if self._unsaved and self._path is not None:
+            self._unsaved = False
+            try:
+                await anyio.to_thread.run_sync(_write, self._path, self._lasting())
+            except OSError:
+                self._unsaved = True
+                raise
+
+    def save(self) -> None:
+        """Write everything to the disk, and wait for it. Raises `OSError`."""
+        if self._path is not None:
+            _write(self._path, self._lasting())
+
+    def _lasting(self) -> list[tuple[bytes, StoredRecord]]:
+        return [(key, record) for key, record in self._records.items() if record.lasting]
 
     def _load(self) -> None:
         if self._path is None or not self._path.exists():
@@ -131,6 +169,16 @@ class RecordStore:
             for key in list(self._records):
                 self._drop(key)
             _log.warning("%s is not readable and is begun anew: %s", self._path, error)
+
+
+def _write(path: Path, records: list[tuple[bytes, StoredRecord]]) -> None:
+    temporary = path.with_suffix(".part")
+    with temporary.open("w") as file:  # record by record: one large dump would hold up every other thread
+        for number, (key, record) in enumerate(records):
+            parts = [base64.b64encode(part).decode() for part in (key, record.value, record.publisher)]
+            file.write(("," if number else "[") + json.dumps([*parts, record.expires]))
+        file.write("]" if records else "[]")
+    temporary.replace(path)
 
 
 class ProviderStore:
