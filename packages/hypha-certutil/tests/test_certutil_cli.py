@@ -201,7 +201,7 @@ def test_a_tampered_request_is_refused(authority: Path, tmp_path: Path) -> None:
         (["node", "alice", "--days", "9999"], "outlives 'org'"),
         (["node", "../alice"], "name '../alice'"),
         (["node", "alice", "--org", "root"], "is a root"),
-        (["node", "alice", "--org", "nobody"], "nobody-key.pem: cannot be read"),
+        (["node", "alice", "--org", "nobody"], "nobody-key.pem: no CA 'nobody' is in this folder"),
         (["org", "second", "--root", "org"], "is not a root"),
     ],
 )

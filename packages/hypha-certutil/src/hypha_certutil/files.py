@@ -134,6 +134,9 @@ def read_authority(folder: Path, name: str) -> Authority:
         CertutilError: a file is missing or malformed, or key and certificate do not belong together.
     """
     names = names_in(folder, name)
+    if not names.key.exists():
+        make = "hypha-certutil root, org and node make a root, an organisation under it, and nodes"
+        raise CertutilError(f"{names.key}: no CA {name!r} is in this folder; name it, or its folder with --dir. {make}")
     key = read_key(names.key)
     certificate = read_certificates(names.certificate)[0]
     if ed25519_key(certificate, str(names.certificate)) != key.public_key():
