@@ -269,6 +269,7 @@ def test_secrets_are_masked_also_in_errors(load: Any) -> None:
     assert "hunter2" not in "\n".join(problems)
     data = {"telemetry_headers": {"a": "b"}, "models": [{"token": "x", "tokenizer": "y"}, {"token": None}]}
     assert masked(data) == {"telemetry_headers": "***", "models": [{"token": "***", "tokenizer": "y"}, {"token": None}]}
+    assert masked({"telemetry_headers": {}}) == {"telemetry_headers": {}}
     assert is_secret("connectors.s3.secret_access_key")
 
 

@@ -190,7 +190,7 @@ def is_secret(key: str) -> bool:
 def masked(value: Any, key: str = "") -> Any:
     """A configuration value with every secret in it replaced by ``***``; `key` is where it stands."""
     if key and is_secret(key):
-        return None if value is None else "***"
+        return value if value is None or value == {} else "***"  # nothing is set, and that is no secret
     if isinstance(value, Mapping):
         return {name: masked(part, f"{key}.{name}" if key else str(name)) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
