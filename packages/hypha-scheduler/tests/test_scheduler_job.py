@@ -497,6 +497,7 @@ def test_too_few_workers_and_why(tmp_path: Path, model: Path) -> None:
         text = str(caught.value)
         assert "1 of 3 for train" in text
         assert "the owner says no" in text
+        assert "not named here made no offer for train: the bid of 100 may be under" in text
         assert "asks 500 tokens an hour" in text
         assert "123" not in text.split("asks 500")[1]
         assert all(worker.released for worker in (workers[2], workers[3]))

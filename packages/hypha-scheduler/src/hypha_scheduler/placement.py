@@ -204,6 +204,7 @@ class Placement:
             reasons[bid.peer] = [f"taken for {bid.role} already: each part of a job runs on a worker of its own"]
         for peer, texts in sorted(reasons.items()):
             lines.append(f"{peer}: {'; '.join(texts) or 'would make an offer now'}")
+        lines += [_of_the_silent(role, self._requests[role].bid) for role in missing]
         return "\n  ".join(lines)
 
     async def _ask_why(self, peer: PeerId, role: str, reasons: dict[PeerId, list[str]]) -> None:
@@ -214,6 +215,14 @@ class Placement:
             _log.debug("%s does not say why it made no offer: %s", peer, error)
             return
         reasons.setdefault(peer, []).extend(f"{role}: {reason[:200]}" for reason in answer.reasons[:8])
+
+
+def _of_the_silent(role: str, bid: float) -> str:
+    """About workers that this scheduler is not connected to, as they made no offer: they cannot be asked why."""
+    return (
+        f"workers that are not named here made no offer for {role}: the bid of {bid:g} may be under their price or "
+        "floor (raise the bid), or they lack what is asked"
+    )
 
 
 async def release(endpoint: Endpoint, peer: PeerId, lease: uuid.UUID, reason: str, *, timeout: float = 2.5) -> None:
