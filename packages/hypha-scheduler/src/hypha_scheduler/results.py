@@ -126,7 +126,8 @@ def _copy(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
     try:
         names = sorted(wanted) or sorted({path.name for pattern in MODEL_PATTERNS for path in source.glob(pattern)})
         if not any(name.endswith(".safetensors") for name in names):
-            raise JobFailedError(f"model.path: {source} holds no *.safetensors; `create-model` makes a model directory")
+            how = "`hypha-accelerate-executor create-model` makes a model directory"
+            raise JobFailedError(f"model.path: {source} holds no *.safetensors; {how}")
         target.mkdir(parents=True)
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
