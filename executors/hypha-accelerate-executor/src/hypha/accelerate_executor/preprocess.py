@@ -72,7 +72,10 @@ class Preprocessor:
         """
         missing = [name for name in self.columns if name not in arrays]
         if missing:
-            raise DataError(f"a slice lacks the tensor {missing[0]!r} that the preprocessor takes; {sorted(arrays)}")
+            raise DataError(
+                f"a slice lacks the tensor {missing[0]!r} that the preprocessor takes; there are {sorted(arrays)}: "
+                "name those that it shall take in the job's preprocessor.input_names"
+            )
         columns = [arrays[name] for name in self.columns]
         try:
             made = self._text(columns) if self._is_text else self._other(columns)
