@@ -358,9 +358,11 @@ def test_a_job_that_fails_or_is_none_says_so(tmp_path: Path) -> None:
     async def conduct(job: JobConfig) -> Path:
         raise JobFailedError("no workers at all")
 
-    assert "no workers at all" in hand_in_with(tmp_path, JOB, conduct)[1]
-    code, output = hand_in_with(tmp_path, JOB.replace("dataset", "datset"), conduct)
+    code, output = hand_in_with(tmp_path, JOB, conduct)
     assert code == 1
+    assert "no workers at all" in output
+    code, output = hand_in_with(tmp_path, JOB.replace("dataset", "datset"), conduct)
+    assert code == 2
     assert "datset" in output
 
 

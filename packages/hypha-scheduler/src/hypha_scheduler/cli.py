@@ -50,10 +50,12 @@ def submit(job: Path, file: Path | None, socket: Path | None, detach: bool) -> N
 
     from hypha_scheduler.hand_in import JobFileError, NoSchedulerError, hand_in, read_job, socket_of
 
+    accepted = False
     try:
         for answer in hand_in(socket or socket_of(file), read_job(job), detach=detach):
             if "error" in answer:
-                raise click.ClickException(answer["error"])
+                raise click.ClickException(answer["error"]) if accepted else JobFileError(f"{job}: {answer['error']}")
+            accepted = True
             click.echo(json.dumps(answer))
     except NoSchedulerError as error:
         raise UnreachableNetworkError(str(error)) from None

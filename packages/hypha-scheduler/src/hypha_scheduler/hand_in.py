@@ -78,7 +78,8 @@ def hand_in(path: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dict[s
             connection.sendall(json.dumps({"job": job}).encode())
             connection.shutdown(socket.SHUT_WR)
         except OSError as error:
-            raise NoSchedulerError(f"no scheduler takes jobs at {path}: {error}") from None
+            remedy = "one that runs without a job in its configuration does"
+            raise NoSchedulerError(f"no scheduler takes jobs at {path}: {error.strerror or error}; {remedy}") from None
         connection.settimeout(None)
         with connection.makefile("rb") as answers:
             for line in answers:
