@@ -23,8 +23,7 @@ from hypha_net.events import Event, Transferred
 from hypha_net.rates import BURST, Bucket
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_net.transfer import arriving, retries
-from hypha_net.transfer.turns import AT_ONCE
-from hypha_net.transfer.wire import receive_message, send_message
+from hypha_net.transfer.wire import AT_ONCE, receive_message, send_message
 from hypha_proto.codec import to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocol import PULL_WITH_HEADER, PUSH_WITH_HEADER

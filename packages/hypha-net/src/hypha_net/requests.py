@@ -22,6 +22,7 @@ from hypha_net.errors import (
     StreamClosedError,
     StreamResetError,
 )
+from hypha_net.turns import Turns
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.protocol import Conversation, split_variant
@@ -34,6 +35,8 @@ Handler = Callable[[PeerId, Req], Awaitable[Resp]]
 
 READ_TIMEOUT: Final = 30.0
 """Seconds within which a peer that asks must have written its request, and later have taken the answer."""
+READ_AT_ONCE: Final = 32
+"""Requests of one peer and protocol of which a part has come; the others wait."""
 
 
 async def call(
@@ -130,10 +133,16 @@ def serve(endpoint: Endpoint, conversation: Conversation[Req, Resp], handler: Ha
 
 
 def _answer_with(endpoint: Endpoint, served: _Served) -> Callable[[Stream], Awaitable[None]]:
+    turns = Turns(READ_AT_ONCE)
+
+    async def read(stream: Stream) -> bytes:
+        async with turns.of(stream.peer):
+            with anyio.fail_after(READ_TIMEOUT):
+                return await read_to_end(stream, max(entry[0].max_request for entry in served.values()))
+
     async def answer(stream: Stream) -> None:
         try:
-            with anyio.fail_after(READ_TIMEOUT):
-                data = await read_to_end(stream, max(entry[0].max_request for entry in served.values()))
+            data = await read(stream)
             conversation, handler = _find(served, data)
             if not endpoint.permits(stream.peer, conversation.name):
                 await stream.reset()

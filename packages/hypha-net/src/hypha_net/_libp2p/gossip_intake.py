@@ -26,6 +26,7 @@ from hypha_net._libp2p.framing import MessageReader, TooLongError
 from hypha_net._libp2p.streams import Libp2pStream
 from hypha_net.errors import StreamClosedError, StreamResetError, TransferError
 from hypha_net.events import Events, GossipLost
+from hypha_net.turns import Turns
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
@@ -45,6 +46,8 @@ ORIGIN_RATE, ORIGIN_BURST = 64.0, 512.0
 FORWARDER_RATE, FORWARDER_BURST = 1024.0, 4096.0
 """The same of one neighbour, forgeries included, whoever they are of: ids of origins cost nothing to make."""
 MAX_ORIGINS: Final = 4096
+STREAMS_AT_ONCE: Final = 8
+"""Gossip streams of one peer that are read: one a connection; the others wait."""
 _IN_A_ROW: Final = 32
 """Messages that are judged before others have their turn: a signature takes a tenth of a millisecond."""
 _NUMBER: Final = 8
@@ -124,6 +127,7 @@ class Intake:
         self._origins = Allowance(ORIGIN_RATE, ORIGIN_BURST)
         self._forwarders = Allowance(FORWARDER_RATE, FORWARDER_BURST)
         self._lost: Counter[Loss] = Counter()
+        self._turns = Turns(STREAMS_AT_ONCE)
         pubsub.seen_messages.stop()  # a thread, and a cache that grows with every message
         vars(pubsub).update(
             seen_messages=SeenMessages(seen_seconds), continuously_read_stream=self.read, push_msg=self.take
@@ -134,6 +138,10 @@ class Intake:
     async def read(self, net_stream: INetStream) -> None:
         """Read a peer's gossip until its stream ends; one that breaks the rules is not listened to any longer."""
         stream = Libp2pStream(net_stream)
+        async with self._turns.of(stream.peer):
+            await self._read(stream)
+
+    async def _read(self, stream: Libp2pStream) -> None:
         peer = ID(stream.peer.raw)
         messages = MessageReader(stream, rpc_pb2.RPC, MAX_RPC)
         try:

@@ -18,6 +18,7 @@ from hypha_net._libp2p.framing import read_message, write_message
 from hypha_net._libp2p.kad_messages import Kind, Message
 from hypha_net._libp2p.kad_store import ProviderStore, RecordStore
 from hypha_net.endpoint import Stream
+from hypha_net.turns import Turns
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.heartbeats import heartbeat_key, publisher_named
 from hypha_proto.ids import PeerId
@@ -29,6 +30,8 @@ MAX_VALUE: Final = 64 << 10
 DEFAULT_TTL: Final = 36 * 3600.0
 MAX_KEY: Final = 1024
 READ_TIMEOUT: Final = 30.0
+STREAMS_AT_ONCE: Final = 64
+"""Streams of one peer on which it is answered; the others wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,14 @@ class DirectoryServer:
         self._providers = providers or ProviderStore()
         self._may_publish = may_publish
         """Whether a peer's role lets it publish datasets."""
+        self._turns = Turns(STREAMS_AT_ONCE)
 
     async def serve(self, stream: Stream) -> None:
         """Answer every message of one stream until the peer ends it."""
+        async with self._turns.of(stream.peer):
+            await self._serve(stream)
+
+    async def _serve(self, stream: Stream) -> None:
         while True:
             with anyio.move_on_after(READ_TIMEOUT) as scope:
                 message = await read_message(stream, Message)

@@ -5,8 +5,7 @@ of the old wire knows neither: then the file is what came before the clean end o
 Before this room: `requests` told the peers what to expect. After it: the bridge, the parameter server, the result.
 
 Inside: `push` and `pull` hold the conversations, `wire` their headers and ends, `moving` the bytes, `arriving` the
-incomplete file, `behind` the thread for the disk, `progress` the events, `retries` the patience, `turns` how many of a
-peer are served at a time.
+incomplete file, `behind` the thread for the disk, `progress` the events, `retries` the patience.
 """
 
 from hypha_net.errors import TransferError, TransferRefusedError

@@ -18,16 +18,17 @@ from hypha_net.transfer.arriving import left_behind
 from hypha_net.transfer.moving import CHUNK, arriving_at, receive_whole, send_file
 from hypha_net.transfer.progress import Progress
 from hypha_net.transfer.retries import Drops, take_up_again
-from hypha_net.transfer.turns import in_turn
 from hypha_net.transfer.wire import (
+    AT_ONCE,
     BrokenOffError,
     behind_length,
     ending,
-    logging_failures,
+    guarded,
     receive_message,
     refuse,
     send_message,
 )
+from hypha_net.turns import Turns
 from hypha_proto.codec import from_cbor, from_json, to_cbor, to_json
 from hypha_proto.ids import PeerId
 from hypha_proto.protocol import PULL, PULL_WITH_HEADER
@@ -230,9 +231,9 @@ def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awa
                 await send_file(stream, offered.path, 0, size, progress)
                 await stream.send_eof()
 
-    limited = in_turn()
-    endpoint.handle(PULL_WITH_HEADER, limited(logging_failures(headed)))
-    endpoint.handle(PULL, limited(logging_failures(bare)))
+    turns = Turns(AT_ONCE)
+    endpoint.handle(PULL_WITH_HEADER, guarded(headed, turns))
+    endpoint.handle(PULL, guarded(bare, turns))
 
 
 async def _give(endpoint: Endpoint, stream: Stream, request: PullRequest, offered: Offered) -> None:

@@ -18,8 +18,8 @@ from hypha_net.transfer.arriving import waiting_name
 from hypha_net.transfer.moving import arriving_at, receive_whole, send_file
 from hypha_net.transfer.progress import Progress
 from hypha_net.transfer.retries import Drops, take_up_again
-from hypha_net.transfer.turns import in_turn
-from hypha_net.transfer.wire import BrokenOffError, ending, logging_failures, receive_message, refuse, send_message
+from hypha_net.transfer.wire import AT_ONCE, BrokenOffError, ending, guarded, receive_message, refuse, send_message
+from hypha_net.turns import Turns
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocol import PUSH, PUSH_WITH_HEADER
@@ -166,9 +166,9 @@ def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
                     size, digest = await receive_whole(stream, arriving, landing.max_bytes, progress)
                 await landing.arrived(size, digest)
 
-    limited = in_turn()
-    endpoint.handle(PUSH_WITH_HEADER, limited(logging_failures(headed)))
-    endpoint.handle(PUSH, limited(logging_failures(bare)))
+    turns = Turns(AT_ONCE)
+    endpoint.handle(PUSH_WITH_HEADER, guarded(headed, turns))
+    endpoint.handle(PUSH, guarded(bare, turns))
 
 
 async def _land(endpoint: Endpoint, stream: Stream, landing: Landing, header: PushHeader) -> None:

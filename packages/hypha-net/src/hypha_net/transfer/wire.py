@@ -11,6 +11,7 @@ import anyio
 
 from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamClosedError, StreamResetError, TransferError
+from hypha_net.turns import Turns
 from hypha_proto.codec import to_cbor
 from hypha_proto.errors import DecodeError
 from hypha_proto.transfer import MAX_HEADER, Refusal
@@ -19,6 +20,8 @@ _log = logging.getLogger("hypha_net.transfer")
 
 IDLE_TIMEOUT: Final = 60.0
 """Seconds without a byte after which a transfer is given up."""
+AT_ONCE: Final = 32
+"""Transfers that one peer may have under way, in each direction; the others wait."""
 
 
 class BrokenOffError(TransferError):
@@ -42,12 +45,13 @@ async def ending(stream: Stream, what: str) -> AsyncIterator[None]:
         await stream.aclose()
 
 
-def logging_failures(handler: Callable[[Stream], Awaitable[None]]) -> Callable[[Stream], Awaitable[None]]:
-    """A handler that tells of failed transfers in the log instead of raising."""
+def guarded(handler: Callable[[Stream], Awaitable[None]], turns: Turns) -> Callable[[Stream], Awaitable[None]]:
+    """A handler that takes turns, and tells of failed transfers in the log instead of raising."""
 
     async def handle(stream: Stream) -> None:
         try:
-            await handler(stream)
+            async with turns.of(stream.peer):
+                await handler(stream)
         except (TransferError, OSError) as error:
             _log.warning("%s: %s", stream.peer, error)
 
