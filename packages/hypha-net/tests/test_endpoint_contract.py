@@ -387,3 +387,14 @@ def test_connections_are_told_as_they_come_and_go(opener: Opener) -> None:
                 assert event.peer == peer
 
     run(opener, 3, case)
+
+
+def test_peers_are_found_that_one_is_not_connected_to(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        _, one, two = nodes
+        assert two.peer_id not in one.connected_peers()
+        found = await one.find_peers()
+        assert two.peer_id in found
+        assert one.peer_id not in found
+
+    run(opener, 3, case)

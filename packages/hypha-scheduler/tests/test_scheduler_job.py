@@ -490,7 +490,12 @@ def test_a_lost_parameter_server_fails_the_job(tmp_path: Path, model: Path) -> N
     play(tmp_path, case, prepare)
 
 
-def test_too_few_workers_and_why(tmp_path: Path, model: Path) -> None:
+def test_too_few_workers_and_why(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connected(endpoint: MemoryEndpoint, _topic: str) -> frozenset[PeerId]:
+        return frozenset(endpoint.connected())  # as on a real network: who makes no offer never connects
+
+    monkeypatch.setattr(MemoryEndpoint, "topic_peers", connected)
+
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with pytest.raises(AllocationError) as caught:
             await service.conduct(job(model, resources={"allocation_timeout": 1.5}))

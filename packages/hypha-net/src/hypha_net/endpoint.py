@@ -219,3 +219,11 @@ class Endpoint(Protocol):
             UnreachableError: no directory server could be asked.
         """
         ...
+
+    async def find_peers(self, *, timeout: float = 5.0) -> list[PeerId]:
+        """Some peers of the network, connected to this endpoint or not: up to 20 of each directory server's.
+
+        Raises:
+            UnreachableError: no directory server could be asked.
+        """
+        ...

@@ -197,7 +197,7 @@ class Placement:
         reasons: dict[PeerId, list[str]] = {peer: [text] for peer, text in self.auction.refused.items()}
         missing = [role for role, count in self.auction.missing().items() if count > 0 and role in self._requests]
         async with anyio.create_task_group() as tasks:
-            for peer in peers[:_ASKED_FOR_REASONS]:
+            for peer in (await self._worth_asking(peers))[:_ASKED_FOR_REASONS]:
                 for role in missing:
                     tasks.start_soon(self._ask_why, peer, role, reasons)
         for bid in self.auction.held:
@@ -206,6 +206,15 @@ class Placement:
             lines.append(f"{peer}: {'; '.join(texts) or 'would make an offer now'}")
         lines += [_of_the_silent(role, self._requests[role].bid) for role in missing]
         return "\n  ".join(lines)
+
+    async def _worth_asking(self, connected: list[PeerId]) -> list[PeerId]:
+        """Who may know why it made no offer: also workers that never connected, as they had nothing to offer."""
+        try:
+            found = await self.endpoint.find_peers(timeout=_REASON_TIMEOUT)
+        except NetError as error:
+            _log.debug("only connected workers are asked why they made no offer: %s", error)
+            return connected
+        return list(dict.fromkeys((*connected, *found)))
 
     async def _ask_why(self, peer: PeerId, role: str, reasons: dict[PeerId, list[str]]) -> None:
         question = WhyNot(request=self._requests[role])
@@ -218,7 +227,7 @@ class Placement:
 
 
 def _of_the_silent(role: str, bid: float) -> str:
-    """About workers that this scheduler is not connected to, as they made no offer: they cannot be asked why."""
+    """About workers that were not found, or could not be asked why they made no offer."""
     return (
         f"workers that are not named here made no offer for {role}: the bid of {bid:g} may be under their price or "
         "floor (raise the bid), or they lack what is asked"

@@ -375,6 +375,10 @@ class Libp2pEndpoint:
         """See `Endpoint.find_records`."""
         return await self._directory.find(key, timeout)
 
+    async def find_peers(self, *, timeout: float = 5.0) -> list[PeerId]:
+        """See `Endpoint.find_peers`."""
+        return list(await self._directory.neighbours(timeout))
+
     # ------------------------------------------------------------------------------------------------------- life
 
     async def wait_for_gateway(self, timeout: float | None = None) -> None:

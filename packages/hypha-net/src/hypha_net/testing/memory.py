@@ -365,6 +365,11 @@ class MemoryEndpoint:
         await anyio.sleep(self._network.faults.delay)
         return self._network.lookup(key)
 
+    async def find_peers(self, *, timeout: float = 5.0) -> list[PeerId]:
+        """See `Endpoint.find_peers`."""
+        await anyio.sleep(self._network.faults.delay)
+        return [node.peer_id for node in self._network.nodes() if node is not self][:20]
+
     def shut_down(self) -> None:
         """Break everything off, as a closed process would."""
         self._open = False
