@@ -228,7 +228,7 @@ class ProcessExecution:
         text = line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1][:_LINE_LIMIT]
         if text:
             self._lines.append(text)
-            _log.info("[%s] %s", name, text)
+            _log.info("[%s] %s", name, text, extra={"unlimited": True})
 
 
 def substitutions(spec: JobSpec, work_dir: Path, socket_path: Path) -> dict[str, str]:
