@@ -72,6 +72,21 @@ def test_what_init_writes_explains_everything_and_starts(file: Path) -> None:
     assert checked.stdout == f"{file}: ok\n"
 
 
+def test_the_check_warns_of_identity_files_that_are_missing_and_passes(file: Path) -> None:
+    (file.parent / "worker-cert.pem").write_text("there")
+    checked = run("run", "--check", "--config", file, "--set", f"crls_pem={file.parent / 'crls.pem'}")
+    assert (checked.exit_code, checked.stdout) == (0, f"{file}: ok\n")
+    assert "cert_pem" not in checked.stderr
+    for key, name, remedy in (
+        ("key_pem", "worker-key.pem", "hypha-certutil node"),
+        ("trust_pem", "worker-trust.pem", "hypha-certutil node"),
+        ("crls_pem", "crls.pem", "leave crls_pem out"),
+    ):
+        [line] = [line for line in checked.stderr.splitlines() if key in line.split(" does not exist")[0]]
+        assert f"{key} {file.parent / name} does not exist" in line
+        assert remedy in line
+
+
 def test_init_never_overwrites_unasked(file: Path) -> None:
     file.write_text("mine")
     refused = run("init", "--out", file)
@@ -124,6 +139,7 @@ def test_probe_without_usable_certificates_is_bad_configuration(file: Path) -> N
     refused = run("probe", "/ip4/127.0.0.1/tcp/1", "--config", file, "--timeout", "5")
     assert refused.exit_code == 2
     assert "worker-cert.pem" in refused.stderr
+    assert "hypha-certutil node" in refused.stderr
     assert "Traceback" not in refused.output
 
 

@@ -241,7 +241,15 @@ def _read(key: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise IdentityError(f"{key} {path} cannot be read: {error.strerror or error}") from error
+        why = f"{key} {path} cannot be read: {error.strerror or error}"
+        raise IdentityError(f"{why}; {remedy_for(key)}") from error
+
+
+def remedy_for(key: str) -> str:
+    """What to do where the file that the configuration names at `key` is missing."""
+    if key == "crls_pem":
+        return "copy the authorities' revocation lists there, or leave crls_pem out"
+    return "make it with hypha-certutil node NAME, or name the file that it wrote"
 
 
 def _certificates(data: bytes, key: str, path: Path) -> list[x509.Certificate]:

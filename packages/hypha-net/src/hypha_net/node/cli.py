@@ -162,11 +162,22 @@ class _Program:
             for warning in loaded.warnings:
                 _log.warning("%s", warning)
             if check:
+                _tell_missing(loaded.config)
                 click.echo(f"{file or 'environment'}: ok")
                 return
             version = package_version(self.name)
             code = run_daemon(loaded.config, self.serve, role=self.role, version=version, expected=self.expected)
         click.get_current_context().exit(code)
+
+
+def _tell_missing(config: NodeConfig) -> None:
+    """Warn of identity files that are not there: the check passes, as it may run where they are not."""
+    from hypha_net.identity import remedy_for  # cryptography: only where it is needed
+
+    for key in ("cert_pem", "key_pem", "trust_pem", "crls_pem"):
+        path: Path | None = getattr(config, key)
+        if path is not None and not path.is_file():
+            _log.warning("%s %s does not exist, and run would fail: %s", key, path, remedy_for(key))
 
 
 def _flags(settings: tuple[str, ...]) -> dict[str, object]:
