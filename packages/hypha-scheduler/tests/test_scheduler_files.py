@@ -316,7 +316,9 @@ inner_optimizer = { learning_rate = 1e-3 }
 """
 
 
-def hand_in_with(tmp_path: Path, text: str, conduct: Callable[[JobConfig], Awaitable[Path]]) -> tuple[int, str]:
+def hand_in_with(
+    tmp_path: Path, text: str, conduct: Callable[[JobConfig, uuid.UUID], Awaitable[Path]]
+) -> tuple[int, str]:
     """Run `submit` against a scheduler that conducts jobs in this way; exit code and output."""
     file = tmp_path / "job.toml"
     file.write_text(text)
@@ -342,20 +344,24 @@ def hand_in_with(tmp_path: Path, text: str, conduct: Callable[[JobConfig], Await
 
 def test_a_job_is_handed_to_a_running_scheduler(tmp_path: Path) -> None:
     taken: list[JobConfig] = []
+    ids: list[uuid.UUID] = []
 
-    async def conduct(job: JobConfig) -> Path:
+    async def conduct(job: JobConfig, job_id: uuid.UUID) -> Path:
         taken.append(job)
+        ids.append(job_id)
         return Path("/somewhere/result.json")
 
     code, output = hand_in_with(tmp_path, JOB, conduct)
     assert code == 0
-    assert "/somewhere/result.json" in output
+    accepted, result = (json.loads(line) for line in output.splitlines())
+    assert accepted == {"accepted": True, "job_id": str(ids[0]), "directory": str(tmp_path / "r" / str(ids[0]))}
+    assert result == {"result": "/somewhere/result.json"}
     assert taken[0].model.path == tmp_path / "start"
     assert read_job(tmp_path / "job.toml")["dataset"] == "digits"
 
 
 def test_a_job_that_fails_or_is_none_says_so(tmp_path: Path) -> None:
-    async def conduct(job: JobConfig) -> Path:
+    async def conduct(job: JobConfig, job_id: uuid.UUID) -> Path:
         raise JobFailedError("no workers at all")
 
     code, output = hand_in_with(tmp_path, JOB, conduct)

@@ -95,13 +95,13 @@ class SchedulerService:
         transfer.serve_pulls(endpoint, self._pull)
         transfer.serve_pushes(endpoint, self._push)
 
-    async def conduct(self, job: JobConfig) -> Path:
-        """Run a job; returns the path of its ``result.json``.
+    async def conduct(self, job: JobConfig, job_id: uuid.UUID | None = None) -> Path:
+        """Run a job, under a new id if it has none; returns the path of its ``result.json``.
 
         Raises:
             JobFailedError: it came to no result.
         """
-        run = TrainingRun(self._endpoint, job, self._runs_dir, self._bridge)
+        run = TrainingRun(self._endpoint, job, self._runs_dir, self._bridge, job_id)
         self._runs[run.job_id] = run
         about = {"hypha.job.id": str(run.job_id), "hypha.dataset": job.dataset.dataset}
         try:

@@ -1,13 +1,14 @@
 """Takes jobs from `hypha-scheduler submit` over a Unix socket that only the scheduler's owner can open.
 
-One connection a job: a JSON object ``{"job": {…}}`` comes in, JSON lines go back: that it was accepted, and how it
-ended. Whoever hangs up early does not stop the job.
+One connection a job: a JSON object ``{"job": {…}}`` comes in, JSON lines go back: that it was accepted, with its id and
+directory, and how it ended. Whoever hangs up early does not stop the job.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ _log = logging.getLogger(__name__)
 SOCKET_NAME: Final = "scheduler.sock"
 _LIMIT: Final = 1 << 20
 _READ_TIMEOUT: Final = 10.0
-Conduct = Callable[[JobConfig], Awaitable[Path]]
+Conduct = Callable[[JobConfig, uuid.UUID], Awaitable[Path]]
 
 
 def socket_path(runs: Path) -> Path:
@@ -34,7 +35,7 @@ def socket_path(runs: Path) -> Path:
 
 
 async def serve_submissions(runs: Path, conduct: Conduct) -> None:
-    """Take jobs until cancelled, and run them as they come.
+    """Take jobs until cancelled, and run them as they come, each under an id that its sender is told.
 
     Raises:
         OSError: the socket cannot be made.
@@ -47,13 +48,13 @@ async def serve_submissions(runs: Path, conduct: Conduct) -> None:
     _log.info("waiting for jobs: hypha-scheduler submit JOB.toml --socket %s", path)
     try:
         async with anyio.create_task_group() as tasks:
-            await listener.serve(partial(_take, conduct), tasks)
+            await listener.serve(partial(_take, runs, conduct), tasks)
     finally:
         with anyio.CancelScope(shield=True):
             await path.unlink(missing_ok=True)
 
 
-async def _take(conduct: Conduct, stream: anyio.abc.SocketStream) -> None:
+async def _take(runs: Path, conduct: Conduct, stream: anyio.abc.SocketStream) -> None:
     async with stream:
         try:
             with anyio.fail_after(_READ_TIMEOUT):
@@ -61,9 +62,11 @@ async def _take(conduct: Conduct, stream: anyio.abc.SocketStream) -> None:
         except (ValueError, TimeoutError, anyio.BrokenResourceError) as error:
             await _answer(stream, {"error": str(error) or "the job did not come in time"})
             return
-        await _answer(stream, {"accepted": True})
+        job_id = uuid.uuid4()
+        directory = str((runs / str(job_id)).absolute())
+        await _answer(stream, {"accepted": True, "job_id": str(job_id), "directory": directory})
         try:
-            result = await conduct(job)
+            result = await conduct(job, job_id)
         except JobFailedError as error:
             _log.error("job failed: %s", error)
             await _answer(stream, {"error": str(error)})

@@ -82,9 +82,16 @@ class _Running:
 class TrainingRun:
     """One job. `run` conducts it; the ``on_…`` methods take what peers say about it."""
 
-    def __init__(self, endpoint: Endpoint, job: JobConfig, runs: Path, bridge: StatusBridge | None = None) -> None:
-        """Give the job an id and a directory in `runs`; nothing happens before `run`."""
-        self.job_id = uuid.uuid4()
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        job: JobConfig,
+        runs: Path,
+        bridge: StatusBridge | None = None,
+        job_id: uuid.UUID | None = None,
+    ) -> None:
+        """Give the job a directory in `runs`, and an id unless it has one; nothing happens before `run`."""
+        self.job_id = job_id or uuid.uuid4()
         self.directory = runs / str(self.job_id)
         self._endpoint = endpoint
         self._job = job
