@@ -176,6 +176,30 @@ def test_a_failed_executor_is_reported_with_its_last_lines(in_lab: InLab, script
     in_lab(case)
 
 
+@pytest.mark.parametrize("code", [1, 0])
+def test_what_an_executor_logs_as_its_error_comes_first_and_the_job_is_not_repeated(in_lab: InLab, code: int) -> None:
+    script = f"""
+print("ERROR hypha.training: an older one")
+print("ERROR hypha.training: no Pillow")
+for number in range(45):
+    print("traceback", number)
+print("Command", ["--job", sys.argv[3]], "failed")
+sys.exit({code})
+"""
+
+    async def case(lab: Any) -> None:
+        await lab.start(script)
+        lines = (await lab.scheduler.ended()).last_lines
+        assert lines[-1] == "Command ['--job', '{JOB_JSON}'] failed"
+        assert len(lines) == 40
+        if code:
+            assert lines[:2] == ("ERROR hypha.training: no Pillow", "traceback 7")
+        else:
+            assert lines[0] == "traceback 6"
+
+    in_lab(case)
+
+
 def test_an_executor_that_cannot_be_started_is_a_failed_job(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         await lab.start("")

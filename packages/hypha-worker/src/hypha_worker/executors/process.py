@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -44,6 +45,8 @@ _log = logging.getLogger(__name__)
 LAST_LINES: Final = 40
 """Lines of an executor's output that its end is reported with."""
 _LINE_LIMIT: Final = 4096
+_ERROR_LINE: Final = re.compile(r"(ERROR|CRITICAL) [\w.]+: ")
+"""How a line begins that an executor's own logging marks as the reason; its launcher's traceback may come after it."""
 _LOG_LIMIT: Final = 64 << 20
 _ARGUMENT_LIMIT: Final = 128 << 10
 """Bytes of one argument that Linux takes."""
@@ -75,6 +78,8 @@ class ProcessExecution:
         self._settings = settings
         self._token = secrets.token_hex(16)
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._error: str | None = None
+        self._job_json: tuple[str, ...] = ()
         self._exit_code: int | None = None
         self._inbox = Inbox(
             job_id=context.spec.job_id,
@@ -97,7 +102,10 @@ class ProcessExecution:
     @property
     def traces(self) -> Traces:
         """See `Execution.traces`."""
-        return Traces(self._exit_code, tuple(self._lines))
+        if self._exit_code == 0 or self._error is None:
+            return Traces(self._exit_code, tuple(self._lines))
+        rest = [line for line in self._lines if line != self._error]
+        return Traces(self._exit_code, (self._error, *rest[1 - LAST_LINES :]))
 
     async def accept_push(self, peer: PeerId, header: PushHeader | None) -> Landing | Refusal:
         """See `Execution.accept_push`."""
@@ -134,6 +142,7 @@ class ProcessExecution:
 
     async def _run_process(self, socket_path: Path) -> None:
         words = substitutions(self._context.spec, self._context.work_dir, socket_path)
+        self._job_json = (words["{JOB_JSON}"], repr(words["{JOB_JSON}"])[1:-1])
         process = await self._start(words)
         reading = anyio.CancelScope(shield=True)  # a process that is being ended may still have last words
         async with anyio.create_task_group() as tasks:
@@ -225,8 +234,13 @@ class ProcessExecution:
     def _keep(self, file: BinaryIO, line: bytes, name: str) -> None:
         if file.tell() < _LOG_LIMIT:
             file.write(line + b"\n")
-        text = line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1][:_LINE_LIMIT]
+        text = line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
+        for job in self._job_json:  # a launcher that failed repeats its command
+            text = text.replace(job, "{JOB_JSON}")
+        text = text[:_LINE_LIMIT]
         if text:
+            if _ERROR_LINE.match(text):
+                self._error = text
             self._lines.append(text)
             _log.info("[%s] %s", name, text, extra={"unlimited": True})
 
