@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -258,6 +259,34 @@ def test_a_push_begun_again_takes_over_from_one_that_hangs(tmp_path: Path) -> No
         assert sent < SIZE
         with pytest.raises(StreamResetError):
             await stream.receive_some()
+
+    run(case)
+
+
+def test_a_peer_s_pushes_into_one_slot_make_room_for_one(tmp_path: Path) -> None:
+    """Whoever announces large files and sends nothing of them fills no disk."""
+    folder = tmp_path / "landing"
+    folder.mkdir()
+
+    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        async def accept(_peer: PeerId, header: PushHeader | None) -> transfer.Landing:
+            async def arrived(_size: int, _digest: str) -> None:
+                pass
+
+            assert header is not None
+            return transfer.Landing(folder / header.digest[-4:], 64 << 20, arrived, slot="updates")
+
+        transfer.serve_pushes(b, accept)
+        source = content(tmp_path / "source")
+        header = await header_of(source)
+        for number in range(20):
+            stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
+            announced = msgspec.structs.replace(header, size=8 << 20, digest=f"blake3:{number:064x}")
+            await send_message(stream, to_cbor(PushHeader, announced))
+            await receive_message(stream)
+        assert sum(path.stat().st_blocks * 512 for path in folder.iterdir()) < 10 << 20
+        await transfer.push(a, b.peer_id, source, header)
+        assert (folder / header.digest[-4:]).read_bytes() == source.read_bytes()
 
     run(case)
 

@@ -374,7 +374,7 @@ class TrainingRun:
                 self.fail(str(error))
             self._check_over()
 
-        return Landing(path, self._result.largest_update(), arrived)
+        return Landing(path, self._result.largest_update(), arrived, slot=str(self.directory))
 
     def on_job_end(self, peer: PeerId, end: JobEnd) -> None:
         """A worker tells how an executor ended, its processes gone."""

@@ -41,6 +41,8 @@ class Landing:
     max_bytes: int
     arrived: Callable[[int, str], Awaitable[None]]
     """Awaited with size and digest when the file is whole at `path`, before the pusher gets its receipt."""
+    slot: str | None = None
+    """Of one peer's pushes with headers into one slot only the last is written: room for more is not made."""
 
 
 Accept = Callable[[PeerId, PushHeader | None], Awaitable[Landing | Refusal]]
@@ -151,8 +153,8 @@ def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
                 if isinstance(landing, Refusal):
                     await refuse(stream, PushAnswer, landing)
                     return
-                async with _holding(landing.path, header, stream.peer):
-                    await _land(endpoint, stream, landing, header)
+                async with _holding(landing, header, stream.peer) as holder:
+                    await _land(endpoint, stream, landing, header, holder)
 
     async def bare(stream: Stream) -> None:
         async with ending(stream, f"push from {stream.peer}"):
@@ -171,11 +173,11 @@ def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
     endpoint.handle(PUSH, guarded(bare, turns))
 
 
-async def _land(endpoint: Endpoint, stream: Stream, landing: Landing, header: PushHeader) -> None:
+async def _land(endpoint: Endpoint, stream: Stream, landing: Landing, header: PushHeader, holder: _Holder) -> None:
     progress = Progress(endpoint, stream.peer, header.name[:200], "received")
     try:
         with progress.told():
-            size = await _take(stream, landing, header, progress)
+            size = await _take(stream, landing, header, progress, holder)
     except (StreamResetError, BrokenOffError):
         raise
     except (TransferError, OSError) as error:
@@ -187,48 +189,57 @@ async def _land(endpoint: Endpoint, stream: Stream, landing: Landing, header: Pu
     await stream.send_eof()
 
 
-async def _take(stream: Stream, landing: Landing, header: PushHeader, progress: Progress) -> int:
+async def _take(stream: Stream, landing: Landing, header: PushHeader, progress: Progress, holder: _Holder) -> int:
     async with arriving_at(landing.path, header.size, header.digest) as arriving:
         await send_message(stream, to_cbor(PushAnswer, GoOn(offset=arriving.received)))
         progress.begin(arriving.received, header.size)
         size, digest = await receive_whole(stream, arriving, landing.max_bytes, progress)
+    holder.let_go()
     await landing.arrived(size, digest)
     return size
 
 
-@dataclass(slots=True)
+_Place = Path | tuple[PeerId, str]
+_holders: dict[_Place, _Holder] = {}
+
+
+@dataclass(slots=True, eq=False)
 class _Holder:
     """A push that is writing a file."""
 
     peer: PeerId
+    place: _Place
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     gone: anyio.Event = field(default_factory=anyio.Event)
 
-
-_holders: dict[Path, _Holder] = {}
+    def let_go(self) -> None:
+        """The file is whole: what is done with it now is not given up for another push. Idempotent."""
+        self.gone.set()
+        if _holders.get(self.place) is self:
+            del _holders[self.place]
 
 
 @asynccontextmanager
-async def _holding(path: Path, header: PushHeader, peer: PeerId) -> AsyncIterator[None]:
-    """Take over from a push of the same content by the same peer, which this one replaces: its connection is dead.
+async def _holding(landing: Landing, header: PushHeader, peer: PeerId) -> AsyncIterator[_Holder]:
+    """Take over from a push by the same peer, of the same content or into the same slot, which this one replaces.
 
-    The node may notice that half a minute after the peer, and until then the file would be locked.
+    Its connection is dead, most often: the node may notice that half a minute after the peer, and until then the file
+    would be locked.
     """
-    place = path.with_name(waiting_name(header.digest) or path.name)
+    path, slot = landing.path, landing.slot
+    place: _Place = (peer, slot) if slot is not None else path.with_name(waiting_name(header.digest) or path.name)
     before = _holders.get(place)
     if before is not None and before.peer == peer:
-        _log.info("%s pushes %s again: the earlier push is given up", peer, header.name[:200])
+        _log.info("%s pushes %s: the push before it is given up", peer, header.name[:200])
         before.scope.cancel()
         with anyio.move_on_after(_TAKE_OVER):
             await before.gone.wait()
-    holder = _Holder(peer)
+    holder = _Holder(peer, place)
     _holders.setdefault(place, holder)
     try:
         with holder.scope:
-            yield
+            yield holder
         if holder.scope.cancelled_caught:
-            raise BrokenOffError(f"{peer} pushes it again")
+            raise BrokenOffError(f"{peer} pushes anew")
     finally:
-        holder.gone.set()
-        if _holders.get(place) is holder:
-            del _holders[place]
+        holder.let_go()

@@ -71,7 +71,7 @@ class Inbox:
         async def arrived(size: int, digest: str) -> None:
             self._arrived(Delivery(sequence, peer, header, path, size), digest)
 
-        return Landing(path, self.max_bytes, arrived)
+        return Landing(path, self.max_bytes, arrived, slot=str(self.work_dir))
 
     def _arrived(self, delivery: Delivery, digest: str) -> None:
         # a peer whose receipt was lost pushes again: the executor is told once

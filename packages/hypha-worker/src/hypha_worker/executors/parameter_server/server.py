@@ -104,7 +104,7 @@ class ParameterServer:
         async def arrived(size: int, _digest: str) -> None:
             await self._arrived(peer, number, path, size)
 
-        return Landing(path, self._limit(), arrived)
+        return Landing(path, self._limit(), arrived, slot=str(self._context.work_dir))
 
     def _discard(self, peer: PeerId, header: PushHeader) -> Landing:
         path = self._context.work_dir / f"late-{self._count}.safetensors"
@@ -115,7 +115,7 @@ class ParameterServer:
             )
             _remove(path)
 
-        return Landing(path, self._limit(), arrived)
+        return Landing(path, self._limit(), arrived, slot=str(self._context.work_dir))
 
     def _limit(self) -> int:
         """Largest update that is taken: hardly more than the first was."""
