@@ -63,9 +63,9 @@ class MuxedStream(IMuxedStream):
         self._inflow = Inflow()
         self._unreturned = 0
         self._returned_at = trio.current_time()
-        self._window = START_WINDOW
+        self._window = muxer.first_window
         self._credit = INITIAL_WINDOW
-        self._room = START_WINDOW
+        self._room = muxer.first_window
         self._ended_here = False
         self._ended_there = False
         self._broken: str | None = None
@@ -217,7 +217,7 @@ class MuxedStream(IMuxedStream):
 
     async def announce(self) -> None:
         """Open the stream on the wire, with our window."""
-        await self._send(Type.WINDOW, Flag(0), START_WINDOW - INITIAL_WINDOW)
+        await self._send(Type.WINDOW, Flag(0), self.muxer.first_window - INITIAL_WINDOW)
 
     # ------------------------------------------------------------------------------------------------- ending
 

@@ -25,7 +25,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamErro
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.inflow import body_buffer
-from hypha_net._libp2p.muxed_stream import SMALL, WINDOW, Flag, MuxedStream, Type
+from hypha_net._libp2p.muxed_stream import SMALL, START_WINDOW, WINDOW, Flag, MuxedStream, Type
 
 _log = logging.getLogger("hypha_net.muxer")
 
@@ -108,6 +108,8 @@ class Muxer(IMuxedConn):
         """Time and number of the last ping that measures a round trip."""
         relayed = conn.get_connection_type() is ConnectionType.RELAYED
         self._largest = MAX_FRAME - CIRCUIT_ROOM if relayed else MAX_FRAME
+        self.first_window = WINDOW if relayed else START_WINDOW
+        """What a peer may have under way on one stream at first: more where three processes keep each other busy."""
         self.frame = MAX_FRAME // 4
         """How many bytes of one stream are sent at a time now."""
         self._per_byte = SLOW_FRAME / self.frame
