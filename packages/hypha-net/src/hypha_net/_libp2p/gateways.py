@@ -21,6 +21,7 @@ from hypha_net._libp2p.dialer import Dialer
 from hypha_net._libp2p.kad import ASK_TIMEOUT, DirectoryClient
 from hypha_net._libp2p.muxer import Muxer
 from hypha_net._libp2p.relay import RelayClient
+from hypha_net._libp2p.repeats import Absence
 from hypha_net._libp2p.subscriptions import Subscriptions
 from hypha_net.addresses import split_peer
 from hypha_net.errors import NetError, RefusedError, StreamClosedError, UnreachableError
@@ -34,8 +35,6 @@ BACKOFF: Final = (0.2, 0.5, 1.0, 2.0, 3.0)
 5 s of its gateway's return, and a thousand nodes are 300 attempts a second at one that is gone."""
 REFUSED_BACKOFF: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
 """The same where one side refuses the other, which takes a person to mend; reloading certificates ends the pause."""
-TOLD_EVERY: Final = 10
-"""One of so many attempts at a gateway that stays away is a warning in the log."""
 LASTING: Final = 5.0
 """Seconds after which a connection to a gateway counts as a success."""
 RECORD_INTERVAL: Final = 600.0
@@ -103,6 +102,7 @@ class Gateways:
         self._subscriptions = subscriptions
         self._relay = relay
         self._met: dict[str, PeerId] = {}
+        self._away: dict[str, Absence] = {}
         self._changed = anyio.Event()
         self._retry = anyio.Event()
         self.records = OwnRecords(directory)
@@ -112,7 +112,8 @@ class Gateways:
         return [peer for peer in dict.fromkeys(self._met.values()) if self._dialer.connection(peer) is not None]
 
     def try_now(self) -> None:
-        """End the pauses after failed attempts, because the reason of the failure may be gone."""
+        """End the pauses after failed attempts, because their reason may be gone; what still fails is told."""
+        self._away.clear()
         self._retry.set()
         self._retry = anyio.Event()
 
@@ -136,7 +137,9 @@ class Gateways:
             self._met[address] = peer
             self._changed.set()
             self._changed = anyio.Event()
-            _log.info("connected to gateway %s at %s", peer, address)
+            away = self._away.pop(address, None)
+            after = "" if away is None else f", after {away.seconds:.0f} s without it"
+            _log.info("connected to gateway %s at %s%s", peer, address, after)
             self._check_role(peer, address)
             met_at = anyio.current_time()
             await self._stay(peer)
@@ -158,12 +161,16 @@ class Gateways:
         except (NetError, TimeoutError) as error:
             refused = isinstance(error, RefusedError)
             pause = jittered(REFUSED_BACKOFF if refused else BACKOFF, failures)
-            often = failures >= len(BACKOFF) and failures % TOLD_EVERY
-            level = logging.ERROR if refused else logging.DEBUG if often else logging.WARNING
-            reason = str(error).removeprefix(f"{split_peer(address)[0]}: ") or f"no answer within {CONNECT_TIMEOUT:g} s"
-            _log.log(level, "gateway %s: %s; again in %.1f s", address, reason, pause)
+            self._tell_away(address, error, pause)
         await self._pause(began + pause - anyio.current_time())
         return None
+
+    def _tell_away(self, address: str, error: Exception, pause: float) -> None:
+        refused = isinstance(error, RefusedError)
+        reason = str(error).removeprefix(f"{split_peer(address)[0]}: ") or f"no answer within {CONNECT_TIMEOUT:g} s"
+        due = self._away.setdefault(address, Absence()).is_due("refused" if refused else "silent")
+        level = logging.DEBUG if not due else logging.ERROR if refused else logging.WARNING
+        _log.log(level, "gateway %s: %s; again in %.1f s", address, reason, pause)
 
     def _check_role(self, peer: PeerId, address: str) -> None:
         connection = self._dialer.connection(peer)

@@ -27,6 +27,7 @@ from libp2p.security.exceptions import HandshakeFailure
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.refusals import RefusalReason, explain, is_refusal
+from hypha_net._libp2p.repeats import Repeats
 from hypha_net._libp2p.shown_certificates import shown, verified_chain, watch
 from hypha_net.errors import IdentityError, RefusedError
 from hypha_net.events import Events, Refused
@@ -342,10 +343,11 @@ class TlsConnection(ISecureConn):
 
 
 class TlsTransport(ISecureTransport):
-    """Upgrades raw connections; logs every refusal with what was refused."""
+    """Upgrades raw connections; logs refusals with what was refused, the same one once a minute."""
 
     def __init__(self, identity: Identity, records: SecurityRecords) -> None:
         self._records = records
+        self._refusals = Repeats()
         self._keys = libp2p_key_pair(identity)
         self._local = ID.from_pubkey(self._keys.public_key)
 
@@ -363,19 +365,26 @@ class TlsTransport(ISecureTransport):
         tls = contexts.watched[server].wrap_bio(*bios, server_side=server)
         secured = TlsConnection(conn, tls, bios)
         secured.attach(self._records, self._local, self._keys.private_key)
-        where = shown_address(conn)
         try:
             with trio.fail_after(HANDSHAKE_TIMEOUT):
                 await secured.handshake()
         except RefusedError as error:
             if secured.refused_for is not None:
                 self._records.events.emit(Refused(secured.shown_peer(), secured.refused_for, str(error)))
-            _log.warning("connection %s %s refused: %s", "from" if server else "to", where, error)
+            self._tell_refusal(conn, secured, str(error), "from" if server else "to")
             raise HandshakeFailure(str(error)) from error
         except trio.TooSlowError as error:
             raise ConnectionClosedError(f"no TLS handshake within {HANDSHAKE_TIMEOUT:g} s") from error
         tls.context = contexts.plain[server]  # watching costs a call for every record, and there is nothing more to see
         return secured
+
+    def _tell_refusal(self, conn: IRawConnection, secured: TlsConnection, error: str, way: str) -> None:
+        address = conn.get_remote_address()
+        host = address[0] if address and not secured.is_initiator else address  # callers' ports change
+        untold = self._refusals.since_told((way, secured.shown_peer() or host, error))
+        if untold is not None:
+            more = f" (and {untold} times more since it was last told)" if untold else ""
+            _log.warning("connection %s %s refused: %s%s", way, shown_address(conn), error, more)
 
 
 def shown_address(conn: Any) -> str:
