@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import uuid
@@ -428,9 +429,10 @@ def test_a_worker_is_healthy_when_somebody_is_on_its_topic(tmp_path: Path, make_
         ):
             node = Node(endpoint, tasks)
             tasks.start_soon(serve, make_config(tmp_path), node)
-            await anyio.sleep(0.5)
+            with anyio.fail_after(5):
+                while "hypha/worker" not in (node.readiness.reason or ""):
+                    await anyio.sleep(0.02)
             assert not node.readiness.is_ready
-            assert "hypha/worker" in (node.readiness.reason or "")
             await gateway.connect(endpoint.addresses[0])
             async with gossip.subscribe(gateway, WORKER_REQUESTS):
                 with anyio.fail_after(5):
@@ -439,3 +441,27 @@ def test_a_worker_is_healthy_when_somebody_is_on_its_topic(tmp_path: Path, make_
             tasks.cancel_scope.cancel()
 
     anyio.run(main, backend="trio")
+
+
+def test_a_worker_whose_topic_is_peopled_does_not_say_that_it_waits(
+    tmp_path: Path, make_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with (
+            network.endpoint("worker") as endpoint,
+            network.endpoint("gateway") as gateway,
+            gossip.subscribe(gateway, WORKER_REQUESTS),
+            anyio.create_task_group() as tasks,
+        ):
+            await gateway.connect(endpoint.addresses[0])
+            node = Node(endpoint, tasks)
+            tasks.start_soon(serve, make_config(tmp_path), node)
+            with anyio.fail_after(10):
+                while not node.readiness.is_ready:
+                    await anyio.sleep(0.02)
+            tasks.cancel_scope.cancel()
+
+    with caplog.at_level(logging.INFO, "hypha_net.node.health"):
+        anyio.run(main, backend="trio")
+    assert [record.getMessage() for record in caplog.records if "ready" in record.getMessage()] == ["ready"]

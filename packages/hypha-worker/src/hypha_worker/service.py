@@ -67,6 +67,8 @@ OFFER_TIMEOUT = 5.0
 """Seconds in which an offer must reach its scheduler."""
 TOPIC_PATIENCE = 10.0
 """Seconds that a start waits for somebody on the topic."""
+_TOPIC_SOON = 0.5
+"""Seconds of them that pass unsaid: a peer says that it is on the topic a moment after it connected."""
 _TOPIC_POLL = 0.05
 _REQUESTS = telemetry.Counter("hypha.worker.requests", "{request}", "Requests decided, by whether an offer was made.")
 _LEASES = telemetry.Level("hypha.worker.leases.active", "{lease}", "Leases, by state.")
@@ -86,10 +88,11 @@ async def serve(config: WorkerConfig, node: Node) -> None:
 
 async def _join_topic(node: Node) -> None:
     """Wait until requests can reach this worker; not for ever: gateways of the old wire are not in the topic."""
-    node.waiting(f"nobody else is on the topic {WORKER_REQUESTS.name} yet")
-    for _ in range(int(TOPIC_PATIENCE / _TOPIC_POLL)):
+    for poll in range(int(TOPIC_PATIENCE / _TOPIC_POLL)):
         if node.endpoint.topic_peers(WORKER_REQUESTS.name):
             return
+        if poll * _TOPIC_POLL >= _TOPIC_SOON:
+            node.waiting(f"nobody else is on the topic {WORKER_REQUESTS.name} yet")
         await anyio.sleep(_TOPIC_POLL)
     _log.info("nobody else is on the topic %s: requests come when a peer joins it", WORKER_REQUESTS.name)
 
