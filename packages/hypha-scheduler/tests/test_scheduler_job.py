@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -381,6 +382,23 @@ def test_events_tell_placement_rounds_and_metrics(tmp_path: Path, model: Path) -
     assert [event["loss"] for event in rounds] == pytest.approx([1.0, 1 / 2, 1 / 3])
     assert len([event for event in told if event["event"] == "metric"]) == 9
     assert told[-1]["event"] == "finished"
+
+
+def test_each_worker_is_told_once_when_it_begins_to_train(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers: list[str] = []
+
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        await service.conduct(job(model))
+        peers.extend(str(worker.endpoint.peer_id) for worker in workers[:3])
+
+    with caplog.at_level(logging.INFO, "hypha_scheduler.start_gate"):
+        play(tmp_path, case)
+    told = [record.getMessage().split() for record in caplog.records if "trains after" in record.getMessage()]
+    assert sorted(words[1] for words in told) == sorted(peers)
+    assert [" ".join(words[-3:]) for words in told] == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]
+    assert all(float(words[4]) < 30 for words in told)
 
 
 def test_a_slow_worker_gets_less_and_members_carry_their_samples(tmp_path: Path, model: Path) -> None:

@@ -132,6 +132,14 @@ def test_a_late_executor_takes_part_with_few_batches() -> None:
     assert abs(closed[1].batches[PEERS[2]] - closed[1].batches[PEERS[0]]) <= 1
 
 
+def test_the_start_of_executors_is_no_part_of_the_first_round_s_seconds() -> None:
+    def seconds(late: float) -> list[float]:
+        peers = dict.fromkeys(PEERS[:2], late)
+        return [entry.seconds for entry in Simulation(RoundSettings(3, 960, 16, 2), steady(0.1, 0.1), peers).run()]
+
+    assert seconds(60.0) == pytest.approx(seconds(0.0))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     speeds=st.lists(st.floats(0.01, 2.0), min_size=1, max_size=5),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Final
 
 import anyio
 
 from hypha_proto.ids import PeerId
+
+_log = logging.getLogger(__name__)
 
 START_TOGETHER: Final = 5.0
 """Seconds that the first slices are held back at most, so that all workers start in the same moment."""
@@ -18,13 +21,18 @@ class StartGate:
     """Holds first slices back until every worker has asked for one."""
 
     expected: int
+    began: float = 0.0
+    """When executors began to start, by anyio's clock."""
     _asked: set[PeerId] = field(default_factory=set)
     _open: anyio.Event = field(default_factory=anyio.Event)
     _deadline: float | None = None
 
     async def passed(self, peer: PeerId) -> None:
         """Wait until `peer` may have its slice."""
-        self._asked.add(peer)
+        if peer not in self._asked:
+            self._asked.add(peer)
+            seconds, count = anyio.current_time() - self.began, len(self._asked)
+            _log.info("worker %s trains after %.1f s (%d of %d)", peer, seconds, count, self.expected)
         if self._deadline is None:
             self._deadline = anyio.current_time() + START_TOGETHER
         if len(self._asked) >= self.expected:

@@ -210,7 +210,7 @@ class TrainingRun:
         [server] = [(bid.peer, bid.lease) for bid in bids if bid.role == AGGREGATE]
         peers = tuple(peer for peer, _ in trains)
         settings = round_settings(self._job, len(trains))
-        self._gate = StartGate(len(trains))
+        self._gate = StartGate(len(trains), anyio.current_time())
         rounds = Rounds(settings, peers, anyio.current_time())
         return _Running(
             graph=TaskGraph(diloco_tasks(server, trains)),
@@ -306,6 +306,8 @@ class TrainingRun:
     async def on_data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
         """A worker asks for a slice."""
         if self._running is None or self._dataset is None or request.dataset != self._dataset.name:
+            return NotFound()
+        if peer not in self._running.operator.rounds.members:
             return NotFound()
         assert self._providers is not None
         await self._gate.passed(peer)

@@ -57,7 +57,7 @@ class RoundClosed:
     waits: Mapping[PeerId, float]
     """Seconds from a worker's own update to the last one's."""
     seconds: float
-    """From the round's first moment to the outer step."""
+    """From the round's first moment to the outer step; that of the first round is when a worker's first batch began."""
     loss: float | None
     """Mean over workers, weighted by samples; none when no worker reported one."""
 
@@ -99,6 +99,8 @@ class _Part:
 class _Round:
     number: int
     began_at: float
+    trains_at: float | None = None
+    """When the first worker got its first slice, if that was in this round: before it, executors started."""
     parts: dict[PeerId, _Part] = field(default_factory=dict)
     dropped: set[PeerId] = field(default_factory=set)
     """Members that were late or whose update was refused."""
@@ -149,7 +151,10 @@ class Rounds:
         """A worker got its first slice: its first batch begins."""
         member = self._members.get(peer)
         if member is not None:
-            part = self._rounds[member.round].part(peer)
+            current = self._rounds[member.round]
+            if current.number == 1 and current.trains_at is None:
+                current.trains_at = now
+            part = current.part(peer)
             part.last_at = now if part.last_at is None else part.last_at
 
     def batch(self, peer: PeerId, samples: int, now: float) -> ProgressResponse:
@@ -367,7 +372,7 @@ class Rounds:
                 samples={peer: part.samples for peer, part in parts.items()},
                 batches={peer: part.batches for peer, part in parts.items()},
                 waits={peer: last - (part.posted_at or last) for peer, part in parts.items()},
-                seconds=current.closed_at - current.began_at,
+                seconds=current.closed_at - (current.began_at if current.trains_at is None else current.trains_at),
                 loss=sum(loss * samples for loss, samples in losses) / weight if weight else None,
             ),
         )
