@@ -115,6 +115,18 @@ def test_without_any_configuration_it_says_what_to_do() -> None:
     assert run("--config", "x", "run").exit_code == 2
 
 
+def test_the_older_form_takes_what_run_takes(file: Path) -> None:
+    options = ["--config", str(file), "--check", "--log-format", "json", "--log-level", "warning"]
+    for form in (["run", *options], options):
+        checked = run(*form, "--set", "limits.max_connections=7")
+        assert (checked.exit_code, checked.stdout) == (0, f"{file}: ok\n")
+        assert all(json.loads(line)["level"] == "warning" for line in checked.stderr.splitlines())
+        assert run(*form, "--set", "limits.max_connections=many").exit_code == 2
+    misplaced = run("--log-format", "json", "run", "--config", file)
+    assert misplaced.exit_code == 2
+    assert "write the options of run after it" in misplaced.stderr
+
+
 def test_show_tells_values_and_origins_and_hides_secrets(file: Path) -> None:
     env = {"HYPHA_RESOURCES__CPU": "3", "OTEL_EXPORTER_OTLP_HEADERS": "Authorization=Basic%20hunter2"}
     result = run("config", "show", "--config", file, "--set", "limits.max_connections=7", "--format", "json", env=env)

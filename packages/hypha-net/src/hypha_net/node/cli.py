@@ -11,11 +11,13 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from copy import copy
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from hypha_net.node.config import NodeConfig
 from hypha_net.node.config_errors import ConfigError
@@ -63,6 +65,14 @@ def _no_color() -> click.Option:
     return click.Option(
         ["--no-color"], is_flag=True, expose_value=False, callback=_plain, help="Print without colours, ever."
     )
+
+
+def _unlisted(option: click.Parameter) -> click.Parameter:
+    """An option of ``run`` for the older form, which has no command; its help need not list it twice."""
+    twin = copy(option)
+    if isinstance(twin, click.Option):
+        twin.hidden = True
+    return twin
 
 
 class DaemonGroup(click.Group):
@@ -113,14 +123,18 @@ def daemon_cli(
     @config_option
     @click.version_option(package_version(name), prog_name=name)
     @click.pass_context
-    def group(ctx: click.Context, file: Path | None) -> None:
+    def group(ctx: click.Context, /, file: Path | None, **options: Any) -> None:
         if ctx.invoked_subcommand is None:
-            program.run(file, (), check=False, log_format="text", log_level="info")
+            program.run(file, **options)
         elif file is not None:
             raise click.UsageError(f"write --config after the command: {name} {ctx.invoked_subcommand} --config {file}")
+        elif any(ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE for option in options):
+            raise click.UsageError(f"write the options of {ctx.invoked_subcommand} after it")
 
+    run = _run(program)
+    group.params.extend(_unlisted(option) for option in run.params if option.name != "file")
     group.params.append(_no_color())
-    for command in (_run(program), _init(program), _probe(program), _config(program), _schema(program)):
+    for command in (run, _init(program), _probe(program), _config(program), _schema(program)):
         group.add_command(command)
     return group
 
@@ -153,7 +167,7 @@ class _Program:
             raise ConfigurationError(f"the configuration cannot be used\n{error}{hint}") from None
 
     def run(
-        self, file: Path | None, settings: tuple[str, ...], *, check: bool, log_format: str, log_level: str
+        self, file: Path | None, *, settings: tuple[str, ...], check: bool, log_format: str, log_level: str
     ) -> None:
         """Run until the end and exit, or only check."""
         configure_logs("json" if log_format == "json" else "text", log_level)
@@ -199,7 +213,7 @@ def _run(program: _Program) -> click.Command:
     @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True)
     def run(file: Path | None, settings: tuple[str, ...], check: bool, log_format: str, log_level: str) -> None:
         """Run until SIGTERM or SIGINT."""
-        program.run(file, settings, check=check, log_format=log_format, log_level=log_level)
+        program.run(file, settings=settings, check=check, log_format=log_format, log_level=log_level)
 
     return run
 
