@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner, Result
@@ -14,7 +15,7 @@ from pydantic import Field
 
 from hypha_net.node.cli import daemon_cli
 from hypha_net.node.config import NodeConfig, Section
-from hypha_net.node.config_init import to_toml
+from hypha_net.node.config_init import render_config, to_toml
 from hypha_net.node.lifecycle import Node
 
 
@@ -87,6 +88,16 @@ def test_the_check_warns_of_identity_files_that_are_missing_and_passes(file: Pat
         assert remedy in line
 
 
+def test_what_init_writes_says_what_is_refused_so_far() -> None:
+    class Later(NodeConfig):
+        not_yet: ClassVar = {"limits.upload_rate": "uploads are not limited yet"}
+
+    text = render_config(Later, {}, "later").replace("\n# ", " ")
+    said = "Refused so far: uploads are not limited yet. upload_rate ="
+    assert said in text
+    assert text.count("Refused so far") == 1
+
+
 def test_init_never_overwrites_unasked(file: Path) -> None:
     file.write_text("mine")
     refused = run("init", "--out", file)
@@ -140,6 +151,17 @@ def test_show_tells_values_and_origins_and_hides_secrets(file: Path) -> None:
     text = run("config", "show", "--config", file, env=env)
     assert "resources.cpu = 3.0  # HYPHA_RESOURCES__CPU" in text.stdout
     assert "hunter2" not in result.output + text.output
+
+
+def test_show_quotes_the_parts_of_a_key_that_toml_has_quoted(file: Path) -> None:
+    with file.open("a") as more:
+        more.write('\n[telemetry_attributes]\n"service.name" = "a"\nteam = "b"\n')
+    shown = run("config", "show", "--config", file).stdout
+    lines = [line.split("  # ")[0] for line in shown.splitlines() if line.startswith("telemetry_attributes")]
+    assert lines == ['telemetry_attributes."service.name" = "a"', 'telemetry_attributes.team = "b"']
+    assert tomllib.loads("\n".join(lines))["telemetry_attributes"] == {"service.name": "a", "team": "b"}
+    plain = json.loads(run("config", "show", "--config", file, "--format", "json").stdout)
+    assert plain["telemetry_attributes.service.name"]["origin"].startswith(f"{file}:")
 
 
 def test_the_schema_knows_every_key() -> None:

@@ -28,10 +28,12 @@ def render_config(model: type[NodeConfig], values: Mapping[str, Any], program: s
         f"# Configuration of {program}. Every option is listed; those behind a # are at their default.",
         f"# Start with: {program} run --config FILE. Check without starting: {program} run --check --config FILE.",
     ]
-    return "\n".join([*head, *_table(model, values, ())]) + "\n"
+    return "\n".join([*head, *_table(model, values, (), model.not_yet)]) + "\n"
 
 
-def _table(model: type[BaseModel], values: Mapping[str, Any], at: tuple[str, ...]) -> Iterator[str]:
+def _table(
+    model: type[BaseModel], values: Mapping[str, Any], at: tuple[str, ...], not_yet: Mapping[str, str]
+) -> Iterator[str]:
     """The keys of a table first, then the tables in it: TOML gives a key to the header above it."""
     later: list[tuple[str, FieldInfo]] = []
     for name, info in fields_by_key(model).items():
@@ -39,10 +41,11 @@ def _table(model: type[BaseModel], values: Mapping[str, Any], at: tuple[str, ...
             later.append((name, info))
         else:
             yield ""
-            yield from _comment(info.description)
+            refused = not_yet.get(".".join((*at, name)))
+            yield from _comment(f"{info.description} Refused so far: {refused}." if refused else info.description)
             yield from _assignment(name, info, values)
     for name, info in later:
-        yield from _inner(name, info, values.get(name), (*at, name))
+        yield from _inner(name, info, values.get(name), (*at, name), not_yet)
 
 
 def _is_table(info: FieldInfo, value: Any) -> bool:
@@ -52,7 +55,7 @@ def _is_table(info: FieldInfo, value: Any) -> bool:
     return only_tables or any(tables(item) for item in items(info.annotation))
 
 
-def _inner(name: str, info: FieldInfo, value: Any, at: tuple[str, ...]) -> Iterator[str]:
+def _inner(name: str, info: FieldInfo, value: Any, at: tuple[str, ...], not_yet: Mapping[str, str]) -> Iterator[str]:
     array = any(tables(item) for item in items(info.annotation))
     found = [table for item in items(info.annotation) for table in tables(item)] if array else tables(info.annotation)
     given = (value if isinstance(value, list) else [value]) if value else []
@@ -61,7 +64,9 @@ def _inner(name: str, info: FieldInfo, value: Any, at: tuple[str, ...]) -> Itera
         yield from _comment(info.description if not index else None)
         header = f"[[{'.'.join(at)}]]" if array else f"[{'.'.join(at)}]"
         body = (
-            list(_table(found[0], entry, at)) if found else [f"{key} = {to_toml(part)}" for key, part in entry.items()]
+            list(_table(found[0], entry, at, not_yet))
+            if found
+            else [f"{key} = {to_toml(part)}" for key, part in entry.items()]
         )
         yield from ([header, *body] if given else _commented([header, *body]))
 
@@ -103,7 +108,9 @@ def to_toml(value: Any, *, width: int | None = _WIDTH) -> str:
         value = value.model_dump(mode="json", exclude_none=True)
     if isinstance(value, Mapping):
         return (
-            "{ " + ", ".join(f"{_key(key)} = {to_toml(part)}" for key, part in value.items()) + " }" if value else "{}"
+            "{ " + ", ".join(f"{key_text(key)} = {to_toml(part)}" for key, part in value.items()) + " }"
+            if value
+            else "{}"
         )
     if isinstance(value, (list, tuple)):
         parts = [to_toml(part) for part in value]
@@ -115,5 +122,6 @@ def to_toml(value: Any, *, width: int | None = _WIDTH) -> str:
     return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False, default=str)
 
 
-def _key(name: str) -> str:
+def key_text(name: str) -> str:
+    """A bare key, or a quoted one where TOML needs it."""
     return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else json.dumps(name)

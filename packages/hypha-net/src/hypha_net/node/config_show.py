@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hypha_net.node.config import NodeConfig, masked
-from hypha_net.node.config_init import to_toml
+from hypha_net.node.config_init import key_text, to_toml
 from hypha_net.node.config_load import DEFAULT, Loaded
 
 
@@ -18,28 +18,31 @@ class Row:
     key: str
     value: Any
     origin: str
+    written: str
+    """The key as TOML has it: a part with a dot in quotes."""
 
     def __str__(self) -> str:
         if self.value is None:
-            return f"# {self.key} is not set  # {self.origin}"
-        return f"{self.key} = {to_toml(self.value, width=None)}  # {self.origin}"
+            return f"# {self.written} is not set  # {self.origin}"
+        return f"{self.written} = {to_toml(self.value, width=None)}  # {self.origin}"
 
 
 def rows(loaded: Loaded[NodeConfig]) -> list[Row]:
     """Every key of a configuration, in the model's order."""
     data = masked(loaded.config.model_dump(mode="json", by_alias=True))
-    return [Row(key, value, _origin(loaded, key)) for key, value in _flat(data, "")]
+    return [Row(key, value, _origin(loaded, key), written) for key, written, value in _flat(data, "", "")]
 
 
-def _flat(value: Any, at: str) -> Iterator[tuple[str, Any]]:
+def _flat(value: Any, at: str, written: str) -> Iterator[tuple[str, str, Any]]:
     if isinstance(value, dict) and (value or not at):
         for name, part in value.items():
-            yield from _flat(part, f"{at}.{name}" if at else name)
+            dot = "." if at else ""
+            yield from _flat(part, f"{at}{dot}{name}", f"{written}{dot}{key_text(name)}")
     elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
         for index, part in enumerate(value):
-            yield from _flat(part, f"{at}[{index}]")
+            yield from _flat(part, f"{at}[{index}]", f"{written}[{index}]")
     else:
-        yield at, value
+        yield at, written, value
 
 
 def _origin(loaded: Loaded[NodeConfig], key: str) -> str:
