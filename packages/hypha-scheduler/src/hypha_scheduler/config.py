@@ -13,7 +13,10 @@ from hypha_scheduler.job_config import JobConfig, Table, not_yet
 class DashboardTable(Table):
     """``[dashboard]``."""
 
-    listen: str | None = Field(default=None, description="host:port of the dashboard; none: no TCP port is opened.")
+    listen: str | None = Field(
+        default=None,
+        description="host:port of the dashboard; none: no TCP port is opened. Refused so far.",
+    )
 
     @model_validator(mode="after")
     def _none_yet(self) -> DashboardTable:

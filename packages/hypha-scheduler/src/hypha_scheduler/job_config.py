@@ -123,7 +123,8 @@ class InnerOptimizerTable(Table):
     weight_decay: float | None = Field(default=None, ge=0, description="AdamW's weight decay.")
     max_grad_norm: float | None = Field(default=None, gt=0, description="Gradients are clipped to this norm.")
     schedule: Literal["cosine-with-warmup", "linear-with-warmup", "wsd"] | None = Field(
-        default=None, description="Learning-rate schedule; none keeps the rate."
+        default=None,
+        description="Learning-rate schedule: cosine-with-warmup, linear-with-warmup or wsd; none keeps the rate.",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Steps of a worker in which the rate rises from zero.")
     total_steps: int | None = Field(
@@ -164,11 +165,26 @@ class RoundsTable(Table):
 class SyncTable(Table):
     """``[.sync]``: how updates travel."""
 
-    codec: str = Field(default="fp32", description="How the numbers of an update are written.")
-    fragments: int = Field(default=1, ge=1, description="Parts of the model that are synchronised in turn.")
-    overlap: int = Field(default=0, ge=0, description="Steps that training goes on while an update travels.")
-    alpha: float = Field(default=0.5, ge=0, le=1, description="Mixing of local and global parameters with overlap.")
-    aggregation: str = Field(default="mean", description="How updates become one.")
+    codec: str = Field(
+        default="fp32", description="How the numbers of an update are written: fp32. Others are refused so far."
+    )
+    fragments: int = Field(
+        default=1,
+        ge=1,
+        description="Parts of the model that are synchronised in turn. More than one is refused so far.",
+    )
+    overlap: int = Field(
+        default=0,
+        ge=0,
+        description="Steps that training goes on while an update travels. Other than 0 is refused so far.",
+    )
+    alpha: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Mixing of local and global parameters with overlap, so without effect so far.",
+    )
+    aggregation: str = Field(default="mean", description="How updates become one: mean. Others are refused so far.")
 
     @model_validator(mode="after")
     def _only_plain(self) -> SyncTable:
@@ -236,13 +252,19 @@ class ResourcesTable(Table):
 
     num_workers: int = Field(default=1, ge=1, le=10_000, description="Training workers.")
     min_workers: int | None = Field(default=None, ge=1, description="With fewer the job fails; none: num_workers.")
-    max_workers: int | None = Field(default=None, ge=1, description="Workers at most; none: num_workers.")
+    max_workers: int | None = Field(
+        default=None, ge=1, description="Workers at most; none: num_workers. More than num_workers is refused so far."
+    )
     allocation_timeout: float = Field(default=60.0, gt=0, description="Seconds to find all workers.")
     worker: Requirements = Field(default=(), description="What a training worker must have.")
     parameter_server: Requirements = Field(default=(), description="What the parameter server must have.")
     worker_price: PriceTable = Field(default=PriceTable(), description="Price of a training worker.")
     parameter_server_price: PriceTable = Field(default=PriceTable(), description="Price of the parameter server.")
-    budget: float | None = Field(default=None, gt=0, description="Tokens the job may spend in all; none: no bound.")
+    budget: float | None = Field(
+        default=None,
+        gt=0,
+        description="Tokens the job may spend in all; none: no bound. Refused so far: prices are bounded by max.",
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> ResourcesTable:
@@ -280,7 +302,9 @@ def kinds(requirements: tuple[Requirement, ...], default: str) -> tuple[str, ...
 class JobConfig(Table):
     """One job."""
 
-    type: Literal["diloco", "inference"] = Field(default="diloco", description="Strategy: diloco.")
+    type: Literal["diloco", "inference"] = Field(
+        default="diloco", description="Strategy: diloco. inference is refused so far."
+    )
     seed: int = Field(default=0, ge=0, le=(1 << 63) - 1, description="Decides data order and shuffles.")
     dataset: Annotated[DatasetTable, BeforeValidator(_dataset_by_name)] = Field(description="What to train on.")
     model: ModelTable = Field(description="What to train.")

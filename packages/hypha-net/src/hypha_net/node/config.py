@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -161,7 +161,9 @@ class NodeConfig(Section):
     telemetry_protocol: Literal["http/protobuf", "grpc"] = Field(
         default="http/protobuf", description="How the collector is spoken to: http/protobuf or grpc."
     )
-    telemetry_sampler: Sampler = Field(default="parentbased_always_on", description="Which traces are recorded.")
+    telemetry_sampler: Sampler = Field(
+        default="parentbased_always_on", description=f"Which traces are recorded: {', '.join(get_args(Sampler))}."
+    )
     telemetry_sample_ratio: float = Field(
         default=1.0, ge=0, le=1, description="Share of traces that a traceidratio sampler records, 0 to 1."
     )
