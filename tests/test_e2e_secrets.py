@@ -117,7 +117,8 @@ def test_a_token_that_is_not_taken_is_nowhere_either(
         assert "401" in refused.log
         hub.break_off = False
         job = network.job(rounds=1, model=MODEL.format(token=TOKEN))
-        local_network.wait_until(lambda: bool(hub.seen_elsewhere), 60, "the scheduler's fetch")
+        # the scheduler has fetched everything by then; the executor, which asks through its worker, is still starting
+        local_network.wait_until(lambda: bool(job.events("dispatched")), 90, "the dispatch")
         hub.token = "hf_Another"  # from now on, which is before a worker asks
         assert job.wait(120) == 1, job.log
         assert "401" in network.log("worker-1")
