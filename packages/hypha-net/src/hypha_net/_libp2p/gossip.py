@@ -121,6 +121,8 @@ async def keep_registered(pubsub: Pubsub, speaks: Callable[[ID], bool]) -> None:
     """
     while True:
         await trio.sleep(CHECK_INTERVAL)
+        for peer in [peer for peer in pubsub.peers if not pubsub._peer_is_connected(peer)]:
+            pubsub._handle_dead_peer(peer)  # it was gone before its gossip was set up, which nobody told
         for peer in list(pubsub.host.get_network().connections):
             stream = pubsub.peers.get(peer)
             if stream is None and speaks(peer) and pubsub._peer_is_connected(peer):
