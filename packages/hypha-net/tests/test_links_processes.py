@@ -265,9 +265,7 @@ def test_a_thousand_connections_leave_memory_descriptors_and_tasks_as_they_were(
                     states[1] = (await state_of(watcher, gateway), own_state())
             for before, after in zip(*states, strict=True):
                 assert after["files"] <= before["files"] + 2, states
-                assert after["tasks"] <= before["tasks"] + 40, (
-                    states
-                )  # a few a peer, not one a connection
+                assert after["tasks"] <= before["tasks"] + 40, states  # a few a peer, not one a connection
                 assert after["memory"] <= before["memory"] + (16 << 20), states
             await come_and_go(nodes[0], gateway, 1)
 
