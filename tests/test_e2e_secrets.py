@@ -72,7 +72,7 @@ def private_network(
         more |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(root / "hf")}
 
         def environment(*args: Any) -> dict[str, str]:
-            dropped = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+            dropped = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
             return {key: text for key, text in inherited(*args).items() if key not in dropped} | more
 
         monkeypatch.setattr(hypha_local.processes, "child_environment", environment)

@@ -259,13 +259,9 @@ def test_a_thousand_connections_leave_memory_descriptors_and_tasks_as_they_were(
                         tasks.start_soon(come_and_go, node, gateway, times)
                 await anyio.sleep(2)
                 states.append((await state_of(watcher, gateway), own_state()))
-            with anyio.move_on_after(30):  # what waits for a peer that has gone gives up by its own time
-                while any(after["tasks"] > before["tasks"] + 40 for before, after in zip(*states, strict=True)):
-                    await anyio.sleep(1)
-                    states[1] = (await state_of(watcher, gateway), own_state())
             for before, after in zip(*states, strict=True):
                 assert after["files"] <= before["files"] + 2, states
-                assert after["tasks"] <= before["tasks"] + 40, states  # a few a peer, not one a connection
+                assert after["tasks"] <= before["tasks"] + 4, states
                 assert after["memory"] <= before["memory"] + (16 << 20), states
             await come_and_go(nodes[0], gateway, 1)
 

@@ -8,9 +8,9 @@ first messages are not taken for old ones. What comes in from others goes throug
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import trio
 from libp2p.abc import IHost, INetConn, INetwork
@@ -78,8 +78,26 @@ def make_pubsub(
     pubsub = Pubsub(host, router, seen_ttl=SEEN_SECONDS, strict_signing=True)
     pubsub.counter = time.time_ns()
     Intake(pubsub, router, events, SEEN_SECONDS, may_speak)
+    vars(pubsub)["_handle_new_peer"] = _OneAtATime(pubsub._handle_new_peer)
     host.get_network().register_notifee(_Rejoining(pubsub))
     return pubsub, router
+
+
+class _OneAtATime:
+    """Registers a peer once at a time: py-libp2p asks whether it is registered, and waits before it registers it.
+
+    Of two that do so at once, after a quick return say, the second replaced the first's queue, whose task then waited
+    for it for good.
+    """
+
+    def __init__(self, register: Callable[[ID], Awaitable[None]]) -> None:
+        self._register = register
+        self._locks: WeakValueDictionary[ID, trio.Lock] = WeakValueDictionary()
+
+    async def __call__(self, peer: ID) -> None:
+        lock = self._locks.setdefault(peer, trio.Lock())
+        async with lock:
+            await self._register(peer)
 
 
 class _Rejoining(Quiet):
