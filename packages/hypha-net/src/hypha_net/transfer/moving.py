@@ -67,6 +67,15 @@ async def _send(stream: Stream, block: memoryview, progress: Progress, pace: Pac
         raise BrokenOffError(f"the peer took nothing for {IDLE_TIMEOUT:g} s")
 
 
+async def send_buffer(stream: Stream, buffer: memoryview, progress: Progress) -> None:
+    """Send bytes that are in memory already.
+
+    Raises:
+        BrokenOffError: the peer takes nothing.
+    """
+    await _send(stream, buffer, progress, progress.pace)
+
+
 async def receive_file(stream: Stream, arriving: Arriving, max_bytes: int, progress: Progress) -> None:
     """Receive the rest of a file: up to its announced size, or to the clean end. What came is stored in every case.
 
