@@ -237,6 +237,9 @@ class Worker:
                         )
                         return
                     answer = await self.report(peer, request, BatchDone(batch_size=8, slices={str(self.index): 8}))
+                    if isinstance(answer, Done):
+                        await self.end(peer, request, 0, "", ())
+                        return
                     if isinstance(answer, ScheduleUpdate):
                         left = answer.counter
                     elif left is not None:
@@ -457,6 +460,21 @@ def test_the_job_goes_on_without_a_lost_worker_when_it_may(tmp_path: Path, model
         workers[2].hangs = True
 
     play(tmp_path, case, prepare)
+
+
+def test_the_job_goes_on_without_a_worker_that_is_late_in_every_round(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
+        changes = {"resources": {"num_workers": 3, "min_workers": 2}, "rounds": {"timeout": 0.6}}
+        await service.conduct(job(model, **changes))
+        assert workers[2].released == ["the job is done"]
+        for message in workers[3].rounds_seen:
+            assert workers[2].endpoint.peer_id not in {member.peer for member in message.members}
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[2].batch_seconds = 0.8
+
+    play(tmp_path, case, prepare)
+    assert [event["event"] for event in events(tmp_path)][-1] == "finished"
 
 
 def test_a_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Path) -> None:

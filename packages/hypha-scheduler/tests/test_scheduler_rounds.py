@@ -212,6 +212,42 @@ def test_a_round_goes_on_without_whoever_is_late() -> None:
     assert rounds.expire(due) == (Synchronise(1, ((PEERS[0], 32), (PEERS[1], 16))),)
 
 
+def test_a_late_executor_hands_in_when_the_round_is_over_and_takes_part_in_the_next() -> None:
+    rounds = make()
+    rounds.update(PEERS[0], 2.0)
+    rounds.update(PEERS[1], 2.0)
+    due = rounds.deadline()
+    assert due is not None
+    assert rounds.expire(due) == (Synchronise(1, ((PEERS[0], 16), (PEERS[1], 16))),)
+    assert rounds.batch(PEERS[2], 16, due + 1) == Continue()
+    rounds.updated(due + 2)
+    assert rounds.batch(PEERS[2], 16, due + 3) == ScheduleUpdate(counter=0)
+    assert rounds.update(PEERS[2], due + 4) == ()
+    for peer in PEERS[:3]:
+        assert rounds.merged(peer, due + 5) == Continue()
+        rounds.batch(peer, 16, due + 6)
+    assert rounds.update(PEERS[2], due + 7) == ()
+    assert rounds.update(PEERS[1], due + 7) == ()
+    [effect] = rounds.update(PEERS[0], due + 7)
+    assert isinstance(effect, Synchronise)
+    assert [peer for peer, _ in effect.members] == PEERS[:3]
+
+
+def test_the_job_does_not_wait_for_an_executor_that_is_late_in_the_last_round() -> None:
+    rounds = Rounds(RoundSettings(rounds=1, target=96, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
+    for peer in PEERS[:2]:
+        rounds.began(peer, 0.0)
+        rounds.batch(peer, 16, 1.0)
+    rounds.update(PEERS[0], 2.0)
+    assert rounds.expire(10.0) == (Synchronise(1, ((PEERS[0], 16),)),)
+    assert not rounds.over
+    rounds.updated(11.0)
+    assert rounds.merged(PEERS[0], 12.0) == Done()
+    assert rounds.over
+    assert rounds.deadline() is None
+    assert rounds.batch(PEERS[1], 16, 13.0) == Done()
+
+
 def test_a_parameter_server_that_never_steps_fails_the_job() -> None:
     rounds = make()
     for peer in PEERS[:3]:

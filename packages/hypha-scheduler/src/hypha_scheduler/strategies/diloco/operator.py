@@ -94,7 +94,7 @@ class DilocoOperator:
             self.slices.report(peer, _slice_counts(progress.slices))
             return self.rounds.batch(peer, progress.batch_size, now), ()
         if isinstance(progress, Update):
-            return Ok(), self.rounds.update(peer, now)
+            return Done() if self.rounds.excused(peer) else Ok(), self.rounds.update(peer, now)
         if isinstance(progress, RoundMetrics):
             return Ok(), self._measured(peer, progress)
         if isinstance(progress, Updated):

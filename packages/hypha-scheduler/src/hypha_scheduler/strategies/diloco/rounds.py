@@ -142,8 +142,14 @@ class Rounds:
 
     @property
     def over(self) -> bool:
-        """Whether the last outer step was taken and every worker has merged it."""
-        return self._closed >= self._settings.rounds and all(m.done for m in self._members.values())
+        """Whether the last outer step was taken and every worker has merged it, but for those that it excused."""
+        settled = all(member.done or self.excused(peer) for peer, member in self._members.items())
+        return self._closed >= self._settings.rounds and settled
+
+    def excused(self, peer: PeerId) -> bool:
+        """Whether the last round goes on without `peer`, so that nothing is left for it to do."""
+        last = self._rounds.get(self._settings.rounds)
+        return last is not None and peer in last.dropped
 
     # ------------------------------------------------------------------------------------------------- training workers
 
@@ -176,6 +182,10 @@ class Rounds:
         return self._answer_batch(current, peer, part, now)
 
     def _answer_batch(self, current: _Round, peer: PeerId, part: _Part, now: float) -> ProgressResponse:
+        if self.excused(peer):
+            return Done()
+        if peer in current.dropped:  # late: when the round is over it hands in what counts no more, and catches up
+            return ScheduleUpdate(counter=0) if current.number <= self._closed else Continue()
         if part.left == 0 or not self._decidable(current):
             return Continue()
         shares = self._shares(current, now)
