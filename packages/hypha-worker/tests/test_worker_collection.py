@@ -62,6 +62,17 @@ def test_members_that_are_late_are_left_out_at_the_deadline() -> None:
     assert not collection.is_late(B, None)
 
 
+def test_a_sender_that_the_scheduler_no_longer_counted_on_is_late_however_long_ago() -> None:
+    collection = Collection({A, B}, named=True)
+    for number in range(1, 9):
+        collection.name_members(members(number, {A: 1}), 0.0)
+        deliver(collection, A, number)
+        collection.close()
+    assert all(collection.is_late(B, number) for number in range(1, 9))
+    assert not collection.is_late(B, 9)
+    assert not collection.is_late(STRANGER, 1)
+
+
 def test_a_round_without_any_update_is_an_error_and_not_a_step() -> None:
     collection = Collection({A, B}, named=True)
     collection.name_members(members(1, {A: 1, B: 1}), 0.0)

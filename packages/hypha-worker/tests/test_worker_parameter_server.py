@@ -146,6 +146,29 @@ def test_a_member_that_is_missing_at_the_deadline_is_left_out(in_lab: InLab, tak
     in_lab(case)
 
 
+def test_a_peer_that_a_round_went_on_without_is_late_and_takes_part_in_the_next(
+    in_lab: InLab, take_pushes: Any
+) -> None:
+    async def case(lab: Any) -> None:
+        lab.scheduler.answer = done_after(2)
+        async with running(lab, take_pushes) as group:
+            await group.name(1, {0: 1, 1: 1})
+            await group.push(0, 1, group.write(2.0))
+            await group.push(1, 1, group.write(4.0))
+            _, value = await group.result(2, 1)
+            assert value == pytest.approx(0.7 * 1.9 * 3.0)
+            await group.push(2, 1, group.write(99.0))  # taken, and not counted
+            await group.name(2, {0: 1, 1: 1, 2: 1})
+            for who in range(3):
+                await group.push(who, 2, group.write(0.0))
+            _, value = await group.result(2, 2)
+            assert value == pytest.approx(0.7 * 0.9 * 0.9 * 3.0)
+            assert lab.scheduler.refused == []
+            assert (await lab.scheduler.ended()).outcome == "finished"
+
+    in_lab(case)
+
+
 def test_a_member_that_is_gone_gets_no_update_and_the_others_do(in_lab: InLab, take_pushes: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(1)

@@ -60,8 +60,6 @@ class Collection:
     """The round that is being collected; none until the first is named or begun."""
     _members: dict[int, _Named] = field(default_factory=dict)
     _updates: dict[tuple[int, PeerId], Path] = field(default_factory=dict)
-    _past: dict[int, frozenset[PeerId]] = field(default_factory=dict)
-    """Members of the rounds that closed last."""
 
     def __post_init__(self) -> None:
         if not self.named:
@@ -154,18 +152,17 @@ class Collection:
             )
         missing = tuple(peer for peer in members.weights if peer not in {sender for sender, _, _ in updates})
         self._members.pop(number, None)
-        self._past[number] = frozenset(members.weights)
-        self._past.pop(number - AHEAD, None)
         self.round = number + 1
         return CompleteRound(number, updates, missing)
 
     def is_late(self, peer: PeerId, round_number: int | None) -> bool:
-        """Whether this is a member's update of a round that closed a moment ago.
+        """Whether this is a sender's update of a round that is over.
 
         It came too late, or comes again because its receipt was lost. It counts no more, but its sender did nothing
         wrong and goes on with the outer update that it gets all the same.
         """
-        return round_number is not None and peer in self._past.get(round_number, ())
+        over = round_number is not None and self.round is not None and round_number < self.round
+        return over and peer in self.senders
 
     def _current(self) -> _Named | None:
         if not self.named:
