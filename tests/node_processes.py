@@ -10,7 +10,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from typing import Any
 
 import anyio
 import anyio.abc
+from bounded_waits import until
 
 TOPIC = "test/topic"
 
@@ -204,12 +204,3 @@ async def crew(log: Path) -> AsyncIterator[Callable[..., Any]]:
                     await child.process.wait()
             stderr.close()
             tasks.cancel_scope.cancel()
-
-
-async def until(condition: Callable[[], bool], seconds: float) -> float:
-    """Wait for something; gives the seconds that it took."""
-    began = time.monotonic()
-    with anyio.fail_after(seconds):
-        while not condition():
-            await anyio.sleep(0.02)
-    return time.monotonic() - began

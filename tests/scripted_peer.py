@@ -271,18 +271,23 @@ def identify(public_key: bytes, addresses: list[bytes], protocols: list[str], ag
     return message + field(5, b"/hypha-identify/0.0.1") + field(6, agent.encode())
 
 
+async def expect(stream: trio.abc.ReceiveStream, wanted: bytes) -> None:
+    """Take so many bytes, which must be these."""
+    data = bytearray()
+    while len(data) < len(wanted):
+        part = await stream.receive_some(len(wanted) - len(data))
+        assert part, f"the connection ended after {bytes(data)!r}"
+        data += part
+    assert data == wanted
+
+
 async def _select(stream: trio.abc.Stream, protocol: str, *, opened: bool) -> None:
     """Agree on a protocol; who opened says both lines at once, as lazy negotiation does."""
     wanted = [line(MULTISTREAM), line(protocol)]
     if opened:
         await stream.send_all(b"".join(wanted))
     for each in wanted:
-        data = b""
-        while len(data) < len(each):
-            part = await stream.receive_some(len(each) - len(data))
-            assert part, "the other side ended the connection"
-            data += bytes(part)
-        assert data == each
+        await expect(stream, each)
         if not opened:
             await stream.send_all(each)
 

@@ -10,6 +10,8 @@ from contextlib import AbstractAsyncContextManager
 
 import anyio
 import pytest
+from bounded_waits import run, until
+from endpoint_streams import read_all
 
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import (
@@ -29,30 +31,16 @@ OTHER = "/test/other/1"
 TOPIC = "test/topic"
 
 
-def run(opener: Opener, count: int, case: Callable[[list[Endpoint]], Awaitable[None]]) -> None:
+def play(opener: Opener, count: int, case: Callable[[list[Endpoint]], Awaitable[None]]) -> None:
     async def main() -> None:
-        with anyio.fail_after(30):
-            async with opener(count) as nodes:
-                await case(nodes)
+        async with opener(count) as nodes:
+            await case(nodes)
 
-    anyio.run(main, backend="trio")
-
-
-async def read_all(stream: Stream) -> bytes:
-    data = bytearray()
-    while part := await stream.receive_some():
-        data += part
-    return bytes(data)
+    run(main)
 
 
 async def echo(stream: Stream) -> None:
     await stream.send_all(str(stream.peer).encode() + b":" + await read_all(stream))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(10):
-        while not condition():
-            await anyio.sleep(0.01)
 
 
 def test_a_stream_carries_bytes_both_ways_and_is_half_closable(opener: Opener) -> None:
@@ -74,7 +62,7 @@ def test_a_stream_carries_bytes_both_ways_and_is_half_closable(opener: Opener) -
         with pytest.raises(StreamClosedError):
             await stream.receive_some()
 
-    run(opener, 2, case)
+    play(opener, 2, case)
 
 
 def test_the_last_bytes_of_a_stream_go_with_its_end(opener: Opener) -> None:
@@ -93,7 +81,7 @@ def test_the_last_bytes_of_a_stream_go_with_its_end(opener: Opener) -> None:
             assert await read_all(stream) == f"{leaf.peer_id}:one ".encode() + last
             await stream.aclose()
 
-    run(opener, 2, case)
+    play(opener, 2, case)
 
 
 def test_leaves_reach_each_other_without_being_told_an_address(opener: Opener) -> None:
@@ -106,7 +94,7 @@ def test_leaves_reach_each_other_without_being_told_an_address(opener: Opener) -
         assert one.peer_id in two.connected_peers()
         await stream.aclose()
 
-    run(opener, 3, case)
+    play(opener, 3, case)
 
 
 def test_more_than_any_buffer_arrives_whole_although_the_reader_is_late(opener: Opener) -> None:
@@ -127,7 +115,7 @@ def test_more_than_any_buffer_arrives_whole_although_the_reader_is_late(opener: 
         await stream.aclose()
         assert leaf.traffic.sent >= 12 << 20
 
-    run(opener, 2, case)
+    play(opener, 2, case)
 
 
 def test_many_streams_at_once(opener: Opener) -> None:
@@ -148,7 +136,7 @@ def test_many_streams_at_once(opener: Opener) -> None:
                 tasks.start_soon(ask, index)
         assert len(answers) == 300
 
-    run(opener, 2, case)
+    play(opener, 2, case)
 
 
 def test_a_reset_is_an_error_and_never_a_clean_end(opener: Opener) -> None:
@@ -174,7 +162,7 @@ def test_a_reset_is_an_error_and_never_a_clean_end(opener: Opener) -> None:
         await until(lambda: bool(seen))
         assert seen == ["reset"]
 
-    run(opener, 2, case)
+    play(opener, 2, case)
 
 
 def test_a_handler_that_fails_resets_its_stream(opener: Opener) -> None:
@@ -197,7 +185,7 @@ def test_a_handler_that_fails_resets_its_stream(opener: Opener) -> None:
         assert await read_all(again)
         await again.aclose()
 
-    run(opener, 2, case)
+    play(opener, 2, case)
 
 
 def test_the_first_protocol_that_the_peer_speaks_is_taken(opener: Opener) -> None:
@@ -214,7 +202,7 @@ def test_the_first_protocol_that_the_peer_speaks_is_taken(opener: Opener) -> Non
         with pytest.raises(UnsupportedProtocolError):
             await leaf.open_stream(gateway.peer_id, [ECHO])
 
-    run(opener, 2, case)
+    play(opener, 2, case)
 
 
 def test_a_peer_that_nobody_knows_is_unreachable(opener: Opener) -> None:
@@ -222,7 +210,7 @@ def test_a_peer_that_nobody_knows_is_unreachable(opener: Opener) -> None:
         with pytest.raises(UnreachableError):
             await nodes[1].open_stream(PeerId.from_public_key(bytes(range(32))), [ECHO], timeout=5)
 
-    run(opener, 2, case)
+    play(opener, 2, case)
 
 
 def test_an_address_that_names_another_peer_is_refused(opener: Opener) -> None:
@@ -236,7 +224,7 @@ def test_an_address_that_names_another_peer_is_refused(opener: Opener) -> None:
         with pytest.raises(AddressError):
             await leaf.connect("/nonsense/1")
 
-    run(opener, 3, case)
+    play(opener, 3, case)
 
 
 def test_gossip_passes_from_leaf_over_the_gateway_to_leaf(opener: Opener) -> None:
@@ -258,7 +246,7 @@ def test_gossip_passes_from_leaf_over_the_gateway_to_leaf(opener: Opener) -> Non
         assert len(seen) == 21
         await until(lambda: not gateway.topic_peers(TOPIC))
 
-    run(opener, 3, case)
+    play(opener, 3, case)
 
 
 def test_two_subscriptions_of_one_topic_get_every_message(opener: Opener) -> None:
@@ -274,7 +262,7 @@ def test_two_subscriptions_of_one_topic_get_every_message(opener: Opener) -> Non
             with anyio.fail_after(5):
                 assert (await anext(first)).data == b"one"
 
-    run(opener, 2, case)
+    play(opener, 2, case)
 
 
 def test_a_record_is_found_elsewhere_with_its_publisher(opener: Opener) -> None:
@@ -287,7 +275,7 @@ def test_a_record_is_found_elsewhere_with_its_publisher(opener: Opener) -> None:
         await one.put_record(b"mnist", b'{"num_slices": 4}')
         assert (await two.find_records(b"mnist"))[0].value == b'{"num_slices": 4}'
 
-    run(opener, 3, case)
+    play(opener, 3, case)
 
 
 def test_a_disconnect_breaks_streams_on_both_sides_and_a_later_stream_connects_again(opener: Opener) -> None:
@@ -321,36 +309,37 @@ def test_a_disconnect_breaks_streams_on_both_sides_and_a_later_stream_connects_a
         assert await read_all(again)
         await again.aclose()
 
-    run(opener, 3, case)
+    play(opener, 3, case)
 
 
 def test_an_endpoint_that_shuts_down_breaks_its_streams_and_opens_no_more(opener: Opener) -> None:
     async def main() -> None:
-        with anyio.fail_after(30):
-            ends: list[str] = []
+        begun: list[bytes] = []
+        ends: list[str] = []
 
-            async def hold(stream: Stream) -> None:
-                try:
-                    ends.append(repr(await read_all(stream)))
-                except (StreamResetError, StreamClosedError):
-                    ends.append("broken")
-                    raise
+        async def hold(stream: Stream) -> None:
+            begun.append(await stream.receive_some())
+            try:
+                ends.append(repr(await read_all(stream)))
+            except (StreamResetError, StreamClosedError):
+                ends.append("broken")
+                raise
 
-            async with opener(2) as (gateway, leaf):
-                gateway.handle(ECHO, hold)
-                stream = await leaf.open_stream(gateway.peer_id, [ECHO])
-                await stream.send_all(b"x")
-                await anyio.sleep(0.1)
-            with pytest.raises((StreamResetError, StreamClosedError)):
-                await stream.receive_some()
-            with pytest.raises((StreamResetError, StreamClosedError)):
-                await stream.send_all(b"y")
-            await stream.aclose()
-            assert set(ends) <= {"broken"}  # or the handler was cancelled, which is an end of no stream either
-            with pytest.raises((StreamClosedError, UnreachableError)):
-                await leaf.open_stream(gateway.peer_id, [ECHO], timeout=5)
+        async with opener(2) as (gateway, leaf):
+            gateway.handle(ECHO, hold)
+            stream = await leaf.open_stream(gateway.peer_id, [ECHO])
+            await stream.send_all(b"x")
+            await until(lambda: begun)
+        with pytest.raises((StreamResetError, StreamClosedError)):
+            await stream.receive_some()
+        with pytest.raises((StreamResetError, StreamClosedError)):
+            await stream.send_all(b"y")
+        await stream.aclose()
+        assert set(ends) <= {"broken"}  # or the handler was cancelled, which is an end of no stream either
+        with pytest.raises((StreamClosedError, UnreachableError)):
+            await leaf.open_stream(gateway.peer_id, [ECHO], timeout=5)
 
-    anyio.run(main, backend="trio")
+    run(main)
 
 
 def test_a_write_to_a_reader_that_has_closed_or_reset_ends(opener: Opener) -> None:
@@ -368,7 +357,7 @@ def test_a_write_to_a_reader_that_has_closed_or_reset_ends(opener: Opener) -> No
                 await stream.send_all(bytes(1 << 20))
         await stream.aclose()
 
-    run(opener, 2, case)
+    play(opener, 2, case)
 
 
 def test_connections_are_told_as_they_come_and_go(opener: Opener) -> None:
@@ -386,7 +375,7 @@ def test_connections_are_told_as_they_come_and_go(opener: Opener) -> None:
                 assert isinstance(event, Disconnected)
                 assert event.peer == peer
 
-    run(opener, 3, case)
+    play(opener, 3, case)
 
 
 def test_peers_are_found_that_one_is_not_connected_to(opener: Opener) -> None:
@@ -397,4 +386,4 @@ def test_peers_are_found_that_one_is_not_connected_to(opener: Opener) -> None:
         assert two.peer_id in found
         assert one.peer_id not in found
 
-    run(opener, 3, case)
+    play(opener, 3, case)

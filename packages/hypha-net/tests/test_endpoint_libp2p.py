@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import anyio
 import pytest
+from bounded_waits import run, until
 from libp2p.host.basic_host import BasicHost
 from libp2p.identity.identify import identify
 from libp2p.identity.identify_push import identify_push
@@ -26,6 +26,7 @@ from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.pubsub.rpc_queue import RpcQueue
 from libp2p.pubsub.validators import signature_validator
 from libp2p.tools.timed_cache.last_seen_cache import LastSeenCache
+from loopback_ports import free_port
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.endpoint import Endpoint, Stream
@@ -35,26 +36,6 @@ from hypha_net.identity import load_identity
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ECHO = "/test/echo/1"
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(30):
-            await main()
-
-    anyio.run(bounded, backend="trio")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(10):
-        while not condition():
-            await anyio.sleep(0.01)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def check_refusal(server: Any, client: Any, caplog: pytest.LogCaptureFixture) -> RefusedError:
@@ -237,9 +218,7 @@ def test_a_restarted_gateway_gets_the_records_again_without_being_asked(authorit
                 await one.wait_for_gateway(15)
                 await one.put_record(b"key", b"value")
             async with open_endpoint(gateway, settings) as again:
-                with anyio.fail_after(15):
-                    while not await again.find_records(b"key"):
-                        await anyio.sleep(0.05)
+                await until(lambda: again.find_records(b"key"), 15)
 
     run(main)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
+from bounded_waits import run, until
 
 from hypha_net._libp2p import kad_server, kad_store
 from hypha_net._libp2p.framing import MessageReader, read_message, write_message
@@ -188,14 +189,12 @@ def test_many_puts_cost_one_write_and_a_folder_that_is_full_costs_nothing_else(
             for number in range(1000):
                 gateway.put(PEERS[0], put(b"k", b"%d" % number))
             assert not names()
-            with anyio.fail_after(5):
-                while names() != ["dht-records.json"]:
-                    await anyio.sleep(0.01)
+            await until(lambda: names() == ["dht-records.json"], 5)
             assert Gateway(tmp_path).get(b"k") is not None
             gateway.put(PEERS[0], put(b"last", b"v"))
             tasks.cancel_scope.cancel()
 
-    anyio.run(main, backend="trio")
+    run(main)
     assert Gateway(tmp_path).get(b"last") is not None
     assert sum("dht-records" in record.getMessage() for record in caplog.records) == 1
 
@@ -229,7 +228,7 @@ def test_several_questions_on_one_stream_and_rubbish_on_the_next() -> None:
                 with pytest.raises(StreamResetError):
                     await read_message(stream, Message)
 
-    anyio.run(main, backend="trio")
+    run(main)
 
 
 def test_a_length_over_the_limit_is_refused_before_it_is_read() -> None:
@@ -246,11 +245,9 @@ def test_a_length_over_the_limit_is_refused_before_it_is_read() -> None:
             b.handle(PROTOCOL, serve)
             stream = await a.open_stream(b.peer_id, [PROTOCOL])
             await stream.send_all(b"\x80\x80\x80\x01")
-            with anyio.fail_after(5):
-                while not seen:
-                    await anyio.sleep(0.01)
+            await until(lambda: seen, 5)
 
-    anyio.run(main, backend="trio")
+    run(main)
 
 
 def test_many_messages_in_one_piece_and_one_in_many() -> None:
@@ -280,9 +277,7 @@ def test_many_messages_in_one_piece_and_one_in_many() -> None:
                 other = await a.open_stream(b.peer_id, [PROTOCOL])
                 await other.send_all(cut)
                 await other.send_eof()
-            with anyio.fail_after(5):
-                while len(ends) < 5:
-                    await anyio.sleep(0.01)
+            await until(lambda: len(ends) >= 5, 5)
             assert taken == messages * 3
             assert sorted(ends) == [
                 "a message of 2097152 bytes is over the limit of 1048576",
@@ -292,4 +287,4 @@ def test_many_messages_in_one_piece_and_one_in_many() -> None:
                 "the stream ended within a message",
             ]
 
-    anyio.run(main, backend="trio")
+    run(main)

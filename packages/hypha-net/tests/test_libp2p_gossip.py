@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
+from bounded_waits import run, until
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.host.exceptions import StreamFailure
 from libp2p.peer.id import ID
@@ -76,12 +77,6 @@ class Star:
         await until(lambda: any(message.data == b"good" for message in self.heard[before:]))
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    with anyio.fail_after(seconds):
-        while not condition():
-            await anyio.sleep(0.01)
-
-
 @asynccontextmanager
 async def star(authority: Any) -> AsyncIterator[Star]:
     settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
@@ -116,13 +111,12 @@ async def _hear(messages: AsyncIterator[GossipMessage], into: list[GossipMessage
         into.append(await anext(messages))
 
 
-def run(authority: Any, case: Callable[[Star], Awaitable[None]]) -> None:
+def play(authority: Any, case: Callable[[Star], Awaitable[None]]) -> None:
     async def main() -> None:
-        with anyio.fail_after(30):
-            async with star(authority) as made:
-                await case(made)
+        async with star(authority) as made:
+            await case(made)
 
-    anyio.run(main, backend="trio")
+    run(main)
 
 
 def test_a_flood_from_one_origin_is_dropped_and_counted_and_others_pass(authority: Any) -> None:
@@ -136,7 +130,7 @@ def test_a_flood_from_one_origin_is_dropped_and_counted_and_others_pass(authorit
         taken = sum(message.source == star.evil.peer_id for message in star.heard)
         assert ORIGIN_BURST <= taken < 2 * ORIGIN_BURST
 
-    run(authority, case)
+    play(authority, case)
 
 
 def test_what_is_not_its_origin_s_own_is_dropped_and_costs_the_origin_nothing(authority: Any, caplog: Any) -> None:
@@ -155,7 +149,7 @@ def test_what_is_not_its_origin_s_own_is_dropped_and_costs_the_origin_nothing(au
         await until(lambda: star.lost["unsigned"] == 5 + 2 * ORIGIN_BURST)
         assert {message.source for message in star.heard} == {star.good.peer_id}
 
-    run(authority, case)
+    play(authority, case)
     told = [record.getMessage() for record in caplog.records if "unsigned" in record.getMessage()]
     assert len(told) == 4  # the 1st, 10th, 100th and 1000th
 
@@ -176,7 +170,7 @@ def test_messages_of_other_shapes_are_dropped(authority: Any) -> None:
         assert len([message for message in star.heard if message.source == star.evil.peer_id]) == 1
         assert star.lost == {"other": 3}
 
-    run(authority, case)
+    play(authority, case)
 
 
 def test_what_is_too_large_is_dropped_and_whoever_sends_more_is_not_listened_to(authority: Any) -> None:
@@ -195,7 +189,7 @@ def test_what_is_too_large_is_dropped_and_whoever_sends_more_is_not_listened_to(
             await star.good.publish(TOPIC, bytes(MAX_DATA + 1))
         assert MAX_RPC < 1 << 28
 
-    run(authority, case)
+    play(authority, case)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +205,7 @@ def test_rubbish_ends_that_stream_and_nothing_else(authority: Any, rubbish: byte
         await until(lambda: any(message.data == b"again" for message in star.heard))
         await again.aclose()
 
-    run(authority, case)
+    play(authority, case)
     assert "Traceback" not in caplog.text
 
 
@@ -228,7 +222,7 @@ def test_control_of_any_kind_harms_nobody(authority: Any, caplog: Any) -> None:
         await write_message(star.stream, rpc)
         await star.check_serves()
 
-    run(authority, case)
+    play(authority, case)
     assert "Traceback" not in caplog.text
 
 
@@ -258,7 +252,7 @@ def test_gossip_goes_on_over_a_second_connection_when_the_first_is_given_up(auth
                     await star.good.publish(TOPIC, b"to the gateway")
                     await anyio.sleep(0.2)
 
-    run(authority, case)
+    play(authority, case)
 
 
 def test_gossip_that_broke_off_or_failed_to_begin_is_set_up_anew(authority: Any, monkeypatch: Any) -> None:
@@ -281,7 +275,7 @@ def test_gossip_that_broke_off_or_failed_to_begin_is_set_up_anew(authority: Any,
             pubsub.handle_subscription(leaf, rpc_pb2.RPC.SubOpts(subscribe=True, topicid=TOPIC))
             await said_back(star, back, b"after a failure")
 
-    run(authority, case)
+    play(authority, case)
 
 
 async def said_back(star: Star, heard: AsyncIterator[GossipMessage], text: bytes) -> None:
@@ -307,7 +301,7 @@ def test_made_up_origins_count_against_who_brings_them(authority: Any, monkeypat
         await star.check_serves()
         assert 20 <= sum(message.data == b"made up" for message in star.heard) < 30
 
-    run(authority, case)
+    play(authority, case)
 
 
 def test_forgeries_cost_who_brings_them_and_are_not_even_looked_at_when_there_are_many(
@@ -322,7 +316,7 @@ def test_forgeries_cost_who_brings_them_and_are_not_even_looked_at_when_there_ar
         assert 20 <= star.lost["unsigned"] < 30
         await star.check_serves()
 
-    run(authority, case)
+    play(authority, case)
 
 
 def test_nothing_is_remembered_of_topics_that_are_made_up(authority: Any) -> None:
@@ -341,7 +335,7 @@ def test_nothing_is_remembered_of_topics_that_are_made_up(authority: Any) -> Non
         await until(lambda: star.lost["other"] == 1)
         assert "made up" not in star.topics
 
-    run(authority, case)
+    play(authority, case)
 
 
 def test_peers_named_in_a_prune_are_not_dialled(authority: Any) -> None:
@@ -363,7 +357,7 @@ def test_peers_named_in_a_prune_are_not_dialled(authority: Any) -> None:
         await until(lambda: any(message.data == b"after" for message in star.heard))
         assert not dialled
 
-    run(authority, case)
+    play(authority, case)
 
 
 def made_up(number: int) -> Any:
@@ -387,7 +381,7 @@ def test_a_message_that_cannot_be_read_is_told() -> None:
                     tasks.cancel_scope.cancel()
         assert event == GossipLost(WORKER_REQUESTS.name, "undecodable", a.peer_id)
 
-    anyio.run(main, backend="trio")
+    run(main)
 
 
 def test_a_slow_reader_s_losses_are_told() -> None:
@@ -401,7 +395,7 @@ def test_a_slow_reader_s_losses_are_told() -> None:
                 assert await anext(aiter(lost)) == GossipLost(TOPIC, "queue", a.peer_id)
             assert (await anext(inbox)).data == b"1"
 
-    anyio.run(main, backend="trio")
+    run(main)
 
 
 def test_seen_messages_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:

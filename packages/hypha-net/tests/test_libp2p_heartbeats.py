@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from bounded_waits import run, until
 from node_processes import Child, crew
-from node_processes import until as happened
 
 from hypha_net import EndpointSettings, directory, open_endpoint
 from hypha_net._libp2p.engine import Libp2pEndpoint
@@ -26,20 +26,6 @@ from hypha_proto.slices import DatasetRecord
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ONE, OTHER = (("blake3:" + letter * 64) for letter in "12")
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(4)]
-
-
-def run(main: Callable[[], Awaitable[None]], limit: float = 30) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(limit):
-            await main()
-
-    anyio.run(bounded, backend="trio")
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    with anyio.fail_after(15):
-        while not await condition():
-            await anyio.sleep(0.05)
 
 
 @asynccontextmanager
@@ -58,9 +44,7 @@ async def open_nodes(authority: Any, names: str, gateways: int = 1) -> AsyncIter
         settings = EndpointSettings(gateway_addresses=tuple(gateway.addresses[0] for gateway in nodes))
         for name in names:
             nodes.append(await tasks.start(hold, name, settings))
-            with anyio.fail_after(10):
-                while len(nodes[-1].connected_peers()) < gateways:
-                    await anyio.sleep(0.01)
+            await until(lambda: len(nodes[-1].connected_peers()) >= gateways)
         yield nodes
         tasks.cancel_scope.cancel()
 
@@ -83,7 +67,7 @@ def test_all_who_serve_a_dataset_are_found_and_one_that_dies_is_not(authority: A
                 found = await directory.find_dataset(s, "digits")
                 return b.peer_id not in {entry.provider for entry in found}
 
-            await until(only_a)
+            await until(only_a, 15)
             assert a.peer_id in {entry.provider for entry in await directory.find_dataset(s, "digits")}
 
     run(main)
@@ -240,10 +224,10 @@ def test_processes_that_are_killed_or_stopped_hold_nobody_up(authority: Any, tmp
             nodes = [await start([authority.files(name)], {"gateway_addresses": addresses}) for name in names]
             ids = [(await node.opened())["ids"][0] for node in nodes]
             for node in nodes:
-                await happened(lambda node=node: bool(node.of("state", peers=2)), 30)  # type: ignore[misc]
+                await until(lambda node=node: bool(node.of("state", peers=2)), 30)  # type: ignore[misc]
             for node in nodes[:2]:
                 await node.do(0, "put", key="digits", value='{"num_slices": 4}', ttl=directory.RECORD_TTL)
-                await happened(lambda node=node: bool(node.of("put")), 10)  # type: ignore[misc]
+                await until(lambda node=node: bool(node.of("put")), 10)  # type: ignore[misc]
             found, _ = await look_up(nodes[2])
             assert found == set(ids[:2])
             await nodes[1].kill()
@@ -265,5 +249,5 @@ async def look_up(node: Child) -> tuple[set[str], float]:
     """Who is found to serve the dataset, and how long that took."""
     before, began = len(node.of("found")), time.monotonic()
     await node.do(0, "find", key="digits")
-    await happened(lambda: len(node.of("found")) > before, 20)
+    await until(lambda: len(node.of("found")) > before, 20)
     return {publisher for publisher, _ in node.of("found")[-1]["records"]}, time.monotonic() - began

@@ -10,7 +10,7 @@ import ssl
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -19,11 +19,14 @@ import anyio
 import anyio.to_thread
 import pytest
 import trio
+from bounded_waits import run, until
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives import serialization as ser
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from endpoint_streams import echo_at_once
+from scripted_peer import expect, line
 
 from hypha_net import EndpointSettings, open_endpoint, requests, transfer
 from hypha_net._libp2p import connections
@@ -50,20 +53,6 @@ Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 Gateway = Libp2pEndpoint
 
 
-def run(main: Callable[[], Awaitable[None]], limit: float = 40) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(limit):
-            await main()
-
-    anyio.run(bounded, backend="trio")
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    with anyio.fail_after(seconds):
-        while not condition():
-            await anyio.sleep(0.01)
-
-
 @asynccontextmanager
 async def open_gateway(authority: Any, **changes: Any) -> AsyncIterator[Gateway]:
     settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False, **changes)
@@ -86,11 +75,6 @@ async def check_serves(gateway: Gateway, authority: Any) -> None:
 # ------------------------------------------------------------------------------------------------------- on the socket
 
 
-def line(text: str) -> bytes:
-    """A message of multistream-select."""
-    return bytes([len(text) + 1]) + text.encode() + b"\n"
-
-
 async def dial_raw(gateway: Gateway) -> trio.SocketStream:
     return await trio.open_tcp_stream("127.0.0.1", int(gateway.addresses[0].split("/")[4]))
 
@@ -104,15 +88,6 @@ async def read_to_end(stream: Any) -> bytes:
     except (trio.BrokenResourceError, ssl.SSLError):
         return bytes(data)
     return bytes(data)
-
-
-async def expect(stream: Any, wanted: bytes) -> None:
-    data = bytearray()
-    while len(data) < len(wanted):
-        part = await stream.receive_some(len(wanted) - len(data))
-        assert part, f"the connection ended after {bytes(data)!r}"
-        data += part
-    assert data == wanted
 
 
 async def dial_tls(gateway: Gateway, context: ssl.SSLContext) -> trio.SSLStream[trio.SocketStream]:
@@ -164,7 +139,7 @@ def test_whoever_does_not_speak_mutual_tls_is_dropped(
             monkeypatch.undo()
             await check_serves(gateway, authority)
 
-    run(main)
+    run(main, 40)
 
 
 def issue_ecdsa(authority: Any, folder: Path) -> ssl.SSLContext:
@@ -227,7 +202,7 @@ def test_certificates_that_do_not_do_are_refused_with_the_reason(
             await check_serves(gateway, authority)
 
     with caplog.at_level(logging.WARNING):
-        run(main)
+        run(main, 40)
     assert "Traceback" not in caplog.text
 
 
@@ -246,7 +221,7 @@ def test_of_two_authorities_each_end_is_told_what_to_compare(
             await until(lambda: "is refused here" in caplog.text)
 
     with caplog.at_level(logging.WARNING):
-        run(main)
+        run(main, 40)
     assert "compare trust_pem of both nodes" in caplog.text
 
 
@@ -277,7 +252,7 @@ def test_a_trusted_peer_that_talks_rubbish_harms_itself_only(authority: Any, wir
             await until(lambda: not gateway.connected_peers())
             await until(lambda: tokens(gateway) == 0)
 
-    run(main)
+    run(main, 40)
     assert "Traceback" not in caplog.text
 
 
@@ -289,7 +264,7 @@ async def come_and_go(authority: Any, times: int) -> None:
         open_gateway(authority, max_connections=8) as gateway,
         open_endpoint(authority.identity("leaf", "worker"), EndpointSettings(max_connections=8)) as leaf,
     ):
-        gateway.handle(ECHO, _echo)
+        gateway.handle(ECHO, echo_at_once)
         for _ in range(times):
             await leaf.connect(gateway.addresses[0])
             stream = await leaf.open_stream(gateway.peer_id, [ECHO])
@@ -300,11 +275,6 @@ async def come_and_go(authority: Any, times: int) -> None:
             await leaf.disconnect(gateway.peer_id)
         await until(lambda: tokens(gateway) == 0)
         await check_serves(gateway, authority)
-
-
-async def _echo(stream: Stream) -> None:
-    while data := await stream.receive_some():
-        await stream.send_all(data)
 
 
 @pytest.mark.slow
@@ -324,7 +294,7 @@ def test_a_gateway_that_drops_everybody_is_not_stormed(authority: Any, caplog: A
                         await anyio.sleep(0.01)
 
     with caplog.at_level(logging.INFO, "hypha_net.gateways"):
-        run(main)
+        run(main, 40)
     assert 2 <= sum("connected to gateway" in record.getMessage() for record in caplog.records) <= 6
 
 
@@ -360,7 +330,7 @@ def test_failed_requests_leave_no_stream_behind(libp2p_opener: Opener) -> None:
                     await requests.call(leaf, gateway.peer_id, HEALTH_CHECK, HealthRequest())
             await until(lambda: open_streams() <= before)
 
-    run(main)
+    run(main, 40)
 
 
 def test_a_header_of_any_claimed_length_is_not_waited_for(libp2p_opener: Opener) -> None:
@@ -378,7 +348,7 @@ def test_a_header_of_any_claimed_length_is_not_waited_for(libp2p_opener: Opener)
                 await stream.receive_some()
             await stream.aclose()
 
-    run(main)
+    run(main, 40)
 
 
 # ------------------------------------------------------------------------------------------------------------ dying
@@ -529,7 +499,7 @@ def test_after_its_gateway_was_killed_and_started_again_everything_works_as_befo
                 (record,) = await two.find_records(b"digits")
                 assert record.publisher == one.peer_id
                 await until(lambda: bool(one.addresses and two.addresses))  # its relay has them again
-                two.handle(ECHO, _echo)
+                two.handle(ECHO, echo_at_once)
                 await (await one.open_stream(two.peer_id, [ECHO])).aclose()
                 with anyio.fail_after(10):
                     while True:

@@ -11,8 +11,9 @@ from typing import Any
 
 import anyio
 import pytest
+from bounded_waits import until
 from namespaces import WAN, Namespaces, two_homes
-from node_processes import Child, crew, until
+from node_processes import Child, crew
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

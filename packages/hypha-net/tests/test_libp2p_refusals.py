@@ -15,11 +15,13 @@ from typing import Any
 import anyio
 import pytest
 import trio
+from bounded_waits import run, until
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives import serialization as ser
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from scripted_peer import expect, line
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p import host, security
@@ -31,36 +33,8 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 DAY = dt.timedelta(days=1)
 
 
-def run(main: Callable[[], Awaitable[None]], limit: float = 30) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(limit):
-            await main()
-
-    anyio.run(bounded, backend="trio")
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    with anyio.fail_after(seconds):
-        while not condition():
-            await anyio.sleep(0.01)
-
-
-def line(text: str) -> bytes:
-    """A message of multistream-select."""
-    return bytes([len(text) + 1]) + text.encode() + b"\n"
-
-
 HELLO = line("/multistream/1.0.0")
 TLS = line("/tls/1.0.0")
-
-
-async def expect(stream: trio.SocketStream, wanted: bytes) -> None:
-    data = bytearray()
-    while len(data) < len(wanted):
-        part = await stream.receive_some(len(wanted) - len(data))
-        assert part, f"the connection ended after {bytes(data)!r}"
-        data += part
-    assert data == wanted
 
 
 # ----------------------------------------------------------------------------------------------------- certificates

@@ -10,6 +10,8 @@ from typing import Any
 
 import anyio
 import pytest
+from bounded_waits import run, until
+from endpoint_streams import echo, read_all
 
 from hypha_net import EndpointSettings, open_endpoint, transfer
 from hypha_net._libp2p.circuits import Circuit
@@ -53,24 +55,12 @@ async def hidden_nodes(
             yield gateway, one, two
 
 
-def run(authority: Any, case: Case, **changes: Any) -> None:
+def play(authority: Any, case: Case, **changes: Any) -> None:
     async def main() -> None:
-        with anyio.fail_after(30):
-            async with hidden_nodes(authority, **changes) as nodes:
-                await case(*nodes)
+        async with hidden_nodes(authority, **changes) as nodes:
+            await case(*nodes)
 
-    anyio.run(main, backend="trio")
-
-
-async def read_all(stream: Stream) -> bytes:
-    data = bytearray()
-    while part := await stream.receive_some():
-        data += part
-    return bytes(data)
-
-
-async def echo(stream: Stream) -> None:
-    await stream.send_all(await read_all(stream))
+    run(main)
 
 
 async def ask_hop(node: Libp2pEndpoint, gateway: PeerId, request: Any) -> Any:
@@ -94,11 +84,10 @@ def test_hidden_nodes_talk_and_know_each_other(authority: Any) -> None:
         assert one.peer_id in two.connected_peers()
         assert one.connected_peers()[two.peer_id].role == "worker"
         assert not one.is_direct(two.peer_id)
-        with anyio.fail_after(5):  # it tells by identify too, which is what gateways of other implementations go by
-            while gateway.connected_peers()[two.peer_id].addresses != two.addresses:
-                await anyio.sleep(0.01)
+        # it tells by identify too, which is what gateways of other implementations go by
+        await until(lambda: gateway.connected_peers()[two.peer_id].addresses == two.addresses, 5)
 
-    run(authority, case)
+    play(authority, case)
 
 
 @pytest.mark.parametrize("excluded", [(), ("127.0.0.0/8", "10.0.0.0/8")], ids=["all", "loopback excluded"])
@@ -110,7 +99,7 @@ def test_a_circuit_address_can_be_dialled_also_where_the_relay_would_be_excluded
         assert await one.connect(two.addresses[0]) == two.peer_id
         assert one.peer_id in two.connected_peers()
 
-    run(authority, case, exclude_cidr=excluded)
+    play(authority, case, exclude_cidr=excluded)
 
 
 def test_excluded_addresses_are_not_passed_on_but_circuits_are(authority: Any) -> None:
@@ -133,7 +122,7 @@ def test_excluded_addresses_are_not_passed_on_but_circuits_are(authority: Any) -
                     await (await one.open_stream(two.peer_id, [ECHO])).aclose()
                     assert await anext(aiter(connected)) == Connected(two.peer_id, "outbound", relayed=True)
 
-    anyio.run(main, backend="trio")
+    run(main)
 
 
 def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(authority: Any, tmp_path: Path) -> None:
@@ -156,7 +145,7 @@ def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(autho
         assert 4 << 20 < one.traffic.sent < 5 << 20
         assert 4 << 20 < gateway.traffic.received < 5 << 20
 
-    run(authority, case)
+    play(authority, case)
     assert target.read_bytes() == source.read_bytes()
 
 
@@ -179,21 +168,17 @@ def test_ends_and_resets_pass_through(authority: Any) -> None:
         await other.send_eof()
         assert await read_all(other) == b""
         await other.aclose()
-        with anyio.fail_after(5):
-            while len(seen) < 2:
-                await anyio.sleep(0.01)
+        await until(lambda: len(seen) >= 2, 5)
         assert sorted(seen) == ["end", "reset"]
         held = await one.open_stream(two.peer_id, [ECHO])
         await held.send_all(b"x")
         await one.disconnect(two.peer_id)
-        with anyio.fail_after(5):
-            while one.peer_id in two.connected_peers() or len(seen) < 3:
-                await anyio.sleep(0.01)
+        await until(lambda: one.peer_id not in two.connected_peers() and len(seen) >= 3, 5)
         assert seen[2] == "reset"
         again = await one.open_stream(two.peer_id, [ECHO])
         await again.aclose()
 
-    run(authority, case)
+    play(authority, case)
 
 
 def test_without_a_reservation_there_is_no_circuit(authority: Any) -> None:
@@ -204,7 +189,7 @@ def test_without_a_reservation_there_is_no_circuit(authority: Any) -> None:
         with pytest.raises(UnsupportedProtocolError):
             await gateway.open_stream(two.peer_id, [STOP])
 
-    run(authority, case, relay_circuit=False)
+    play(authority, case, relay_circuit=False)
 
 
 def test_a_hop_answers_what_it_is_asked(authority: Any) -> None:
@@ -222,7 +207,7 @@ def test_a_hop_answers_what_it_is_asked(authority: Any) -> None:
         strange = HopMessage(type=HopKind.STATUS)
         assert (await ask_hop(one, gateway.peer_id, strange)).status == Status.UNEXPECTED_MESSAGE
 
-    run(authority, case)
+    play(authority, case)
 
 
 def test_a_node_takes_circuits_from_its_gateways_only(authority: Any) -> None:
@@ -234,7 +219,7 @@ def test_a_node_takes_circuits_from_its_gateways_only(authority: Any) -> None:
         assert (await read_message(stream, StopMessage)).status == Status.PERMISSION_DENIED
         await stream.aclose()
 
-    run(authority, case)
+    play(authority, case)
 
 
 def test_a_reservation_comes_back_with_the_connection(authority: Any) -> None:
@@ -252,7 +237,7 @@ def test_a_reservation_comes_back_with_the_connection(authority: Any) -> None:
         assert await read_all(stream) == b""
         await stream.aclose()
 
-    run(authority, case)
+    play(authority, case)
 
 
 class Present:
@@ -310,7 +295,7 @@ def test_a_reservation_is_its_connection_s_and_ends_with_it_or_with_time() -> No
             present.number += 1  # it left and came back unseen, and has not asked on its new connection
             assert not hop.has_reservation(asking.peer_id)
 
-    anyio.run(main, backend="trio")
+    run(main)
 
 
 def test_joined_streams_pass_half_closes_on_with_back_pressure() -> None:
@@ -333,7 +318,7 @@ def test_joined_streams_pass_half_closes_on_with_back_pressure() -> None:
                 await stream.send_eof()
                 assert len(await read_all(stream)) == 200_000
 
-    anyio.run(main, backend="trio")
+    run(main)
 
 
 async def circuit(one: Libp2pEndpoint, gateway: Libp2pEndpoint, target: PeerId) -> tuple[Stream, Any]:
@@ -379,7 +364,7 @@ def test_limits_are_told_to_both_ends_and_held(authority: Any) -> None:
             assert gateway._hop is not None
             assert not gateway._hop._circuits
 
-    run(authority, case, limits=RelayLimits(max_bytes=100_000, max_duration=1, max_circuits_per_peer=2))
+    play(authority, case, limits=RelayLimits(max_bytes=100_000, max_duration=1, max_circuits_per_peer=2))
 
 
 def test_places_are_as_many_as_the_operator_says_and_a_renewal_is_never_refused(authority: Any) -> None:
@@ -392,7 +377,7 @@ def test_places_are_as_many_as_the_operator_says_and_a_renewal_is_never_refused(
         await gateway.disconnect(one.peer_id)
         assert (await ask_hop(two, gateway.peer_id, HopMessage(type=HopKind.RESERVE))).status == Status.OK
 
-    run(authority, case, limits=RelayLimits(max_reservations=1), relay_circuit=False)
+    play(authority, case, limits=RelayLimits(max_reservations=1), relay_circuit=False)
 
 
 def test_circuits_are_counted_by_how_they_end(authority: Any) -> None:
@@ -417,7 +402,7 @@ def test_circuits_are_counted_by_how_they_end(authority: Any) -> None:
                 await one.open_stream(two.peer_id, [ECHO])
             assert await anext(ends) == CircuitEnded(one.peer_id, two.peer_id, "refused")
 
-    run(authority, case)
+    play(authority, case)
 
 
 def test_of_two_circuits_to_one_node_one_ends_and_the_other_goes_on(authority: Any) -> None:
@@ -445,7 +430,7 @@ def test_of_two_circuits_to_one_node_one_ends_and_the_other_goes_on(authority: A
         await taken[1].send_all(b"half closed")
         assert await second.receive_some() == b"half closed"
 
-    run(authority, case)
+    play(authority, case)
 
 
 @pytest.mark.slow
@@ -467,7 +452,7 @@ def test_a_large_file_arrives_whole_through_the_gateway(authority: Any, tmp_path
         assert pulled.size == size == 64 << 20
         assert not one.is_direct(two.peer_id)
 
-    run(authority, case)
+    play(authority, case)
     assert target.read_bytes() == source.read_bytes()
 
 
@@ -483,13 +468,11 @@ def test_a_fifth_reservation_and_many_more_are_given_a_place(authority: Any) -> 
                 await stack.enter_async_context(open_endpoint(authority.identity(f"n{n}", "worker"), hidden))
                 for n in range(7)
             ]
-            with anyio.fail_after(15):
-                while not all(node.addresses for node in nodes):
-                    await anyio.sleep(0.02)
+            await until(lambda: all(node.addresses for node in nodes), 15)
             nodes[6].handle(ECHO, echo)
             await (await nodes[5].open_stream(nodes[6].peer_id, [ECHO])).aclose()
 
-    anyio.run(main, backend="trio")
+    run(main)
 
 
 def test_from_a_circuit_a_direct_way_is_found_and_new_streams_take_it(authority: Any) -> None:
@@ -503,15 +486,13 @@ def test_from_a_circuit_a_direct_way_is_found_and_new_streams_take_it(authority:
             ):
                 two.handle(ECHO, echo)
                 with anyio.fail_after(15), two.events.follow(HolePunched) as punched:
-                    while not any("p2p-circuit" in address for address in two.addresses):
-                        await anyio.sleep(0.01)
+                    await until(lambda: any("p2p-circuit" in address for address in two.addresses), 15)
                     [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
                     await one.connect(circuit)
                     event = await anext(aiter(punched))
                     assert isinstance(event, HolePunched)
                     assert (event.peer, event.outcome) == (one.peer_id, "direct")
-                    while not one.is_direct(two.peer_id):
-                        await anyio.sleep(0.01)
+                    await until(lambda: one.is_direct(two.peer_id), 15)
                     before = gateway.traffic.received
                     stream = await one.open_stream(two.peer_id, [ECHO])
                     await stream.send_all(bytes(1 << 20))
@@ -519,7 +500,7 @@ def test_from_a_circuit_a_direct_way_is_found_and_new_streams_take_it(authority:
                     assert len(await read_all(stream)) == 1 << 20
                     assert gateway.traffic.received - before < 1 << 19
 
-    anyio.run(main, backend="trio")
+    run(main)
 
 
 def test_where_no_direct_way_is_found_the_circuit_stays(authority: Any) -> None:
@@ -542,7 +523,7 @@ def test_where_no_direct_way_is_found_the_circuit_stays(authority: Any) -> None:
             assert isinstance(event, HolePunched)
             assert event.outcome == "unsupported"
 
-    run(authority, case)
+    play(authority, case)
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"\x02\x08\x05", b"\x05\xff\xff\xff\xff\xff", b"\x03\x08\xac\x02"])
@@ -556,5 +537,5 @@ def test_a_hole_punch_that_is_none_ends_its_stream(authority: Any, rubbish: byte
         two.handle(ECHO, echo)
         await (await one.open_stream(two.peer_id, [ECHO])).aclose()
 
-    run(authority, case)
+    play(authority, case)
     assert "Traceback" not in caplog.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Any
 import anyio
 import pytest
 import trio
+from bounded_waits import run, until
 from multiaddr import Multiaddr
-from node_processes import crew, until
+from node_processes import crew
 from scripted_peer import IDENTIFY, ScriptedPeer, Stream, dial, field, fields, line, speak, varint
 
 from hypha_net import EndpointSettings, open_endpoint, transfer
@@ -28,20 +29,6 @@ PULL, ECHO = "/hypha-tensor-stream/pull", "/test/echo/1"
 PUT_VALUE, GET_VALUE, ADD_PROVIDER, GET_PROVIDERS, FIND_NODE = range(5)
 
 
-def run(main: Callable[[], Awaitable[None]], limit: float = 30) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(limit):
-            await main()
-
-    anyio.run(bounded, backend="trio")
-
-
-async def soon(condition: Callable[[], bool], seconds: float = 10) -> None:
-    with anyio.fail_after(seconds):
-        while not condition():
-            await anyio.sleep(0.01)
-
-
 @asynccontextmanager
 async def gateway_and_leaf(authority: Any, **about: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint]]:
     """A gateway, and a leaf that it knows."""
@@ -50,7 +37,7 @@ async def gateway_and_leaf(authority: Any, **about: Any) -> AsyncIterator[tuple[
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
         async with open_endpoint(authority.identity("leaf", "worker"), settings) as leaf:
             await leaf.wait_for_gateway(10)
-            await soon(lambda: bool(gateway._known_peers()) and bool(gateway._known_peers()[0].addresses))
+            await until(lambda: bool(gateway._known_peers()) and bool(gateway._known_peers()[0].addresses))
             yield gateway, leaf
 
 
@@ -104,11 +91,11 @@ def test_a_node_asks_before_it_dials_and_is_never_told_nothing(authority: Any) -
                     direct = leaf.addresses[0].partition("/p2p/")[0]
                     addresses = [str(Multiaddr(address)) for address in told(answer)[leaf.peer_id.raw]]
                     assert any(address.partition("/p2p/")[0] == direct for address in addresses)
-                await soon(lambda: len(gateway._known_peers()) == 2)
+                await until(lambda: len(gateway._known_peers()) == 2)
                 found = await leaf._directory.find_addresses(identity.peer_id, 5)
                 assert found == [own]
                 await rust.drop()  # as an idle connection is
-            await soon(lambda: identity.peer_id not in gateway.connected_peers())
+            await until(lambda: identity.peer_id not in gateway.connected_peers())
             assert await leaf._directory.find_addresses(identity.peer_id, 5) == []
 
     run(main)
@@ -171,7 +158,7 @@ def test_addresses_are_kept_longer_than_two_hours(authority: Any, monkeypatch: p
 
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf), gateway.subscribe("t") as heard, leaf.subscribe("t"):
-            await soon(lambda: gateway.peer_id in leaf.topic_peers("t"))
+            await until(lambda: gateway.peer_id in leaf.topic_peers("t"))
             with anyio.move_on_after(20) as waiting:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(_publish_again_and_again, leaf)  # what is said before the mesh stands is lost
@@ -214,7 +201,7 @@ def test_a_place_at_the_relay_has_addresses_and_lasts_as_long_as_the_connection(
                 assert gateway._hop is not None
                 assert gateway._hop.has_reservation(identity.peer_id)
                 await rust.drop()
-            await soon(lambda: not gateway._hop.has_reservation(identity.peer_id))  # type: ignore[union-attr]
+            await until(lambda: not gateway._hop.has_reservation(identity.peer_id))  # type: ignore[union-attr]
             async with speak(await dial(gateway.addresses[0]), identity) as rust:
                 assert not gateway._hop.has_reservation(identity.peer_id)
                 answer, rest = await rust.ask(HOP, connect_to(identity.peer_id))
@@ -309,7 +296,7 @@ def test_a_slice_of_an_old_data_node_is_whole_at_its_end_and_cut_at_a_reset(
 
             identity = authority.identity("rust", "data")
             async with speak(await dial(leaf.addresses[0]), identity, handlers={PULL: pull}) as rust:
-                await soon(lambda: identity.peer_id in leaf.connected_peers())
+                await until(lambda: identity.peer_id in leaf.connected_peers())
                 request = PullRequest(dataset="mnist", index=0)
                 if cut:
                     with pytest.raises(TransferError):
@@ -350,7 +337,7 @@ def test_a_node_that_drops_idle_connections_is_dialled_again(authority: Any) -> 
                         await stream.aclose()
                         assert len(dialled) == count
                         await dialled[-1].drop()
-                        await soon(lambda: identity.peer_id not in leaf.connected_peers())
+                        await until(lambda: identity.peer_id not in leaf.connected_peers())
                 tasks.cancel_scope.cancel()
 
     run(main)
@@ -382,7 +369,7 @@ def test_a_gateway_in_no_topic_of_ours_is_gone_around(authority: Any) -> None:
                     open_endpoint(authority.identity("near", "worker"), leaf_settings) as near,
                     near.subscribe("t"),
                 ):
-                    await soon(lambda: far.peer_id in near.topic_peers("t"), 20)
+                    await until(lambda: far.peer_id in near.topic_peers("t"), 20)
                     while True:  # what is published before the mesh stands is lost
                         await near.publish("t", b"around")
                         with anyio.move_on_after(0.5):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import anyio
 import pytest
 from blake3 import blake3
+from bounded_waits import run, until
 from scripted_peer import FIN, Stream, dial, speak
 
 from hypha_net import EndpointSettings, open_endpoint, transfer
@@ -20,20 +20,6 @@ from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 PULL, PUSH = "/hypha-tensor-stream/pull", "/hypha-tensor-stream/push"
-
-
-def run(main: Callable[[], Awaitable[None]], limit: float = 30) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(limit):
-            await main()
-
-    anyio.run(bounded, backend="trio")
-
-
-async def until_connected(node: Any, peer: PeerId) -> None:
-    with anyio.fail_after(10):
-        while peer not in node.connected_peers():
-            await anyio.sleep(0.01)
 
 
 @pytest.mark.parametrize("size", [0, 1, 70_000])
@@ -64,7 +50,7 @@ def test_a_slice_that_is_given_before_another_frame_comes_is_whole(
             open_endpoint(authority.identity("leaf", "worker"), EndpointSettings(listen_addresses=(LOOPBACK,))) as leaf,
             speak(await dial(leaf.addresses[0]), identity, handlers={PULL: give_at_once}),
         ):
-            await until_connected(leaf, identity.peer_id)
+            await until(lambda: identity.peer_id in leaf.connected_peers())
             for index in range(5):
                 request = PullRequest(dataset="mnist", index=index)
                 pulled = await transfer.pull(leaf, identity.peer_id, request, tmp_path / f"slice{index}")
@@ -109,7 +95,7 @@ async def old_peer(authority: Any, dropping: Dropping) -> AsyncIterator[tuple[An
         open_endpoint(authority.identity("leaf", "worker"), EndpointSettings(listen_addresses=(LOOPBACK,))) as leaf,
         speak(await dial(leaf.addresses[0]), identity, handlers=handlers),
     ):
-        await until_connected(leaf, identity.peer_id)
+        await until(lambda: identity.peer_id in leaf.connected_peers())
         yield leaf, identity.peer_id
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import anyio
 import pytest
-from node_processes import Child, crew, until
+from bounded_waits import until
+from node_processes import Child, crew
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

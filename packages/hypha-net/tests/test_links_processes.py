@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import anyio.to_thread
 import psutil
 import pytest
 import trio
+from bounded_waits import run, until
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.engine import Libp2pEndpoint
@@ -70,23 +71,6 @@ async def main(cert, key, trust, listen):
 
 anyio.run(main, *sys.argv[1:], backend="trio")
 """
-
-
-def run(main: Callable[[], Awaitable[None]], limit: float) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(limit):
-            await main()
-
-    anyio.run(bounded, backend="trio")
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10) -> float:
-    """Seconds until something is so."""
-    began = anyio.current_time()
-    with anyio.fail_after(seconds):
-        while not condition():
-            await anyio.sleep(0.01)
-    return anyio.current_time() - began
 
 
 class Gateway:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from bounded_waits import run, until
+from endpoint_streams import echo_at_once
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p import certificate_watch
 from hypha_net._libp2p.engine import Libp2pEndpoint
-from hypha_net.endpoint import Stream
 from hypha_net.errors import RefusedError, StreamResetError, UnreachableError
 from hypha_net.events import Disconnected, Refused
 from hypha_net.identity import Identity, load_identity
@@ -28,31 +29,12 @@ DAY = dt.timedelta(days=1)
 QUICK = 0.1
 
 
-def run(main: Callable[[], Awaitable[None]], limit: float = 30) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(limit):
-            await main()
-
-    anyio.run(bounded, backend="trio")
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    with anyio.fail_after(seconds):
-        while not condition():
-            await anyio.sleep(0.01)
-
-
 @asynccontextmanager
 async def opened(identity: Identity, *gateways: str, **changes: Any) -> AsyncIterator[Libp2pEndpoint]:
     """A node that looks at its certificates ten times a second."""
     settings = EndpointSettings((LOOPBACK,), gateway_addresses=gateways, certificate_interval=QUICK, **changes)
     async with open_endpoint(identity, settings) as node:
         yield node
-
-
-async def _echo(stream: Stream) -> None:
-    while data := await stream.receive_some():
-        await stream.send_all(data)
 
 
 # ------------------------------------------------------------------------------------------------------------ reloading
@@ -198,7 +180,7 @@ def test_a_peer_that_is_revoked_while_connected_loses_its_connections(authority:
             opened(authority.identity("good")) as good,
             opened(bad, one.addresses[0]) as two,
         ):
-            one.handle(ECHO, _echo)
+            one.handle(ECHO, echo_at_once)
             await good.connect(one.addresses[0])
             await two.wait_for_gateway()
             await until(lambda: bool(two.addresses) and "p2p-circuit" in two.addresses[-1])
@@ -234,8 +216,8 @@ def test_a_revoked_peer_loses_relayed_connections_too(authority: Any) -> None:
             async with opened(judge, hub.addresses[0], **settings) as one, opened(bad, hub.addresses[0]) as two:
                 await two.wait_for_gateway()
                 await until(lambda: "p2p-circuit" in two.addresses[-1])
-                one.handle(ECHO, _echo)
-                two.handle(ECHO, _echo)
+                one.handle(ECHO, echo_at_once)
+                two.handle(ECHO, echo_at_once)
                 await one.wait_for_gateway()
                 await one.open_stream(two.peer_id, [ECHO])
                 assert not one.is_direct(two.peer_id)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 from uuid import UUID
 
-import anyio
 import pytest
+from bounded_waits import run, until
 
 import hypha_proto
 from hypha_net import EndpointSettings, open_endpoint, requests
@@ -36,20 +36,6 @@ from hypha_proto.protocol import (
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ANYBODY = {HEALTH_CHECK.name}
-
-
-def run(main: Callable[[], Awaitable[None]], limit: float = 30) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(limit):
-            await main()
-
-    anyio.run(bounded, backend="trio")
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    with anyio.fail_after(seconds):
-        while not condition():
-            await anyio.sleep(0.01)
 
 
 @asynccontextmanager

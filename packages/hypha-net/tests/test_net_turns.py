@@ -8,6 +8,7 @@ from typing import Final
 
 import anyio
 import pytest
+from bounded_waits import run
 
 from hypha_net import requests
 from hypha_net._libp2p.framing import write_message
@@ -44,37 +45,35 @@ def test_half_requests_hold_up_their_sender_alone(opener: Opener) -> None:
         return Health(healthy=True)
 
     async def main() -> None:
-        with anyio.fail_after(30):
-            async with opener(3) as (server, greedy, other):
-                requests.serve(server, HEALTH_CHECK, healthy)
-                begun = await begin(greedy, server.peer_id, HEALTH, bytes(1 << 16), READ_AT_ONCE + 8)
-                with pytest.raises(RequestTimeoutError):
-                    await requests.call(greedy, server.peer_id, HEALTH_CHECK, HealthRequest(), timeout=0.5)
-                assert (await requests.call(other, server.peer_id, HEALTH_CHECK, HealthRequest())).healthy
-                for stream in begun:
-                    await stream.reset()
-                assert (await requests.call(greedy, server.peer_id, HEALTH_CHECK, HealthRequest())).healthy
+        async with opener(3) as (server, greedy, other):
+            requests.serve(server, HEALTH_CHECK, healthy)
+            begun = await begin(greedy, server.peer_id, HEALTH, bytes(1 << 16), READ_AT_ONCE + 8)
+            with pytest.raises(RequestTimeoutError):
+                await requests.call(greedy, server.peer_id, HEALTH_CHECK, HealthRequest(), timeout=0.5)
+            assert (await requests.call(other, server.peer_id, HEALTH_CHECK, HealthRequest())).healthy
+            for stream in begun:
+                await stream.reset()
+            assert (await requests.call(greedy, server.peer_id, HEALTH_CHECK, HealthRequest())).healthy
 
-    anyio.run(main, backend="trio")
+    run(main)
 
 
 def test_half_questions_to_the_directory_hold_up_their_sender_alone(libp2p_opener: Opener) -> None:
     async def main() -> None:
-        with anyio.fail_after(30):
-            async with libp2p_opener(3) as (gateway, greedy, other):
-                begun = await begin(greedy, gateway.peer_id, KAD, HALF_A_MESSAGE, STREAMS_AT_ONCE + 8)
-                late = await greedy.open_stream(gateway.peer_id, [KAD])
-                await write_message(late, Message(type=Kind.FIND_NODE, key=b"k"))
-                with anyio.move_on_after(0.5) as waited:
-                    await late.receive_some()
-                assert waited.cancelled_caught
-                await other.put_record(b"k", b"v")
-                for stream in begun:
-                    await stream.reset()
-                assert await late.receive_some()
-                assert [record.value for record in await greedy.find_records(b"k")] == [b"v"]
+        async with libp2p_opener(3) as (gateway, greedy, other):
+            begun = await begin(greedy, gateway.peer_id, KAD, HALF_A_MESSAGE, STREAMS_AT_ONCE + 8)
+            late = await greedy.open_stream(gateway.peer_id, [KAD])
+            await write_message(late, Message(type=Kind.FIND_NODE, key=b"k"))
+            with anyio.move_on_after(0.5) as waited:
+                await late.receive_some()
+            assert waited.cancelled_caught
+            await other.put_record(b"k", b"v")
+            for stream in begun:
+                await stream.reset()
+            assert await late.receive_some()
+            assert [record.value for record in await greedy.find_records(b"k")] == [b"v"]
 
-    anyio.run(main, backend="trio")
+    run(main)
 
 
 def test_a_turn_comes_when_one_ends_also_by_an_error_and_nothing_is_kept_of_who_is_gone() -> None:
@@ -103,4 +102,4 @@ def test_a_turn_comes_when_one_ends_also_by_an_error_and_nothing_is_kept_of_who_
         assert log == ["first", "other", "again"]
         assert not turns._peers
 
-    anyio.run(main, backend="trio")
+    run(main)
