@@ -36,13 +36,16 @@ class RoundMembership:
     """Seconds for a round's updates to arrive; none: `UPDATES_WITHIN`."""
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
     _newest: Synchronise | None = None
+    _accepted: int = 0
+    """The last round whose members the parameter server has accepted."""
     _trace: str | None = field(default_factory=telemetry.current_traceparent)
     """The job's, whoever's report it is that makes a round complete."""
 
     async def tell(self, members: Synchronise, rounds: Rounds, fail: Callable[[str], None]) -> None:
         """Tell the parameter server the members of a round; an older message never overtakes a newer.
 
-        `fail` is called with the reason when it cannot be told, or does not accept.
+        `fail` is called with the reason when it cannot be told, or does not accept; but not for a change of members
+        that it has accepted once.
         """
         self._newest = members
         async with self._lock:
@@ -51,7 +54,11 @@ class RoundMembership:
             about = {"hypha.round": members.round, "hypha.members": len(members.members)}
             with telemetry.span("name members", about, parent=self._trace):
                 why = await self._ask(members)
-        if why is not None and rounds.closed < members.round:
+        if why is None:
+            self._accepted = members.round
+        elif members.round <= self._accepted:  # it may have closed the round; if not, the round's deadline tells
+            _log.warning("round %d: its members are not changed any more: %s", members.round, why)
+        elif rounds.closed < members.round:
             fail(f"round {members.round}: the parameter server {self.server} could not be told the members: {why}")
 
     async def _ask(self, members: Synchronise) -> str | None:

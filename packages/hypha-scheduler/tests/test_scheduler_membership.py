@@ -1,0 +1,48 @@
+"""What the parameter server is told of a round, and which of its answers end a job."""
+
+from __future__ import annotations
+
+import uuid
+
+import anyio
+import pytest
+
+from hypha_net import requests
+from hypha_net.testing import MemoryNetwork
+from hypha_proto.aggregate import ROUND_MEMBERS, MembersKnown, RoundMembers
+from hypha_proto.ids import PeerId
+from hypha_scheduler.membership import RoundMembership
+from hypha_scheduler.strategies.diloco.rounds import Rounds, RoundSettings, Synchronise
+
+A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in range(2))
+
+
+@pytest.mark.parametrize(("first_is_accepted", "failures"), [(True, 0), (False, 1)])
+def test_a_round_that_the_server_has_closed_already_does_not_fail_when_a_member_is_lost(
+    first_is_accepted: bool, failures: int
+) -> None:
+    """The server takes its outer step at once; until it has told so, the scheduler may lose a member and tell again."""
+    heard: list[RoundMembers] = []
+
+    async def answer(_peer: PeerId, message: RoundMembers) -> MembersKnown:
+        heard.append(message)
+        if first_is_accepted and len(heard) == 1:
+            return MembersKnown(accepted=True)
+        return MembersKnown(accepted=False, reason="round 1 is over, round 2 runs")
+
+    failed: list[str] = []
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        with anyio.fail_after(10):
+            async with network.endpoint("scheduler") as scheduler, network.endpoint("server") as server:
+                requests.serve(server, ROUND_MEMBERS, answer)
+                rounds = Rounds(RoundSettings(rounds=2, target=8, batch_size=4, min_members=1), [A, B], 0.0)
+                membership = RoundMembership(scheduler, uuid.uuid4(), server.peer_id)
+                await membership.tell(Synchronise(1, ((A, 4), (B, 4))), rounds, failed.append)
+                if first_is_accepted:
+                    await membership.tell(Synchronise(1, ((A, 4),)), rounds, failed.append)
+
+    anyio.run(main, backend="trio")
+    assert [len(message.members) for message in heard] == ([2, 1] if first_is_accepted else [2])
+    assert len(failed) == failures
