@@ -99,6 +99,15 @@ def test_a_silent_executor_has_used_what_it_had_when_it_asks_again() -> None:
     assert ledger.lose("old") == (second,)
 
 
+def test_a_slice_of_unknown_size_is_used_when_its_holder_asks_again() -> None:
+    ledger = SliceLedger([None] * 5)
+    for _ in range(200):
+        given = ledger.assign("w")
+        ledger.report("w", {given.index: 16})
+        assert ledger.held_by("w") == (given,)
+    assert ledger.epoch == 39
+
+
 def test_a_hoarder_is_stopped() -> None:
     ledger = SliceLedger([1])
     with pytest.raises(LedgerFullError):

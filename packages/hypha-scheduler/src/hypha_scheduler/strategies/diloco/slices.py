@@ -115,10 +115,9 @@ class SliceLedger:
             LedgerFullError: it holds so many that something must be wrong with it.
         """
         holder = self._holders.setdefault(worker, _Holder())
-        if holder.silent:
-            for held in holder.holdings:
-                self._use(held.assignment)
-            holder.holdings.clear()
+        for held in [h for h in holder.holdings if holder.silent or self._samples[h.assignment.index] is None]:
+            holder.holdings.remove(held)
+            self._use(held.assignment)
         if len(holder.holdings) >= _HELD:
             raise LedgerFullError(f"{_HELD} slices were given to this worker and not used")
         epoch = next((e for e in self._epochs.values() if e.queue), None) or self._open_epoch()
