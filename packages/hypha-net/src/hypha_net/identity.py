@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import NameOID
@@ -31,6 +32,16 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger(__name__)
 
 ROLE_PREFIX: Final = "hypha://role/"
+_NAME_LIMIT: Final = 200
+"""Letters that are shown of a name in a certificate, which nobody may have verified."""
+_UNREADABLE: Final = (
+    ValueError,
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+)
+"""What `cryptography` raises for certificates that OpenSSL has let through, at once or when a field is asked for."""
 # PKCS#8: version 0 or 1, algorithm 1.3.101.112 (Ed25519), then an octet string that wraps the 32-byte seed
 _ED25519_PKCS8: Final = re.compile(rb"\x02\x01[\x00\x01]\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20(.{32})", re.DOTALL)
 _PEM_KEY: Final = re.compile(rb"-----BEGIN PRIVATE KEY-----(.+?)-----END PRIVATE KEY-----", re.DOTALL)
@@ -200,12 +211,32 @@ def _state_of(path: Path | None) -> tuple[int, int, int, int] | None:
     return None if found is None else (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
+def read_certificate(encoded: bytes, what: str = "certificate") -> CertificateInfo:
+    """What a certificate says that came as DER, from anybody.
+
+    Raises:
+        IdentityError: as `describe_certificate`, or it is no certificate.
+    """
+    try:
+        certificate = x509.load_der_x509_certificate(encoded)
+    except _UNREADABLE as error:
+        raise IdentityError(f"{what} cannot be read: {error}") from None
+    return describe_certificate(certificate, what)
+
+
 def describe_certificate(certificate: x509.Certificate, what: str = "certificate") -> CertificateInfo:
     """What a certificate says.
 
     Raises:
-        IdentityError: its key is not Ed25519.
+        IdentityError: its key is not Ed25519, or a part of it makes no sense.
     """
+    try:
+        return _describe(certificate, what)
+    except _UNREADABLE as error:
+        raise IdentityError(f"{what} cannot be read: {error}") from None
+
+
+def _describe(certificate: x509.Certificate, what: str) -> CertificateInfo:
     key = certificate.public_key()
     if not isinstance(key, Ed25519PublicKey):
         kind = type(key).__name__.removeprefix("_")
@@ -224,8 +255,9 @@ def describe_certificate(certificate: x509.Certificate, what: str = "certificate
 
 
 def common_name(name: x509.Name) -> str:
+    """A certificate's name for people: the common name, or all of it where there is none; cut where it is too long."""
     found = name.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(found[0].value) if found else name.rfc4514_string()
+    return (str(found[0].value) if found else name.rfc4514_string())[:_NAME_LIMIT]
 
 
 def _role(certificate: x509.Certificate) -> str | None:

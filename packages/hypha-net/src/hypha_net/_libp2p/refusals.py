@@ -6,10 +6,8 @@ import ssl
 from collections.abc import Mapping
 from typing import Final, Literal
 
-from cryptography import x509
-
 from hypha_net.errors import IdentityError
-from hypha_net.identity import describe_certificate
+from hypha_net.identity import read_certificate
 
 _COMPARE: Final = "compare trust_pem of both nodes"
 _ALERTS: Final = {
@@ -63,10 +61,6 @@ def explain(error: ssl.SSLError, shown: bytes | None) -> tuple[str, RefusalReaso
 
 def _describe(shown: bytes | None) -> str:
     try:
-        return (
-            "the peer's certificate"
-            if shown is None
-            else str(describe_certificate(x509.load_der_x509_certificate(shown)))
-        )
-    except (ValueError, IdentityError) as error:
+        return "the peer's certificate" if shown is None else str(read_certificate(shown))
+    except IdentityError as error:
         return f"the peer's certificate ({error})"
