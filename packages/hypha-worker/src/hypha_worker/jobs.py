@@ -203,6 +203,12 @@ class JobManager:
                 return Ending("failed", str(cause), job.execution.traces)
             _log.exception("%s failed by a fault of this worker", job)
             return Ending("failed", f"fault in the worker: {cause!r}", job.execution.traces)
+        except BaseExceptionGroup as errors:  # it failed in the moment in which it was cancelled, which counts
+            cancelled, failures = errors.split(anyio.get_cancelled_exc_class())
+            if cancelled is None or not isinstance(failures, ExceptionGroup):
+                raise
+            _log.warning("%s failed while it was cancelled: %s", job, _first(failures))
+            raise cancelled from None
         return Ending("finished", "", job.execution.traces)
 
     async def _execute_aloud(self, job: Job) -> None:
