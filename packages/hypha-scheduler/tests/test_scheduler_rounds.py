@@ -160,12 +160,12 @@ def test_every_job_ends_with_everyone_in_every_round(speeds: list[float], target
         assert target - len(speeds) * size <= sum(entry.samples.values()) <= 1.5 * target + 2 * len(speeds) * size
 
 
-def make(minimum: int = 2) -> Rounds:
-    rounds = Rounds(RoundSettings(2, 64, 16, minimum), PEERS[:3], 0.0)
+def make(minimum: int = 2, rounds: int = 2) -> Rounds:
+    made = Rounds(RoundSettings(rounds, 64, 16, minimum), PEERS[:3], 0.0)
     for peer in PEERS[:3]:
-        rounds.began(peer, 0.0)
-        rounds.batch(peer, 16, 1.0)
-    return rounds
+        made.began(peer, 0.0)
+        made.batch(peer, 16, 1.0)
+    return made
 
 
 def test_a_lost_member_is_left_out_and_the_parameter_server_is_told_again() -> None:
@@ -268,6 +268,22 @@ def test_reports_that_come_again_get_their_answer_again() -> None:
     assert isinstance(rounds.merged(PEERS[0], 3.2), Continue)
     assert isinstance(rounds.merged(PEERS[0], 3.3), Continue)
     assert rounds.closed == 1
+
+
+def test_every_round_is_told_also_when_workers_without_a_loss_merge_before_the_parameter_server_reports() -> None:
+    rounds = make(rounds=3)
+    for number in (1, 2):
+        for peer in PEERS[:3]:
+            if number > 1:
+                rounds.batch(peer, 16, 3.0)
+            rounds.update(peer, 4.0)
+        if number == 1:
+            rounds.updated(5.0)
+        for peer in PEERS[:3]:
+            rounds.merged(peer, 5.0)
+    effects = (*rounds.updated(6.0)[1], *rounds.finish())
+    told = [effect.round for effect in effects if isinstance(effect, RoundClosed)]
+    assert told == [1, 2]
 
 
 @pytest.mark.parametrize("report", ["updated", "merged", "stranger"])

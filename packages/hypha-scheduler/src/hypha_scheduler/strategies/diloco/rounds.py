@@ -260,7 +260,8 @@ class Rounds:
             return Done()
         member.round += 1
         self._rounds.setdefault(member.round, _Round(member.round, now)).part(peer).last_at = now
-        for number in [n for n in self._rounds if n < min(m.round for m in self._members.values()) - 1]:
+        behind = min(m.round for m in self._members.values()) - 1
+        for number in [n for n, found in self._rounds.items() if n < behind and found.told]:
             del self._rounds[number]
         return Continue()
 
