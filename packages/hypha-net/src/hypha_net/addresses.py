@@ -10,10 +10,12 @@ from typing import Final
 import psutil
 
 from hypha_net.errors import AddressError
+from hypha_net.host_names import check_host_name
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
 _HOSTS: Final = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
+_PORT_DIGITS: Final = 5
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -28,8 +30,9 @@ def split_peer(address: str) -> tuple[str, PeerId | None]:
     if len(parts) != 5 or parts[0] or parts[1] not in _HOSTS or parts[3] != "tcp":
         raise AddressError(f"{address!r} is not an address such as /ip4/203.0.113.5/tcp/4001 or /dns4/host/tcp/4001")
     _check_host(address, parts[1], parts[2])
-    if not parts[4].isdigit() or int(parts[4]) > 65535:
-        raise AddressError(f"{address!r}: port {parts[4]!r} is not a number up to 65535")
+    port = parts[4]
+    if not (port.isascii() and port.isdigit() and len(port) <= _PORT_DIGITS and int(port) <= 65535):
+        raise AddressError(f"{address!r}: port {port!r} is not a number up to 65535")
     if not found:
         return transport, None
     try:
@@ -44,8 +47,10 @@ def _check_host(address: str, kind: str, host: str) -> None:
             ipaddress.IPv4Address(host)
         elif kind == "ip6":
             ipaddress.IPv6Address(host)
-        elif not host:
-            raise ValueError("a host name is missing")
+            if "%" in host:
+                raise ValueError("an address within one link only, which a multiaddr does not hold")
+        else:
+            check_host_name(host)
     except ValueError as error:
         raise AddressError(f"{address!r}: {error}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv6Address
 
+from hypha_net.host_names import check_host_name
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
@@ -66,18 +67,26 @@ def _after_host(text: str, *, names: bool) -> list[str]:
     _check_host(text, kind, host, names=names)
     if transport != "tcp":
         raise ValueError(f"{text!r}: transport {transport!r} is not spoken, only tcp; {_EXAMPLE}")
-    if not (port.isascii() and port.isdigit() and int(port) < 65536):
+    if not (port.isascii() and port.isdigit() and len(port) <= len("65535") and int(port) < 65536):
         raise ValueError(f"{text!r}: {port!r} is not a TCP port (0 to 65535)")
     return parts[5:]
 
 
 def _check_host(text: str, kind: str, host: str, *, names: bool) -> None:
-    if kind in _NAMES and names and host:
+    if kind in _NAMES and names:
+        _check_name(text, host)
         return
     if kind not in ("ip4", "ip6"):
         allowed = "ip4, ip6, dns, dns4, dns6 or dnsaddr" if names else "ip4 or ip6"
         raise ValueError(f"{text!r} starts with {kind!r} where {allowed} must stand; {_EXAMPLE}")
     try:
-        IPv4Address(host) if kind == "ip4" else IPv6Address(host)
+        IPv4Address(host) if kind == "ip4" else IPv6Address(host.replace("%", "/"))  # a zone is no part of a multiaddr
     except ValueError:
         raise ValueError(f"{text!r}: {host!r} is not an {kind} address") from None
+
+
+def _check_name(text: str, host: str) -> None:
+    try:
+        check_host_name(host)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None
