@@ -1,23 +1,31 @@
-"""Move files: push and pull with length and digest, bounded in memory, visible only when whole, taken up after a cut.
+"""Move files and buffers: push and pull with length and digest, bounded memory, visible only when whole, taken up after
+a cut.
 
 Between our own nodes a header says what moves, how long it is and what it hashes to, and a receipt ends a push. A peer
-of the old wire knows neither: then the file is what came before the clean end of the stream (`hypha_proto.transfer`).
+of the old wire knows neither: then the content is what came before the clean end of the stream
+(`hypha_proto.transfer`). Whether bytes come from a file or from memory, and where they go, is each end's own business.
 Before this room: `requests` told the peers what to expect. After it: the bridge, the parameter server, the result.
 
-Inside: `push` and `pull` hold the conversations, `wire` their headers and ends, `moving` the bytes, `arriving` the
-incomplete file, `behind` the thread for the disk, `progress` the events, `retries` the patience.
+Inside: `push` and `pull` hold the conversations, `wire` their headers and ends, `sources` and `destinations` where the
+bytes come from and go, `moving` the bytes, `arriving` the incomplete file and `gathering` the incomplete buffer,
+`landing` and `holding` what a push may write, `behind` the thread for the disk, `progress` the events, `retries` the
+patience.
 """
 
 from hypha_net.errors import TransferError, TransferRefusedError
 from hypha_net.rates import MIN_RATE, Rates, limit_rates
-from hypha_net.transfer.pull import Offered, Pulled, describe, pull, serve_pulls
-from hypha_net.transfer.push import Landing, push, serve_pushes
+from hypha_net.transfer.landing import Landing, MemoryLanding
+from hypha_net.transfer.pull import Offered, Pulled, pull, pull_bytes, serve_pulls
+from hypha_net.transfer.push import push, serve_pushes
+from hypha_net.transfer.sources import Buffer, describe
 from hypha_net.transfer.wire import IDLE_TIMEOUT
 
 __all__ = [
     "IDLE_TIMEOUT",
     "MIN_RATE",
+    "Buffer",
     "Landing",
+    "MemoryLanding",
     "Offered",
     "Pulled",
     "Rates",
@@ -26,6 +34,7 @@ __all__ = [
     "describe",
     "limit_rates",
     "pull",
+    "pull_bytes",
     "push",
     "serve_pulls",
     "serve_pushes",

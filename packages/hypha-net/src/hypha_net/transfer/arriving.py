@@ -1,8 +1,9 @@
-"""A file on its way in, beside its landing place: preallocated, hashed as it comes, renamed when it is whole.
+"""What is on its way in, hashed as it comes, handed over when it is whole: into memory (`gathering`), or into a file.
 
-A file whose digest was announced waits under a name made of that digest, so that only the same content goes on where a
-broken transfer left off. While it is incomplete, its last eight bytes say how much of it is there; that survives the
-end of the process, and after the end of the system the digest decides.
+A file waits beside its landing place, preallocated, and is renamed when it is whole. If its digest was announced it
+waits under a name made of that digest, so that only the same content goes on where a broken transfer left off. While it
+is incomplete, its last eight bytes say how much of it is there; that survives the end of the process, and after the end
+of the system the digest decides.
 
 Nothing is synchronised to the disk (fsync) before the rename: what moves between nodes is a copy of what a peer still
 has, or a round's update, which is void after a crash of the system anyway. Waiting for the disk would cost more than
@@ -21,7 +22,7 @@ import time
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Protocol
 
 from blake3 import blake3
 
@@ -40,9 +41,60 @@ _HASHED_AT_ONCE: Final = 1 << 20
 _PREFIX, _SUFFIX = ".hypha-", ".part"
 
 
+class Arriving(Protocol):
+    """Content that is coming, into a file or into memory. Its methods block; only one may run at a time."""
+
+    @property
+    def size(self) -> int | None:
+        """Bytes in all, if they were announced."""
+        ...
+
+    @property
+    def received(self) -> int:
+        """Bytes that are there."""
+        ...
+
+    def catch_up(self) -> None:
+        """Make ready to go on after what an earlier transfer left."""
+        ...
+
+    def store(self, block: memoryview) -> None:
+        """Append a block; `TransferError` if there is no room for it."""
+        ...
+
+    def finish(self) -> str:
+        """Check length and digest and hand it over; its digest. `TransferError` if it is not what was announced."""
+        ...
+
+
+class Verification:
+    """Whether what comes has the length and the digest that were announced, if they were."""
+
+    def __init__(self, size: int | None, digest: str | None) -> None:
+        self._size, self._digest = size, digest
+        self._hasher = hashlib.sha256() if digest is not None and digest.startswith("sha256:") else blake3()
+
+    def add(self, block: memoryview) -> None:
+        """Hash a block; they come in order."""
+        self._hasher.update(block)
+
+    def verdict(self, received: int) -> str:
+        """The digest of all the blocks, which were `received` bytes.
+
+        Raises:
+            TransferError: they are not what was announced.
+        """
+        found = f"{self._hasher.name}:{self._hasher.hexdigest()}"
+        if self._size is not None and received != self._size:
+            raise TransferError(f"{received} bytes came of {self._size}")
+        if self._digest is not None and found != self._digest:
+            raise TransferError(f"the digest is {found} where {self._digest} was announced")
+        return found
+
+
 @dataclass(slots=True)
-class Arriving:
-    """An open incomplete file. Its methods block; only one may run at a time."""
+class ArrivingFile:
+    """An open incomplete file; see `Arriving`."""
 
     path: Path
     target: Path
@@ -52,11 +104,11 @@ class Arriving:
     digest: str | None
     received: int = 0
     """Bytes that are there."""
-    _hasher: Any = field(init=False)
+    _verification: Verification = field(init=False)
     _hashed: int = 0
 
     def __post_init__(self) -> None:
-        self._hasher = hashlib.sha256() if self.digest and self.digest.startswith("sha256:") else blake3()
+        self._verification = Verification(self.size, self.digest)
 
     def catch_up(self) -> None:
         """Hash what an earlier transfer left."""
@@ -66,7 +118,7 @@ class Arriving:
             count = self.file.readinto(block[: self.received - self._hashed])
             if not count:
                 raise TransferError(f"{self.path} became shorter while it was read")
-            self._hasher.update(block[:count])
+            self._verification.add(block[:count])
             self._hashed += count
 
     def store(self, block: memoryview) -> None:
@@ -75,7 +127,7 @@ class Arriving:
         Raises:
             TransferError: there is no room for it.
         """
-        self._hasher.update(block)
+        self._verification.add(block)
         rest = block
         try:
             while rest:
@@ -92,12 +144,8 @@ class Arriving:
         Raises:
             TransferError: it is not what was announced; it is removed.
         """
-        found = f"{self._hasher.name}:{self._hasher.hexdigest()}"
         try:
-            if self.size is not None and self.received != self.size:
-                raise TransferError(f"{self.received} bytes came of {self.size}")
-            if self.digest is not None and found != self.digest:
-                raise TransferError(f"the digest is {found} where {self.digest} was announced")
+            found = self._verification.verdict(self.received)
         except TransferError:
             self.drop()
             raise
@@ -152,7 +200,7 @@ def left_behind(target: Path, digest: str | None) -> int:
         return 0
 
 
-def open_arriving(target: Path, size: int | None, digest: str | None) -> Arriving:
+def open_arriving(target: Path, size: int | None, digest: str | None) -> ArrivingFile:
     """Begin a file, or take up what is there of it.
 
     Args:
@@ -168,10 +216,10 @@ def open_arriving(target: Path, size: int | None, digest: str | None) -> Arrivin
     name = waiting_name(digest)
     file = _open_locked(target.with_name(name)) if name is not None and size is not None else None
     if name is not None and file is not None:
-        arriving = Arriving(target.with_name(name), target, file, size, digest)
+        arriving = ArrivingFile(target.with_name(name), target, file, size, digest)
     else:  # nothing to go by, or another transfer is bringing the same content
         path = target.with_name(f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
-        arriving = Arriving(path, target, FileIO(path, "x+"), size, digest)
+        arriving = ArrivingFile(path, target, FileIO(path, "x+"), size, digest)
         fcntl.flock(arriving.file, fcntl.LOCK_EX)
     try:
         arriving.received = _make_room(arriving)
@@ -198,7 +246,7 @@ def _open_locked(path: Path) -> FileIO | None:
         file.close()  # its transfer ended meanwhile, and the name is free again
 
 
-def _make_room(arriving: Arriving) -> int:
+def _make_room(arriving: ArrivingFile) -> int:
     """Take room for what is to come; how many of its bytes an earlier transfer left, the file at that position."""
     if arriving.size is None:
         return 0

@@ -7,17 +7,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import anyio
-import anyio.to_thread
-from blake3 import blake3
-
 from hypha_net import telemetry
 from hypha_net.endpoint import Endpoint, Stream
-from hypha_net.errors import StreamDroppedError, TransferError, TransferRefusedError
-from hypha_net.transfer.arriving import left_behind
-from hypha_net.transfer.moving import CHUNK, arriving_at, receive_whole, send_file
+from hypha_net.errors import TransferError, TransferRefusedError
+from hypha_net.transfer.destinations import Destination, ToFile, ToMemory
+from hypha_net.transfer.moving import receive_whole
 from hypha_net.transfer.progress import Progress
-from hypha_net.transfer.retries import Drops, take_up_again
+from hypha_net.transfer.retries import Drops, see_through
+from hypha_net.transfer.sources import Buffer, source_of
 from hypha_net.transfer.wire import (
     AT_ONCE,
     BrokenOffError,
@@ -47,29 +44,11 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A file that may be pulled; `digest` (``blake3:…``) is computed when it is not known."""
+    """A file or a buffer that may be pulled; `digest` (``blake3:…``) is computed when it is not known."""
 
-    path: Path
+    source: Path | Buffer
+    """A buffer stays as it is while it is offered."""
     digest: str | None = None
-
-
-async def describe(path: Path) -> tuple[int, str]:
-    """Size in bytes and digest (``blake3:…``) of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    return await anyio.to_thread.run_sync(_describe, path)
-
-
-def _describe(path: Path) -> tuple[int, str]:
-    hasher, size = blake3(), 0
-    with path.open("rb", buffering=0) as file:  # not mapped: that would count as this process's memory
-        block = memoryview(bytearray(CHUNK))
-        while count := file.readinto(block):
-            hasher.update(block[:count])
-            size += count
-    return size, f"blake3:{hasher.hexdigest()}"
 
 
 async def pull(
@@ -99,13 +78,33 @@ async def pull(
         TransferError: cut, wrong length or digest, too large, no room, or too slow.
         OSError: the file cannot be written.
     """
-    incoming = _Incoming(endpoint, peer, request, target, max_bytes, digest)
-    with incoming.progress.told():
-        try:
-            with anyio.fail_after(timeout):
-                return await take_up_again(incoming.attempt, incoming.what)
-        except TimeoutError:
-            raise TransferError(f"{incoming.what} was not done within {timeout:g} s") from None
+    incoming = _Incoming(endpoint, peer, request, ToFile(target), max_bytes, digest)
+    return await see_through(incoming.attempt, incoming.what, incoming.progress, timeout)
+
+
+async def pull_bytes(
+    endpoint: Endpoint,
+    peer: PeerId,
+    request: PullRequest,
+    *,
+    max_bytes: int,
+    digest: str | None = None,
+    timeout: float = 600.0,
+) -> bytearray:
+    """Pull from `peer` into memory, as `pull` does into a file; the bytes are the caller's.
+
+    A pull that breaks off goes on where it was, within this call. It takes the memory of what has come, and no more
+    than `max_bytes` and two blocks.
+
+    Raises:
+        UnreachableError: the peer cannot be reached.
+        TransferRefusedError: it does not give this, and says why.
+        TransferError: cut, wrong length or digest, too large, no memory, or too slow.
+    """
+    into = ToMemory()
+    incoming = _Incoming(endpoint, peer, request, into, max_bytes, digest)
+    await see_through(incoming.attempt, incoming.what, incoming.progress, timeout)
+    return into.data
 
 
 @dataclass(slots=True)
@@ -113,7 +112,7 @@ class _Incoming:
     endpoint: Endpoint
     peer: PeerId
     request: PullRequest
-    target: Path
+    into: Destination
     max_bytes: int
     wanted: str | None
     known: str | None = None
@@ -132,11 +131,8 @@ class _Incoming:
         return f"pull of {_name(self.request)} from {self.peer}"
 
     async def attempt(self) -> Pulled:
-        offset = 0 if self.anew else await anyio.to_thread.run_sync(left_behind, self.target, self.known)
-        try:
-            stream = await self.endpoint.open_stream(self.peer, [PULL_WITH_HEADER, PULL])
-        except StreamDroppedError as error:
-            raise self.drops.bear(error, error) from error
+        offset = 0 if self.anew else await self.into.left_behind(self.known)
+        stream = await self.drops.open_stream(self.endpoint, self.peer, [PULL_WITH_HEADER, PULL])
         if stream.protocol == PULL:
             return await self._bare(stream)
         async with ending(stream, self.what):
@@ -179,7 +175,7 @@ class _Incoming:
             raise BrokenOffError(f"{self.what}: the file has changed there since {offset} bytes of it came")
 
     async def _receive(self, stream: Stream, size: int | None, digest: str | None, offset: int) -> Pulled:
-        async with arriving_at(self.target, size, digest) as arriving:
+        async with self.into.arriving(size, digest) as arriving:
             if arriving.received != offset:
                 self.anew = arriving.received == 0
                 raise BrokenOffError(f"{self.what} can go on at byte {arriving.received}, not {offset}")
@@ -205,7 +201,7 @@ def _name(request: PullRequest) -> str:
 
 
 def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awaitable[Offered | Refusal]]) -> None:
-    """Give files to peers, as `resolve(peer, request)` finds them, over both protocols."""
+    """Give files and buffers to peers, as `resolve(peer, request)` finds them, over both protocols."""
 
     async def headed(stream: Stream) -> None:
         async with ending(stream, f"pull by {stream.peer}"):
@@ -224,11 +220,12 @@ def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awa
             offered = await resolve(stream.peer, request)
             if isinstance(offered, Refusal):
                 raise TransferRefusedError(offered.reason)
-            size = offered.path.stat().st_size
+            source = source_of(offered.source)
+            size = source.measure()
             progress = Progress(endpoint, stream.peer, _name(request), "sent")
             with progress.told():
                 progress.begin(0, size)
-                await send_file(stream, offered.path, 0, size, progress)
+                await source.send(stream, 0, size, progress)
                 await stream.send_eof()
 
     turns = Turns(AT_ONCE)
@@ -237,7 +234,8 @@ def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awa
 
 
 async def _give(endpoint: Endpoint, stream: Stream, request: PullRequest, offered: Offered) -> None:
-    size, digest = await _measured(offered)
+    source = source_of(offered.source)
+    size, digest = await source.describe() if offered.digest is None else (source.measure(), offered.digest)
     if request.offset > size:
         reason = f"offset {request.offset} is past the end ({size})"
         await refuse(stream, PullAnswer, Refusal(reason=reason))
@@ -246,11 +244,5 @@ async def _give(endpoint: Endpoint, stream: Stream, request: PullRequest, offere
     with progress.told():
         await send_message(stream, to_cbor(PullAnswer, PullStart(size=size, digest=digest)))
         progress.begin(request.offset, size)
-        await send_file(stream, offered.path, request.offset, size, progress)
+        await source.send(stream, request.offset, size, progress)
         await stream.send_eof()
-
-
-async def _measured(offered: Offered) -> tuple[int, str]:
-    if offered.digest is None:
-        return await describe(offered.path)
-    return offered.path.stat().st_size, offered.digest

@@ -1,16 +1,19 @@
-"""How often a transfer that broke off is taken up again, and when."""
+"""How often a transfer that broke off is taken up again, when, and until when: the same for pushes and pulls."""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
 import anyio
 
-from hypha_net.errors import NetError, UnreachableError
+from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.errors import NetError, StreamDroppedError, TransferError, UnreachableError
+from hypha_net.transfer.progress import Progress
 from hypha_net.transfer.wire import BrokenOffError
+from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.transfer")
 
@@ -33,6 +36,27 @@ class Drops:
         """What to raise for a stream that was dropped unread: once too often `otherwise`."""
         self._left -= 1
         return BrokenOffError(str(error)) if self._left >= 0 else otherwise
+
+    async def open_stream(self, endpoint: Endpoint, peer: PeerId, protocols: Sequence[str]) -> Stream:
+        """As `Endpoint.open_stream`; a stream that is dropped while it is agreed on counts too."""
+        try:
+            return await endpoint.open_stream(peer, protocols)
+        except StreamDroppedError as error:
+            raise self.bear(error, error) from error
+
+
+async def see_through(attempt: Callable[[], Awaitable[T]], what: str, progress: Progress, timeout: float) -> T:
+    """Await `attempt()`, again if it breaks off, for `timeout` seconds at most, and tell how that ends.
+
+    Raises:
+        UnreachableError, TransferError: as `take_up_again`; `TransferError` too when the time is over.
+    """
+    with progress.told():
+        try:
+            with anyio.fail_after(timeout):
+                return await take_up_again(attempt, what)
+        except TimeoutError:
+            raise TransferError(f"{what} was not done within {timeout:g} s") from None
 
 
 async def take_up_again(attempt: Callable[[], Awaitable[T]], what: str) -> T:

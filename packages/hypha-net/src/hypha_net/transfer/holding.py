@@ -1,0 +1,78 @@
+"""Who is writing where: a push that is begun anew takes over from the one that hangs.
+
+Its connection is dead, most often: the node may notice that half a minute after the peer, and until then the file
+would be locked, and what came of it out of reach.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import anyio
+
+from hypha_net.transfer.wire import BrokenOffError
+from hypha_proto.ids import PeerId
+
+_log = logging.getLogger("hypha_net.transfer")
+
+_TAKE_OVER: Final = 5.0
+"""Seconds that a broken push may take to let go of its place when the peer is back with it."""
+
+Place = Path | tuple[PeerId, str]
+"""What one push at a time writes: an incomplete file, or a slot of a peer's."""
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """A push that is writing."""
+
+    peer: PeerId
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    gone: anyio.Event = field(default_factory=anyio.Event)
+
+
+class Holders:
+    """The pushes that one endpoint is taking."""
+
+    def __init__(self) -> None:
+        self._by_place: dict[Place, _Holder] = {}
+
+    @asynccontextmanager
+    async def holding(self, place: Place, peer: PeerId, what: str) -> AsyncIterator[Callable[[], None]]:
+        """Hold a place; a push by the same peer that holds it is given up first.
+
+        Yields what lets go of it: all has come, and what is done with it now is not given up for another push.
+
+        Raises:
+            BrokenOffError: another push of the peer's took over.
+        """
+        await self._take_over(place, peer, what)
+        holder = _Holder(peer)
+        self._by_place.setdefault(place, holder)
+
+        def let_go() -> None:
+            holder.gone.set()
+            if self._by_place.get(place) is holder:
+                del self._by_place[place]
+
+        try:
+            with holder.scope:
+                yield let_go
+            if holder.scope.cancelled_caught:
+                raise BrokenOffError(f"{peer} pushes anew")
+        finally:
+            let_go()
+
+    async def _take_over(self, place: Place, peer: PeerId, what: str) -> None:
+        before = self._by_place.get(place)
+        if before is None or before.peer != peer:
+            return
+        _log.info("%s pushes %s: the push before it is given up", peer, what)
+        before.scope.cancel()
+        with anyio.move_on_after(_TAKE_OVER):
+            await before.gone.wait()

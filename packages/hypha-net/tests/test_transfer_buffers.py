@@ -1,0 +1,537 @@
+"""Files and buffers move by one wire and by the same rules, whatever they come from and go to, over either network."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import msgspec
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from hypha_net import transfer
+from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.events import Followed, Transferred
+from hypha_net.rates import BURST
+from hypha_net.testing import MemoryNetwork
+from hypha_net.transfer import gathering, retries
+from hypha_net.transfer.arriving import KEEP_FROM, MAX_KEPT
+from hypha_net.transfer.wire import receive_message, send_message
+from hypha_proto.codec import from_cbor, to_cbor
+from hypha_proto.ids import PeerId
+from hypha_proto.protocol import PULL_WITH_HEADER, PUSH_WITH_HEADER
+from hypha_proto.transfer import PSEUDO_GRADIENT, GoOn, PullRequest, PushAnswer, PushHeader, Refusal
+
+Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
+Case = Callable[[Endpoint, Endpoint], Awaitable[None]]
+Kind = Literal["file", "memory"]
+KINDS: tuple[Kind, ...] = ("file", "memory")
+
+SIZE = 12 << 20
+CUT_AT = 5 << 20
+LIMIT = 16 << 20
+REQUEST = PullRequest(dataset="d", index=2)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "PAUSES", (0.05, 0.05, 0.05))
+
+
+def run(opener: Opener, case: Case) -> None:
+    """Run a case between two nodes."""
+
+    async def main() -> None:
+        with anyio.fail_after(60):
+            async with opener(3) as (_, a, b):
+                await case(a, b)
+
+    anyio.run(main, backend="trio")
+
+
+def content(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def digest_of(data: bytes | bytearray) -> str:
+    return f"blake3:{blake3(data).hexdigest()}"
+
+
+def header_of(data: bytes, name: str = "update") -> PushHeader:
+    return PushHeader(
+        job_id=uuid.UUID(int=1), round=1, kind=PSEUDO_GRADIENT, name=name, size=len(data), digest=digest_of(data)
+    )
+
+
+@dataclass
+class Mover:
+    """Moves content between two nodes, from and to whatever a test says."""
+
+    how: Literal["push", "pull"]
+    giver: Endpoint
+    taker: Endpoint
+    folder: Path
+    old: bool = False
+    max_bytes: int = LIMIT
+    digest: str | None = None
+    """Announced by the giver instead of the true one."""
+    refusal: Refusal | None = None
+    landed: list[bytes] = field(default_factory=list)
+
+    async def move(self, data: bytes, source: Kind, target: Kind) -> int | None:
+        """Move it once; what `push` returned."""
+        self.folder.mkdir(exist_ok=True)
+        given: Path | bytes = data
+        if source == "file":
+            given = self.folder.with_name("given")
+            given.write_bytes(data)
+        return await (self._push if self.how == "push" else self._pull)(data, given, target)
+
+    @property
+    def serving(self) -> Endpoint:
+        """The node that did not begin."""
+        return self.taker if self.how == "push" else self.giver
+
+    async def _push(self, data: bytes, given: Path | bytes, target: Kind) -> int:
+        done = anyio.Event()
+
+        async def in_file(size: int, digest: str) -> None:
+            await in_memory(bytearray((self.folder / "landed").read_bytes()), digest)
+            assert self.landed[-1:] == [data[:size]]
+
+        async def in_memory(landed: bytearray, digest: str) -> None:
+            assert digest == digest_of(landed)
+            self.landed.append(bytes(landed))
+            done.set()
+
+        async def accept(
+            _peer: PeerId, header: PushHeader | None
+        ) -> transfer.Landing | transfer.MemoryLanding | Refusal:
+            assert (header is None) == self.old
+            if self.refusal is not None:
+                return self.refusal
+            if target == "file":
+                return transfer.Landing(self.folder / "landed", self.max_bytes, in_file)
+            return transfer.MemoryLanding(self.max_bytes, in_memory)
+
+        transfer.serve_pushes(self.taker, accept)
+        if self.old:
+            self.taker.unhandle(PUSH_WITH_HEADER)
+        header = msgspec.structs.replace(header_of(data), digest=self.digest or digest_of(data))
+        sent = await transfer.push(self.giver, self.taker.peer_id, given, header)
+        await done.wait()
+        return sent
+
+    async def _pull(self, data: bytes, given: Path | bytes, target: Kind) -> None:
+        async def resolve(_peer: PeerId, request: PullRequest) -> transfer.Offered | Refusal:
+            assert (request.dataset, request.index) == ("d", 2)
+            return self.refusal or transfer.Offered(given, self.digest)
+
+        transfer.serve_pulls(self.giver, resolve)
+        if self.old:
+            self.giver.unhandle(PULL_WITH_HEADER)
+        peer = self.giver.peer_id
+        if target == "file":
+            path = self.folder / "landed"
+            await transfer.pull(self.taker, peer, REQUEST, path, max_bytes=self.max_bytes)
+            self.landed.append(path.read_bytes())
+        else:
+            got = await transfer.pull_bytes(self.taker, peer, REQUEST, max_bytes=self.max_bytes)
+            self.landed.append(bytes(got))
+
+
+each_way = pytest.mark.parametrize("how", ["push", "pull"])
+
+
+# -------------------------------------------------------------------------------------------------------------- whole
+
+
+@each_way
+@pytest.mark.parametrize("old", [False, True], ids=["header", "old wire"])
+def test_content_arrives_whole_from_and_to_files_and_memory(
+    opener: Opener, tmp_path: Path, how: Literal["push", "pull"], old: bool
+) -> None:
+    async def case(a: Endpoint, b: Endpoint) -> None:
+        mover = Mover(how, a, b, tmp_path / "landing", old)
+        for source, target, size in product(KINDS, KINDS, (0, 1, 3_333_333)):
+            data = content(size)
+            sent = await mover.move(data, source, target)
+            assert mover.landed.pop() == data
+            assert sent in (None, size)
+        assert [path.name for path in (tmp_path / "landing").iterdir()] == ["landed"]
+
+    run(opener, case)
+
+
+@given(st.lists(st.integers(0, 300_000), min_size=1, max_size=4), st.integers(1, 9))
+@settings(max_examples=20, deadline=None)
+def test_any_memory_is_sent_as_its_bytes(lengths: list[int], item: int) -> None:
+    """A view of a part, of items larger than a byte, of what can be written: what counts is the bytes."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        with anyio.fail_after(30):
+            async with network.endpoint("a") as a, network.endpoint("b") as b:
+                for length in lengths:
+                    data = bytearray(content(8 * length, item))
+                    for given in (data, memoryview(data)[item:], memoryview(data).cast("d"), bytes(data)):
+                        expected = bytes(given)
+                        size, digest = await transfer.describe(given)  # type: ignore[arg-type]
+                        assert (size, digest) == (len(expected), digest_of(expected))
+                        mover = Mover("push", a, b, Path(), digest=digest)
+                        assert await mover._push(expected, given, "memory") == size  # type: ignore[arg-type]
+                        assert mover.landed == [expected]
+
+    anyio.run(main, backend="trio")
+
+
+def test_memory_with_gaps_is_refused_before_anything_moves() -> None:
+    with pytest.raises(TypeError, match="contiguous"):
+        anyio.run(transfer.describe, memoryview(bytes(10))[::2], backend="trio")
+
+
+# ------------------------------------------------------------------------------------------------------------ the wire
+
+
+@asynccontextmanager
+async def recorded_push(a: Endpoint, b: Endpoint, given: Path | bytes, data: bytes) -> AsyncIterator[list[bytes]]:
+    """Everything that a pusher says to a receiver which has the first bytes already."""
+    said: list[bytes] = []
+
+    async def take(stream: Stream) -> None:
+        said.append(await receive_message(stream))
+        await send_message(stream, bytes.fromhex("a1 64 476f4f6e a1 66 6f6666736574 03"))  # {"GoOn": {"offset": 3}}
+        rest = bytearray()
+        while part := await stream.receive_some():
+            rest += part
+        said.append(bytes(rest))
+        answer = b"\xa1\x67Receipt\xa1\x64size\x1a" + len(data).to_bytes(4, "big")
+        await send_message(stream, answer)
+        await stream.send_eof()
+
+    b.handle(PUSH_WITH_HEADER, take)
+    await transfer.push(a, b.peer_id, given, header_of(data))
+    yield said
+
+
+def test_a_receiver_cannot_tell_a_pushed_buffer_from_a_file(opener: Opener, tmp_path: Path) -> None:
+    data = content(3_000_000)
+    (tmp_path / "file").write_bytes(data)
+
+    async def case(a: Endpoint, b: Endpoint) -> None:
+        async with recorded_push(a, b, tmp_path / "file", data) as of_file:
+            pass
+        async with recorded_push(a, b, data, data) as of_buffer:
+            pass
+        assert of_file == of_buffer
+        assert from_cbor(PushHeader, of_buffer[0]) == header_of(data)
+        assert of_buffer[1] == data[3:]
+
+    run(opener, case)
+
+
+async def said_to_a_pusher(a: Endpoint, b: Endpoint, data: bytes) -> bytes:
+    """Everything that a receiver says during a push."""
+    stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
+    await send_message(stream, to_cbor(PushHeader, header_of(data)))
+    answer = await receive_message(stream)
+    await stream.send_all(data)
+    await stream.send_eof()
+    said = bytearray(answer)
+    while part := await stream.receive_some():
+        said += part
+    await stream.aclose()
+    return bytes(said)
+
+
+def test_a_pusher_cannot_tell_memory_from_a_file(opener: Opener, tmp_path: Path) -> None:
+    async def arrived(_content: object, _digest: str) -> None:
+        pass
+
+    landings: dict[str, transfer.Landing | transfer.MemoryLanding] = {
+        "file": transfer.Landing(tmp_path / "landed", 2000, arrived),
+        "memory": transfer.MemoryLanding(2000, arrived),
+    }
+
+    async def case(a: Endpoint, b: Endpoint) -> None:
+        said: dict[str, list[bytes]] = {}
+        for name, landing in landings.items():
+
+            async def accept(
+                _peer: PeerId, _header: PushHeader | None, landing: transfer.Landing | transfer.MemoryLanding = landing
+            ) -> transfer.Landing | transfer.MemoryLanding:
+                return landing
+
+            transfer.serve_pushes(b, accept)
+            said[name] = [await said_to_a_pusher(a, b, content(size)) for size in (0, 1, 2000)]
+        assert said["file"] == said["memory"]
+
+    run(opener, case)
+
+
+# ------------------------------------------------------------------------------------------------------------- resuming
+
+
+async def of_transfer(events: Followed) -> Transferred:
+    """The next event."""
+    event = await anext(events)
+    assert isinstance(event, Transferred)
+    return event
+
+
+async def disconnect_at(mover: Mover, at: int) -> None:
+    with mover.taker.events.follow(Transferred) as events:
+        while (await of_transfer(events)).done <= at:
+            pass
+    await mover.giver.disconnect(mover.taker.peer_id)
+
+
+async def offsets_into(offsets: list[int], serving: Endpoint) -> None:
+    """From where the node that serves began, each time."""
+    with serving.events.follow(Transferred) as events:
+        while True:
+            event = await of_transfer(events)
+            offsets += [event.done] if event.state == "begun" else []
+
+
+@each_way
+@pytest.mark.parametrize(("source", "target"), [("memory", "memory"), ("memory", "file"), ("file", "memory")])
+def test_after_a_cut_it_goes_on_where_it_was(
+    opener: Opener,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: Literal["push", "pull"],
+    source: Kind,
+    target: Kind,
+) -> None:
+    monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+    data = content(SIZE)
+
+    async def case(a: Endpoint, b: Endpoint) -> None:
+        mover, offsets = Mover(how, a, b, tmp_path / "landing"), list[int]()
+        transfer.limit_rates(b, transfer.Rates(download=20 << 20))  # slow enough to be cut half way
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(offsets_into, offsets, mover.serving)
+            tasks.start_soon(disconnect_at, mover, CUT_AT)
+            await mover.move(data, source, target)
+            tasks.cancel_scope.cancel()
+        assert mover.landed == [data]
+        assert offsets[0] == 0
+        assert offsets[-1] >= KEEP_FROM
+
+    run(opener, case)
+
+
+def test_a_buffer_pushed_anew_takes_over_from_the_push_that_hangs(opener: Opener, tmp_path: Path) -> None:
+    data = content(SIZE)
+
+    async def case(a: Endpoint, b: Endpoint) -> None:
+        offsets: list[int] = []
+        mover = Mover("push", a, b, tmp_path / "landing")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(offsets_into, offsets, b)
+            await mover.move(b"", "memory", "memory")
+            stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
+            await send_message(stream, to_cbor(PushHeader, header_of(data)))
+            await receive_message(stream)
+            await stream.send_all(data[:CUT_AT])  # and no more, although the connection lives
+            await anyio.sleep(0.3)  # until it is there
+            assert await transfer.push(a, b.peer_id, data, header_of(data)) < SIZE
+            tasks.cancel_scope.cancel()
+        assert mover.landed == [b"", data]
+        assert offsets[-1] >= KEEP_FROM
+
+    run(opener, case)
+
+
+def test_equal_buffers_under_other_names_do_not_disturb_each_other(opener: Opener) -> None:
+    async def case(a: Endpoint, b: Endpoint) -> None:
+        landed: list[bytes] = []
+
+        async def arrived(data: bytearray, _digest: str) -> None:
+            landed.append(bytes(data))
+
+        async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.MemoryLanding:
+            return transfer.MemoryLanding(LIMIT, arrived)
+
+        transfer.serve_pushes(b, accept)
+        data = content(2 << 20)
+        async with anyio.create_task_group() as tasks:
+            for name in ("one", "two", "three"):
+                tasks.start_soon(transfer.push, a, b.peer_id, data, header_of(data, name))
+        assert landed == [data] * 3
+
+    run(opener, case)
+
+
+# -------------------------------------------------------------------------------------------------------------- refused
+
+
+@each_way
+@pytest.mark.parametrize(("source", "target"), [("memory", "memory"), ("memory", "file"), ("file", "memory")])
+def test_what_is_wrong_too_large_or_refused_is_seen_by_nobody(
+    opener: Opener, tmp_path: Path, how: Literal["push", "pull"], source: Kind, target: Kind
+) -> None:
+    async def case(a: Endpoint, b: Endpoint) -> None:
+        data = content(3 << 20)
+
+        async def fails(match: str, **how_so: object) -> None:
+            mover = Mover(how, a, b, tmp_path / "landing", **how_so)  # type: ignore[arg-type]
+            with pytest.raises(transfer.TransferError, match=match):
+                await mover.move(data, source, target)
+            assert mover.landed == []
+
+        await fails("the digest is blake3:.* where blake3:0000", digest="blake3:" + "0" * 64)
+        await fails("the digest is sha256:.* where sha256:0000", digest="sha256:" + "0" * 64)
+        await fails(f"{3 << 20} bytes are over the limit of {(3 << 20) - 1}", max_bytes=(3 << 20) - 1)
+        await fails("refused by the peer: not now", refusal=Refusal(reason="not now"))
+
+    run(opener, case)
+    assert list((tmp_path / "landing").iterdir()) == []
+
+
+@each_way
+def test_on_the_old_wire_too_no_more_than_the_limit_is_taken(
+    tmp_path: Path, how: Literal["push", "pull"], opener: Opener
+) -> None:
+    async def case(a: Endpoint, b: Endpoint) -> None:
+        mover = Mover(how, a, b, tmp_path / "landing", old=True, max_bytes=(3 << 20) - 1)
+        with b.events.follow(Transferred) as events:
+            with anyio.move_on_after(10), pytest.raises(transfer.TransferError):  # a bare push may not notice
+                await mover.move(content(3 << 20), "memory", "memory")
+            while (event := await of_transfer(events)).state != "failed":
+                pass
+        assert "more than the limit" in event.reason
+        assert mover.landed == []
+
+    run(opener, case)
+
+
+def test_another_digest_than_the_one_wanted_is_not_taken(opener: Opener) -> None:
+    async def case(a: Endpoint, b: Endpoint) -> None:
+        async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.Offered:
+            return transfer.Offered(b"these")
+
+        transfer.serve_pulls(b, resolve)
+        wanted = digest_of(b"those")
+        with pytest.raises(transfer.TransferError, match="is wanted"):
+            await transfer.pull_bytes(a, b.peer_id, REQUEST, max_bytes=100, digest=wanted)
+        b.unhandle(PULL_WITH_HEADER)
+        with pytest.raises(transfer.TransferError, match=f"where {wanted} was announced"):
+            await transfer.pull_bytes(a, b.peer_id, REQUEST, max_bytes=100, digest=wanted)
+
+    run(opener, case)
+
+
+# ---------------------------------------------------------------------------------------------------- rates and events
+
+
+@each_way
+@pytest.mark.parametrize("limited", ["giver", "taker"])
+def test_buffers_keep_to_the_limits(
+    opener: Opener, tmp_path: Path, how: Literal["push", "pull"], limited: Literal["giver", "taker"]
+) -> None:
+    size, rate = 1 << 20, 2 << 20
+
+    async def case(a: Endpoint, b: Endpoint) -> None:
+        mover = Mover(how, a, b, tmp_path / "landing")
+        if limited == "giver":
+            transfer.limit_rates(a, transfer.Rates(peer_upload=rate))
+        else:
+            transfer.limit_rates(b, transfer.Rates(download=rate))
+        began = anyio.current_time()
+        await mover.move(content(size), "memory", "memory")
+        assert anyio.current_time() - began >= size / rate - BURST - 0.05
+
+    run(opener, case)
+
+
+@each_way
+def test_both_ends_tell_how_a_buffer_moves(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Literal["push", "pull"]
+) -> None:
+    monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+
+    async def case(a: Endpoint, b: Endpoint) -> None:
+        with a.events.follow(Transferred) as at_a, b.events.follow(Transferred) as at_b:
+            await Mover(how, a, b, tmp_path / "landing").move(content(SIZE), "memory", "memory")
+            for events, direction, peer in ((at_a, "sent", b), (at_b, "received", a)):
+                told = [await of_transfer(events)]
+                while told[-1].state != "done":
+                    told.append(await of_transfer(events))
+                assert {(e.peer, e.direction, e.size) for e in told} == {(peer.peer_id, direction, SIZE)}
+                assert (told[0].state, {e.state for e in told[1:-1]}, told[-1].done) == ("begun", {"moving"}, SIZE)
+
+    run(opener, case)
+
+
+# ------------------------------------------------------------------------------------------------- incomplete buffers
+
+
+PEERS = [PeerId.from_public_key(bytes([number]) * 32) for number in range(3)]
+Step = tuple[int, int, int, float]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 1200), st.floats(0, 20)), max_size=40))
+@settings(max_examples=50, deadline=None)
+def test_what_waits_in_memory_is_bounded_in_bytes_number_and_time(steps: list[Step]) -> None:
+    async def main() -> None:
+        waiting = gathering.Waiting()
+        async with anyio.create_task_group() as tasks:
+            for peer, number, size, pause in steps:
+                digest = f"blake3:{number:064x}"
+                waiting.keep(PEERS[peer], gathering.Gathering(1 << 20, digest, bytearray(size)))
+                assert waiting.bytes <= 1000
+                assert waiting.number <= MAX_KEPT
+                tasks.start_soon(waiting.expire)
+                await anyio.sleep(pause)
+                taken = waiting.take(PEERS[peer], digest)
+                assert (taken is not None) == (size <= 1000)  # the last one stays
+                if taken is not None and size % 2:
+                    waiting.keep(PEERS[peer], taken)
+            await anyio.sleep(gathering.KEPT_FOR + 0.1)
+            assert waiting.number == waiting.bytes == 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "KEPT_BYTES", 1000)
+        anyio.run(main, backend="trio", backend_options={"clock": MockClock(autojump_threshold=0)})
+
+
+def test_an_incomplete_push_waits_for_its_peer_and_not_for_ever(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "KEPT_FOR", 0.5)
+
+    async def case(a: Endpoint, b: Endpoint) -> None:
+        mover = Mover("push", a, b, tmp_path / "landing")
+        await mover.move(b"", "memory", "memory")
+        offsets: list[int] = []
+        for pause in (0.1, 1.5):
+            data = content(4 << 20, int(pause))
+            stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
+            await send_message(stream, to_cbor(PushHeader, header_of(data, "other")))
+            await receive_message(stream)
+            await stream.send_all(data[: 3 << 20])
+            await anyio.sleep(0.2)
+            await stream.reset()
+            await anyio.sleep(pause)
+            again = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
+            await send_message(again, to_cbor(PushHeader, header_of(data, "other")))
+            answer = from_cbor(PushAnswer, await receive_message(again))
+            assert isinstance(answer, GoOn)
+            offsets.append(answer.offset)
+            await again.reset()
+        assert offsets[0] >= KEEP_FROM
+        assert offsets[1] == 0
+
+    run(opener, case)
