@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 import anyio
 import pytest
 from bounded_waits import run, until
-from endpoint_streams import read_all
+from endpoint_traffic import read_all
 
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import (

@@ -25,10 +25,12 @@ import fuzz_victim
 import psutil
 import pytest
 import trio
+from first_lines import first_line
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.kad_dht.pb.kademlia_pb2 import Message as KadMessage
 from libp2p.pubsub.pb.rpc_pb2 import RPC
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, StopMessage
+from scripted_peer import line
 
 from hypha_net import EndpointSettings, open_endpoint, requests
 from hypha_net._libp2p.engine import Libp2pEndpoint
@@ -130,8 +132,8 @@ def corpus(peer: PeerId) -> Iterator[tuple[str, bytes]]:
 def _wire() -> Iterator[dict[str, Any]]:
     folder = Path(__file__).parents[2] / "hypha-proto" / "tests"
     for name in ("wire.jsonl", "own_wire.jsonl"):
-        for line in (folder / name).read_text().splitlines():
-            yield json.loads(line)
+        for text in (folder / name).read_text().splitlines():
+            yield json.loads(text)
 
 
 # -------------------------------------------------------------------------------------------------------------- victim
@@ -165,10 +167,7 @@ async def opened(authority: Any, folder: Path) -> AsyncIterator[Victim]:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
         )
     try:
-        assert process.stdout is not None
-        with anyio.fail_after(20):
-            address = (await anyio.to_thread.run_sync(process.stdout.readline)).strip()
-        assert address, errors.read_text()
+        address = await anyio.to_thread.run_sync(first_line, process, 20, errors)
         peer = PeerId.parse(address.rsplit("/", 1)[1])
         yield Victim(address, peer, psutil.Process(process.pid), errors)
         assert process.poll() is None, errors.read_text()[-4000:]
@@ -208,11 +207,6 @@ def play(authority: Any, folder: Path, attack: Callable[[Victim], Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- attacks
-
-
-def line(text: str) -> bytes:
-    """A message of multistream-select."""
-    return bytes([len(text) + 1]) + text.encode() + b"\n"
 
 
 HELLO = line("/multistream/1.0.0")

@@ -13,6 +13,7 @@ import anyio
 import pytest
 from bounded_waits import run, until
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from endpoint_traffic import publish_until_heard
 from libp2p.host.exceptions import StreamFailure
 from libp2p.peer.id import ID
 from libp2p.pubsub.pb import rpc_pb2
@@ -240,12 +241,7 @@ def test_gossip_goes_on_over_a_second_connection_when_the_first_is_given_up(auth
             await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 1)
             await until(lambda: star.gateway.peer_id in star.good.topic_peers(TOPIC))
             await until(lambda: star.good.peer_id in star.gateway.topic_peers(TOPIC))
-            with anyio.fail_after(10):
-                while True:
-                    await star.gateway.publish(TOPIC, b"to the leaf")
-                    with anyio.move_on_after(0.5):
-                        assert (await anext(back)).data == b"to the leaf"
-                        break
+            await publish_until_heard(star.gateway, TOPIC, b"to the leaf", back)
             before = len(star.heard)
             with anyio.fail_after(10):
                 while not any(message.data == b"to the gateway" for message in star.heard[before:]):
@@ -283,12 +279,7 @@ async def said_back(star: Star, heard: AsyncIterator[GossipMessage], text: bytes
     pubsub = star.gateway._gossip[0]
     leaf = ID(star.good.peer_id.raw)
     await until(lambda: leaf in pubsub.peers and not pubsub.peers[leaf].muxed_stream.over)  # type: ignore[attr-defined]
-    with anyio.fail_after(10):
-        while True:
-            await star.gateway.publish(TOPIC, text)
-            with anyio.move_on_after(0.5):
-                assert (await anext(heard)).data == text
-                return
+    await publish_until_heard(star.gateway, TOPIC, text, heard)
 
 
 def test_made_up_origins_count_against_who_brings_them(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives import serialization as ser
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from endpoint_streams import echo_at_once
+from endpoint_traffic import echo_at_once, publish_until_heard
+from first_lines import first_line
 from scripted_peer import expect, line
 
 from hypha_net import EndpointSettings, open_endpoint, requests, transfer
@@ -298,6 +299,17 @@ def test_a_gateway_that_drops_everybody_is_not_stormed(authority: Any, caplog: A
     assert 2 <= sum("connected to gateway" in record.getMessage() for record in caplog.records) <= 6
 
 
+async def settled(count: Callable[[], int]) -> int:
+    """A count that has stayed the same for half a second."""
+    with anyio.fail_after(15):
+        while True:
+            before = count()
+            with anyio.move_on_after(0.5):
+                await until(lambda before=before: count() != before)  # type: ignore[misc]
+            if count() == before:
+                return before
+
+
 def test_failed_requests_leave_no_stream_behind(libp2p_opener: Opener) -> None:
     async def main() -> None:
         async with libp2p_opener(2) as nodes:
@@ -314,8 +326,7 @@ def test_failed_requests_leave_no_stream_behind(libp2p_opener: Opener) -> None:
                 found = [node._dialer.connection(peer) for node, peer in pair]
                 return sum(len(cast(Any, connection).muxed_conn._streams) for connection in found)
 
-            await anyio.sleep(0.5)
-            before = open_streams()
+            before = await settled(open_streams)
             gateway.handle(HEALTH, never)
             for _ in range(20):
                 with pytest.raises(RequestTimeoutError):
@@ -460,13 +471,11 @@ anyio.run(main, *sys.argv[1:], backend="trio")
 """
 
 
-def start_gateway(files: tuple[Path, ...], listen: str, state: Path) -> tuple[subprocess.Popen[bytes], str]:
+def start_gateway(files: tuple[Path, ...], listen: str, state: Path) -> tuple[subprocess.Popen[str], str]:
     """A gateway in a process of its own, and its address once it listens."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", GATEWAY, *map(str, files), listen, str(state)], stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    return process, process.stdout.readline().decode().strip()
+    command = [sys.executable, "-c", GATEWAY, *map(str, files), listen, str(state)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return process, first_line(process)
 
 
 def test_after_its_gateway_was_killed_and_started_again_everything_works_as_before(
@@ -501,12 +510,7 @@ def test_after_its_gateway_was_killed_and_started_again_everything_works_as_befo
                 await until(lambda: bool(one.addresses and two.addresses))  # its relay has them again
                 two.handle(ECHO, echo_at_once)
                 await (await one.open_stream(two.peer_id, [ECHO])).aclose()
-                with anyio.fail_after(10):
-                    while True:
-                        await one.publish("t", b"as before")
-                        with anyio.move_on_after(0.5):
-                            assert (await anext(heard)).data == b"as before"
-                            break
+                await publish_until_heard(one, "t", b"as before", heard)
         finally:
             process.kill()
             process.wait()

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 from bounded_waits import run, until
-from endpoint_streams import echo, read_all
+from endpoint_traffic import echo, read_all
 
 from hypha_net import EndpointSettings, open_endpoint, transfer
 from hypha_net._libp2p.circuits import Circuit

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -20,6 +19,7 @@ import anyio
 import network_engines
 import pytest
 import trio
+from first_lines import first_line
 from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.custom_types import TProtocol
@@ -27,6 +27,7 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTransport
 from libp2p.stream_muxer.yamux.yamux import Yamux
+from loopback_ports import free_port
 from multiaddr import Multiaddr
 from network_engines import BrokenError, Engine, Node, Ours, Pipe, Stock, echo, read_all
 
@@ -46,11 +47,7 @@ async def apart(engine: Engine, folder: Path, handler: str) -> AsyncIterator[tup
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
-        assert process.stdout is not None
-        with anyio.fail_after(20):
-            address = await anyio.to_thread.run_sync(process.stdout.readline)
-        assert address, "the node did not start"
-        yield address.strip(), process
+        yield await anyio.to_thread.run_sync(first_line, process), process
     finally:
         process.send_signal(signal.SIGCONT)
         process.kill()
@@ -180,12 +177,9 @@ async def nobody_talks_in_plain_text(engine: Engine, _folder: Path) -> None:
 
 async def the_second_address_is_tried(engine: Engine, _folder: Path) -> None:
     """8: a peer is reached although its first address is dead."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
     async with engine.node("server") as server, engine.node("client", listen=None) as client:
         server.serve(echo)
-        dead = f"/ip4/127.0.0.1/tcp/{port}/p2p/{server.address.rsplit('/', 1)[1]}"
+        dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{server.address.rsplit('/', 1)[1]}"
         await client.reach(dead, server.address)
         await ask(client, server.address)
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import trio
 from bounded_waits import run, until
+from first_lines import first_line
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.engine import Libp2pEndpoint
@@ -84,9 +85,7 @@ class Gateway:
     def _start(self) -> None:
         command = [sys.executable, "-c", PROGRAM, *map(str, self._files), self.address.split("/p2p/")[0]]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().strip()
-        assert self.address, "the gateway did not start"
+        self.address = first_line(self.process)
 
     async def start(self) -> None:
         """Start it again; returns when it listens."""

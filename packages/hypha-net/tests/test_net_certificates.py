@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 from bounded_waits import run, until
-from endpoint_streams import echo_at_once
+from endpoint_traffic import echo_at_once
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p import certificate_watch

@@ -13,6 +13,7 @@ from pathlib import Path
 import anyio
 import psutil
 import pytest
+from first_lines import first_line
 
 from hypha_net.node.health import Readiness, serve_health
 from hypha_net.requests import call
@@ -74,8 +75,7 @@ class Daemon:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def wait_until_running(self) -> None:
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "running\n"
+        assert first_line(self.process) == "running"
 
     def end(self, number: signal.Signals | None = None) -> tuple[int, float, list[dict[str, str]]]:
         """Exit code, seconds it took, log."""

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from bounded_waits import wait_until
+from first_lines import first_line
 from otlp_collector import Collector, grpc_collector, http_collector
 
 from hypha_net import requests, telemetry
@@ -288,13 +290,6 @@ def told_by_nodes(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("hypha_net")]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
 @pytest.mark.parametrize("collector", [hanging_collector, absent_collector])
 def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
@@ -320,7 +315,7 @@ def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
         assert time.monotonic() - began < 3.0
         telemetry.install(None)
         if collector is absent_collector:  # it refuses at once, and that is told
-            wait_for(lambda: any("takes no" in line for line in told_by_nodes(caplog)))
+            wait_until(lambda: any("takes no" in line for line in told_by_nodes(caplog)), 15, "the log saying so")
         began = time.monotonic()
         export.close()
         assert time.monotonic() - began < 2.6  # two seconds, and what busy cores add
@@ -359,12 +354,14 @@ def run_and_end(folder: Path, *args: str) -> tuple[str, int, float]:
     script.write_text(DAEMON)
     command = [sys.executable, str(script), *args]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        imported = process.stdout.readline().strip()
-        began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        status = process.wait(20)
-        return imported, status, time.monotonic() - began
+        try:
+            imported = first_line(process)
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            status = process.wait(20)
+            return imported, status, time.monotonic() - began
+        finally:
+            process.kill()
 
 
 def test_a_daemon_without_an_endpoint_imports_nothing_of_opentelemetry(tmp_path: Path) -> None:
