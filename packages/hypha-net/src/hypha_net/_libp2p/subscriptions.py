@@ -31,6 +31,7 @@ class Subscriptions:
         self._events = events
         self._tasks = tasks
         self._inboxes: dict[str, list[Inbox]] = {}
+        self._turns: dict[str, anyio.Lock] = {}
         self._own: bytes = pubsub.my_id.to_bytes()
 
     def topics(self) -> list[str]:
@@ -60,14 +61,25 @@ class Subscriptions:
         inboxes = self._inboxes.setdefault(topic, [])
         inboxes.append(inbox)
         try:
-            if len(inboxes) == 1:
-                subscription = await self._pubsub.subscribe(topic)
-                self._tasks.start_soon(self._distribute, topic, subscription)
+            await self._join_or_leave(topic)
             yield inbox
         finally:
             inboxes.remove(inbox)
-            if not inboxes:
-                with anyio.move_on_after(1, shield=True):
+            with anyio.move_on_after(1, shield=True):
+                await self._join_or_leave(topic)
+
+    async def _join_or_leave(self, topic: str) -> None:
+        """Be in a topic as long as it has readers.
+
+        One change at a time: of two that overlap peers could hear the older last, and would tell this node nothing.
+        """
+        async with self._turns.setdefault(topic, anyio.Lock()):
+            wanted, joined = bool(self._inboxes[topic]), topic in self._pubsub.topic_ids
+            with anyio.CancelScope(shield=True):  # nothing in it waits for a peer
+                if wanted and not joined:
+                    subscription = await self._pubsub.subscribe(topic)
+                    self._tasks.start_soon(self._distribute, topic, subscription)
+                elif joined and not wanted:
                     await self._pubsub.unsubscribe(topic)
 
     async def _distribute(self, topic: str, subscription: ISubscriptionAPI) -> None:
