@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from types import TracebackType
@@ -200,9 +200,12 @@ def trace_of(message: object) -> str | None:
 
 
 def serving(name: str, message: object, attributes: Attributes = _NONE) -> AbstractContextManager[object]:
-    """A span for what a peer's message asks for, when that names a span; otherwise the work is part of no trace."""
+    """A span for what a peer's message asks for, when that names a span; otherwise the work is part of no trace.
+
+    Not of the one around this call either: a task that serves a connection's streams is one of whatever had it dialled.
+    """
     parent = trace_of(message)
-    return nullcontext() if parent is None else span(name, attributes, parent=parent, kind="server")
+    return attached(None) if parent is None else span(name, attributes, parent=parent, kind="server")
 
 
 # -------------------------------------------------------------------------------------------------------------- metrics
