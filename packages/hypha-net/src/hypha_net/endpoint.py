@@ -162,10 +162,14 @@ class Endpoint(Protocol):
         """The peers connected right now."""
         ...
 
-    async def open_stream(self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0) -> Stream:
+    async def open_stream(
+        self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0, request: bytes | None = None
+    ) -> Stream:
         """Open a stream to `peer`, connecting first if need be (direct, from what the DHT knows, or by relay).
 
-        `protocols` are offered in order; the stream's `protocol` is the first that the peer speaks.
+        `protocols` are offered in order; the stream's `protocol` is the first that the peer speaks. A `request` is all
+        that this side has to say: it is sent, and its sending side ended, without waiting for the peer to agree where
+        it is known to speak the protocol.
 
         Raises:
             UnreachableError: the peer cannot be reached within `timeout` seconds.

@@ -72,8 +72,8 @@ async def _call(
     what = conversation.variant or conversation.protocol
     try:
         with anyio.fail_after(timeout):
-            stream = await endpoint.open_stream(peer, [conversation.protocol], timeout=timeout)
-            answer = await _exchange(stream, data, conversation.max_response)
+            stream = await endpoint.open_stream(peer, [conversation.protocol], timeout=timeout, request=data)
+            answer = await _read_answer(stream, conversation.max_response)
     except TimeoutError:
         raise RequestTimeoutError(f"{what} to {peer}: no answer within {timeout:g} s") from None
     except (StreamResetError, StreamClosedError) as error:
@@ -84,12 +84,10 @@ async def _call(
         raise RequestError(f"{what} to {peer}: the answer is malformed: {error}") from error
 
 
-async def _exchange(stream: Stream, data: bytes, limit: int) -> bytes:
-    """Write the request, read the answer; the stream is gone in every case."""
+async def _read_answer(stream: Stream, limit: int) -> bytes:
+    """Read the answer; the stream is gone in every case."""
     done = False
     try:
-        await stream.send_all(data)
-        await stream.send_eof()
         answer = await read_to_end(stream, limit)
         done = True
         return answer
@@ -155,8 +153,7 @@ def _answer_with(endpoint: Endpoint, served: _Served) -> Callable[[Stream], Awai
         response = conversation.encode_response(await _handle(conversation, handler, stream.peer, request))
         try:
             with anyio.fail_after(READ_TIMEOUT):
-                await stream.send_all(response)
-                await stream.send_eof()
+                await stream.send_eof(response)
         except (StreamResetError, TimeoutError):
             _log.info("%s asked on %s and did not wait for the answer", stream.peer, stream.protocol)
             await stream.reset()

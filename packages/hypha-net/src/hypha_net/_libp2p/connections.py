@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, cast
 
 import trio
 from libp2p.abc import IRawConnection
+from libp2p.custom_types import TProtocol
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.io.exceptions import IOException
 from libp2p.io.trio import TrioTCPStream
@@ -28,7 +29,8 @@ from libp2p.security.exceptions import HandshakeFailure
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from multiaddr import Multiaddr
 
-from hypha_net._libp2p.muxer import Muxer
+from hypha_net._libp2p.muxed_stream import MuxedStream
+from hypha_net._libp2p.muxer import PROTOCOL, Muxer
 from hypha_net._libp2p.security import TLS_PROTOCOL, TlsConnection, shown_address
 from hypha_net._libp2p.staggering import staggered
 from hypha_net.errors import RefusedError, UnreachableError
@@ -52,10 +54,15 @@ PATCHED_METHOD: Final = "_do_handle_inbound_connection"
 class YamuxMultistream(MuxerMultistream):
     """Negotiates yamux and makes our muxer, where the stock class names its own."""
 
+    def __init__(self, serve: Callable[[MuxedStream], Awaitable[None]]) -> None:
+        """The streams that peers open go to `serve`."""
+        super().__init__({TProtocol(PROTOCOL): cast(Any, Muxer)})
+        self._serve = serve
+
     async def new_conn(self, conn: Any, peer_id: ID) -> Muxer:
         """Agree on yamux and start a muxer on the connection."""
         await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
-        return Muxer(conn, peer_id)
+        return Muxer(conn, peer_id, self._serve)
 
 
 def patch_swarm(swarm: Swarm, events: Events) -> None:

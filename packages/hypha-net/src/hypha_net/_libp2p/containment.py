@@ -1,46 +1,34 @@
-"""What a peer says on one stream ends that stream, never the node.
+"""Lines of multistream-select outside `negotiation`: before there are streams, and on those that py-libp2p opens.
 
-py-libp2p runs every stream's handler in a task of the swarm's own: an error that none of its layers expects ends the
-swarm, and with it every connection. A protocol's name that is not UTF-8 is such an error (docs/upstream.md).
+py-libp2p reads a line of whatever length it is promised, before anybody is authenticated, and one that is no text is
+an error that it does not expect, which ends the swarm (docs/upstream.md).
 """
 
 from __future__ import annotations
 
-import logging
-from typing import Final
-
-import trio
-from libp2p.abc import INetStream
-from libp2p.network.swarm import Swarm
+from libp2p.exceptions import ParseError
+from libp2p.io.exceptions import IOException
 from libp2p.protocol_muxer.exceptions import MultiselectCommunicatorError
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
-from hypha_proto.ids import PeerId
-
-_log = logging.getLogger("hypha_net.streams")
-
-_read: Final = MultiselectCommunicator.read
+from hypha_net._libp2p.negotiation import MAX_LINE
 
 
-def contain(swarm: Swarm) -> None:
-    """Let no stream's error out of its stream."""
+def contain() -> None:
+    """Bound what is read, and make errors of it that py-libp2p knows."""
     MultiselectCommunicator.read = _read_line  # type: ignore[method-assign]
-    serve = swarm.common_stream_handler
-
-    async def guarded(stream: INetStream) -> None:
-        try:
-            await serve(stream)
-        except Exception:  # noqa: BLE001 - the last place before the swarm's own tasks, which it would end
-            _log.exception("a stream of %s is broken off", PeerId(stream.muxed_conn.peer_id.to_bytes()))
-            with trio.CancelScope(shield=True):
-                await stream.reset()
-
-    swarm.set_stream_handler(guarded)
 
 
 async def _read_line(self: MultiselectCommunicator) -> str:
-    """A line of multistream-select; one that is no text is an error that its callers know."""
+    """The next line."""
     try:
-        return await _read(self)
+        line = await read_varint_prefixed_bytes_limited(self.read_writer, MAX_LINE)
+    except (ParseError, IOException) as error:
+        raise MultiselectCommunicatorError(f"the other side ended, or sent no line: {error}") from error
+    if line[-1:] != b"\n":
+        raise MultiselectCommunicatorError(f"{line[:80]!r} is no line")
+    try:
+        return line[:-1].decode()
     except UnicodeDecodeError as error:
         raise MultiselectCommunicatorError("a protocol's name is not UTF-8") from error

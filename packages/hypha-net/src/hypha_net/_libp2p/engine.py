@@ -14,14 +14,12 @@ from typing import Final, cast
 
 import anyio
 import anyio.abc
-from libp2p.abc import INetStream, IRawConnection
+from libp2p.abc import IRawConnection
 from libp2p.custom_types import TProtocol
 from libp2p.identity.identify_push.identify_push import push_identify_to_peer
-from libp2p.io.exceptions import IOException
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
-from libp2p.protocol_muxer.exceptions import MultiselectClientError
 from libp2p.stream_muxer.exceptions import MuxedConnError, MuxedStreamError
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
@@ -29,13 +27,12 @@ from multiaddr import Multiaddr
 from hypha_net._libp2p import kad
 from hypha_net._libp2p.certificate_watch import CertificateWatch, LiveConnection
 from hypha_net._libp2p.circuits import CircuitConnection
-from hypha_net._libp2p.connections import is_cut, secured, upgrade
+from hypha_net._libp2p.connections import secured, upgrade
 from hypha_net._libp2p.dialer import CIRCUIT, Dialer, Routes, is_direct
 from hypha_net._libp2p.gateways import Gateways
 from hypha_net._libp2p.gossip import PROTOCOLS as GOSSIP_PROTOCOLS
 from hypha_net._libp2p.gossip import keep_registered, make_pubsub
 from hypha_net._libp2p.host import (
-    NEGOTIATE_TIMEOUT,
     addresses_of,
     agent_of,
     check_port_free,
@@ -43,12 +40,13 @@ from hypha_net._libp2p.host import (
     observed_by,
     protocols_of,
 )
+from hypha_net._libp2p.inbound import NEGOTIATE_TIMEOUT, OwnHandler
 from hypha_net._libp2p.kad_messages import PROTOCOL as KAD_PROTOCOL
 from hypha_net._libp2p.kad_server import DirectoryServer, KnownPeer
 from hypha_net._libp2p.kad_store import RecordStore
 from hypha_net._libp2p.library_logs import adopt_library_logs
 from hypha_net._libp2p.muxer import Muxer
-from hypha_net._libp2p.negotiation import OneRoundTrip
+from hypha_net._libp2p.negotiation import NoMultistreamError, NotSpokenError, propose
 from hypha_net._libp2p.notices import Notices
 from hypha_net._libp2p.punching import PROTOCOL as DCUTR
 from hypha_net._libp2p.punching import HolePuncher
@@ -248,14 +246,6 @@ class Libp2pEndpoint:
     def _is_reserved(self, peer: PeerId) -> bool:
         return self._hop is not None and self._hop.has_reservation(peer)
 
-    async def _announce_addresses(self, peer: PeerId) -> None:
-        with anyio.move_on_after(ANNOUNCE_TIMEOUT):
-            await push_identify_to_peer(self._host, ID(peer.raw))
-
-    async def _take_direct(self, raw: IRawConnection, peer: PeerId) -> None:
-        assert self._swarm is not None
-        await upgrade(self._swarm, raw, expected=peer)
-
     def _candidates(self) -> tuple[str, ...]:
         """Where a peer behind another NAT might reach this node: as gateways see it, at the port where it listens."""
         bound = () if self._swarm is None else tuple(self._swarm.listeners.values())
@@ -280,45 +270,50 @@ class Libp2pEndpoint:
 
     # ---------------------------------------------------------------------------------------------------- streams
 
-    async def open_stream(self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0) -> Stream:
+    async def open_stream(
+        self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0, request: bytes | None = None
+    ) -> Stream:
         """See `Endpoint.open_stream`."""
         with anyio.move_on_after(timeout):
             connection = await self._dialer.ensure(peer)
-            return await self._negotiate(connection, peer, protocols)
+            return await self._negotiate(connection, peer, protocols, request)
         raise UnreachableError(f"{peer} did not answer within {timeout:g} s")
 
-    async def _negotiate(self, connection: SwarmConn, peer: PeerId, protocols: Sequence[str]) -> Stream:
+    async def _negotiate(
+        self, connection: SwarmConn, peer: PeerId, protocols: Sequence[str], request: bytes | None
+    ) -> Stream:
         try:
-            stream = await connection.new_stream()
+            muxed = await cast(Muxer, connection.muxed_conn).open_stream(announce=False)
         except (MuxedConnError, MuxedStreamError) as error:
             raise UnreachableError(f"{peer}: {error}") from error
-        agreed = False
+        known = protocols_of(self._host.peerstore, ID(peer.raw))
+        at_once = request if len(protocols) == 1 and protocols[0] in known else None
+        opened = False
         try:
-            selected = await self._host.multiselect_client.select_one_of(
-                [TProtocol(protocol) for protocol in protocols], OneRoundTrip(stream), NEGOTIATE_TIMEOUT
-            )
-            stream.set_protocol(selected)
-            agreed = True
-        except MultiselectClientError as error:
+            with anyio.fail_after(NEGOTIATE_TIMEOUT):
+                stream = Libp2pStream(muxed, await propose(muxed, protocols, at_once))
+            if request is not None and at_once is None:
+                await stream.send_eof(request)
+            opened = True
+            return stream
+        except NotSpokenError as error:
+            raise UnsupportedProtocolError(f"{peer} speaks none of {error}") from error
+        except NoMultistreamError as error:
+            raise UnsupportedProtocolError(f"{peer} does not negotiate protocols: {error}") from error
+        except (MuxedStreamError, MuxedConnError, TimeoutError) as error:
             if self._dialer.connection(peer) is None:
                 raise UnreachableError(f"{peer}: the connection broke off") from error
-            if is_cut(error):
-                what = f"{peer} reset a stream of {', '.join(protocols)}, or does not answer"
-                raise StreamDroppedError(f"{what}; does this node's role let it ask that?") from error
-            raise UnsupportedProtocolError(f"{peer} speaks none of {', '.join(protocols)}") from error
-        except (IOException, MuxedConnError, MuxedStreamError) as error:
-            raise UnreachableError(f"{peer}: {error}") from error
+            what = f"{peer} reset a stream of {', '.join(protocols)}, or does not answer"
+            raise StreamDroppedError(f"{what}; does this node's role let it ask that?") from error
         finally:
-            if not agreed:
+            if not opened:
                 with anyio.CancelScope(shield=True):
-                    await stream.reset()
-        return Libp2pStream(stream)
+                    await muxed.reset()
 
     def handle(self, protocol: str, handler: StreamHandler) -> None:
         """See `Endpoint.handle`."""
 
-        async def serve(net_stream: INetStream) -> None:
-            stream = Libp2pStream(net_stream)
+        async def serve(stream: Libp2pStream) -> None:
             if not self.permits(stream.peer, protocol):
                 await stream.reset()
                 return
@@ -340,7 +335,7 @@ class Libp2pEndpoint:
             else:
                 await stream.aclose()
 
-        self._host.set_stream_handler(TProtocol(protocol), serve)
+        self._host.set_stream_handler(TProtocol(protocol), OwnHandler(serve))
 
     def unhandle(self, protocol: str) -> None:
         """See `Endpoint.unhandle`."""

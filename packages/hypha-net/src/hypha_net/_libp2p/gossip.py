@@ -7,6 +7,7 @@ first messages are not taken for old ones. What comes in from others goes throug
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final, cast
@@ -25,6 +26,7 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 
 from hypha_net._libp2p.gossip_intake import Intake
+from hypha_net._libp2p.gossip_spread import Spread
 from hypha_net._libp2p.muxed_stream import MuxedStream
 from hypha_net._libp2p.notices import Quiet
 from hypha_net.events import Events
@@ -78,7 +80,9 @@ def make_pubsub(
     pubsub = Pubsub(host, router, seen_ttl=SEEN_SECONDS, strict_signing=True)
     pubsub.counter = time.time_ns()
     Intake(pubsub, router, events, SEEN_SECONDS, may_speak)
+    Spread(pubsub, router)
     vars(pubsub)["_handle_new_peer"] = _OneAtATime(pubsub._handle_new_peer)
+    vars(pubsub)["_handle_dead_peer"] = functools.partial(_give_up, pubsub, pubsub._handle_dead_peer)
     host.get_network().register_notifee(_Rejoining(pubsub))
     return pubsub, router
 
@@ -116,13 +120,13 @@ class _Rejoining(Quiet):
         stream = self._pubsub.peers.get(peer)
         if stream is None or stream.muxed_conn is not conn.muxed_conn:
             return
-        _register_anew(self._pubsub, peer)
+        self._pubsub._handle_dead_peer(peer)
 
 
-def _register_anew(pubsub: Pubsub, peer: ID) -> None:
-    """Open the gossip stream to a peer again, if it is connected; what it has said it subscribes to still holds."""
+def _give_up(pubsub: Pubsub, forget: Callable[[ID], None], peer: ID) -> None:
+    """Give up the gossip stream to a peer, and open it again if the peer is connected: its subscriptions still hold."""
     topics = [topic for topic, peers in pubsub.peer_topics.items() if peer in peers]
-    pubsub._handle_dead_peer(peer)
+    forget(peer)
     if pubsub._peer_is_connected(peer):  # it has said there what it subscribes to, and will not say it again
         for topic in topics:
             pubsub.handle_subscription(peer, rpc_pb2.RPC.SubOpts(subscribe=True, topicid=topic))
@@ -146,4 +150,4 @@ async def keep_registered(pubsub: Pubsub, speaks: Callable[[ID], bool]) -> None:
             if stream is None and speaks(peer) and pubsub._peer_is_connected(peer):
                 pubsub._schedule_peer_stream_retry(peer)
             elif stream is not None and cast(MuxedStream, stream.muxed_stream).over:  # type: ignore[attr-defined]
-                _register_anew(pubsub, peer)
+                pubsub._handle_dead_peer(peer)

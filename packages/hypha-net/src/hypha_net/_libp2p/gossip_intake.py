@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import trio
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from libp2p.abc import INetStream
+from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.pubsub.pb import rpc_pb2
@@ -23,6 +24,7 @@ from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.validators import PUBSUB_SIGNING_PREFIX
 
 from hypha_net._libp2p.framing import MessageReader, TooLongError
+from hypha_net._libp2p.muxed_stream import MuxedStream
 from hypha_net._libp2p.streams import Libp2pStream
 from hypha_net.errors import StreamClosedError, StreamResetError, TransferError
 from hypha_net.events import Events, GossipLost
@@ -137,7 +139,9 @@ class Intake:
 
     async def read(self, net_stream: INetStream) -> None:
         """Read a peer's gossip until its stream ends; one that breaks the rules is not listened to any longer."""
-        stream = Libp2pStream(net_stream)
+        stream = Libp2pStream(
+            cast(MuxedStream, cast(NetStream, net_stream).muxed_stream), str(net_stream.get_protocol())
+        )
         async with self._turns.of(stream.peer):
             await self._read(stream)
 

@@ -25,6 +25,7 @@ from multiaddr import Multiaddr
 
 from hypha_net._libp2p.connections import YamuxMultistream, patch_swarm
 from hypha_net._libp2p.containment import contain
+from hypha_net._libp2p.inbound import NEGOTIATE_TIMEOUT, Inbound
 from hypha_net._libp2p.muxer import PROTOCOL, Muxer
 from hypha_net._libp2p.security import TLS_PROTOCOL, SecurityRecords, TlsTransport, libp2p_key_pair
 from hypha_net.addresses import split_peer
@@ -33,7 +34,6 @@ from hypha_net.events import Events
 from hypha_net.identity import Identity
 from hypha_proto.protocol import IDENTIFY_VERSION
 
-NEGOTIATE_TIMEOUT: Final = 10
 _AGENT: Final = "agent_version"
 _OBSERVED: Final = "observed_address"
 _MAX_OBSERVED: Final = 64
@@ -65,17 +65,18 @@ def make_host(
     )
     # py-libp2p's own cuts a circuit's address at its first /p2p/, which makes it the relay's
     vars(host)["get_addrs"] = lambda: [Multiaddr(f"{address}/p2p/{identity.peer_id}") for address in own_addresses()]
-    _prepare(cast(Swarm, host.get_network()), max_connections, records.events)
+    contain()
+    inbound = Inbound(cast(BasicHost, host).multiselect.handlers)
+    _prepare(cast(Swarm, host.get_network()), max_connections, records.events, inbound)
     return cast(BasicHost, host)
 
 
-def _prepare(swarm: Swarm, max_connections: int, events: Events) -> None:
+def _prepare(swarm: Swarm, max_connections: int, events: Events, inbound: Inbound) -> None:
     swarm.set_resource_manager(None)  # its limits per peer and second fit public swarms
-    swarm.upgrader.muxer_multistream = YamuxMultistream({TProtocol(PROTOCOL): cast(Any, Muxer)})
+    swarm.upgrader.muxer_multistream = YamuxMultistream(inbound.serve)
     swarm._inbound_limiter = trio.CapacityLimiter(max_connections)
     vars(swarm.auto_connector)["maybe_connect"] = _dial_nobody
     patch_swarm(swarm, events)
-    contain(swarm)
 
 
 async def _dial_nobody() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from contextlib import suppress
 from enum import IntEnum, IntFlag
 from types import TracebackType
@@ -51,6 +52,14 @@ class Flag(IntFlag):
     RST = 8
 
 
+HEADER: Final = struct.Struct(">BBHII")
+
+
+def frame_header(kind: Type, flags: Flag, stream_id: int, length: int) -> bytes:
+    """The twelve bytes that a frame begins with."""
+    return HEADER.pack(0, kind, flags, stream_id, length)
+
+
 class MuxedStream(IMuxedStream):
     """One stream. Reading returns buffered bytes before an end; a reset discards them."""
 
@@ -59,11 +68,12 @@ class MuxedStream(IMuxedStream):
         self.muxer = muxer
         self.stream_id = stream_id
         self.pending_flags = Flag(0)
-        """SYN or ACK that the next frame of this stream carries."""
+        """SYN or ACK, until this side has sent its first frame, which tells the peer our window."""
         self._inflow = Inflow()
         self._unreturned = 0
         self._returned_at = trio.current_time()
         self._window = muxer.first_window
+        self._first_credit = muxer.first_window - INITIAL_WINDOW
         self._credit = INITIAL_WINDOW
         self._room = muxer.first_window
         self._ended_here = False
@@ -79,6 +89,11 @@ class MuxedStream(IMuxedStream):
         self._changed = trio.Event()
 
     # ------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def readable(self) -> int:
+        """Bytes that can be read without waiting."""
+        return self._inflow.size
 
     async def read(self, n: int | None = None) -> bytes:
         """1 to `n` bytes; `MuxedStreamEOF` after the peer's clean end, `MuxedStreamReset` after any other."""
@@ -202,8 +217,9 @@ class MuxedStream(IMuxedStream):
 
     async def _send(self, kind: Type, flags: Flag, length: int, data: memoryview | None = None) -> None:
         pending, self.pending_flags = self.pending_flags, Flag(0)
+        before = frame_header(Type.WINDOW, pending, self.stream_id, self._first_credit) if pending else b""
         try:
-            await self.muxer.send_frame(kind, flags | pending, self.stream_id, length, data)
+            await self.muxer.send_frame(kind, flags, self.stream_id, length, data, before)
         except trio.Cancelled:
             self.pending_flags = pending
             raise
@@ -216,8 +232,15 @@ class MuxedStream(IMuxedStream):
         self._notify()
 
     async def announce(self) -> None:
-        """Open the stream on the wire, with our window."""
-        await self._send(Type.WINDOW, Flag(0), self.muxer.first_window - INITIAL_WINDOW)
+        """Open the stream on the wire, with our window, if no frame has done that."""
+        pending, self.pending_flags = self.pending_flags, Flag(0)
+        if not pending:
+            return
+        try:
+            await self._send(Type.WINDOW, pending, self._first_credit)
+        except trio.Cancelled:
+            self.pending_flags = pending
+            raise
 
     # ------------------------------------------------------------------------------------------------- ending
 
@@ -240,10 +263,13 @@ class MuxedStream(IMuxedStream):
         if self._broken is not None or (self._ended_here and self._ended_there):
             return
         self.break_off("this side reset the stream")
-        await self._send_end(Flag.RST)
+        with suppress(MuxedStreamReset):  # the connection is gone, and the stream with it
+            await self._send_end(Flag.RST)
 
     async def _send_end(self, flag: Flag) -> None:
         """Send FIN or RST; a caller that is cancelled before its turn leaves that to the writer task."""
+        if flag is Flag.RST and Flag.SYN in self.pending_flags:
+            return  # the peer has never heard of it
         try:
             await self._send(Type.WINDOW, flag, 0)
         except trio.Cancelled:

@@ -11,7 +11,6 @@ The specification: https://github.com/hashicorp/yamux/blob/master/spec.md
 from __future__ import annotations
 
 import logging
-import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, Protocol
@@ -25,7 +24,16 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamErro
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.inflow import body_buffer
-from hypha_net._libp2p.muxed_stream import SMALL, START_WINDOW, WINDOW, Flag, MuxedStream, Type
+from hypha_net._libp2p.muxed_stream import (
+    HEADER,
+    SMALL,
+    START_WINDOW,
+    WINDOW,
+    Flag,
+    MuxedStream,
+    Type,
+    frame_header,
+)
 
 _log = logging.getLogger("hypha_net.muxer")
 
@@ -54,7 +62,6 @@ MIN_FRAME: Final = 16 << 10
 SLOW_FRAME: Final = 0.01
 """Seconds that a frame should not take."""
 
-_HEADER: Final = struct.Struct(">BBHII")
 _EMPTY: Final = memoryview(b"")
 
 
@@ -91,8 +98,15 @@ class Connection(Protocol):
 class Muxer(IMuxedConn):
     """A connection that carries streams."""
 
-    def __init__(self, conn: Connection, peer_id: ID) -> None:
+    def __init__(
+        self, conn: Connection, peer_id: ID, serve: Callable[[MuxedStream], Awaitable[None]] | None = None
+    ) -> None:
+        """Carry streams over `conn`; those that the peer opens go to `serve`, or wait for `accept_stream`."""
         self._conn = conn
+        self._serve = serve
+        self._served: trio.Nursery
+        self._serving = 0
+        """Streams that `serve` has not done with."""
         self.peer_id = peer_id
         self.event_started = trio.Event()
         self.event_closed = trio.Event()
@@ -128,7 +142,11 @@ class Muxer(IMuxedConn):
     # -------------------------------------------------------------------------------------------------- life
 
     async def start(self) -> None:
-        """Read frames until the connection ends; py-libp2p runs this in a task of the swarm."""
+        """Read frames until the connection ends, and serve streams until each has; py-libp2p runs this in a task."""
+        async with trio.open_nursery() as self._served:
+            await self._run()
+
+    async def _run(self) -> None:
         reason = "the connection was closed"
         try:
             with self._scope:
@@ -202,8 +220,8 @@ class Muxer(IMuxedConn):
 
     # ------------------------------------------------------------------------------------------------ streams
 
-    async def open_stream(self) -> MuxedStream:
-        """Open a stream to the peer."""
+    async def open_stream(self, *, announce: bool = True) -> MuxedStream:
+        """Open a stream to the peer, which hears of it now, or without `announce` with the first bytes on it."""
         if self.is_closed or self._leaving or self._peer_leaving:
             raise MuxedConnUnavailable("the connection is closing")
         stream = MuxedStream(self, self._next_id)
@@ -211,14 +229,17 @@ class Muxer(IMuxedConn):
         self._next_id += 2
         self._streams[stream.stream_id] = stream
         try:
-            await stream.announce()
+            if announce:
+                await stream.announce()
+            else:
+                await trio.lowlevel.checkpoint_if_cancelled()
         except BaseException:
             self._streams.pop(stream.stream_id, None)
             raise
         return stream
 
     async def accept_stream(self) -> MuxedStream:
-        """Wait for a stream that the peer opens."""
+        """Wait for a stream that the peer opens; for the connection's end where `serve` gets them."""
         try:
             stream = await self._to_accept.receive()
             await stream.announce()
@@ -234,15 +255,25 @@ class Muxer(IMuxedConn):
     # ------------------------------------------------------------------------------------------------- frames
 
     async def send_frame(
-        self, kind: Type, flags: Flag, stream_id: int, length: int, data: memoryview | None = None
+        self,
+        kind: Type,
+        flags: Flag,
+        stream_id: int,
+        length: int,
+        data: memoryview | None = None,
+        before: bytes = b"",
     ) -> None:
-        """Send one frame, whole. Raises `IOException` when the connection is gone."""
-        header = _HEADER.pack(0, kind, flags, stream_id, length)
+        """Send one frame, whole. Raises `IOException` when the connection is gone.
+
+        Args:
+            before: a frame that goes with it, made by `frame_header`.
+        """
+        header = before + frame_header(kind, flags, stream_id, length)
         if data is None:
             await self._conn.write(header)
             return
-        if length <= SMALL:
-            await self._conn.write(header, data)
+        if length <= SMALL:  # one record of TLS
+            await self._conn.write(header + data)
             return
         await self._bulk.acquire()
         try:
@@ -266,12 +297,12 @@ class Muxer(IMuxedConn):
 
     async def _read_frames(self) -> str:
         """Handle frames until there are no more; why there are none."""
-        header = memoryview(bytearray(_HEADER.size))
+        header = memoryview(bytearray(HEADER.size))
         try:
             while True:
                 if not await self._fill(header):
                     return "the peer closed the connection"
-                version, kind, flags, stream_id, length = _HEADER.unpack(header)
+                version, kind, flags, stream_id, length = HEADER.unpack(header)
                 if version != 0 or kind > Type.GO_AWAY:
                     raise MuxedStreamError(f"a frame of version {version}, type {kind}")
                 body = _EMPTY
@@ -369,12 +400,27 @@ class Muxer(IMuxedConn):
             return None
         stream = MuxedStream(self, stream_id)
         stream.pending_flags = Flag.ACK
-        try:
-            self._accepted.send_nowait(stream)
-        except trio.WouldBlock:
-            raise MuxedStreamError("it opens and resets streams faster than it reads their acknowledgements") from None
+        self._hand_over(stream)
         self._streams[stream_id] = stream
         return stream
+
+    def _hand_over(self, stream: MuxedStream) -> None:
+        try:
+            if self._serve is None:
+                self._accepted.send_nowait(stream)
+                return
+            if self._serving == 2 * MAX_STREAMS:
+                raise trio.WouldBlock
+        except trio.WouldBlock:
+            raise MuxedStreamError("it opens and resets streams faster than they are looked at") from None
+        self._serving += 1
+        self._served.start_soon(self._serve_one, self._serve, stream)
+
+    async def _serve_one(self, serve: Callable[[MuxedStream], Awaitable[None]], stream: MuxedStream) -> None:
+        try:
+            await serve(stream)
+        finally:
+            self._serving -= 1
 
     # --------------------------------------------------------------------------------------------- properties
 

@@ -254,7 +254,9 @@ class MemoryEndpoint:
         """The ids of the peers connected right now."""
         return list(self._streams)
 
-    async def open_stream(self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0) -> Stream:
+    async def open_stream(
+        self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0, request: bytes | None = None
+    ) -> Stream:
         """See `Endpoint.open_stream`."""
         node = await self._link(peer, timeout)
         protocol = next((p for p in protocols if p in node._handlers), None)
@@ -265,6 +267,12 @@ class MemoryEndpoint:
         self._keep(peer, ours)
         node._keep(self._peer_id, theirs := MemoryStream(self._peer_id, protocol, there, back))
         node._tasks.start_soon(node._serve, theirs)
+        if request is not None:
+            try:
+                await ours.send_eof(request)
+            except BaseException:
+                await ours.reset()
+                raise
         return ours
 
     def _wait_for(self, peer: PeerId) -> Callable[[], Awaitable[None]]:
