@@ -14,6 +14,9 @@ import anyio.lowlevel
 import pytest
 import trio
 import trio.testing
+from libp2p.custom_types import TProtocol
+from libp2p.network.exceptions import SwarmException
+from libp2p.peer.id import ID
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.backoff import MAX_KEPT, Backoff
@@ -62,8 +65,8 @@ class Names(trio.abc.HostnameResolver):
         return [(kind, socket.SOCK_STREAM, 6, "", (each, port)) for each, kind in kinds.items() if family in (kind, 0)]
 
     async def getnameinfo(self, sockaddr: Any, flags: int) -> Any:
-        """Not asked for."""
-        raise NotImplementedError
+        """Nobody here has a name to be found by its address: who asks is told so, as by a resolver that finds none."""
+        raise socket.gaierror(socket.EAI_NONAME, f"{sockaddr} has no name here")
 
 
 async def _echo(stream: Stream) -> None:
@@ -305,6 +308,23 @@ def test_many_who_want_the_same_peer_share_one_dial(authority: Any) -> None:
                     await anext(events)
                 assert scope.cancelled_caught, "one connection, one dial"
             assert {type(first), type(second)} == {Dialled, Connected}
+
+    run(main)
+
+
+def test_py_libp2p_dials_nobody_by_itself(authority: Any) -> None:
+    async def main() -> None:
+        async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two", LOOPBACK) as two:
+            await one.connect(two.addresses[0])
+            await until(lambda: bool(one.connected_peers()[two.peer_id].addresses))
+            await one.disconnect(two.peer_id)
+            await until(lambda: not one.connected_peers() and not two.connected_peers())
+            with two.events.follow(Connected) as events:
+                with pytest.raises(SwarmException, match="is not connected"):
+                    await one._host.new_stream(ID(two.peer_id.raw), [TProtocol(ECHO)])
+                with anyio.move_on_after(0.3) as scope:
+                    await anext(events)
+                assert scope.cancelled_caught
 
     run(main)
 

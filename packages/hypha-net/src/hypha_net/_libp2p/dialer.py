@@ -15,6 +15,7 @@ from typing import Final, Literal, cast
 import anyio
 from libp2p.connection_types import ConnectionType
 from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.exceptions import SwarmException
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
@@ -82,12 +83,16 @@ class Dialer:
         self._flights: dict[PeerId, _Flight] = {}
         self.routes = Routes(lambda _: (), _nothing, lambda: (), _no_circuit)
         self.closed = False
+        own = swarm.get_peer_id().to_bytes()
+        self._own: bytes = own
+        # py-libp2p's own streams, gossip above all, go where ours go, and to nobody who is not connected
+        vars(swarm)["_select_connection"] = lambda connections, _peer: preferred(own, connections)
+        vars(swarm)["dial_peer"] = _dial_nobody
 
     def connection(self, peer: PeerId) -> SwarmConn | None:
-        """A living connection to `peer`, a direct one if there is one."""
+        """A living connection to `peer`, of several the one that is `preferred` at both ends."""
         alive = [connection for connection in self.connections(peer) if not connection.is_closed]
-        alive.sort(key=lambda connection: not is_direct(connection))
-        return alive[0] if alive else None
+        return preferred(self._own, alive) if alive else None
 
     def connections(self, peer: PeerId) -> list[SwarmConn]:
         """Every connection to `peer` whose muxer lives."""
@@ -320,6 +325,31 @@ class _Race:
 def is_direct(connection: SwarmConn) -> bool:
     """Whether a connection does not run through a relay."""
     return connection.muxed_conn.get_connection_type() != ConnectionType.RELAYED
+
+
+def preferred(own: bytes, connections: Sequence[SwarmConn]) -> SwarmConn:
+    """Which of several connections to one peer is used; the peer comes to the same.
+
+    A direct one before a circuit, then what the peer with the smaller id has dialled, then the newest: whoever dials
+    again has lost what it had.
+
+    Args:
+        own: this node's id.
+        connections: at least one, in the order in which they came about.
+    """
+    if len(connections) == 1:
+        return connections[0]
+
+    def rank(connection: SwarmConn) -> tuple[bool, bool]:
+        muxed = connection.muxed_conn
+        return is_direct(connection), (own < muxed.peer_id.to_bytes()) == bool(muxed.is_initiator)
+
+    return max(reversed(connections), key=rank)
+
+
+async def _dial_nobody(peer: ID) -> list[SwarmConn]:
+    """Instead of dials to whatever a peer has reported, excluded or not, while a stream to it is opened."""
+    raise SwarmException(f"{PeerId(peer.to_bytes())} is not connected")
 
 
 async def _nothing(_peer: PeerId) -> Iterable[bytes]:

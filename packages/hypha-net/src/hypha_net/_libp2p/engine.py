@@ -32,6 +32,7 @@ from hypha_net._libp2p.dialer import CIRCUIT, Dialer, Routes, is_direct
 from hypha_net._libp2p.gateways import Gateways
 from hypha_net._libp2p.gossip import PROTOCOLS as GOSSIP_PROTOCOLS
 from hypha_net._libp2p.gossip import keep_registered, make_pubsub
+from hypha_net._libp2p.gossip_moves import GossipMoves
 from hypha_net._libp2p.host import (
     addresses_of,
     agent_of,
@@ -45,6 +46,7 @@ from hypha_net._libp2p.kad_messages import PROTOCOL as KAD_PROTOCOL
 from hypha_net._libp2p.kad_server import DirectoryServer, KnownPeer
 from hypha_net._libp2p.kad_store import RecordStore
 from hypha_net._libp2p.library_logs import adopt_library_logs
+from hypha_net._libp2p.merging import Merger
 from hypha_net._libp2p.muxer import Muxer
 from hypha_net._libp2p.negotiation import NoMultistreamError, NotSpokenError, propose
 from hypha_net._libp2p.notices import Notices
@@ -100,6 +102,7 @@ class Libp2pEndpoint:
         self._subscriptions = Subscriptions(pubsub, tasks, self.events)
         self._make_directory()
         self._make_relay()
+        self._merger = Merger(self._swarm, self._dialer, GossipMoves(pubsub), self._rests_on)
         self._roles = RoleCheck(self.peer_id, self._role_of, self.events, required=settings.require_roles)
         self._certificates = CertificateWatch(identity, self._live_connections, self._adopt, self.events)
 
@@ -245,6 +248,18 @@ class Libp2pEndpoint:
 
     def _is_reserved(self, peer: PeerId) -> bool:
         return self._hop is not None and self._hop.has_reservation(peer)
+
+    def _rests_on(self, peer: PeerId, connection: SwarmConn) -> bool:
+        """Whether a place at a relay, our own or the peer's here, may end with a connection."""
+        return self._relay.holds_place(peer) or (self._hop is not None and self._hop.rests_on(peer, connection))
+
+    async def _announce_addresses(self, peer: PeerId) -> None:
+        with anyio.move_on_after(ANNOUNCE_TIMEOUT):
+            await push_identify_to_peer(self._host, ID(peer.raw))
+
+    async def _take_direct(self, raw: IRawConnection, peer: PeerId) -> None:
+        assert self._swarm is not None
+        await upgrade(self._swarm, raw, expected=peer)
 
     def _candidates(self) -> tuple[str, ...]:
         """Where a peer behind another NAT might reach this node: as gateways see it, at the port where it listens."""
@@ -404,6 +419,7 @@ class Libp2pEndpoint:
             await stack.enter_async_context(background_trio_service(pubsub))
             await pubsub.wait_until_ready()
             self._tasks.start_soon(keep_registered, pubsub, self._speaks_gossip)
+            self._tasks.start_soon(self._merger.run)
             for address in self._settings.gateway_addresses:
                 self._tasks.start_soon(self._gateways.keep, address)
             self._tasks.start_soon(self._certificates.run, self._settings.certificate_interval)

@@ -103,6 +103,13 @@ class RelayHop:
             return False
         return True
 
+    def rests_on(self, peer: PeerId, connection: object) -> bool:
+        """Whether `peer` loses its place with this connection."""
+        if not self.has_reservation(peer):
+            return False
+        others = self._endpoint.direct_connections(peer) - {connection}
+        return self._reservations[peer].connections.isdisjoint(others)
+
     async def serve(self, stream: Stream) -> None:
         """Answer one hop request."""
         try:
@@ -238,6 +245,10 @@ class RelayClient:
     def addresses(self) -> tuple[str, ...]:
         """Where circuits lead to this node now, without its own ``/p2p/``."""
         return tuple(f"{address}/p2p-circuit" for held in self._held.values() for address in held)
+
+    def holds_place(self, gateway: PeerId) -> bool:
+        """Whether this node has a place at `gateway`."""
+        return gateway in self._held
 
     async def keep_reservation(self, gateway: PeerId) -> None:
         """Hold a place at `gateway` until cancelled; a gateway that is no relay is left alone."""
