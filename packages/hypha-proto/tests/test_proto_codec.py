@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hypha_proto.aggregate import ROUND_MEMBERS, UPDATE_REFUSED
-from hypha_proto.codec import from_cbor, from_json, to_cbor, to_json
+from hypha_proto.codec import from_cbor, from_json, parse_cbor, to_cbor, to_json
 from hypha_proto.errors import DecodeError, EncodeError, InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId, base58_decode, base58_encode, check_digest
@@ -145,6 +145,25 @@ def test_errors_say_where() -> None:
     spec["executor"] = [{"class": "train", "name": "a"}, {"class": "tr"}]  # type: ignore[list-item]
     with pytest.raises(DecodeError, match=r"^spec\.executor\[1\]\.class: expected one of train, aggregate, got 'tr'$"):
         from_cbor(WorkerRequest, cbor2.dumps({"id": b"\0" * 16, "spec": spec}))
+
+
+@pytest.mark.parametrize("item", [b"\xa0", b"\x80", b"\x60", b"\x00", b"\xf6"])
+def test_a_message_of_very_many_items_is_refused_before_they_are_made(item: bytes) -> None:
+    many = (10 << 20) - 5
+    with pytest.raises(DecodeError, match="more than 131072 items"):
+        parse_cbor(b"\x9a" + many.to_bytes(4, "big") + item * many)
+    few = (1 << 17) - 1
+    assert len(parse_cbor(b"\x9a" + few.to_bytes(4, "big") + item * few)) == few  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", [(1 << 17) - 5, (1 << 17) + 1, 1 << 20])
+def test_long_texts_and_bytes_count_as_one(length: int) -> None:
+    plain = {"text": "x" * length, "bytes": bytes(length), "more": [1, 1 << 20, 1 << 40, -7, 1.5, None, True, []]}
+    assert parse_cbor(cbor2.dumps(plain)) == plain
+    with pytest.raises(DecodeError):
+        parse_cbor(cbor2.dumps(plain)[:-1])
+    with pytest.raises(DecodeError):
+        parse_cbor(cbor2.dumps(plain) + bytes(length))
 
 
 def test_limits_hold() -> None:

@@ -21,6 +21,10 @@ Floats = Literal["double", "shortest"]
 """How floats of no fixed width are written: requests use double, gossip the shortest that keeps the value."""
 
 MAX_DEPTH: Final = 32
+MAX_ITEMS: Final = 1 << 17
+"""Values and keys in one CBOR message: ten million empty maps, a byte each on the wire, would be 700 MiB in memory."""
+_STRINGS: Final = (2, 3)
+"""Major types of CBOR whose head is followed by as many bytes as it says."""
 
 
 def to_cbor(kind: Any, value: object, floats: Floats = "double") -> bytes:
@@ -47,6 +51,8 @@ def parse_cbor(data: bytes, limit: int | None = None) -> object:
     """Decode one CBOR value to plain Python, strictly. Raises `DecodeError`."""
     if limit is not None and len(data) > limit:
         raise DecodeError(f"message of {len(data)} bytes is over the limit of {limit}")
+    if len(data) > MAX_ITEMS:
+        _check_items(data)
     stream = io.BytesIO(data)
     decoder = cbor2.CBORDecoder(
         stream,
@@ -70,6 +76,19 @@ def parse_cbor(data: bytes, limit: int | None = None) -> object:
     if rest:
         raise DecodeError(f"{rest} bytes follow the message")
     return plain
+
+
+def _check_items(data: bytes) -> None:
+    """Count the items of a message by their heads alone; what is not well formed is the decoder's to refuse."""
+    at, count = 0, 0
+    while at < len(data):
+        count += 1
+        if count > MAX_ITEMS:
+            raise DecodeError(f"a message of more than {MAX_ITEMS} items")
+        major, info = data[at] >> 5, data[at] & 31
+        behind = 1 << info - 24 if 24 <= info <= 27 else 0
+        length = int.from_bytes(data[at + 1 : at + 1 + behind], "big") if behind else info
+        at += 1 + behind + (length if major in _STRINGS and info < 28 else 0)
 
 
 def to_json(kind: Any, value: object) -> bytes:
