@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +120,7 @@ HOSTILE: dict[str, tuple[Any, bytes]] = {
     "does not start at 0": ({"a": _entry(4, 8)}, bytes(8)),
     "shape larger than span": ({"a": _entry(0, 4, [2])}, bytes(4)),
     "shape overflows": ({"a": _entry(0, 4, [1 << 62, 1 << 62, 4])}, bytes(4)),
+    "shape of nothing overflows": ({"a": _entry(0, 0, [0, 1 << 62])}, b""),
     "negative size": ({"a": _entry(0, 4, [-1])}, bytes(4)),
     "bool as size": ({"a": _entry(0, 4, [True])}, bytes(4)),
     "float as size": ({"a": _entry(0, 4, [1.0])}, bytes(4)),
@@ -211,6 +215,37 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path
         writer.write("a", np.zeros(2, "f4"))
     assert path.read_bytes() == b"old"
     assert sorted(tmp_path.iterdir()) == [path, tmp_path / "folder"]
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """A disk that is full when a file has `size` bytes; it says "too large" where a full one says "no space"."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("names", [1, 500], ids=["at the last bytes", "in the header"])
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, names: int) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"old")
+    info = {f"{number:0200d}": TensorInfo("F32", (1,)) for number in range(names)}
+
+    def write() -> None:
+        with TensorFileWriter(path, info) as writer:
+            for name in info:
+                writer.write(name, np.zeros(1, "f4"))
+
+    with files_up_to(64), pytest.raises(OSError, match="File too large"):
+        write()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+    write()
+    with TensorFile(path) as file:
+        assert len(file.tensors) == names
 
 
 def test_unknown_names_are_named(tmp_path: Path) -> None:

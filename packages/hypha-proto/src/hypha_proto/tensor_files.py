@@ -16,6 +16,7 @@ import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -258,6 +259,8 @@ def _check_entry(name: str, entry: Any) -> tuple[TensorInfo, int]:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
         raise TensorFileError(f"{name!r} has data_offsets {str(offsets)[:80]}, which is not [begin, end]")
     info = TensorInfo(dtype, tuple(shape))
+    if not _is_size(math.prod(size or 1 for size in shape) * _STORED[dtype].itemsize):  # numpy counts so, too
+        raise TensorFileError(f"{name!r} has shape {str(shape)[:80]}, which is larger than any memory")
     if offsets[1] - offsets[0] != info.nbytes:
         raise TensorFileError(f"{name!r} spans {offsets[1] - offsets[0]} bytes, {dtype} {shape} takes {info.nbytes}")
     return info, offsets[0]
@@ -290,7 +293,11 @@ class TensorFileWriter:
         self._written = dict.fromkeys(self._tensors, 0)
         self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
         self._file = self._temporary.open("xb")
-        self._file.write(header)
+        try:
+            self._file.write(header)
+        except BaseException:
+            self._discard()
+            raise
 
     def write(self, name: str, values: Array) -> None:
         """Append numbers to a tensor: all of it, or its next piece in row-major order.
@@ -328,19 +335,23 @@ class TensorFileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
         if error is not None:
-            self._temporary.unlink(missing_ok=True)
+            self._discard()
             return
-        missing = [name for name, info in self._tensors.items() if self._written[name] != info.nbytes]
-        if missing:
-            self._temporary.unlink(missing_ok=True)
-            raise TensorFileError(f"{self.path.name} lacks data of {len(missing)} tensors, first {missing[0]!r}")
         try:
+            missing = [name for name, info in self._tensors.items() if self._written[name] != info.nbytes]
+            if missing:
+                raise TensorFileError(f"{self.path.name} lacks data of {len(missing)} tensors, first {missing[0]!r}")
+            self._file.close()  # which writes the last bytes: a disk may be full only now
             os.replace(self._temporary, self.path)
-        except OSError:
-            self._temporary.unlink(missing_ok=True)
+        except BaseException:
+            self._discard()
             raise
+
+    def _discard(self) -> None:
+        with suppress(OSError):  # of bytes that were not written yet, and need not be
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
 
 
 def _by_alignment(item: tuple[str, TensorInfo]) -> tuple[int, str]:
