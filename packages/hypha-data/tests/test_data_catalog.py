@@ -73,6 +73,15 @@ def test_slices_are_not_replaced_unasked(tmp_path: Path) -> None:
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_the_source_is_never_taken_for_an_old_slice(tmp_path: Path, force: bool) -> None:
+    path = source(tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(DatasetError, match="choose another folder"):
+        prepare_dataset(path, tmp_path / "." / "x" / "..", name="d", slices=2, seed=0, force=force)
+    assert path.read_bytes() == before
+
+
 def test_a_manifest_is_believed_only_while_it_is_newest(tmp_path: Path) -> None:
     prepare_dataset(source(tmp_path), tmp_path / "out", name="d", slices=3, seed=0)
     before = open_dataset("d", tmp_path / "out")

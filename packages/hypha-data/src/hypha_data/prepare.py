@@ -34,13 +34,16 @@ def prepare_dataset(source: Path, out: Path, *, name: str, slices: int, seed: in
         The manifest, also written to ``out/manifest.json``.
 
     Raises:
-        DatasetError: the source holds no samples or fewer than slices, or `out` holds slices already.
+        DatasetError: the source holds no samples or fewer than slices, or lies in `out` itself, or `out` holds slices
+            already.
         OSError: something cannot be read or written.
     """
     samples = count_samples(source)
     if not 1 <= slices <= min(samples, MAX_SLICES):
         raise DatasetError(f"--slices {slices}: {source} holds {samples} samples, so 1 to {min(samples, MAX_SLICES)}")
     out.mkdir(parents=True, exist_ok=True)
+    if source.resolve().parent == out.resolve():  # every *.safetensors there is a slice, or is removed as an old one
+        raise DatasetError(f"{source} lies in {out}, where the slices go; choose another folder")
     old = sorted(out.glob("*.safetensors"))
     if old and not force:
         raise DatasetError(f"{out} holds {len(old)} slices already; choose another folder, or --force to replace them")
