@@ -30,7 +30,7 @@ from pathlib import Path
 import anyio, trio
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.errors import NetError
-from hypha_net.events import HolePunched
+from hypha_net.events import CircuitEnded, HolePunched
 from hypha_net.identity import load_identity
 from hypha_proto.ids import PeerId
 
@@ -81,6 +81,11 @@ async def tell_punches(index, node):
         async for event in punched:
             tell(kind="punched", leaf=index, outcome=event.outcome, seconds=event.seconds)
 
+async def tell_circuits(index, node):
+    with node.events.follow(CircuitEnded) as ended:
+        async for event in ended:
+            tell(kind="circuit", leaf=index, outcome=event.outcome)
+
 async def answer(nodes, tasks, command):
     node = nodes[command["leaf"]]
     match command["do"]:
@@ -111,6 +116,7 @@ async def main(nodes, settings):
             tasks.start_soon(hear, index, await stack.enter_async_context(node.subscribe(TOPIC)))
             tasks.start_soon(watch, index, node)
             tasks.start_soon(tell_punches, index, node)
+            tasks.start_soon(tell_circuits, index, node)
         tell(kind="open", addresses=[list(node.addresses) for node in opened], ids=[str(n.peer_id) for n in opened])
         lines = trio.lowlevel.FdStream(0)
         text = b""

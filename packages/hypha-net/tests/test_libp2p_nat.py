@@ -97,8 +97,24 @@ def test_a_hole_is_punched_where_the_nat_keeps_ports_and_else_the_relay_goes_on(
                 reached = await homes.reach("a", "b")
                 assert reached["answer"] == homes.ids["a"]
                 assert reached["direct"] is (outcome == "direct")
+                if outcome == "direct":
+                    await the_circuit_goes(homes)
+                else:
+                    assert not homes.gateway.of("circuit")
 
     anyio.run(main, backend="trio")
+
+
+async def the_circuit_goes(homes: Homes) -> None:
+    """Nothing is open on it any more; what the two say to each other passes by the gateway from then on."""
+    gone = await until(lambda: bool(homes.gateway.of("circuit")), 30)
+    print(f"the circuit ended after {gone:.1f} s more: {homes.gateway.of('circuit')}")
+    assert [each["outcome"] for each in homes.gateway.of("circuit")] == ["done"]
+    for source, target in (("a", "b"), ("b", "a")):
+        reached = await homes.reach(source, target)
+        assert reached["answer"] == homes.ids[source], reached
+        assert reached["direct"]
+        await homes.talk(source, target, f"{source} to {target} without a circuit", 5)
 
 
 async def said_again(homes: Homes, mended: float) -> None:

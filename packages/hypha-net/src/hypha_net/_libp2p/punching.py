@@ -3,7 +3,8 @@
 After `relay`: the node that took a circuit (`punch`) first dials the other directly; when that fails both tell each
 other where they might be reached, and dial at the same moment from the ports that they listen on, so that each NAT
 takes the other's packets for answers (`serve` is the other half). What is open on the circuit stays there; streams
-opened later take the direct way. Where it does not work, everything goes on through the relay.
+opened later take the direct way, and a circuit that nothing uses any more is closed (`merging`). Where it does not
+work, everything goes on through the relay.
 """
 
 from __future__ import annotations
