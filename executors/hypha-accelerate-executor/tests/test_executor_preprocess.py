@@ -100,6 +100,33 @@ def test_a_job_with_a_tokenizer_trains(make_worker: Callable[..., Any], tokenize
     assert losses[-1] < losses[0] / 2
 
 
+def test_a_job_with_a_tokenizer_is_measured(make_worker: Callable[..., Any], tokenizer: Path, tmp_path: Path) -> None:
+    model, data = tmp_path / "model", tmp_path / "text.safetensors"
+    create_model("causal-lm", LLAMA, 0, model)
+    safetensors.numpy.save_file({"text": np.tile(as_bytes(TEXTS), (20, 1))}, data)
+    worker = make_worker(rounds=1, batches=4, model_dir=model, slices=[data])
+
+    def fetch(body: Any) -> tuple[int, Any]:
+        if body["out_dir"] == "evaluation":
+            out = worker.work_dir / body["out_dir"]
+            out.mkdir()
+            return 200, [worker._place(data, out, {})]
+        worker.model_dir = tokenizer if body["out_dir"] == "preprocessor" else model
+        return worker.fetch(body)  # type: ignore[no-any-return]
+
+    worker.answers["/resources/fetch"] = fetch
+    config = {
+        "model": {"task": "causal-lm", "artifact": {"type": "uri", "value": "file:///model"}, "input-names": []},
+        "preprocessor": {
+            "task": "tokenizer", "artifact": {"type": "uri", "value": "file:///tokenizer"}, "input-names": []
+        },
+        "evaluation": {"data": {"type": "uri", "value": "file:///held-out"}, "every": 1},
+    }  # fmt: skip
+    assert training.main(worker.arguments(**config)) == 0
+    told = [report["metrics"]["metrics"] for report in worker.reports if "metrics" in report]
+    assert [each["evaluation_samples"] for each in told if "evaluation_samples" in each] == [80]
+
+
 def test_a_feature_extractor_gets_sound_at_its_own_rate(tmp_path: Path) -> None:
     from transformers import Wav2Vec2FeatureExtractor
 

@@ -65,6 +65,7 @@ def measure(
     batch_size: int,
     place: torch.device,
     preprocess: Callable[[Arrays], Arrays] | None = None,
+    raw: Collection[str] = (),
 ) -> Evaluation:
     """Measure a model that is loaded; it is left as it was, in training or not.
 
@@ -75,6 +76,7 @@ def measure(
         batch_size: samples computed at once.
         place: where it computes.
         preprocess: applied to the tensors before.
+        raw: tensors whose integers stay as they are stored: what `preprocess` takes.
 
     Raises:
         DataError: a file is malformed.
@@ -88,7 +90,7 @@ def measure(
                     samples = count_samples(file)
                     for begin in range(0, samples, batch_size):
                         rows = np.arange(begin, min(samples, begin + batch_size))
-                        arrays: Arrays = {name: read_rows(file, name, rows) for name in file.tensors}
+                        arrays: Arrays = {name: read_rows(file, name, rows, name in raw) for name in file.tensors}
                         sums.add(module, inputs, preprocess(arrays) if preprocess else arrays, place)
                     sums.samples += samples
     except TensorFileError as error:

@@ -20,6 +20,7 @@ from hypha.accelerate_executor.evaluate import Evaluation, measure
 from hypha.accelerate_executor.inputs import ModelInputs
 from hypha.accelerate_executor.model import load_model
 from hypha.accelerate_executor.optimizer import InnerOptimizer
+from hypha.accelerate_executor.preprocess import load_preprocessor, preprocessed_columns
 from hypha.accelerate_executor.replica import Replica
 from hypha.accelerate_executor.team import Team
 from hypha.accelerate_executor.trainer import Trainer
@@ -71,13 +72,19 @@ def set_up(config: TrainConfig, choices: Choices, files: Files, device: Device, 
     )
     trainer = Trainer(placed, inputs, optimizer, device, preprocess)
     whole = team.leads and not device.is_sharded
-    return Setup(trainer, replica, weights, team, _measuring(model, inputs, device, preprocess) if whole else None)
+    measuring = _measuring(config, model, inputs, device, preprocess) if whole else None
+    return Setup(trainer, replica, weights, team, measuring)
 
 
 def _measuring(
-    model: torch.nn.Module, inputs: ModelInputs, device: Device, preprocess: Callable[[Arrays], Arrays] | None
+    config: TrainConfig,
+    model: torch.nn.Module,
+    inputs: ModelInputs,
+    device: Device,
+    preprocess: Callable[[Arrays], Arrays] | None,
 ) -> Callable[[Sequence[Path], int], Evaluation]:
-    return lambda files, batch_size: measure(model, inputs, files, batch_size, device.torch_device, preprocess)
+    place, raw = device.torch_device, preprocessed_columns(config)
+    return lambda files, batch_size: measure(model, inputs, files, batch_size, place, preprocess, raw)
 
 
 def _preprocessor(
@@ -85,7 +92,5 @@ def _preprocessor(
 ) -> Callable[[Arrays], Arrays] | None:
     if config.preprocessor is None or folder is None:
         return None
-    from hypha.accelerate_executor.preprocess import load_preprocessor, preprocessed_columns
-
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return load_preprocessor(config.preprocessor.task, folder, preprocessed_columns(config), longest)
