@@ -26,7 +26,7 @@ from hypha_proto.transfer import PullRequest, Refusal
 from hypha_proto.update import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.cli import main
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.hand_in import read_job
+from hypha_scheduler.hand_in import read_job, socket_of
 from hypha_scheduler.job_config import JobConfig, ModelTable, PreprocessorTable
 from hypha_scheduler.journal import Journal, read_journal
 from hypha_scheduler.metrics import EventFile, StatusBridge
@@ -370,6 +370,33 @@ def test_a_job_that_fails_or_is_none_says_so(tmp_path: Path) -> None:
     code, output = hand_in_with(tmp_path, JOB.replace("dataset", "datset"), conduct)
     assert code == 2
     assert "datset" in output
+
+
+def test_a_date_in_a_job_goes_over_as_it_is_written(tmp_path: Path) -> None:
+    taken: list[JobConfig] = []
+
+    async def conduct(job: JobConfig, _job_id: uuid.UUID) -> Path:
+        taken.append(job)
+        return Path("/somewhere/result.json")
+
+    code, output = hand_in_with(
+        tmp_path, JOB.replace('path = "start"', "path = 'start', revision = 2024-01-31"), conduct
+    )
+    assert code == 0, output
+    assert taken[0].model.revision == "2024-01-31"
+
+
+def test_the_socket_is_where_the_scheduler_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "etc").mkdir()
+    config = tmp_path / "etc" / "scheduler.toml"
+    monkeypatch.chdir(tmp_path)
+    for text, runs in (
+        ("", tmp_path / "runs"),
+        ('output_dir = "out"', tmp_path / "etc" / "out"),
+        ('[scheduler]\noutput_dir = "/far"', Path("/far")),
+    ):
+        config.write_text(text)
+        assert socket_of(config).resolve() == socket_path(runs)
 
 
 def test_submit_without_a_scheduler_is_unreachable(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def read_job(file: Path) -> dict[str, Any]:
 
 
 def socket_of(config: Path | None) -> Path:
-    """Where the scheduler with this configuration file takes jobs.
+    """Where the scheduler with this configuration file takes jobs; without an output_dir in it, in ``runs`` here.
 
     Raises:
         JobFileError: there is no such file, or it cannot be read.
@@ -61,7 +61,9 @@ def socket_of(config: Path | None) -> Path:
     if config is None:
         raise JobFileError("name the scheduler: --socket PATH, or --config with its configuration file")
     plain = _read_toml(config)
-    runs = _scheduler_table(plain).get("output_dir") or plain.get("output_dir", "runs")
+    runs = _scheduler_table(plain).get("output_dir") or plain.get("output_dir")
+    if runs is None:  # the default stands in no file: it counts from where the scheduler was started
+        return socket_path(Path("runs"))
     return socket_path(config.parent / str(runs))
 
 
@@ -75,7 +77,7 @@ def hand_in(path: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dict[s
         connection.settimeout(_CONNECT_TIMEOUT)
         try:
             connection.connect(str(path))
-            connection.sendall(json.dumps({"job": job}).encode())
+            connection.sendall(json.dumps({"job": job}, default=str).encode())  # TOML has dates: as they are written
             connection.shutdown(socket.SHUT_WR)
         except OSError as error:
             remedy = "one that runs without a job in its configuration does"
