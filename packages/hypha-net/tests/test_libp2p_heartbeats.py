@@ -6,10 +6,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
+import trio
 from bounded_waits import run, until
 from node_processes import Child, crew
 
@@ -189,6 +190,57 @@ def test_providers_are_bounded_and_end() -> None:
     store.remove(b"k", crowd[-1])
     store.remove(b"k", crowd[-1])
     assert store.get(b"k") == []
+
+
+def test_keys_that_a_peer_provided_once_take_no_room_after_their_time() -> None:
+    now = [0.0]
+    store = ProviderStore(lambda: now[0])
+    assert all(store.add(b"%d" % n, PEERS[0]) for n in range(MAX_RECORDS_OF_PEER))
+    assert not store.add(b"one more", PEERS[0])
+    now[0] = PROVIDER_TTL + 1
+    assert store.add(b"one more", PEERS[0])
+    assert store.get(b"one more") == [PEERS[0]]
+    assert store.get(b"0") == []
+
+
+def test_a_peer_that_sends_without_a_pause_leaves_others_their_turn() -> None:
+    """What is not answered is read as fast as it comes: the server itself must let others in between."""
+    server = DirectoryServer(lambda: (), RecordStore(None))
+    turns = [0]
+
+    async def count() -> None:
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns[0] += 1
+
+    async def main() -> None:
+        async with trio.open_nursery() as tasks:
+            tasks.start_soon(count)
+            await server.serve(cast(Stream, Waiting(PEERS[0], framed(add_provider(PEERS[0])) * 1000)))
+            tasks.cancel_scope.cancel()
+
+    run(main)
+    assert turns[0] >= 1000
+
+
+class Waiting:
+    """A stream whose bytes have all come: reading it takes no time."""
+
+    def __init__(self, peer: PeerId, data: bytes) -> None:
+        self.peer = peer
+        self.protocol = PROTOCOL
+        self._data, self._at = data, 0
+
+    async def receive_some(self, max_bytes: int = 65536) -> bytes:
+        part = self._data[self._at : self._at + max_bytes]
+        self._at += len(part)
+        return part
+
+
+def framed(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    assert len(data) < 128
+    return bytes([len(data)]) + data
 
 
 def test_short_lived_records_are_not_written_to_the_disk(tmp_path: Any) -> None:

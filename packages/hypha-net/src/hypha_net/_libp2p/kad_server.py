@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import anyio
+import anyio.lowlevel
 
 from hypha_net._libp2p.framing import read_message, write_message
 from hypha_net._libp2p.kad_messages import Kind, Message
@@ -73,6 +74,7 @@ class DirectoryServer:
                 message = await read_message(stream, Message)
             if scope.cancelled_caught or message is None:
                 return
+            await anyio.lowlevel.checkpoint()  # nothing else here waits while more messages have come already
             answer = self.answer(stream.peer, message)
             if answer is not None:
                 await write_message(stream, answer)

@@ -38,6 +38,8 @@ FLEETING: Final = 60.0
 PROVIDER_TTL: Final = 24 * 3600.0
 MAX_PROVIDERS: Final = 64
 """Providers of one key."""
+SWEEP_EVERY: Final = 60.0
+"""Seconds between two looks through all keys for providers that have ended: only who finds no room causes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,21 +189,29 @@ class ProviderStore:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._providers: dict[bytes, dict[PeerId, float]] = {}
+        self._swept = float("-inf")
+        """When those that had ended were last dropped, of all keys."""
         self._of_peer: Counter[PeerId] = Counter()
 
     def add(self, key: bytes, provider: PeerId) -> bool:
         """Note a provider; false if there is no room."""
-        known = self._providers.setdefault(key, {})
-        if provider not in known:
+        now = self._clock()
+        if provider not in self._providers.get(key, ()):
             self._expire(key)
-            if len(known) >= MAX_PROVIDERS or self._of_peer[provider] >= MAX_RECORDS_OF_PEER:
-                if not known:
-                    del self._providers[key]
+            if not self._has_room(key, provider) and now >= self._swept + SWEEP_EVERY:
+                self._swept = now
+                for each in list(self._providers):
+                    self._expire(each)
+            if not self._has_room(key, provider):
                 return False
-            self._providers[key] = known
             self._of_peer[provider] += 1
-        known[provider] = self._clock() + PROVIDER_TTL
+        self._providers.setdefault(key, {})[provider] = now + PROVIDER_TTL
         return True
+
+    def _has_room(self, key: bytes, provider: PeerId) -> bool:
+        return (
+            len(self._providers.get(key, ())) < MAX_PROVIDERS and self._of_peer.get(provider, 0) < MAX_RECORDS_OF_PEER
+        )
 
     def get(self, key: bytes) -> list[PeerId]:
         """The providers of a key."""
