@@ -32,6 +32,20 @@ def test_what_a_peer_says_begins_no_record_and_moves_no_cursor() -> None:
     assert second == r"  2026-01-01T00:00:00.000Z ERROR hypha: forged\x0d\x1b[2J\x9b1m" + "\tb"
 
 
+def test_what_a_peer_says_begins_no_record_in_a_traceback_either() -> None:
+    out = io.StringIO()
+    logs.configure_logs("text", "info", out)
+    try:
+        raise ValueError("a\n2026-01-01T00:00:00.000Z ERROR hypha: forged\x1b[2J")
+    except ValueError:
+        _log.exception("serving failed")
+    first, *others = out.getvalue().splitlines()
+    assert first.endswith("serving failed")
+    assert others[0] == "  Traceback (most recent call last):"
+    assert others[-1] == r"  2026-01-01T00:00:00.000Z ERROR hypha: forged\x1b[2J"
+    assert all(line.startswith("  ") for line in others)
+
+
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_flood_from_one_place_is_cut_for_a_minute_and_others_are_told(
     form: logs.LogFormat, monkeypatch: pytest.MonkeyPatch

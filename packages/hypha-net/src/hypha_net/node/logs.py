@@ -77,7 +77,7 @@ class _Text(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = f"{_time(record)} {record.levelname} {record.name}: {_harmless(record.getMessage())}"
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        return f"{text}\n  {_harmless(self.formatException(record.exc_info))}" if record.exc_info else text
 
 
 class _Json(logging.Formatter):
