@@ -170,6 +170,21 @@ def test_what_is_wrong_is_refused(changes: dict[str, Any]) -> None:
         job(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"inner_optimizer": {"learning_rate": float("inf")}}, "inner_optimizer.learning_rate\n.*finite"),
+        ({"inner_optimizer": {"learning_rate": 1.0, "betas": (0.9, 1.0)}}, "betas.1\n.*less than 1"),
+        ({"inner_optimizer": {"learning_rate": 1.0, "betas": (-0.1, 0.9)}}, "betas.0\n.*greater than or equal to 0"),
+        ({"rounds": {"timeout": float("inf")}}, "rounds.timeout\n.*finite"),
+        ({"resources": {"allocation_timeout": float("inf")}}, "allocation_timeout\n.*finite"),
+    ],
+)
+def test_numbers_that_no_optimiser_or_clock_takes_are_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        job(**changes)
+
+
 def test_specs_of_a_placed_job() -> None:
     made = job(
         rounds={"update_rounds": 10, "avg_samples_between_updates": 480, "batch_size": 8},

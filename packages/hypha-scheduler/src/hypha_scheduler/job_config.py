@@ -22,6 +22,7 @@ _VISION_INPUTS: Final = ("pixel_values", "labels")
 _TEXT_INPUTS: Final = ("input_ids", "attention_mask", "labels")
 _DEFAULT_BATCH: Final = 64
 _U32: Final = (1 << 32) - 1
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class NotYetError(ValueError):
@@ -36,7 +37,7 @@ def not_yet(what: str, remedy: str) -> NotYetError:
 class Table(Section):
     """A TOML table of a scheduler."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
 class ArtifactTable(Table):
@@ -118,7 +119,7 @@ class InnerOptimizerTable(Table):
     """``[.inner_optimizer]``: AdamW."""
 
     learning_rate: float = Field(gt=0, description="Learning rate.")
-    betas: tuple[float, float] | None = Field(default=None, description="AdamW's betas.")
+    betas: tuple[_Beta, _Beta] | None = Field(default=None, description="AdamW's betas.")
     epsilon: float | None = Field(default=None, gt=0, description="AdamW's epsilon.")
     weight_decay: float | None = Field(default=None, ge=0, description="AdamW's weight decay.")
     max_grad_norm: float | None = Field(default=None, gt=0, description="Gradients are clipped to this norm.")
