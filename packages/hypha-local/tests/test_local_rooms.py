@@ -62,6 +62,15 @@ def test_every_node_gets_a_configuration_of_its_own(tmp_path: Path) -> None:
     assert (job["dataset"], job["rounds"]["evaluate_every"]) == ({"dataset": "digits"}, 0)
 
 
+def test_a_python_in_a_folder_of_any_name_can_be_configured(tmp_path: Path) -> None:
+    folders = Folders(tmp_path / "demo")
+    folders.make()
+    python = "/home/\u017elu\u0165 \U0001f40d/bin/python"
+    write_configuration(folders, plan_nodes(1), Training(workers=1), python)
+    text = (folders.configuration / "worker-1.toml").read_text(encoding="utf-8")
+    assert tomllib.loads(text)["executors"][0]["cmd"] == python
+
+
 def test_a_demo_that_evaluates_announces_what_no_worker_trains_on(tmp_path: Path) -> None:
     folders = Folders(tmp_path / "run")
     folders.make()
@@ -159,6 +168,14 @@ def test_what_is_shown_is_shown_whole() -> None:
     lines = out.getvalue().splitlines()
     assert lines[0].endswith("job failed: no /a[/b] in [cb38] " + "long " * 20 + "end")
     assert lines[1].endswith("pip install 'hypha-local[plot]'")
+
+
+def test_a_round_that_took_no_measurable_time_is_shown() -> None:
+    shown = io.StringIO()
+    Display(Console(file=shown), rounds=1).event(
+        {"event": "round", "round": 1, "loss": 0.5, "samples_per_second": None}
+    )
+    assert "round 1/1: loss 0.5000  0 samples/s" in shown.getvalue()
 
 
 def test_the_summary_counts_parameters_and_compares_traffic(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def write_configuration(folders: Folders, nodes: Iterable[NodePlan], training: T
     gateways = [node.address for node in nodes if node.role == "gateway"]
     for node in nodes:
         text = _network(node, [] if node.role == "gateway" else gateways) + _own(folders, node, training, python)
-        (folders.configuration / f"{node.name}.toml").write_text(text)
+        (folders.configuration / f"{node.name}.toml").write_text(text, encoding="utf-8")
 
 
 def _network(node: NodePlan, gateways: list[str]) -> str:
@@ -287,5 +287,5 @@ max = 120.0
 
 
 def _toml(value: str | list[str]) -> str:
-    """A TOML string or array of strings: their escapes are those of JSON."""
-    return json.dumps(value)
+    """A TOML string or array of strings: their escapes are those of JSON, but for its surrogate pairs."""
+    return json.dumps(value, ensure_ascii=False)

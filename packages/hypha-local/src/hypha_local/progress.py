@@ -69,7 +69,7 @@ class Display:
 
     def _round(self, event: dict[str, Any]) -> None:
         loss = "-" if event.get("loss") is None else f"{event['loss']:.4f}"
-        text = f"loss {loss}  {event.get('samples_per_second', 0):.0f} samples/s"
+        text = f"loss {loss}  {event.get('samples_per_second') or 0:.0f} samples/s"
         if "update_bytes" in event:
             text += f"  {event['update_bytes'] / 1e6:.2f} MB exchanged"
         if self._progress is None:
