@@ -254,6 +254,16 @@ def test_a_rate_under_which_transfers_would_look_dead_is_refused(load: Any) -> N
     assert rates == Rates(upload=16384, peer_download=1_000_000)
 
 
+@pytest.mark.parametrize(
+    "url", ["collector:4318", "http://[::1", "http://", "https://:4318", "http://host:x", "http://h:99999"]
+)
+def test_an_address_of_a_collector_that_cannot_be_used_is_refused_before_the_start(load: Any, url: str) -> None:
+    (problem,) = refused(load, f'telemetry_endpoint = "{url}"')
+    assert f"node.toml:5: telemetry_endpoint = {url!r}: must be a URL" in problem
+    (problem,) = refused(load, env={"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": url})
+    assert problem.startswith("OTEL_EXPORTER_OTLP_LOGS_ENDPOINT: must be a URL")
+
+
 def test_broken_and_absent_files_are_named(tmp_path: Path) -> None:
     file = tmp_path / "broken.toml"
     file.write_text("a = 1\nb = = 2\n")

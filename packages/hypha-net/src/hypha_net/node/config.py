@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, get_args
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -67,9 +68,21 @@ def _pairs(value: object) -> object:
 
 
 def _endpoint(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
-        raise ValueError("must be a URL that starts with http:// or https://")
+    if not is_web_url(text):
+        raise ValueError(WEB_URL_WANTED)
     return text
+
+
+WEB_URL_WANTED: Final = "must be a URL that starts with http:// or https:// and names a host"
+
+
+def is_web_url(text: str) -> bool:
+    """Whether text is a URL whose scheme, host and port can be used."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not match, a port that is none
+        return False
 
 
 _SECRET: Final = re.compile(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from hypha_net.node.config import NodeConfig, masked
+from hypha_net.node.config import WEB_URL_WANTED, NodeConfig, is_web_url, masked
 
 Signal = Literal["traces", "metrics", "logs"]
 SIGNALS: Final[tuple[Signal, ...]] = ("traces", "metrics", "logs")
@@ -80,8 +80,8 @@ def wrong_variables(env: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     for signal in SIGNALS:
         name = f"OTEL_EXPORTER_OTLP_{signal.upper()}_"
         endpoint, protocol = _variable(env, signal, "ENDPOINT"), _variable(env, signal, "PROTOCOL")
-        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            yield f"{name}ENDPOINT", "must be a URL that starts with http:// or https://", "write the scheme too"
+        if endpoint is not None and not is_web_url(endpoint):
+            yield f"{name}ENDPOINT", WEB_URL_WANTED, "write the scheme too, as in http://collector:4318"
         if protocol is not None and protocol not in PROTOCOLS:
             yield f"{name}PROTOCOL", f"{protocol[:40]!r} is no protocol of ours", f"write {' or '.join(PROTOCOLS)}"
         try:
