@@ -354,22 +354,36 @@ def test_a_buffer_pushed_anew_takes_over_from_the_push_that_hangs(opener: Opener
     run(opener, case)
 
 
-def test_equal_buffers_under_other_names_do_not_disturb_each_other(opener: Opener) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_content_under_other_names_does_not_disturb_each_other(
+    opener: Opener, tmp_path: Path, kind: Kind
+) -> None:
     async def case(a: Endpoint, b: Endpoint) -> None:
-        landed: list[bytes] = []
+        landed: list[str] = []
 
-        async def arrived(data: bytearray, _digest: str) -> None:
-            landed.append(bytes(data))
+        async def accept(_peer: PeerId, header: PushHeader | None) -> transfer.Landing | transfer.MemoryLanding:
+            assert header is not None
+            name = header.name
 
-        async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.MemoryLanding:
+            async def arrived(_content: object, _digest: str) -> None:
+                landed.append(name)
+
+            if kind == "file":
+                return transfer.Landing(tmp_path / name, LIMIT, arrived)
             return transfer.MemoryLanding(LIMIT, arrived)
 
         transfer.serve_pushes(b, accept)
-        data = content(2 << 20)
+        data, sent = content(2 << 20), list[int]()
+        transfer.limit_rates(b, transfer.Rates(download=16 << 20))  # slow enough to be under way at once
+
+        async def push(name: str) -> None:
+            sent.append(await transfer.push(a, b.peer_id, data, header_of(data, name)))
+
         async with anyio.create_task_group() as tasks:
             for name in ("one", "two", "three"):
-                tasks.start_soon(transfer.push, a, b.peer_id, data, header_of(data, name))
-        assert landed == [data] * 3
+                tasks.start_soon(push, name)
+        assert sorted(landed) == ["one", "three", "two"]
+        assert sent == [len(data)] * 3  # none was given up and repeated
 
     run(opener, case)
 

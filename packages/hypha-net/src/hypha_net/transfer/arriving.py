@@ -256,6 +256,8 @@ def _make_room(arriving: ArrivingFile) -> int:
         os.ftruncate(fd, 0)
     try:
         _allocate(fd, there, whole, arriving.path.parent)
+    except OverflowError:
+        raise TransferError(f"no file system holds a file of {arriving.size} bytes") from None
     except OSError as error:
         raise _no_room(arriving.path, error) from error
     return there

@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import anyio
@@ -23,15 +22,14 @@ _log = logging.getLogger("hypha_net.transfer")
 _TAKE_OVER: Final = 5.0
 """Seconds that a broken push may take to let go of its place when the peer is back with it."""
 
-Place = Path | tuple[PeerId, str]
-"""What one push at a time writes: an incomplete file, or a slot of a peer's."""
+Place = tuple[PeerId, str]
+"""What one push of a peer's at a time writes."""
 
 
 @dataclass(slots=True, eq=False)
 class _Holder:
     """A push that is writing."""
 
-    peer: PeerId
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     gone: anyio.Event = field(default_factory=anyio.Event)
 
@@ -43,16 +41,16 @@ class Holders:
         self._by_place: dict[Place, _Holder] = {}
 
     @asynccontextmanager
-    async def holding(self, place: Place, peer: PeerId, what: str) -> AsyncIterator[Callable[[], None]]:
-        """Hold a place; a push by the same peer that holds it is given up first.
+    async def holding(self, place: Place, what: str) -> AsyncIterator[Callable[[], None]]:
+        """Hold a place; the push that holds it is given up first.
 
         Yields what lets go of it: all has come, and what is done with it now is not given up for another push.
 
         Raises:
             BrokenOffError: another push of the peer's took over.
         """
-        await self._take_over(place, peer, what)
-        holder = _Holder(peer)
+        await self._take_over(place, what)
+        holder = _Holder()
         self._by_place.setdefault(place, holder)
 
         def let_go() -> None:
@@ -64,15 +62,15 @@ class Holders:
             with holder.scope:
                 yield let_go
             if holder.scope.cancelled_caught:
-                raise BrokenOffError(f"{peer} pushes anew")
+                raise BrokenOffError(f"{place[0]} pushes anew")
         finally:
             let_go()
 
-    async def _take_over(self, place: Place, peer: PeerId, what: str) -> None:
+    async def _take_over(self, place: Place, what: str) -> None:
         before = self._by_place.get(place)
-        if before is None or before.peer != peer:
+        if before is None:
             return
-        _log.info("%s pushes %s: the push before it is given up", peer, what)
+        _log.info("%s pushes %s: the push before it is given up", place[0], what)
         before.scope.cancel()
         with anyio.move_on_after(_TAKE_OVER):
             await before.gone.wait()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from hypha_net.transfer.arriving import Arriving, waiting_name
+from hypha_net.transfer.arriving import Arriving
 from hypha_net.transfer.destinations import ToFile, ToMemory
 from hypha_net.transfer.gathering import Waiting
 from hypha_net.transfer.holding import Place
@@ -77,8 +77,7 @@ class _FileBerth:
         self.max_bytes: Final = landing.max_bytes
 
     def place(self, header: PushHeader) -> Place:
-        path, slot = self._landing.path, self._landing.slot
-        return (self._peer, slot) if slot is not None else path.with_name(waiting_name(header.digest) or path.name)
+        return _place(self._landing, self._peer, header, str(self._landing.path.parent))
 
     def arriving(self, size: int | None, digest: str | None) -> AbstractAsyncContextManager[Arriving]:
         return ToFile(self._landing.path).arriving(size, digest)
@@ -96,10 +95,7 @@ class _MemoryBerth:
         self.max_bytes: Final = landing.max_bytes
 
     def place(self, header: PushHeader) -> Place:
-        slot = self._landing.slot
-        if slot is None:  # equal content under another name is no repetition: empty buffers are all equal
-            slot = f"{header.job_id}/{header.round}/{header.kind[:200]}/{header.name[:200]}/{header.digest}"
-        return self._peer, slot
+        return _place(self._landing, self._peer, header, "memory")
 
     @asynccontextmanager
     async def arriving(self, size: int | None, digest: str | None) -> AsyncIterator[Arriving]:
@@ -114,6 +110,17 @@ class _MemoryBerth:
 
     async def arrived(self, size: int, digest: str) -> None:
         await self._landing.arrived(self._into.data, digest)
+
+
+def _place(landing: Landing | MemoryLanding, peer: PeerId, header: PushHeader, where: str) -> Place:
+    """The landing's slot, or where a repetition of this very push would land.
+
+    Equal content under another name is no repetition: empty files are all equal.
+    """
+    if landing.slot is not None:
+        return peer, landing.slot
+    what = (header.job_id, header.round, header.kind[:200], header.name[:200], header.digest)
+    return peer, "\0".join((where, *map(str, what)))
 
 
 def berth_of(landing: Landing | MemoryLanding, peer: PeerId, waiting: Waiting) -> Berth:

@@ -1,4 +1,4 @@
-"""Tells how a transfer goes: events of the endpoint for whoever follows, bytes for telemetry."""
+"""Tells how a transfer goes, by events for whoever follows and bytes for telemetry, and gives up one that trickles."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from hypha_net import telemetry
 from hypha_net.endpoint import Endpoint
 from hypha_net.events import Transferred
 from hypha_net.rates import Direction, Pace, pace_of
+from hypha_net.transfer.wire import IDLE_TIMEOUT, BrokenOffError
 from hypha_proto.ids import PeerId
 
 EVERY: Final = 1.0
 """Seconds between two events of a file that moves."""
+SLOWEST: Final = 16 << 10
+"""Bytes within `IDLE_TIMEOUT` below which a transfer is given up: sixty may share the smallest limit (`MIN_RATE`)."""
 
 _MOVED: Final = telemetry.Counter("hypha.transfer.io", "By", "Bytes of files moved between peers.")
 _IO: Final[dict[Direction, telemetry.Attributes]] = {
@@ -40,6 +43,8 @@ class Progress:
     moved_in_all: int = 0
     """Bytes that this transfer cost, those that were lost on the way included."""
     _told_at: float = float("-inf")
+    _looked_at: float = 0.0
+    _moved_then: int = 0
 
     @property
     def pace(self) -> Pace:
@@ -49,16 +54,30 @@ class Progress:
     def begin(self, done: int, size: int | None) -> None:
         """Bytes begin to move, from `done` on; told once, however often the transfer is taken up again."""
         self.done, self.size = done, size
+        self._looked_at, self._moved_then = anyio.current_time(), self.moved_in_all
         if self._told_at == float("-inf"):
             self._tell("begun")
 
     def moved(self, amount: int) -> None:
-        """`amount` bytes more are through."""
+        """`amount` bytes more are through.
+
+        Raises:
+            BrokenOffError: they are too few for the time they took.
+        """
         self.done += amount
         self.moved_in_all += amount
         _MOVED.add(amount, _IO[self.direction])
-        if anyio.current_time() - self._told_at >= EVERY:
+        now = anyio.current_time()
+        if now - self._told_at >= EVERY:
             self._tell("moving")
+        if now - self._looked_at >= IDLE_TIMEOUT:
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        moved, took = self.moved_in_all - self._moved_then, now - self._looked_at
+        if moved < SLOWEST and self.done != self.size:
+            raise BrokenOffError(f"only {moved} bytes moved in {took:.0f} s")
+        self._looked_at, self._moved_then = now, self.moved_in_all
 
     @contextmanager
     def told(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from hypha_net.transfer.wire import (
     guarded,
     receive_message,
     refuse,
+    refused,
     send_message,
 )
 from hypha_net.turns import Turns
@@ -159,9 +160,9 @@ class _Incoming:
         answer = from_cbor(PullAnswer, await receive_message(stream))
         if isinstance(answer, Refusal):
             if not offset:
-                raise TransferRefusedError(answer.reason)
+                raise refused(answer)
             self.anew = True  # it may have become shorter than what is here of it
-            raise BrokenOffError(f"{self.what} cannot go on at byte {offset}: {answer.reason}")
+            raise BrokenOffError(f"{self.what} cannot go on at byte {offset}: {refused(answer)}")
         self._check(answer, offset)
         return await self._receive(stream, answer.size, answer.digest, offset)
 

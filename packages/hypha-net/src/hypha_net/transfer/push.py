@@ -20,7 +20,16 @@ from hypha_net.transfer.moving import receive_whole
 from hypha_net.transfer.progress import Progress
 from hypha_net.transfer.retries import Drops, see_through
 from hypha_net.transfer.sources import Buffer, Source, source_of
-from hypha_net.transfer.wire import AT_ONCE, BrokenOffError, ending, guarded, receive_message, refuse, send_message
+from hypha_net.transfer.wire import (
+    AT_ONCE,
+    BrokenOffError,
+    ending,
+    guarded,
+    receive_message,
+    refuse,
+    refused,
+    send_message,
+)
 from hypha_net.turns import Turns
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
@@ -99,7 +108,7 @@ class _Outgoing:
         await send_message(stream, to_cbor(PushHeader, telemetry.with_trace(self.header)))
         answer = from_cbor(PushAnswer, await receive_message(stream))
         if isinstance(answer, Refusal):
-            raise TransferRefusedError(answer.reason)
+            raise refused(answer)
         size = self.header.size
         if answer.offset > size:
             raise TransferError(f"asked to go on from byte {answer.offset} of {size}")
@@ -110,7 +119,7 @@ class _Outgoing:
         await stream.send_eof()
         receipt = from_cbor(PushReceipt, await receive_message(stream))
         if isinstance(receipt, Refusal):
-            raise TransferRefusedError(receipt.reason)
+            raise refused(receipt)
 
 
 # ------------------------------------------------------------------------------------------------------------ receiving
@@ -137,7 +146,7 @@ def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
                     await refuse(stream, PushAnswer, landing)
                     return
                 berth = berth_of(landing, stream.peer, waiting)
-                async with holders.holding(berth.place(header), stream.peer, header.name[:200]) as let_go:
+                async with holders.holding(berth.place(header), header.name[:200]) as let_go:
                     await _land(endpoint, stream, berth, header, let_go)
 
     async def bare(stream: Stream) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import anyio
 
 from hypha_net.endpoint import Stream
-from hypha_net.errors import StreamClosedError, StreamResetError, TransferError
+from hypha_net.errors import StreamClosedError, StreamResetError, TransferError, TransferRefusedError
 from hypha_net.turns import Turns
 from hypha_proto.codec import to_cbor
 from hypha_proto.errors import DecodeError
@@ -22,6 +22,8 @@ IDLE_TIMEOUT: Final = 60.0
 """Seconds without a byte after which a transfer is given up."""
 AT_ONCE: Final = 32
 """Transfers that one peer may have under way, in each direction; the others wait."""
+MAX_REASON: Final = 1000
+"""Characters of a peer's reason that are believed to be one."""
 
 
 class BrokenOffError(TransferError):
@@ -63,6 +65,11 @@ async def refuse(stream: Stream, kind: Any, refusal: Refusal) -> None:
     with suppress(StreamResetError):
         await send_message(stream, to_cbor(kind, refusal))
         await stream.send_eof()
+
+
+def refused(refusal: Refusal) -> TransferRefusedError:
+    """The error for a peer's refusal."""
+    return TransferRefusedError(refusal.reason[:MAX_REASON])
 
 
 async def send_message(stream: Stream, data: bytes) -> None:

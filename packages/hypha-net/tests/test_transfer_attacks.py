@@ -1,0 +1,527 @@
+"""Peers that lie about what they send or ask for: each ends in an error that is named, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import random
+import tracemalloc
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import cbor2
+import pytest
+from blake3 import blake3
+
+from hypha_net import transfer
+from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.errors import NetError, StreamResetError
+from hypha_net.events import Transferred
+from hypha_net.transfer import retries
+from hypha_net.transfer.wire import AT_ONCE, MAX_REASON, receive_message, send_message
+from hypha_proto.ids import PeerId
+from hypha_proto.protocol import PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER
+from hypha_proto.transfer import MAX_HEADER, PSEUDO_GRADIENT, PullRequest, PushHeader
+
+Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
+Kind = Literal["file", "memory"]
+
+LIMIT = 1 << 30
+REQUEST = PullRequest(dataset="d", index=2)
+DATA = random.Random(0).randbytes(3 << 20)
+DIGEST = f"blake3:{blake3(DATA).hexdigest()}"
+
+each_kind = pytest.mark.parametrize("kind", ["file", "memory"])
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "PAUSES", (0.02, 0.02))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_unexpected(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What a peer does is worth a warning; an error in the log is one that no code of ours expected."""
+    yield
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def run(opener: Opener, case: Callable[[Endpoint, Endpoint], Awaitable[None]]) -> None:
+    """Run a case between a liar and a victim."""
+
+    async def main() -> None:
+        with anyio.fail_after(60):
+            async with opener(3) as (_, liar, victim):
+                await case(liar, victim)
+
+    anyio.run(main, backend="trio")
+
+
+def header(**changed: object) -> bytes:
+    """A push's header as bytes; `changed` need not be valid."""
+    fields: dict[str, object] = {
+        "job_id": uuid.UUID(int=1).bytes,
+        "round": 1,
+        "kind": PSEUDO_GRADIENT,
+        "name": "update",
+        "size": len(DATA),
+        "digest": DIGEST,
+        "codec": "fp32",
+        "samples": 0,
+        "attempt": 0,
+    }
+    return cbor2.dumps(fields | changed)
+
+
+def honest() -> PushHeader:
+    return PushHeader(
+        job_id=uuid.UUID(int=1), round=1, kind=PSEUDO_GRADIENT, name="update", size=len(DATA), digest=DIGEST
+    )
+
+
+class Receiver:
+    """Takes pushes into a folder or into memory."""
+
+    def __init__(self, node: Endpoint, kind: Kind, folder: Path, max_bytes: int = LIMIT) -> None:
+        folder.mkdir(exist_ok=True)
+        self.node, self.folder = node, folder
+        self.landed: list[bytes] = []
+        self.names: list[str] = []
+
+        async def in_memory(data: bytearray, _digest: str) -> None:
+            self.landed.append(bytes(data))
+
+        def landing_at(path: Path) -> transfer.Landing:
+            async def arrived(_size: int, digest: str) -> None:
+                await in_memory(bytearray(await anyio.Path(path).read_bytes()), digest)
+                await anyio.Path(path).unlink()
+
+            return transfer.Landing(path, max_bytes, arrived)
+
+        async def accept(_peer: PeerId, header: PushHeader | None) -> transfer.Landing | transfer.MemoryLanding:
+            self.names.append("" if header is None else header.name)
+            if kind == "file":
+                return landing_at(folder / str(len(self.names)))
+            return transfer.MemoryLanding(max_bytes, in_memory)
+
+        transfer.serve_pushes(node, accept)
+
+    async def is_well(self, peer: Endpoint) -> None:
+        """It has taken nothing, kept nothing, and takes what is right from the very same peer, many at a time."""
+        assert self.landed == []
+        async with anyio.create_task_group() as tasks:
+            for _ in range(AT_ONCE + 1):
+                tasks.start_soon(_push_one, peer, self.node)
+        assert self.landed == [b"well"] * (AT_ONCE + 1)
+        assert list(self.folder.iterdir()) == []
+
+
+async def _push_one(peer: Endpoint, node: Endpoint) -> None:
+    size, digest = await transfer.describe(b"well")
+    said = PushHeader(job_id=uuid.uuid4(), round=1, kind="k", name="well", size=size, digest=digest)
+    await transfer.push(peer, node.peer_id, b"well", said)
+
+
+async def pushed(liar: Endpoint, victim: Endpoint, said: bytes, content: bytes = b"") -> list[Any]:
+    """What a receiver answers to a push, until it ends the stream; `reset` last where it breaks it off."""
+    answers: list[Any] = []
+    stream = await liar.open_stream(victim.peer_id, [PUSH_WITH_HEADER])
+    try:
+        await send_message(stream, said)
+        answers.append(cbor2.loads(await receive_message(stream)))
+        with suppress(StreamResetError):  # it takes no more, and has said why
+            await stream.send_all(content)
+            await stream.send_eof()
+        while last := await stream.receive_some():
+            answers.append(cbor2.loads(last[8:]))
+    except StreamResetError:
+        answers.append("reset")
+    await stream.aclose()
+    return answers
+
+
+# ------------------------------------------------------------------------------------------------- receivers of pushes
+
+
+@each_kind
+def test_a_push_of_more_than_fits_is_refused_before_a_byte(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        receiver = Receiver(victim, kind, tmp_path / "landing")
+        for size in (LIMIT + 1, 1 << 40, (1 << 64) - 1):
+            [answer] = await pushed(liar, victim, header(size=size), DATA)
+            assert answer == {"Refused": f"{size} bytes are over the limit of {LIMIT}"}
+        await receiver.is_well(liar)
+
+    run(opener, case)
+
+
+def test_a_size_that_no_file_can_have_is_refused_where_nobody_bounds_it(opener: Opener, tmp_path: Path) -> None:
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        receiver = Receiver(victim, "file", tmp_path / "landing", max_bytes=1 << 64)
+        for size in (1 << 62, (1 << 63) - 1, (1 << 64) - 1):
+            [answer] = await pushed(liar, victim, header(size=size))
+            assert "no file system holds" in answer["Refused"] or "no room" in answer["Refused"]
+        await receiver.is_well(liar)
+
+    run(opener, case)
+
+
+def test_memory_is_taken_for_what_came_and_not_for_what_was_announced(opener: Opener, tmp_path: Path) -> None:
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        receiver = Receiver(victim, "memory", tmp_path / "landing")
+        streams = []
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            for number in range(8):
+                stream = await liar.open_stream(victim.peer_id, [PUSH_WITH_HEADER])
+                await send_message(stream, header(size=LIMIT, digest=f"blake3:{number:064x}"))
+                assert cbor2.loads(await receive_message(stream)) == {"GoOn": {"offset": 0}}
+                streams.append(stream)
+            assert tracemalloc.get_traced_memory()[1] - before < 8 * (5 << 20)  # two blocks each
+        finally:
+            tracemalloc.stop()
+        for stream in streams:
+            await stream.reset()
+        await receiver.is_well(liar)
+
+    run(opener, case)
+
+
+@each_kind
+def test_another_length_or_content_than_announced_is_refused(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    cases = [
+        (header(size=len(DATA) + 1), f"{len(DATA)} bytes came of {len(DATA) + 1}"),
+        (header(size=len(DATA) - 1), "the digest is"),
+        (header(size=0), "the digest is"),
+        (header(digest="sha256:" + "0" * 64), "the digest is sha256:"),
+    ]
+
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        receiver = Receiver(victim, kind, tmp_path / "landing")
+        for said, reason in cases:
+            go_on, refusal = await pushed(liar, victim, said, DATA)
+            assert go_on == {"GoOn": {"offset": 0}}
+            assert reason in refusal["Refused"]
+        await receiver.is_well(liar)
+
+    run(opener, case)
+
+
+NONSENSE = [
+    header(digest="md5:" + "0" * 32),
+    header(digest="blake3:" + "0" * 63),
+    header(digest="blake3:../../../../../../tmp/x" + "0" * 38),
+    header(digest=3),
+    header(size=-1),
+    header(size=1 << 64),
+    header(name=3),
+    header() + b"\x00",
+    b"\xff" * 60_000,
+    b"\x81" * 60_000,
+    b"\x9b" + b"\xff" * 8 + bytes(60_000),
+    b"",
+]
+
+
+@each_kind
+def test_a_header_that_makes_no_sense_ends_its_stream(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        receiver = Receiver(victim, kind, tmp_path / "landing")
+        for said in NONSENSE:
+            assert await pushed(liar, victim, said, DATA) == ["reset"], said[:100]
+        assert receiver.names == []
+        await receiver.is_well(liar)
+
+    run(opener, case)
+
+
+@each_kind
+def test_a_header_may_be_long_but_not_without_end(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        receiver = Receiver(victim, kind, tmp_path / "landing")
+        with victim.events.follow(Transferred) as events:
+            _, refusal = await pushed(liar, victim, header(name="n" * 60_000, kind="k" * 60_000, size=7), DATA)
+            event = await anext(events)
+        assert "digest" in refusal["Refused"]
+        assert isinstance(event, Transferred)
+        assert len(event.name) <= 200
+        for length in (MAX_HEADER + 1, (1 << 64) - 1):
+            stream = await liar.open_stream(victim.peer_id, [PUSH_WITH_HEADER])
+            await stream.send_all(length.to_bytes(8, "little"))
+            with pytest.raises(StreamResetError):
+                await stream.receive_some()
+        await receiver.is_well(liar)
+
+    run(opener, case)
+
+
+@each_kind
+@pytest.mark.parametrize("protocol", [PUSH_WITH_HEADER, PUSH])
+def test_bytes_that_trickle_into_a_receiver_are_given_up(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, protocol: str
+) -> None:
+    monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.4)
+
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        receiver = Receiver(victim, kind, tmp_path / "landing")
+        stream = await liar.open_stream(victim.peer_id, [protocol])
+        if protocol == PUSH_WITH_HEADER:
+            await send_message(stream, header())
+            await receive_message(stream)
+        with victim.events.follow(Transferred) as events:
+            with pytest.raises(StreamResetError):
+                while True:
+                    await stream.send_all(b"x")
+                    await anyio.sleep(0.01)
+            while (event := await anext(events)).state != "failed":  # type: ignore[union-attr]
+                pass
+        assert isinstance(event, Transferred)
+        assert "bytes moved in" in event.reason
+        await receiver.is_well(liar)
+
+    run(opener, case)
+
+
+@pytest.mark.parametrize("protocol", [PUSH_WITH_HEADER, PULL_WITH_HEADER, PULL])
+def test_a_header_that_trickles_is_given_up(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
+) -> None:
+    monkeypatch.setattr("hypha_net.transfer.wire.IDLE_TIMEOUT", 0.4)
+
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        receiver = Receiver(victim, "memory", tmp_path / "landing")
+        transfer.serve_pulls(victim, _never)
+        stream = await liar.open_stream(victim.peer_id, [protocol])
+        await stream.send_all((60_000).to_bytes(8, "little"))
+        with pytest.raises(StreamResetError):
+            while True:
+                await stream.send_all(b"x")
+                await anyio.sleep(0.01)
+        await receiver.is_well(liar)
+
+    run(opener, case)
+
+
+async def _never(_peer: PeerId, _request: PullRequest) -> transfer.Offered:
+    raise AssertionError("half a request must not be asked about")
+
+
+@each_kind
+def test_an_old_push_without_end_stops_at_the_limit(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        receiver = Receiver(victim, kind, tmp_path / "landing", max_bytes=5 << 20)
+        stream = await liar.open_stream(victim.peer_id, [PUSH])
+        with pytest.raises(StreamResetError):
+            while True:
+                await stream.send_all(bytes(1 << 20))
+        await receiver.is_well(liar)
+
+    run(opener, case)
+
+
+# --------------------------------------------------------------------------------------------------- receivers of pulls
+
+
+Giver = Callable[[Stream, int], Awaitable[None]]
+
+
+async def pulled_from(giver: Giver, liar: Endpoint, victim: Endpoint, kind: Kind, folder: Path) -> NetError:
+    """How a pull ends from a peer that answers each request, the first with 0, by `giver(stream, number)`."""
+    asked = 0
+
+    async def give(stream: Stream) -> None:
+        nonlocal asked
+        await receive_message(stream)
+        asked += 1
+        await giver(stream, asked - 1)
+
+    liar.handle(PULL_WITH_HEADER, give)
+    await anyio.Path(folder).mkdir(exist_ok=True)
+    with pytest.raises(transfer.TransferError) as caught:
+        if kind == "file":
+            await transfer.pull(victim, liar.peer_id, REQUEST, folder / "target", max_bytes=LIMIT, timeout=20)
+        else:
+            await transfer.pull_bytes(victim, liar.peer_id, REQUEST, max_bytes=LIMIT, timeout=20)
+    assert len(str(caught.value)) < 2 * MAX_REASON
+    return caught.value
+
+
+def start(size: int = len(DATA), digest: object = DIGEST) -> bytes:
+    return cbor2.dumps({"Start": {"size": size, "digest": digest}})
+
+
+LIES = {
+    "1 TiB": (start(1 << 40), b"", f"{1 << 40} bytes are over the limit of {LIMIT}"),
+    "too short": (start(len(DATA) + 5), DATA, f"{len(DATA)} bytes came of {len(DATA) + 5}"),
+    "nothing": (start(LIMIT), b"", f"0 bytes came of {LIMIT}"),
+    "too long": (start(len(DATA) - 5), DATA, "the digest is"),
+    "other content": (start(), DATA[:-1] + b"?", "the digest is"),
+    "empty": (start(0), b"", "the digest is"),
+    "digest of another kind": (start(digest="md5:" + "0" * 32), DATA, "malformed header"),
+    "no digest": (start(digest=None), DATA, "malformed header"),
+    "a path as digest": (start(digest="blake3:../../etc/passwd"), DATA, "malformed header"),
+    "size below 0": (start(-1), DATA, "malformed header"),
+    "60 KiB of nonsense": (b"\xff" * 60_000, b"", "malformed header"),
+    "60 KiB of reason": (cbor2.dumps({"Refused": "no" * 30_000}), b"", "refused by the peer: nono"),
+    "an answer to a push": (cbor2.dumps({"GoOn": {"offset": 1 << 63}}), DATA, "malformed header"),
+}
+
+
+@each_kind
+def test_whoever_gives_something_else_than_it_says_is_found_out(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        for said, content, reason in LIES.values():
+
+            async def giver(stream: Stream, _number: int, said: bytes = said, content: bytes = content) -> None:
+                with suppress(StreamResetError):  # it has seen enough
+                    await send_message(stream, said)
+                    await stream.send_all(content)
+                    await stream.send_eof()
+
+            error = await pulled_from(giver, liar, victim, kind, tmp_path / "landing")
+            assert reason in str(error)
+            assert list((tmp_path / "landing").iterdir()) == []
+
+    run(opener, case)
+
+
+@each_kind
+def test_whoever_changes_its_mind_at_every_attempt_is_asked_a_few_times(
+    opener: Opener, tmp_path: Path, kind: Kind
+) -> None:
+    """Each time another size for the same digest, or another digest, and a cut half way."""
+    asked: list[int] = []
+
+    async def giver(stream: Stream, number: int) -> None:
+        asked.append(number)
+        await send_message(stream, start(len(DATA) + number // 2, DIGEST if number % 2 else "blake3:" + "0" * 64))
+        await stream.send_all(DATA[: 2 << 20])
+        await anyio.sleep(0.1)
+        await stream.reset()
+
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        await pulled_from(giver, liar, victim, kind, tmp_path / "landing")
+        assert asked == [0, 1, 2]
+        waiting = list((tmp_path / "landing").iterdir())
+        assert all(path.name.startswith(".hypha-blake3-") for path in waiting)
+        assert len(waiting) <= (3 if kind == "file" else 0)
+
+    run(opener, case)
+
+
+@each_kind
+def test_bytes_that_trickle_out_of_a_giver_are_given_up(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.3)
+
+    async def giver(stream: Stream, _number: int) -> None:
+        await send_message(stream, start())
+        while True:
+            await stream.send_all(b"x")
+            await anyio.sleep(0.01)
+
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        error = await pulled_from(giver, liar, victim, kind, tmp_path / "landing")
+        assert "bytes moved in" in str(error)
+        assert list((tmp_path / "landing").iterdir()) == []
+
+    run(opener, case)
+
+
+# -------------------------------------------------------------------------------------------------------------- senders
+
+
+ANSWERS: list[tuple[list[object], str]] = [
+    ([{"GoOn": {"offset": len(DATA) + 1}}], f"asked to go on from byte {len(DATA) + 1} of {len(DATA)}"),
+    ([{"GoOn": {"offset": (1 << 64) - 1}}], f"asked to go on from byte {(1 << 64) - 1} of"),
+    ([{"GoOn": {"offset": -1}}], "malformed header"),
+    ([{"Receipt": {"size": 3}}], "malformed header"),
+    ([{"Refused": "no" * 30_000}], "refused by the peer: nono"),
+    ([{"GoOn": {"offset": 0}}, {"Refused": "no" * 30_000}], "refused by the peer: nono"),
+    ([{"GoOn": {"offset": 0}}, {"GoOn": {"offset": 0}}], "malformed header"),
+    ([{"GoOn": {"offset": 0}}, "Receipt" * 9_000], "malformed header"),
+]
+
+
+@each_kind
+def test_a_pusher_believes_no_answer_that_makes_no_sense(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    (tmp_path / "file").write_bytes(DATA)
+
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        for answers, reason in ANSWERS:
+
+            async def take(stream: Stream, answers: list[object] = answers) -> None:
+                await receive_message(stream)
+                for answer in answers:
+                    await send_message(stream, cbor2.dumps(answer))
+                    if answer is not answers[-1]:
+                        while await stream.receive_some():
+                            pass
+                with anyio.move_on_after(5):
+                    await stream.receive_some()
+
+            liar.handle(PUSH_WITH_HEADER, take)
+            with pytest.raises(transfer.TransferError) as caught:
+                content = DATA if kind == "memory" else tmp_path / "file"
+                await transfer.push(victim, liar.peer_id, content, honest(), timeout=20)
+            assert reason in str(caught.value)
+            assert len(str(caught.value)) < 2 * MAX_REASON
+
+    run(opener, case)
+
+
+@each_kind
+def test_a_giver_refuses_what_lies_past_the_end(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    (tmp_path / "file").write_bytes(DATA)
+
+    async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.Offered:
+        return transfer.Offered(DATA if kind == "memory" else tmp_path / "file")
+
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        transfer.serve_pulls(victim, resolve)
+        answers = {}
+        for offset in (len(DATA), len(DATA) + 1, (1 << 64) - 1):
+            stream = await liar.open_stream(victim.peer_id, [PULL_WITH_HEADER])
+            await send_message(stream, cbor2.dumps({"dataset": "d" * 60_000, "index": 0, "offset": offset}))
+            answers[offset] = cbor2.loads(await receive_message(stream))
+            assert await stream.receive_some() == b""
+            await stream.aclose()
+        assert answers.pop(len(DATA)) == {"Start": {"size": len(DATA), "digest": DIGEST}}
+        for offset, answer in answers.items():
+            assert answer == {"Refused": f"offset {offset} is past the end ({len(DATA)})"}
+        for wrong in (-1, 1 << 64, "0"):
+            stream = await liar.open_stream(victim.peer_id, [PULL_WITH_HEADER])
+            await send_message(stream, cbor2.dumps({"dataset": "d", "index": 0, "offset": wrong}))
+            with pytest.raises(StreamResetError):
+                await stream.receive_some()
+
+    run(opener, case)
+
+
+@each_kind
+def test_a_giver_gives_up_a_peer_that_takes_nothing(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    monkeypatch.setattr("hypha_net.transfer.moving.IDLE_TIMEOUT", 0.3)
+    (tmp_path / "file").write_bytes(DATA * 4)
+
+    async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.Offered:
+        return transfer.Offered(DATA * 4 if kind == "memory" else tmp_path / "file")
+
+    async def case(liar: Endpoint, victim: Endpoint) -> None:
+        transfer.serve_pulls(victim, resolve)
+        with victim.events.follow(Transferred) as events:
+            stream = await liar.open_stream(victim.peer_id, [PULL_WITH_HEADER])
+            await send_message(stream, cbor2.dumps({"dataset": "d", "index": 0}))
+            while (event := await anext(events)).state != "failed":  # type: ignore[union-attr]
+                pass
+        assert isinstance(event, Transferred)
+        assert "took nothing" in event.reason
+        await stream.reset()
+
+    run(opener, case)
