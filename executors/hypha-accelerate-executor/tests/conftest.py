@@ -252,6 +252,43 @@ def digit_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def llama_config() -> dict[str, Any]:
+    """Configuration of a small language model whose output weights are its input embeddings."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": True,
+    }
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory, llama_config: dict[str, Any]) -> Path:
+    """That language model; tests read it, none writes to it."""
+    from hypha.accelerate_executor.create_model import create_model
+
+    path = tmp_path_factory.mktemp("llama") / "model"
+    create_model("causal-lm", llama_config, 1, path)
+    return path
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Torch computes with one thread: sums come out the same to the bit."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def make_worker(
     tmp_path: Path, digit_model: Path, digit_slices: list[Path], serve: Callable[[FakeWorker], FakeWorker]

@@ -21,32 +21,32 @@ pytestmark = pytest.mark.timeout(120)
 MODEL = {"task": "image-classification", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
 
 
-def _process(worker: Any, *extra: str, **config: Any) -> subprocess.Popen[str]:
+def _process(worker: Any) -> subprocess.CompletedProcess[str]:
+    """The executor as a worker starts it, which has ended or was killed after 100 seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "hypha.accelerate_executor.training", *worker.arguments(**config), *extra]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "hypha.accelerate_executor.training", *worker.arguments()]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_the_process_runs_a_job_and_leaves_quietly(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=2, batches=5)
-    out, err = (process := _process(worker)).communicate(timeout=100)
-    assert process.returncode == 0, err
+    done = _process(worker)
+    assert done.returncode == 0, done.stderr
     assert worker.done_rounds == 2
-    assert out == ""
-    assert "Traceback" not in err
-    assert "Warning" not in err
-    assert err.splitlines()[-1].endswith("the job is done")
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("the job is done")
 
 
 def test_the_process_ends_with_one_line_when_its_worker_dies(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=100, batches=100)
     worker.answers["/status/send"] = lambda body: (0, None) if len(worker.reports) > 5 else worker.status(body)
-    process = _process(worker)
-    _, err = process.communicate(timeout=100)
+    done = _process(worker)
     assert len(worker.reports) == 6
-    assert process.returncode == 1
-    assert "Traceback" not in err
-    assert "the worker closed the bridge" in err.splitlines()[-1]
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "the worker closed the bridge" in done.stderr.splitlines()[-1]
 
 
 def test_a_worker_that_does_not_answer(make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -142,6 +142,7 @@ def test_done_ends_the_run_wherever_it_comes(make_worker: Callable[..., Any], ki
 
     worker.answers["/status/send"] = status
     assert training.main(worker.arguments()) == 0
+    assert worker.done_rounds <= 1, "it went on after it was told that the job is done"
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
 
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.evaluate import evaluate
 from hypha_proto.update import apply_update_to_dir, open_update
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 SHARE = {
@@ -23,14 +24,6 @@ SHARE = {
     "resource": {"dataset": "held-out", "index": 0},
     "filenames": ["evaluation-00000.safetensors", "evaluation-00001.safetensors"],
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -24,26 +24,6 @@ from hypha_proto.update import UpdateMetadata, apply_update, open_update, write_
 
 pytestmark = pytest.mark.timeout(120)
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-}
-
-
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A language model whose output weights are its input embeddings."""
-    path = tmp_path_factory.mktemp("llama") / "model"
-    create_model("causal-lm", LLAMA, 1, path)
-    return path
-
 
 def test_every_task_has_its_auto_class() -> None:
     for task in TASKS:
@@ -176,8 +156,8 @@ def test_create_model_is_decided_by_the_seed(tmp_path: Path) -> None:
     assert "not an empty directory" in again.output
 
 
-def test_create_model_from_a_configuration(tmp_path: Path) -> None:
-    (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
+def test_create_model_from_a_configuration(llama_config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "llama.json").write_text(json.dumps(llama_config))
     config = str(tmp_path / "llama.json")
     out = _run("create-model", "--task", "causal-lm", "--config-json", config, "--out", str(tmp_path / "m"))
     assert "parameters" in out

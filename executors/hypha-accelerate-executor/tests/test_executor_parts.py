@@ -214,7 +214,8 @@ def test_accelerate_is_used_only_where_it_has_something_to_do() -> None:
 def test_the_entry_does_not_wait_for_torch() -> None:
     heavy = ("torch", "transformers", "accelerate", "scipy")
     code = f"import hypha.accelerate_executor.training, sys; print([m for m in {heavy!r} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout == "[]\n"
 
 
 def test_a_loaded_model_brings_only_its_own_class(digit_model: Path) -> None:
@@ -224,8 +225,8 @@ def test_a_loaded_model_brings_only_its_own_class(digit_model: Path) -> None:
         "print(sorted(m for m in sys.modules if m.startswith('transformers.models.') and '.modeling_' in m))\n"
         "print([m for m in ('scipy', 'sklearn', 'torchvision', 'tensorboard') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert out == [
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.splitlines() == [
         "['transformers.models.auto.modeling_auto', 'transformers.models.resnet.modeling_resnet']",
         "[]",
     ]

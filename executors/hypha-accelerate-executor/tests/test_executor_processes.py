@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,27 +13,17 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from bounded_waits import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopback_ports import free_port
 
 from hypha.accelerate_executor import training
-from hypha.accelerate_executor.create_model import create_model
 from hypha.accelerate_executor.pieces import count_labels, divide
 from hypha_proto.update import UpdateMetadata, open_update, write_update
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-}
 TEXT = {"task": "causal-lm", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
 # an epsilon well above the rounding of gradients: AdamW's first steps would blow it up to a whole learning rate
 OPTIMIZER = {"learning-rate": 3e-3, "epsilon": 1e-3, "max-grad-norm": 0.5}
@@ -80,32 +68,22 @@ def text_slices(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [path]
 
 
-@pytest.fixture(scope="session")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama") / "model"
-    create_model("causal-lm", LLAMA, 1, path)
-    return path
-
-
 def _launched(processes: int) -> list[dict[str, str]]:
     """What a launcher puts into the environment of each of its processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     alike = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
-    alike |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    alike |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [alike | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 @pytest.fixture
 def start(
-    make_worker: Callable[..., Any], text_slices: list[Path], text_model: Path
+    make_worker: Callable[..., Any], text_slices: list[Path], llama: Path
 ) -> Iterator[Callable[..., tuple[Any, list[subprocess.Popen[str]]]]]:
     """Start an executor of some processes for a job on text; none is left running."""
     running: list[subprocess.Popen[str]] = []
 
     def begin(processes: int = 1, rounds: int = 2, **variables: str) -> tuple[Any, list[subprocess.Popen[str]]]:
-        worker = make_worker(rounds=rounds, batches=5, model_dir=text_model, slices=text_slices)
+        worker = make_worker(rounds=rounds, batches=5, model_dir=llama, slices=text_slices)
         arguments = worker.arguments(model=TEXT, optimizer=OPTIMIZER, batch_size=7)
         command = [sys.executable, "-m", "hypha.accelerate_executor.training", *arguments, "--timeout", "60"]
         mine = [
@@ -116,7 +94,11 @@ def start(
         return worker, mine
 
     yield begin
-    for process in running:
+    _kill(running)
+
+
+def _kill(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
         if process.poll() is None:
             process.kill()
         process.communicate()
@@ -124,7 +106,11 @@ def start(
 
 def _finish(processes: list[subprocess.Popen[str]]) -> list[str]:
     """Wait for a job's good end; what each process wrote."""
-    errors = [process.communicate(timeout=180)[1] for process in processes]
+    try:
+        errors = [process.communicate(timeout=180)[1] for process in processes]
+    except subprocess.TimeoutExpired:
+        _kill(processes)
+        raise
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(errors)
     return errors
 
@@ -143,9 +129,9 @@ def _losses(worker: Any) -> list[float]:
 
 
 @pytest.fixture
-def plain(make_worker: Callable[..., Any], text_slices: list[Path], text_model: Path) -> Any:
+def plain(make_worker: Callable[..., Any], text_slices: list[Path], llama: Path) -> Any:
     """The same job in one process, without accelerate."""
-    worker = make_worker(rounds=2, batches=5, model_dir=text_model, slices=text_slices)
+    worker = make_worker(rounds=2, batches=5, model_dir=llama, slices=text_slices)
     assert training.main(worker.arguments(model=TEXT, optimizer=OPTIMIZER, batch_size=7)) == 0
     return worker
 
@@ -233,13 +219,13 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_weights_in_shards_are_gathered_and_set(text_model: Path, tmp_path: Path) -> None:
+def test_weights_in_shards_are_gathered_and_set(llama: Path, tmp_path: Path) -> None:
     """FSDP's shards over two processors: Accelerate does not offer that, torch does."""
-    stored = safetensors.numpy.load_file(text_model / "model.safetensors")
+    stored = safetensors.numpy.load_file(llama / "model.safetensors")
     shapes = {name: value.shape for name, value in stored.items()}
     outer = {name: np.full_like(value, 0.25) for name, value in stored.items()}
     write_update(tmp_path / "outer.safetensors", shapes, outer.items(), UpdateMetadata())
-    command = [sys.executable, "-c", SHARDED, str(text_model), str(tmp_path)]
+    command = [sys.executable, "-c", SHARDED, str(llama), str(tmp_path)]
     running = [
         subprocess.Popen(command, env=os.environ | several, stderr=subprocess.PIPE, text=True)
         for several in _launched(2)
@@ -258,8 +244,12 @@ def test_weights_in_shards_are_gathered_and_set(text_model: Path, tmp_path: Path
 @pytest.mark.parametrize("lost", [0, 1])
 def test_processes_end_when_one_of_them_is_lost(start: Callable[..., Any], lost: int) -> None:
     worker, processes = start(2, rounds=100_000)
-    while worker.done_rounds < 1 and all(process.poll() is None for process in processes):
-        signal.sigtimedwait([], 0.05)
+
+    def trained() -> bool:
+        assert [process.poll() for process in processes] == [None, None], "one ended by itself"
+        return bool(worker.done_rounds >= 1)
+
+    wait_until(trained, 120, "the end of the first round")
     processes[lost].kill()
     _, error = processes[1 - lost].communicate(timeout=60)
     assert processes[1 - lost].returncode == 1
@@ -268,7 +258,7 @@ def test_processes_end_when_one_of_them_is_lost(start: Callable[..., Any], lost:
 
 @pytest.mark.slow
 def test_accelerate_launch_with_a_configuration_file(
-    make_worker: Callable[..., Any], text_slices: list[Path], text_model: Path, plain: Any, tmp_path: Path
+    make_worker: Callable[..., Any], text_slices: list[Path], llama: Path, plain: Any, tmp_path: Path
 ) -> None:
     """What a worker's owner writes: `accelerate launch --config_file`, two processes, micro-batches."""
     config = tmp_path / "accelerate.yaml"
@@ -277,7 +267,7 @@ def test_accelerate_launch_with_a_configuration_file(
         "num_processes: 2\nmachine_rank: 0\nmixed_precision: 'no'\n"
         "rdzv_backend: static\nsame_network: true\nmain_training_function: main\n"
     )
-    worker = make_worker(rounds=2, batches=5, model_dir=text_model, slices=text_slices)
+    worker = make_worker(rounds=2, batches=5, model_dir=llama, slices=text_slices)
     arguments = worker.arguments(model=TEXT, optimizer=OPTIMIZER, batch_size=7)
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(config)]
     command += ["--gradient_accumulation_steps", "2", "--main_process_port", "0"]  # no key of the file for the first

@@ -36,7 +36,10 @@ def _run(worker: Any, job: str) -> tuple[int, str]:
     )
     arguments = Path(f"/proc/{process.pid}/cmdline")
     seen = arguments.read_text() if arguments.exists() else ""
-    output, _ = process.communicate(timeout=100)
+    try:
+        output, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
     return process.returncode, seen + output
 
 

@@ -20,15 +20,7 @@ from hypha.accelerate_executor.data import Batches
 from hypha.accelerate_executor.evaluate import evaluate
 from hypha_proto.update import apply_update_to_dir, open_update
 
-pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
 
 
 def _result(worker: Any, to: Path) -> Path:
