@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import unquote, urlsplit
+
+from http_stand_in import served
 
 COMMIT = "c0ffee" * 6 + "c0ff"
 SIGNATURE = "X-Amz-Signature=5ecret"
@@ -38,6 +39,8 @@ class Hub:
     seen_elsewhere: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)
     """The same of the host of the large files."""
     broken: set[str] = field(default_factory=set)
+    not_served: list[str] = field(default_factory=list)
+    """Requests that it has no answer for, which the real one would have; they fail the test when it ends."""
 
     @property
     def ranges(self) -> list[str]:
@@ -55,8 +58,20 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.answer(body=True)
 
+    def do_POST(self) -> None:
+        _Handler.answer(self, body=True)
+
     def answer(self, *, body: bool) -> None:
-        raise NotImplementedError
+        """Tell what was asked that is not served here."""
+        repository = self.hub.repository
+        told = (
+            f"the stand-in hub was asked {self.command} {self.path}; it serves GET and HEAD of "
+            f"/api/models/{repository}[/tree]/REVISION and /{repository}/resolve/REVISION/FILE alone: "
+            "teach tests/hub_server.py the route, or keep the program from asking"
+        )
+        self.hub.not_served.append(told)
+        self.close_connection = True  # a body that was sent along is not read
+        self.say(501, {"content-type": "text/plain"}, told.encode(), body=body)
 
     def asked(self) -> tuple[str, str, str | None, str | None]:
         return self.command, self.path, self.headers.get("authorization"), self.headers.get("range")
@@ -89,8 +104,10 @@ class _Api(_Handler):
             self.describe(path.removeprefix(f"/api/models/{hub.repository}"))
         elif path.startswith(f"/{hub.repository}/resolve/"):
             self.resolve(*path.removeprefix(f"/{hub.repository}/resolve/").split("/", 1), body=body)
-        else:
+        elif path.startswith("/api/models/") or "/resolve/" in path:
             self.say(404, {"x-error-code": "RepoNotFound"}, b"", body=body)
+        else:
+            super().answer(body=body)
 
     def describe(self, rest: str) -> None:
         kind, _, revision = rest.strip("/").partition("/")
@@ -160,17 +177,8 @@ def _oid(content: bytes) -> str:
 def hub_server(files: dict[str, bytes], token: str | None = None) -> Iterator[Hub]:
     """A hub with one repository; programs find it by ``HF_ENDPOINT``."""
     hub = Hub(files, token)
-    kinds = [type("Handler", (kind,), {"hub": hub}) for kind in (_Api, _Elsewhere)]
-    servers = [ThreadingHTTPServer(("127.0.0.1", 0), kind) for kind in kinds]
-    threads = [threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True) for server in servers]
-    for thread in threads:
-        thread.start()
-    hub.url, hub.elsewhere = (f"http://127.0.0.1:{server.server_port}" for server in servers)
-    hub.elsewhere = hub.elsewhere.replace("127.0.0.1", "localhost")  # another host, which no token is for
-    try:
+    api, elsewhere = (type("Handler", (kind,), {"hub": hub}) for kind in (_Api, _Elsewhere))
+    with served(api) as hub.url, served(elsewhere) as url:
+        hub.elsewhere = url.replace("127.0.0.1", "localhost")  # another host, which no token is for
         yield hub
-    finally:
-        for server, thread in zip(servers, threads, strict=True):
-            server.shutdown()
-            server.server_close()
-            thread.join(5)
+    assert not hub.not_served, "\n".join(hub.not_served)

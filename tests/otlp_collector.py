@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gzip
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import grpc
+from http_stand_in import served
 from opentelemetry.proto.collector.logs.v1 import logs_service_pb2, logs_service_pb2_grpc
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
@@ -91,11 +91,9 @@ def http_collector() -> Iterator[Collector]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        collector.url = f"http://127.0.0.1:{server.server_address[1]}/otlp"
+    with served(Handler) as url:
+        collector.url = f"{url}/otlp"
         yield collector
-        server.shutdown()
 
 
 @contextmanager
@@ -127,5 +125,7 @@ def grpc_collector() -> Iterator[Collector]:
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(Metrics(), server)
     collector.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    yield collector
-    server.stop(0).wait()
+    try:
+        yield collector
+    finally:
+        assert server.stop(0).wait(10), "the collector did not end within 10 s"

@@ -10,12 +10,11 @@ import hashlib
 import json
 import re
 import tempfile
-import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import anyio
 import httpx
 import pytest
 from document_blocks import block
+from http_stand_in import served
 
 from hypha_net import transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
@@ -74,16 +74,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         def log_message(self, *_args: object) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    try:
+    with served(Handler) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
         yield asked
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
 
 
 @dataclass
