@@ -290,14 +290,13 @@ def test_bytes_that_trickle_into_a_receiver_are_given_up(
 def test_a_header_that_trickles_is_given_up(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
 ) -> None:
-    monkeypatch.setattr("hypha_net.transfer.wire.IDLE_TIMEOUT", 0.4)
-
     async def case(liar: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, "memory", tmp_path / "landing")
         transfer.serve_pulls(victim, _never)
-        stream = await liar.open_stream(victim.peer_id, [protocol])
-        await stream.send_all((60_000).to_bytes(8, "little"))
-        with pytest.raises(StreamResetError):
+        with monkeypatch.context() as patch, pytest.raises(StreamResetError):
+            patch.setattr("hypha_net.transfer.wire.IDLE_TIMEOUT", 0.4)
+            stream = await liar.open_stream(victim.peer_id, [protocol])
+            await stream.send_all((60_000).to_bytes(8, "little"))
             while True:
                 await stream.send_all(b"x")
                 await anyio.sleep(0.01)
