@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import uuid
@@ -62,6 +63,7 @@ from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_proto.update import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.errors import AllocationError, JobFailedError
 from hypha_scheduler.job_config import JobConfig
+from hypha_scheduler.journal import Journal
 from hypha_scheduler.service import SchedulerService
 
 NOW = Timestamp.of(0)
@@ -462,16 +464,16 @@ def test_the_job_goes_on_without_a_lost_worker_when_it_may(tmp_path: Path, model
     play(tmp_path, case, prepare)
 
 
-def test_the_job_goes_on_without_a_worker_that_is_late_in_every_round(tmp_path: Path, model: Path) -> None:
+def test_the_job_ends_without_a_worker_that_is_late_in_its_last_round(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
-        changes = {"resources": {"num_workers": 3, "min_workers": 2}, "rounds": {"timeout": 0.6}}
+        changes = {"resources": {"num_workers": 3, "min_workers": 2}, "rounds": {"update_rounds": 1, "timeout": 1.5}}
         await service.conduct(job(model, **changes))
         assert workers[2].released == ["the job is done"]
         for message in workers[3].rounds_seen:
             assert workers[2].endpoint.peer_id not in {member.peer for member in message.members}
 
     def prepare(workers: list[Worker]) -> None:
-        workers[2].batch_seconds = 0.8
+        workers[2].batch_seconds = 2.2
 
     play(tmp_path, case, prepare)
     assert [event["event"] for event in events(tmp_path)][-1] == "finished"
@@ -558,6 +560,27 @@ def test_a_worker_that_is_taken_for_one_part_is_named_where_another_part_lacks_o
         assert "4 of 4 for train, 0 of 1 for aggregate" in lines[0] or "3 of 4 for train, 1 of 1" in lines[0]
         assert len([line for line in lines if "taken for" in line and "a worker of its own" in line]) == 4
         assert not any(line.endswith(": ") for line in lines)
+
+    play(tmp_path, case)
+
+
+@pytest.mark.parametrize("kind", ["accepted", "placed"])
+def test_a_disk_that_is_full_fails_the_job_and_not_the_scheduler(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    kept = Journal.record
+
+    def record(journal: Journal, what: str, **fields: object) -> None:
+        if what == kind:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        kept(journal, what, **fields)
+
+    async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
+        with monkeypatch.context() as full, failing() as told:
+            full.setattr(Journal, "record", record)
+            await service.conduct(job(model))
+        assert "No space left on device" in told[0]
+        assert [len(worker.released) for worker in workers] == ([0] * 4 if kind == "accepted" else [1] * 4)
 
     play(tmp_path, case)
 

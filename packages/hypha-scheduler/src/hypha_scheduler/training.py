@@ -16,6 +16,7 @@ import anyio
 import anyio.abc
 
 from hypha_net.endpoint import Endpoint
+from hypha_net.node.lifecycle import leaves
 from hypha_net.transfer import Landing, Offered
 from hypha_proto.aggregate import UpdateRefused
 from hypha_proto.ids import PeerId
@@ -120,6 +121,14 @@ class TrainingRun:
         Raises:
             JobFailedError: it came to no result; its executors are stopped and its leases given back.
         """
+        why = ""
+        try:
+            return await self._run()
+        except* OSError as errors:  # also of the job's background tasks: they end this job, not the scheduler
+            why = "; ".join(map(str, leaves(errors)))
+        raise JobFailedError(f"{self.directory}: the job's files cannot be used: {why}")
+
+    async def _run(self) -> Path:
         self.directory.mkdir(parents=True)
         (self.directory / "updates").mkdir()
         with JobReport(self.directory, self._bridge) as self._report:
