@@ -10,8 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import anyio
 import psutil
+from bounded_waits import wait_until
 
 from hypha_local.certificates import write_certificates
 from hypha_local.digits import write_digits
@@ -47,15 +47,6 @@ def trainer(name: str, delay: float) -> str:
     args = ["-m", "hypha.accelerate_executor.training"]
     args += ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
     return f'{text}args = {json.dumps(args)}\nenv = {{ HYPHA_EXECUTOR_DELAY = "{delay}" }}\n'
-
-
-def wait_until(happened: Callable[[], bool], timeout: float, what: str) -> float:
-    """Wait for something; returns the seconds that it took, and fails with `what` after `timeout`."""
-    began = time.monotonic()
-    while not happened():
-        assert time.monotonic() - began < timeout, f"{what}: not within {timeout:g} s"
-        time.sleep(0.05)
-    return time.monotonic() - began
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -103,6 +103,7 @@ def daemon(command: list[str], env: dict[str, str], log: Path) -> Iterator[subpr
             code = process.wait(15)
         finally:
             process.kill()
+            process.wait()
     assert code == 0, log.read_text()
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from local_network import LocalNetwork, processes_of, wait_until
+from bounded_waits import wait_until
+from local_network import LocalNetwork, processes_of
 from namespaces import WAN, Namespaces, two_homes
 
 from hypha_local import plan

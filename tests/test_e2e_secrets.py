@@ -11,6 +11,7 @@ from typing import Any
 import local_network
 import psutil
 import pytest
+from bounded_waits import wait_until
 from hub_server import Hub, hub_server
 from local_network import LocalNetwork
 from otlp_collector import Collector, http_collector
@@ -118,7 +119,7 @@ def test_a_token_that_is_not_taken_is_nowhere_either(
         hub.break_off = False
         job = network.job(rounds=1, model=MODEL.format(token=TOKEN))
         # the scheduler has fetched everything by then; the executor, which asks through its worker, is still starting
-        local_network.wait_until(lambda: bool(job.events("dispatched")), 90, "the dispatch")
+        wait_until(lambda: bool(job.events("dispatched")), 90, "the dispatch")
         hub.token = "hf_Another"  # from now on, which is before a worker asks
         assert job.wait(120) == 1, job.log
         assert "401" in network.log("worker-1")

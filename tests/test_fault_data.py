@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from local_network import Job, LocalNetwork, processes_of, wait_until
+from bounded_waits import wait_until
+from local_network import Job, LocalNetwork, processes_of
 
 from hypha_local import plan
 from hypha_local.plan import NodePlan

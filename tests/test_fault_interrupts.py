@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from local_network import processes_of, wait_until
+from bounded_waits import wait_until
+from local_network import processes_of
 
 from hypha_local.processes import child_environment, script
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from local_network import LocalNetwork, executor, local_network, wait_until
+from bounded_waits import wait_until
+from local_network import LocalNetwork, executor, local_network
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

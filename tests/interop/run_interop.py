@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import UUID
 
 import anyio
 import pytest
+from bounded_waits import run, until
 from interop import ours
 from interop.authority import Authority
 from interop.rust_peer import RustError, RustPeer, rust_peer
+from loopback_ports import free_port
 
 from hypha_net import requests, transfer
 from hypha_net._libp2p.engine import Libp2pEndpoint
@@ -34,29 +35,9 @@ TOPIC = "hypha/worker"
 pytestmark = pytest.mark.timeout(300)
 
 
-def run(main: Callable[[], Awaitable[None]], limit: float = 120) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(limit):
-            await main()
-
-    anyio.run(bounded, backend="trio")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def bare(address: str) -> str:
     """An address without its last ``/p2p/``, as libp2p's identify hands it on."""
     return address.rpartition("/p2p/")[0]
-
-
-async def until(what: Callable[[], object], timeout: float = 15) -> None:
-    with anyio.fail_after(timeout):
-        while not what():
-            await anyio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -73,7 +54,7 @@ async def connect(rust: RustPeer, own: Libp2pEndpoint, *, rust_dials: bool) -> P
     else:
         await own.connect(rust.address)
     peer = PeerId.parse(rust.id)
-    await until(lambda: peer in own.connected_peers())
+    await until(lambda: peer in own.connected_peers(), 15)
     return peer
 
 
@@ -90,12 +71,12 @@ def test_handshake_identify_and_ping(binary: Path, certify: Certify, rust_dials:
             assert seen["agent"].startswith("hypha-python/")
             assert bare(own.addresses[0]) in seen["addresses"]
             assert {"/ipfs/kad/1.0.0", "/meshsub/1.1.0", "/ipfs/ping/1.0.0"} <= set(seen["protocols"])
-            await until(lambda: own.connected_peers()[peer].agent == "hypha-rust/0.0.1")
+            await until(lambda: own.connected_peers()[peer].agent == "hypha-rust/0.0.1", 15)
             assert bare(rust.address) in own.connected_peers()[peer].addresses
             await rust.until("ping", count=3, peer=str(own.peer_id), error=None)
             assert not rust.of("identify_failed")
 
-    run(main)
+    run(main, 120)
 
 
 def test_wrong_peer_id_is_refused(binary: Path, certify: Certify) -> None:
@@ -107,7 +88,7 @@ def test_wrong_peer_id_is_refused(binary: Path, certify: Certify) -> None:
             with pytest.raises(UnreachableError):
                 await own.connect(rust.address.replace(rust.id, str(other)))
 
-    run(main)
+    run(main, 120)
 
 
 def test_gateway_daemon_answers_a_rust_peer(binary: Path, certify: Certify) -> None:
@@ -123,7 +104,7 @@ def test_gateway_daemon_answers_a_rust_peer(binary: Path, certify: Certify) -> N
             await rust.until("ping", count=2, peer=str(gate.id), error=None)
             assert await rust.do("health", peer=str(gate.id)) is True
 
-    run(main)
+    run(main, 120)
 
 
 @pytest.mark.parametrize("reason", ["unknown CA", "revoked"])
@@ -148,12 +129,12 @@ def test_who_is_not_trusted_is_refused_both_ways(binary: Path, authority: Author
             print(f"\n{bad} {reason}, ours dials:", refusal.value)
             print("Rust, dialled:", (await rust.until("refused"))["detail"])
             await rust.do("dial", address=own.addresses[0])
-            await until(lambda: rust.of("dial_failed") or rust.of("closed"))
+            await until(lambda: rust.of("dial_failed") or rust.of("closed"), 15)
             print("Rust dials:", rust.of("dial_failed") or rust.of("closed"))
             assert not own.connected_peers()
             assert not await rust.do("connected")
 
-    run(main)
+    run(main, 120)
 
 
 # --------------------------------------------------------------------------------------------------- 2. streams
@@ -174,7 +155,7 @@ def test_large_streams_both_ways(binary: Path, certify: Certify, rust_dials: boo
                 assert await ask(own, peer, size) == size
                 print(f"ours {name}: {64 / (time.monotonic() - began):.0f} MiB/s")
 
-    run(main)
+    run(main, 120)
 
 
 @pytest.mark.parametrize("rust_dials", [True, False])
@@ -185,7 +166,7 @@ def test_300_streams_at_once(binary: Path, certify: Certify, rust_dials: bool) -
             assert await rust.do("many", peer=str(own.peer_id), count=300, size=100_000, timeout=60) == 300
             assert await ours.many(own, peer, 300, 100_000) == 300
 
-    run(main)
+    run(main, 120)
 
 
 def test_resets_are_seen_as_such(binary: Path, certify: Certify) -> None:
@@ -200,7 +181,7 @@ def test_resets_are_seen_as_such(binary: Path, certify: Certify) -> None:
                 await stream.receive_some()
             assert await ours.many(own, peer, 1, 1000) == 1
 
-    run(main)
+    run(main, 120)
 
 
 def test_silent_connection_with_a_stream_lives_by_pings(binary: Path, certify: Certify) -> None:
@@ -212,7 +193,7 @@ def test_silent_connection_with_a_stream_lives_by_pings(binary: Path, certify: C
             assert await rust.do("hold", peer=str(own.peer_id), seconds=40.0, timeout=60) == 1
             assert not rust.of("closed")
 
-    run(main)
+    run(main, 120)
 
 
 def test_idle_connection(binary: Path, certify: Certify) -> None:
@@ -227,7 +208,7 @@ def test_idle_connection(binary: Path, certify: Certify) -> None:
                 assert await ours.many(own, peer, 1, 10) == 1  # dialled again at the address that identify told
                 await rust.until("connected", count=2, peer=str(own.peer_id))
 
-    run(main)
+    run(main, 120)
 
 
 # ---------------------------------------------------------------------------------------------------- 3. gossip
@@ -251,7 +232,7 @@ def test_gossip_passes_through_our_gateway_also_after_its_restart(binary: Path, 
                     with anyio.fail_after(15):
                         while str(gate.id) not in await rust.do("mesh", topic=TOPIC):
                             await anyio.sleep(0.1)
-                await until(lambda: gate.id in own.topic_peers(TOPIC))
+                await until(lambda: gate.id in own.topic_peers(TOPIC), 15)
                 await anyio.sleep(2)
                 await one.do("publish", topic=TOPIC, data=f"from rust {again}")
                 heard = await two.until("heard", data=f"from rust {again}")
@@ -273,7 +254,7 @@ def test_gossip_passes_through_our_gateway_also_after_its_restart(binary: Path, 
             assert len(one.of("heard")) == 2
             assert len(two.of("heard")) == 4
 
-    run(main)
+    run(main, 120)
 
 
 def test_gossip_of_more_rust_peers_than_a_mesh_has(binary: Path, certify: Certify) -> None:
@@ -302,7 +283,7 @@ def test_gossip_of_more_rust_peers_than_a_mesh_has(binary: Path, certify: Certif
             assert all(len(rust.of("heard")) == 13 for rust in rusts)
             stop.set()
 
-    run(main)
+    run(main, 120)
 
 
 # ------------------------------------------------------------------------------------------------- 4. directory
@@ -347,7 +328,7 @@ def test_directory_with_a_rust_client(binary: Path, certify: Certify) -> None:
             await two.until("connected", count=2, peer=str(gate.id))
             assert (await two.do("get", key="mnist"))["publisher"] == one.id
 
-    run(main)
+    run(main, 120)
 
 
 # ----------------------------------------------------------------------------------------------------- 5. relay
@@ -374,7 +355,7 @@ def test_rust_peer_is_reached_through_our_relay(binary: Path, certify: Certify) 
             await other.until("connected", peer=hidden.id)
             assert await other.do("send", peer=hidden.id, size=4 * MIB) == 4 * MIB
 
-    run(main)
+    run(main, 120)
 
 
 def test_our_leaf_is_reached_by_rust_through_our_relay(binary: Path, certify: Certify) -> None:
@@ -384,7 +365,7 @@ def test_our_leaf_is_reached_by_rust_through_our_relay(binary: Path, certify: Ce
             ours.leaf(certify("hidden"), gate.address, listen_addresses=()) as hidden,
             rust_peer(binary, certify("rust"), listen=[]) as rust,
         ):
-            await until(lambda: any("p2p-circuit" in address for address in hidden.addresses))
+            await until(lambda: any("p2p-circuit" in address for address in hidden.addresses), 15)
             await rust.do("dial", address=gate.address)
             await rust.until("routed", peer=str(gate.id))
             found = dict(await rust.do("closest", peer=str(hidden.peer_id)))
@@ -399,7 +380,7 @@ def test_our_leaf_is_reached_by_rust_through_our_relay(binary: Path, certify: Ce
             with pytest.raises(RustError):
                 await rust.do("send", peer=str(ours.load_identity(*ours.files(certify("absent"))).peer_id), size=1)
 
-    run(main)
+    run(main, 120)
 
 
 def test_our_leaves_use_a_rust_relay_with_stock_limits(binary: Path, certify: Certify) -> None:
@@ -419,7 +400,7 @@ def test_our_leaves_use_a_rust_relay_with_stock_limits(binary: Path, certify: Ce
                 with anyio.fail_after(20):
                     assert await ours.send(own, hidden.peer_id, 20_000) == 20_000
 
-    run(main)
+    run(main, 120)
 
 
 def test_our_leaves_live_with_a_rust_gateway(binary: Path, certify: Certify) -> None:
@@ -448,7 +429,7 @@ def test_our_leaves_live_with_a_rust_gateway(binary: Path, certify: Certify) -> 
                     assert (await anext(messages)).source == one.peer_id
                 assert await ours.send(one, two.peer_id, MIB) == MIB
 
-    run(main)
+    run(main, 120)
 
 
 def test_limits_of_our_relay_are_told_to_rust_and_kept(binary: Path, certify: Certify) -> None:
@@ -471,7 +452,7 @@ def test_limits_of_our_relay_are_told_to_rust_and_kept(binary: Path, certify: Ce
                     await other.do("send", peer=hidden.id, size=400_000)
                 await other.until("closed", count=attempt, peer=hidden.id)
 
-    run(main)
+    run(main, 120)
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["told by identify", "told by dcutr"])
@@ -486,17 +467,17 @@ def test_a_direct_way_follows_a_relayed_one(binary: Path, certify: Certify, hidd
         ):
             await rust.do("dial", address=gate.address)
             await rust.until("identified", peer=str(gate.id))
-            await until(lambda: any("p2p-circuit" in address for address in own.addresses))
+            await until(lambda: any("p2p-circuit" in address for address in own.addresses), 15)
             circuit = next(address for address in own.addresses if "p2p-circuit" in address)
             await rust.do("dial", address=circuit)
             await rust.until("connected", peer=str(own.peer_id), relayed=True)
             await rust.until("connected", peer=str(own.peer_id), relayed=False, timeout=30)
-            await until(lambda: own.is_direct(PeerId.parse(rust.id)))
+            await until(lambda: own.is_direct(PeerId.parse(rust.id)), 15)
             if hidden:
                 assert (await rust.until("dcutr", peer=str(own.peer_id)))["error"] is None
             assert await rust.do("send", peer=str(own.peer_id), size=MIB) == MIB
 
-    run(main)
+    run(main, 120)
 
 
 # -------------------------------------------------------------------------------------------- 6. what Hypha says
@@ -532,7 +513,7 @@ def test_requests_in_both_roles(binary: Path, certify: Certify) -> None:
             with pytest.raises(RustError):
                 await rust.do("renew", peer=str(own.peer_id), lease="0123456789abcdef", timeout=5)
 
-    run(main)
+    run(main, 120)
 
 
 def test_slices_in_both_roles(binary: Path, certify: Certify, tmp_path: Path) -> None:
@@ -563,7 +544,7 @@ def test_slices_in_both_roles(binary: Path, certify: Certify, tmp_path: Path) ->
                 while await stream.receive_some():
                     pass
 
-    run(main)
+    run(main, 120)
 
 
 def test_many_slices_of_one_rust_peer_at_once(binary: Path, certify: Certify, tmp_path: Path) -> None:
@@ -591,4 +572,4 @@ def test_many_slices_of_one_rust_peer_at_once(binary: Path, certify: Certify, tm
             print("\nserved:", len(rust.of("served")), "failed:", failed)
             assert not failed
 
-    run(main)
+    run(main, 120)
