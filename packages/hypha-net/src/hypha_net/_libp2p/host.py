@@ -38,6 +38,8 @@ _AGENT: Final = "agent_version"
 _OBSERVED: Final = "observed_address"
 _MAX_OBSERVED: Final = 64
 _MAX_ADDRESSES: Final = 32
+_MAX_TOLD: Final = 256
+"""Addresses in one identify message that are looked at."""
 _FOR_GOOD: Final = 10 * 365 * 86400
 
 
@@ -84,11 +86,25 @@ async def _dial_nobody() -> None:
 
 
 async def _remember_identify(peerstore: IPeerStore, peer: ID, message: Identify) -> None:
-    """What py-libp2p keeps of an identify message, for as long as it is not replaced, and the agent, which it drops."""
+    """What py-libp2p keeps of an identify message, for as long as it is not replaced, and the agent, which it drops.
+
+    Addresses that cannot be read are left out: whoever shows addresses would fail at them, later and for every peer.
+    """
+    readable = [raw for raw in message.listen_addrs[:_MAX_TOLD] if _is_readable(raw)]
+    del message.listen_addrs[:]
+    message.listen_addrs.extend(readable[:_MAX_ADDRESSES])
+    message.ClearField("signedPeerRecord")  # the same addresses once more, and those that were left out
     peerstore.put(peer, _AGENT, message.agent_version[:200])
     peerstore.put(peer, _OBSERVED, message.observed_addr[:_MAX_OBSERVED].hex())
     await update_peerstore_from_identify(peerstore, peer, message)
     peerstore.add_addrs(peer, [], _FOR_GOOD)
+
+
+def _is_readable(address: bytes) -> bool:
+    try:
+        return bool(str(Multiaddr(address)))
+    except ValueError:
+        return False
 
 
 def observed_by(peerstore: IPeerStore, peer: ID) -> str | None:

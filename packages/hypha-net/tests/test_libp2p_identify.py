@@ -1,0 +1,71 @@
+"""What peers say of themselves by identify is kept as far as it can be read, and nothing of it is in anybody's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from bounded_waits import run, until
+from libp2p.abc import INetStream
+from libp2p.custom_types import TProtocol
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.utils import encode_varint_prefixed
+from multiaddr import Multiaddr
+
+from hypha_net import EndpointSettings, open_endpoint
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+GOOD = "/ip4/192.0.2.1/tcp/4001"
+
+UNREADABLE = {
+    "a number that does not end": b"\xff\xff",
+    "a protocol that there is not": b"\x2f" * 9,
+    "a port of one byte": b"\x04\x7f\x00\x00\x01\x06\x0f",
+    "a name that is none": b"\x36\x02-x\x06\x0f\xa1",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("why", UNREADABLE)
+def test_addresses_that_cannot_be_read_are_left_out_and_harm_nobody(authority: Any, why: str) -> None:
+    said = Identify(listen_addrs=[UNREADABLE[why], Multiaddr(GOOD).to_bytes()], agent_version="odd")
+
+    async def identify(stream: INetStream) -> None:
+        await stream.write(encode_varint_prefixed(said.SerializeToString()))
+        await stream.close()
+
+    async def main() -> None:
+        settings = EndpointSettings((LOOPBACK,), role="gateway")
+        async with (
+            open_endpoint(authority.identity("gateway"), settings) as gateway,
+            open_endpoint(authority.identity("odd"), EndpointSettings()) as odd,
+        ):
+            odd._host.set_stream_handler(TProtocol("/ipfs/id/1.0.0"), identify)
+            await odd.connect(gateway.addresses[0])
+            await until(lambda: gateway.connected_peers()[odd.peer_id].agent == "odd")
+            await until(lambda: gateway.connected_peers()[odd.peer_id].addresses == (GOOD,))
+
+    run(main)
+
+
+def test_of_very_many_addresses_the_first_are_kept(authority: Any) -> None:
+    many = [Multiaddr(f"/ip4/192.0.2.1/tcp/{port}").to_bytes() for port in range(1, 1000)]
+    said = Identify(listen_addrs=many, agent_version="odd")
+
+    async def identify(stream: INetStream) -> None:
+        await stream.write(encode_varint_prefixed(said.SerializeToString()))
+        await stream.close()
+
+    async def main() -> None:
+        settings = EndpointSettings((LOOPBACK,), role="gateway")
+        async with (
+            open_endpoint(authority.identity("gateway"), settings) as gateway,
+            open_endpoint(authority.identity("odd"), EndpointSettings()) as odd,
+        ):
+            odd._host.set_stream_handler(TProtocol("/ipfs/id/1.0.0"), identify)
+            await odd.connect(gateway.addresses[0])
+            await until(lambda: bool(gateway.connected_peers()[odd.peer_id].addresses))
+            kept = gateway._host.peerstore.addrs(odd._host.get_id())
+            assert [str(address) for address in kept] == [f"/ip4/192.0.2.1/tcp/{port}" for port in range(1, 33)]
+
+    run(main)
