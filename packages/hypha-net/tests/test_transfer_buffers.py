@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import tempfile
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -23,7 +25,7 @@ from hypha_net import transfer
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.events import Followed, Transferred
 from hypha_net.rates import BURST
-from hypha_net.testing import MemoryNetwork
+from hypha_net.testing import Faults, MemoryNetwork
 from hypha_net.transfer import gathering, retries
 from hypha_net.transfer.arriving import KEEP_FROM, MAX_KEPT
 from hypha_net.transfer.wire import receive_message, send_message
@@ -386,6 +388,63 @@ def test_equal_content_under_other_names_does_not_disturb_each_other(
         assert sent == [len(data)] * 3  # none was given up and repeated
 
     run(opener, case)
+
+
+@given(
+    how=st.sampled_from(["push", "pull"]),
+    source=st.sampled_from(KINDS),
+    target=st.sampled_from(KINDS),
+    size=st.integers(0, 16).map(lambda number: number * 333_333),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=25, deadline=None)
+def test_however_often_the_link_breaks_what_arrives_is_what_was_sent(
+    how: Literal["push", "pull"], source: Kind, target: Kind, size: int, seed: int
+) -> None:
+    data = content(size, seed)
+
+    async def main(folder: Path) -> None:
+        network = MemoryNetwork(seed, Faults(break_rate=0.15))  # of every write
+        with anyio.fail_after(30):
+            async with network.endpoint("a") as a, network.endpoint("b") as b:
+                mover = Mover(how, a, b, folder / "landing")
+                await mover.move(data, source, target)
+        assert set(mover.landed) == {data}  # more than once where the receipt was lost
+        assert [path.name for path in (folder / "landing").iterdir()] == (["landed"] if target == "file" else [])
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retries, "PAUSES", (0.001,) * 200)
+        anyio.run(main, Path(folder), backend="trio")
+
+
+@each_way
+def test_a_cancelled_transfer_ends_at_once_at_both_ends(
+    opener: Opener, tmp_path: Path, how: Literal["push", "pull"]
+) -> None:
+    """What came of it waits for half a minute at a receiver of pushes; its endpoint does not wait for that."""
+    data = content(SIZE)
+
+    async def case(a: Endpoint, b: Endpoint) -> None:
+        mover = Mover(how, a, b, tmp_path / "landing")
+        transfer.limit_rates(b, transfer.Rates(download=20 << 20))
+        with a.events.follow(Transferred) as at_a, b.events.follow(Transferred) as at_b:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(mover.move, data, "memory", "memory")
+                with b.events.follow(Transferred) as events:
+                    while (await of_transfer(events)).done <= 2 << 20:
+                        pass
+                tasks.cancel_scope.cancel()
+            for events in (at_a, at_b):
+                with anyio.fail_after(5):
+                    while (await of_transfer(events)).state != "failed":
+                        pass
+        assert mover.landed == []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+        began = time.monotonic()
+        run(opener, case)
+        assert time.monotonic() - began < gathering.KEPT_FOR / 2
 
 
 # -------------------------------------------------------------------------------------------------------------- refused
