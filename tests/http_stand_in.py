@@ -3,9 +3,38 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+def files(find: Callable[[str], tuple[bytes | None, Mapping[str, str]]]) -> type[BaseHTTPRequestHandler]:
+    """A handler of GET and HEAD that answers with what `find` has for a path, and 404 where that is nothing.
+
+    Args:
+        find: content and further headers by path, the query included.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            content, headers = find(self.path)
+            self.send_response(404 if content is None else 200)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(content or b"")))
+            self.end_headers()
+            if self.command == "GET" and content:
+                self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    return Handler
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import anyio
 import httpx
 import pytest
 from document_blocks import block
-from http_stand_in import served
+from http_stand_in import files, served
 
 from hypha_net import transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
@@ -54,27 +53,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A server that answers for the repository of the block; gives the paths that it was asked for."""
     asked: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def find(path: str) -> tuple[bytes | None, dict[str, str]]:
+        asked.append(path)
+        content = HUB.get(path.removeprefix("/microsoft/resnet-50/resolve/main/"))
+        return content, {"etag": f'"{hashlib.sha256(content or b"").hexdigest()}"', "x-repo-commit": "0" * 40}
 
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            content = HUB.get(self.path.removeprefix("/microsoft/resnet-50/resolve/main/"), b"")
-            self.send_response(200 if content else 404)
-            self.send_header("etag", f'"{hashlib.sha256(content).hexdigest()}"')
-            self.send_header("x-repo-commit", "0" * 40)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        def log_message(self, *_args: object) -> None:
-            return
-
-    with served(Handler) as url:
+    with served(files(find)) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
         yield asked
 

@@ -15,12 +15,11 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from http_stand_in import served
+from http_stand_in import files, served
 
 ROOT = Path(__file__).parents[1]
 OVERRIDE = "fastecdsa>=4"
@@ -167,21 +166,9 @@ def empty_environment(folder: Path, wheels: Path) -> Iterator[Environment]:
 def release_site(wheels: Path) -> Iterator[str]:
     """A server that has the wheels of a release under any folder, as the page of a release does; gives its URL."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.do_GET()
+    def find(path: str) -> tuple[bytes | None, dict[str, str]]:
+        wheel = wheels / Path(urlsplit(path).path).name
+        return (wheel.read_bytes() if wheel.is_file() and "/releases/download/" in path else None), {}
 
-        def do_GET(self) -> None:
-            wheel = wheels / Path(urlsplit(self.path).path).name
-            content = wheel.read_bytes() if wheel.is_file() and "/releases/download/" in self.path else b""
-            self.send_response(200 if content else 404)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        def log_message(self, *_args: object) -> None:
-            return
-
-    with served(Handler) as url:
+    with served(files(find)) as url:
         yield url
