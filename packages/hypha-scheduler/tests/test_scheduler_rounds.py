@@ -233,6 +233,21 @@ def test_a_late_executor_hands_in_when_the_round_is_over_and_takes_part_in_the_n
     assert [peer for peer, _ in effect.members] == PEERS[:3]
 
 
+def test_a_round_s_timeout_begins_when_executors_have_started() -> None:
+    rounds = Rounds(RoundSettings(rounds=2, target=64, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
+    assert rounds.deadline() == 600.0
+    assert rounds.expire(30.0) == ()
+    rounds.began(PEERS[0], 40.0)
+    rounds.began(PEERS[1], 44.0)
+    assert rounds.deadline() == 50.0
+    for peer in PEERS[:2]:
+        rounds.batch(peer, 16, 45.0)
+        rounds.update(peer, 46.0)
+    rounds.updated(47.0)
+    rounds.merged(PEERS[0], 48.0)
+    assert rounds.deadline() == 58.0
+
+
 def test_the_job_does_not_wait_for_an_executor_that_is_late_in_the_last_round() -> None:
     rounds = Rounds(RoundSettings(rounds=1, target=96, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
     for peer in PEERS[:2]:

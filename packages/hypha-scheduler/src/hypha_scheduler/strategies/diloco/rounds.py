@@ -330,8 +330,9 @@ class Rounds:
             return None if self.over else (last.closed_at or last.began_at) + self._settings.patience
         if current.synchronised_at is not None:
             return current.synchronised_at + (self._settings.timeout or self._settings.patience)
-        if self._settings.timeout is not None:
-            return current.began_at + self._settings.timeout
+        began = current.trains_at if current.number == 1 else current.began_at
+        if self._settings.timeout is not None and began is not None:  # executors that start have their own patience
+            return began + self._settings.timeout
         starting = any(
             not self._members[peer].speed.observations and not current.part(peer).batches
             for peer in self._expected(current)
