@@ -264,7 +264,7 @@ def test_a_header_may_be_long_but_not_without_end(opener: Opener, tmp_path: Path
 def test_bytes_that_trickle_into_a_receiver_are_given_up(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, protocol: str
 ) -> None:
-    monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.4)
+    monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.2)
 
     async def case(liar: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, kind, tmp_path / "landing")
@@ -294,7 +294,7 @@ def test_a_header_that_trickles_is_given_up(
         receiver = Receiver(victim, "memory", tmp_path / "landing")
         transfer.serve_pulls(victim, _never)
         with monkeypatch.context() as patch, pytest.raises(StreamResetError):
-            patch.setattr("hypha_net.transfer.wire.IDLE_TIMEOUT", 0.4)
+            patch.setattr("hypha_net.transfer.wire.IDLE_TIMEOUT", 0.2)
             stream = await liar.open_stream(victim.peer_id, [protocol])
             await stream.send_all((60_000).to_bytes(8, "little"))
             while True:
@@ -416,7 +416,7 @@ def test_whoever_changes_its_mind_at_every_attempt_is_asked_a_few_times(
 def test_bytes_that_trickle_out_of_a_giver_are_given_up(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
-    monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.3)
+    monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.2)
 
     async def giver(stream: Stream, _number: int) -> None:
         await send_message(stream, start())

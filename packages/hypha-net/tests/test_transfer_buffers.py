@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 import msgspec
@@ -38,9 +38,10 @@ Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 Case = Callable[[Endpoint, Endpoint], Awaitable[None]]
 Kind = Literal["file", "memory"]
 KINDS: tuple[Kind, ...] = ("file", "memory")
+WITH_MEMORY: tuple[tuple[Kind, Kind], ...] = (("memory", "memory"), ("memory", "file"), ("file", "memory"))
 
-SIZE = 12 << 20
-CUT_AT = 5 << 20
+SIZE = 8 << 20
+CUT_AT = 3 << 20
 LIMIT = 16 << 20
 REQUEST = PullRequest(dataset="d", index=2)
 
@@ -307,29 +308,23 @@ async def offsets_into(offsets: list[int], serving: Endpoint) -> None:
 
 
 @each_way
-@pytest.mark.parametrize(("source", "target"), [("memory", "memory"), ("memory", "file"), ("file", "memory")])
 def test_after_a_cut_it_goes_on_where_it_was(
-    opener: Opener,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    how: Literal["push", "pull"],
-    source: Kind,
-    target: Kind,
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Literal["push", "pull"]
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
-    data = content(SIZE)
 
     async def case(a: Endpoint, b: Endpoint) -> None:
-        mover, offsets = Mover(how, a, b, tmp_path / "landing"), list[int]()
         transfer.limit_rates(b, transfer.Rates(download=20 << 20))  # slow enough to be cut half way
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(offsets_into, offsets, mover.serving)
-            tasks.start_soon(disconnect_at, mover, CUT_AT)
-            await mover.move(data, source, target)
-            tasks.cancel_scope.cancel()
-        assert mover.landed == [data]
-        assert offsets[0] == 0
-        assert offsets[-1] >= KEEP_FROM
+        for seed, (source, target) in enumerate(WITH_MEMORY):
+            mover, offsets, data = Mover(how, a, b, tmp_path / "landing"), list[int](), content(SIZE, seed)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(offsets_into, offsets, mover.serving)
+                tasks.start_soon(disconnect_at, mover, CUT_AT)
+                await mover.move(data, source, target)
+                tasks.cancel_scope.cancel()
+            assert mover.landed == [data]
+            assert offsets[0] == 0
+            assert offsets[-1] >= KEEP_FROM
 
     run(opener, case)
 
@@ -451,23 +446,22 @@ def test_a_cancelled_transfer_ends_at_once_at_both_ends(
 
 
 @each_way
-@pytest.mark.parametrize(("source", "target"), [("memory", "memory"), ("memory", "file"), ("file", "memory")])
 def test_what_is_wrong_too_large_or_refused_is_seen_by_nobody(
-    opener: Opener, tmp_path: Path, how: Literal["push", "pull"], source: Kind, target: Kind
+    opener: Opener, tmp_path: Path, how: Literal["push", "pull"]
 ) -> None:
+    lies: dict[str, dict[str, Any]] = {
+        "the digest is blake3:.* where blake3:0000": {"digest": "blake3:" + "0" * 64},
+        "the digest is sha256:.* where sha256:0000": {"digest": "sha256:" + "0" * 64},
+        f"{3 << 20} bytes are over the limit of {(3 << 20) - 1}": {"max_bytes": (3 << 20) - 1},
+        "refused by the peer: not now": {"refusal": Refusal(reason="not now")},
+    }
+
     async def case(a: Endpoint, b: Endpoint) -> None:
-        data = content(3 << 20)
-
-        async def fails(match: str, **how_so: object) -> None:
-            mover = Mover(how, a, b, tmp_path / "landing", **how_so)  # type: ignore[arg-type]
+        for (source, target), (match, lie) in product(WITH_MEMORY, lies.items()):
+            mover = Mover(how, a, b, tmp_path / "landing", **lie)
             with pytest.raises(transfer.TransferError, match=match):
-                await mover.move(data, source, target)
+                await mover.move(content(3 << 20), source, target)
             assert mover.landed == []
-
-        await fails("the digest is blake3:.* where blake3:0000", digest="blake3:" + "0" * 64)
-        await fails("the digest is sha256:.* where sha256:0000", digest="sha256:" + "0" * 64)
-        await fails(f"{3 << 20} bytes are over the limit of {(3 << 20) - 1}", max_bytes=(3 << 20) - 1)
-        await fails("refused by the peer: not now", refusal=Refusal(reason="not now"))
 
     run(opener, case)
     assert list((tmp_path / "landing").iterdir()) == []
@@ -510,21 +504,17 @@ def test_another_digest_than_the_one_wanted_is_not_taken(opener: Opener) -> None
 
 
 @each_way
-@pytest.mark.parametrize("limited", ["giver", "taker"])
-def test_buffers_keep_to_the_limits(
-    opener: Opener, tmp_path: Path, how: Literal["push", "pull"], limited: Literal["giver", "taker"]
-) -> None:
+def test_buffers_keep_to_the_limits(opener: Opener, tmp_path: Path, how: Literal["push", "pull"]) -> None:
     size, rate = 1 << 20, 2 << 20
+    unlimited, up, down = transfer.Rates(), transfer.Rates(peer_upload=rate), transfer.Rates(download=rate)
 
     async def case(a: Endpoint, b: Endpoint) -> None:
-        mover = Mover(how, a, b, tmp_path / "landing")
-        if limited == "giver":
-            transfer.limit_rates(a, transfer.Rates(peer_upload=rate))
-        else:
-            transfer.limit_rates(b, transfer.Rates(download=rate))
-        began = anyio.current_time()
-        await mover.move(content(size), "memory", "memory")
-        assert anyio.current_time() - began >= size / rate - BURST - 0.05
+        for giving, taking in ((up, unlimited), (unlimited, down)):
+            transfer.limit_rates(a, giving)
+            transfer.limit_rates(b, taking)
+            began = anyio.current_time()
+            await Mover(how, a, b, tmp_path / "landing").move(content(size), "memory", "memory")
+            assert anyio.current_time() - began >= size / rate - BURST - 0.05
 
     run(opener, case)
 
