@@ -274,6 +274,17 @@ def test_a_parameter_server_that_never_steps_fails_the_job() -> None:
     assert "the parameter server took no outer step" in effect.reason
 
 
+def test_the_parameter_server_may_wait_for_updates_as_long_as_a_round_may_take_and_step_then() -> None:
+    rounds = Rounds(RoundSettings(rounds=1, target=32, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
+    for peer in PEERS[:2]:
+        rounds.began(peer, 0.0)
+        rounds.batch(peer, 16, 1.0)
+        rounds.update(peer, 2.0)
+    assert rounds.expire(2.0 + 10.0 + 30.0) == ()
+    rounds.updated(45.0)
+    assert rounds.closed == 1
+
+
 def test_reports_that_come_again_get_their_answer_again() -> None:
     rounds = make()
     for peer in PEERS[:3]:

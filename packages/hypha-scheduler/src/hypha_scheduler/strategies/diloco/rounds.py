@@ -329,7 +329,9 @@ class Rounds:
             last = self._rounds[self._closed]
             return None if self.over else (last.closed_at or last.began_at) + self._settings.patience
         if current.synchronised_at is not None:
-            return current.synchronised_at + (self._settings.timeout or self._settings.patience)
+            return (
+                current.synchronised_at + (self._settings.timeout or 0.0) + self._settings.patience
+            )  # updates, then a step
         began = current.trains_at if current.number == 1 else current.began_at
         if self._settings.timeout is not None and began is not None:  # executors that start have their own patience
             return began + self._settings.timeout
