@@ -90,19 +90,20 @@ async def _remember_identify(peerstore: IPeerStore, peer: ID, message: Identify)
 
     Addresses that cannot be read are left out: whoever shows addresses would fail at them, later and for every peer.
     """
-    readable = [raw for raw in message.listen_addrs[:_MAX_TOLD] if _is_readable(raw)]
-    del message.listen_addrs[:]
-    message.listen_addrs.extend(readable[:_MAX_ADDRESSES])
-    message.ClearField("signedPeerRecord")  # the same addresses once more, and those that were left out
     peerstore.put(peer, _AGENT, message.agent_version[:200])
     peerstore.put(peer, _OBSERVED, message.observed_addr[:_MAX_OBSERVED].hex())
     await update_peerstore_from_identify(peerstore, peer, message)
-    peerstore.add_addrs(peer, [], _FOR_GOOD)
-
-
-def _is_readable(address: bytes) -> bool:
     try:
-        return bool(str(Multiaddr(address)))
+        told = peerstore.addrs(peer)[:_MAX_TOLD]
+    except PeerStoreError:
+        told = []
+    peerstore.clear_addrs(peer)
+    peerstore.add_addrs(peer, [address for address in told if _is_readable(address)][:_MAX_ADDRESSES], _FOR_GOOD)
+
+
+def _is_readable(address: Multiaddr) -> bool:
+    try:
+        return bool(str(address))
     except ValueError:
         return False
 
