@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
-from bounded_waits import until
+from bounded_waits import run, until
 from namespaces import WAN, Namespaces, two_homes
 from node_processes import Child, crew
 
@@ -76,7 +76,7 @@ def test_nodes_behind_two_nats_talk_through_the_gateway_and_heal_after_a_cut(aut
                 print(f"\na stream again {time.monotonic() - mended:.1f} s after the cut")
                 await said_again(homes, mended)
 
-    anyio.run(main, backend="trio")
+    run(main, 220)
 
 
 @pytest.mark.parametrize(("masquerade", "outcome"), [("masquerade", "direct"), ("masquerade random", "failed")])
@@ -102,7 +102,7 @@ def test_a_hole_is_punched_where_the_nat_keeps_ports_and_else_the_relay_goes_on(
                 else:
                     assert not homes.gateway.of("circuit")
 
-    anyio.run(main, backend="trio")
+    run(main, 220)
 
 
 async def the_circuit_goes(homes: Homes) -> None:

@@ -19,6 +19,7 @@ import anyio
 import network_engines
 import pytest
 import trio
+from bounded_waits import run
 from first_lines import first_line
 from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
@@ -257,10 +258,9 @@ ROWS: dict[Row, str] = {
 
 def play(row: Row, engine: Engine, folder: Path) -> None:
     async def main() -> None:
-        with anyio.fail_after(80):
-            await row(engine, folder)
+        await row(engine, folder)
 
-    anyio.run(main, backend="trio")
+    run(main, 80)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)

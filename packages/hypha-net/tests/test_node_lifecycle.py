@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import anyio
 import psutil
 import pytest
+from bounded_waits import run
 from first_lines import first_line
 
 from hypha_net.node.health import Readiness, serve_health
@@ -173,4 +173,4 @@ def test_health_follows_the_readiness_of_the_program() -> None:
             health = await call(asking, node.peer_id, HEALTH_CHECK, HealthRequest())
             assert (health.healthy, health.reason) == (False, "no gateway")
 
-    anyio.run(main, backend="trio")
+    run(main)

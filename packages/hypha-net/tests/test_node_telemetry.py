@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
-from bounded_waits import wait_until
+from bounded_waits import run, wait_until
 from first_lines import first_line
 from otlp_collector import Collector, grpc_collector, http_collector
 
@@ -396,13 +395,12 @@ def ask_once() -> tuple[str | None, str | None]:
         return RenewalFailed()
 
     async def main() -> None:
-
         network = MemoryNetwork()
         async with network.endpoint("a") as a, network.endpoint("b") as b:
             requests.serve(b, RENEW_LEASE, renew)
             await requests.call(a, b.peer_id, RENEW_LEASE, RenewLease(id=uuid.uuid4()))
 
-    anyio.run(main, backend="trio")
+    run(main)
     return seen[0], seen[1]
 
 
