@@ -44,6 +44,8 @@ _log = logging.getLogger("hypha_net.relay")
 
 RENEWAL: Final = 1800.0
 """Seconds after which a node asks for its place again at the latest."""
+SHORTEST: Final = 30.0
+"""Seconds after which it asks again at the earliest where only clocks tell, which may be hours apart."""
 TIMEOUT: Final = 10.0
 RETRY: Final = 30.0
 """Seconds after a reservation was refused before it is asked for again."""
@@ -143,6 +145,7 @@ class RelayHop:
         self._reservations[peer] = _Reservation(expires, connections)
         answer = _status(Status.OK)
         answer.reservation.expire = int(expires)
+        answer.reservation.lifetime = max(1, int(self._limits.reservation_lifetime))
         answer.reservation.addrs.extend(Multiaddr(address).to_bytes() for address in self._endpoint.addresses)
         self._add_limit(answer)
         return answer
@@ -283,8 +286,14 @@ class RelayClient:
         known, self._held[gateway] = self._held.get(gateway), tuple(named)
         if known != tuple(named):
             await self._announce(gateway)
-        left = answer.reservation.expire - self._clock() if answer.reservation.expire else RENEWAL
-        return min(RENEWAL, max(1.0, left / 2))
+        return self._until_renewal(answer.reservation)
+
+    def _until_renewal(self, reservation: Any) -> float:
+        """Seconds that are half of a place's life; by the clock only where the relay names no more than its end."""
+        if reservation.lifetime:
+            return float(min(RENEWAL, max(1.0, reservation.lifetime / 2)))
+        left = reservation.expire - self._clock() if reservation.expire else RENEWAL
+        return float(min(RENEWAL, max(SHORTEST, left / 2)))
 
     async def open_circuit(self, relay: PeerId, peer: PeerId) -> CircuitConnection:
         """A circuit through `relay` to `peer`.

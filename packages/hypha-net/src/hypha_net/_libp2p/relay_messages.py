@@ -58,6 +58,13 @@ _FIELDS: Final[dict[str, list[Field]]] = {
         ("expire", 1, UINT64, False, ""),
         ("addrs", 2, BYTES, True, ""),
         ("voucher", 3, BYTES, False, ""),
+        (
+            "lifetime",
+            1000,
+            UINT32,
+            False,
+            "",
+        ),  # ours: seconds from receipt, where `expire` is a time of the relay's clock
     ],
     "Limit": [("duration", 1, UINT32, False, ""), ("data", 2, UINT64, False, "")],
     "HopMessage": [
