@@ -14,19 +14,23 @@ from hypha_net.host_names import check_host_name
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
+DNSADDR: Final = "/dnsaddr/"
+"""What an address begins with that stands for those in a name's TXT records."""
 _HOSTS: Final = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
 _PORT_DIGITS: Final = 5
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def split_peer(address: str) -> tuple[str, PeerId | None]:
-    """Split ``/ip4/…/tcp/…/p2p/<id>`` into the transport's part and the peer.
+    """Split ``/ip4/…/tcp/…/p2p/<id>`` into the transport's part and the peer; ``/dnsaddr/<name>`` needs no port.
 
     Raises:
         AddressError: it is not a TCP multiaddr, or its peer id is not one.
     """
     transport, found, peer = address.partition("/p2p/")
     parts = transport.split("/")
+    if transport.startswith(DNSADDR) and len(parts) == 3:
+        parts += ["tcp", "0"]  # whoever has the name's records says where it listens
     if len(parts) != 5 or parts[0] or parts[1] not in _HOSTS or parts[3] != "tcp":
         raise AddressError(f"{address!r} is not an address such as /ip4/203.0.113.5/tcp/4001 or /dns4/host/tcp/4001")
     _check_host(address, parts[1], parts[2])

@@ -48,6 +48,8 @@ class EndpointSettings:
     """What a gateway carries at most."""
     rates: Rates = field(default_factory=Rates)
     """How fast files may move."""
+    name_servers: tuple[tuple[str, int], ...] = ()
+    """Address and port of those that are asked what a ``/dnsaddr`` stands for; none: the system's."""
     require_roles: bool = False
     """Whether a peer whose certificate names no role is refused what only some roles may send."""
     certificate_interval: float = 5.0

@@ -44,7 +44,6 @@ STAGGER: Final = 0.25
 """Seconds between dials to further addresses of one peer while the earlier ones have not answered."""
 _FAMILIES: Final = {
     "dns": trio.socket.AF_UNSPEC,
-    "dnsaddr": trio.socket.AF_UNSPEC,
     "dns4": trio.socket.AF_INET,
     "dns6": trio.socket.AF_INET6,
 }

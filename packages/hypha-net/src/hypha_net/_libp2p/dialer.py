@@ -23,8 +23,9 @@ from multiaddr import Multiaddr
 from hypha_net._libp2p.backoff import Backoff
 from hypha_net._libp2p.circuits import CircuitConnection
 from hypha_net._libp2p.connections import STAGGER, dial, upgrade
+from hypha_net._libp2p.dnsaddr import Found, TextRecords
 from hypha_net._libp2p.staggering import staggered
-from hypha_net.addresses import Network, is_excluded, is_excluded_host, split_peer
+from hypha_net.addresses import DNSADDR, Network, is_excluded, is_excluded_host, split_peer
 from hypha_net.errors import AddressError, NetError, RefusedError, StreamClosedError, UnreachableError
 from hypha_net.events import Dialled, Events
 from hypha_proto.errors import InvalidIdError
@@ -72,10 +73,11 @@ class _Flight:
 class Dialer:
     """The connections of one endpoint."""
 
-    def __init__(self, swarm: Swarm, excluded: Sequence[Network], events: Events) -> None:
+    def __init__(self, swarm: Swarm, excluded: Sequence[Network], events: Events, names: TextRecords) -> None:
         self._swarm = swarm
         self._excluded = excluded
         self._events = events
+        self._names = names
         self._told: set[str] = set()
         self._addresses: Backoff[str] = Backoff((0.0,))
         """Which addresses failed lately: they are dialled after the others."""
@@ -108,8 +110,11 @@ class Dialer:
         transport, peer = split_peer(address)
         if peer is not None:
             named = peer
-            await self._once(named, address, lambda: self._dial(transport, named))
+            dial_it = self._dial_listed if transport.startswith(DNSADDR) else self._dial
+            await self._once(named, address, lambda: dial_it(transport, named))
             return named
+        if transport.startswith(DNSADDR):
+            return await self._connect_listed(address)
         with self._telling(address):
             connection = await dial(self._swarm, Multiaddr(transport), None)
         return PeerId(connection.muxed_conn.peer_id.to_bytes())
@@ -125,11 +130,51 @@ class Dialer:
     async def _dial_reported(self, transport: str, peer: PeerId) -> None:
         """Dial an address that a peer reported; a name in it is held to the same exclusions as an address."""
         try:
-            await dial(self._swarm, Multiaddr(transport), peer, lambda host: is_excluded_host(host, self._excluded))
+            if transport.startswith(DNSADDR):
+                await self._dial_listed(transport, peer)
+            else:
+                await self._dial_allowed(transport, peer)
         except NetError:
             self._addresses.failed(transport)
             raise
         self._addresses.succeeded(transport)
+
+    async def _dial_allowed(self, transport: str, peer: PeerId | None) -> PeerId:
+        """Dial what others have written: no name in it may lead to an excluded address."""
+        made = await dial(self._swarm, Multiaddr(transport), peer, lambda host: is_excluded_host(host, self._excluded))
+        return PeerId(made.muxed_conn.peer_id.to_bytes())
+
+    async def _connect_listed(self, address: str) -> PeerId:
+        """Connect to whichever peer is the first of those that a ``/dnsaddr`` leads to."""
+        reached: list[PeerId] = []
+
+        async def attempt(found: Found) -> None:
+            named = found.peer
+            if named is None:
+                reached.append(await self._dial_allowed(found.transport, None))
+                return
+            if self.connection(named) is None:
+                await self._dial_reported(found.transport, named)
+            reached.append(named)
+
+        with self._telling(address):
+            await _first_of(address, [partial(attempt, found) for found in await self._listed(address)])
+        return reached[0]
+
+    async def _dial_listed(self, transport: str, peer: PeerId) -> None:
+        """Dial the addresses of one peer that a ``/dnsaddr`` leads to."""
+        address = f"{transport}/p2p/{peer}"
+        found = await self._listed(address)
+        await _first_of(address, [partial(self._dial_reported, each.transport, peer) for each in found])
+
+    async def _listed(self, address: str) -> list[Found]:
+        """What a ``/dnsaddr`` stands for, without what is excluded. Raises `UnreachableError` when nothing is left."""
+        found = await self._names.find(address)
+        allowed = [each for each in found if not is_excluded(each.transport, self._excluded)]
+        if not allowed:
+            leads = ", ".join(each.transport for each in found)
+            raise UnreachableError(f"{address} leads to {leads}, left out by exclude_cidr")
+        return allowed
 
     async def _connect_by_relay(self, address: str) -> PeerId:
         relay_address, _, rest = address.partition(CIRCUIT)
@@ -220,10 +265,7 @@ class Dialer:
             race.scope = tasks.cancel_scope
             tasks.start_soon(self._go_direct, peer, race)
             tasks.start_soon(self._go_by_relay, peer, race)
-        if not race.won:
-            refused = bool(race.failures) and all(isinstance(error, RefusedError) for error in race.failures)
-            reasons = "; ".join(dict.fromkeys(map(str, race.failures))) or "no address of it is known"
-            raise (RefusedError if refused else UnreachableError)(f"{peer} cannot be reached: {reasons}")
+        race.check(str(peer))
 
     async def _go_direct(self, peer: PeerId, race: _Race) -> None:
         tried = self._dialable(self.routes.known(peer))
@@ -297,8 +339,8 @@ class Dialer:
         return list(made)
 
     def dialable(self, addresses: Iterable[bytes]) -> list[str]:
-        """Those of a peer's reported addresses that may be dialled, as text without ``/p2p/``."""
-        return self._dialable(addresses)
+        """Those of a peer's reported addresses that may be dialled as they are, as text without ``/p2p/``."""
+        return [address for address in self._dialable(addresses) if not address.startswith(DNSADDR)]
 
 
 class _Race:
@@ -320,6 +362,27 @@ class _Race:
         self.won = True
         if self.scope is not None:
             self.scope.cancel()
+
+    def check(self, what: str) -> None:
+        """Raise for `what` if no attempt succeeded: `RefusedError` if all were refused, else `UnreachableError`."""
+        if self.won:
+            return
+        refused = bool(self.failures) and all(isinstance(error, RefusedError) for error in self.failures)
+        reasons = "; ".join(dict.fromkeys(map(str, self.failures))) or "no address of it is known"
+        raise (RefusedError if refused else UnreachableError)(f"{what} cannot be reached: {reasons}")
+
+
+async def _first_of(what: str, attempts: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """Run attempts, staggered, until one succeeds; raises as `_Race.check` when none does."""
+    race = _Race()
+
+    async def run(attempt: Callable[[], Awaitable[None]]) -> None:
+        await race.run(attempt())
+
+    async with anyio.create_task_group() as tasks:
+        race.scope = tasks.cancel_scope
+        await staggered([partial(run, attempt) for attempt in attempts], STAGGER)
+    race.check(what)
 
 
 def is_direct(connection: SwarmConn) -> bool:

@@ -29,6 +29,7 @@ from hypha_net._libp2p.certificate_watch import CertificateWatch, LiveConnection
 from hypha_net._libp2p.circuits import CircuitConnection
 from hypha_net._libp2p.connections import secured, upgrade
 from hypha_net._libp2p.dialer import CIRCUIT, Dialer, Routes, is_direct
+from hypha_net._libp2p.dnsaddr import TextRecords
 from hypha_net._libp2p.gateways import Gateways
 from hypha_net._libp2p.gossip import PROTOCOLS as GOSSIP_PROTOCOLS
 from hypha_net._libp2p.gossip import keep_registered, make_pubsub
@@ -96,7 +97,7 @@ class Libp2pEndpoint:
         self._swarm = cast(Swarm, self._host.get_network())
         self._swarm.register_notifee(Notices(self.events))
         excluded = [ipaddress.ip_network(entry, strict=False) for entry in settings.exclude_cidr]
-        self._dialer = Dialer(self._swarm, excluded, self.events)
+        self._dialer = Dialer(self._swarm, excluded, self.events, TextRecords(settings.name_servers))
         pubsub, router = make_pubsub(self._host, self.events, self._may_speak)
         self._gossip = (pubsub, router)
         self._subscriptions = Subscriptions(pubsub, tasks, self.events)

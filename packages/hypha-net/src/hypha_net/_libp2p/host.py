@@ -28,12 +28,13 @@ from hypha_net._libp2p.containment import contain
 from hypha_net._libp2p.inbound import NEGOTIATE_TIMEOUT, Inbound
 from hypha_net._libp2p.muxer import PROTOCOL, Muxer
 from hypha_net._libp2p.security import TLS_PROTOCOL, SecurityRecords, TlsTransport, libp2p_key_pair
-from hypha_net.addresses import split_peer
-from hypha_net.errors import NetError
+from hypha_net.addresses import DNSADDR, split_peer
+from hypha_net.errors import AddressError, NetError
 from hypha_net.events import Events
 from hypha_net.identity import Identity
 from hypha_proto.protocol import IDENTIFY_VERSION
 
+_LISTEN: Final = "/ip4/0.0.0.0/tcp/4001"
 _AGENT: Final = "agent_version"
 _OBSERVED: Final = "observed_address"
 _MAX_OBSERVED: Final = 64
@@ -145,8 +146,10 @@ def check_port_free(address: str) -> None:
     """Listeners share a port silently (SO_REUSEPORT): bind it once without, which fails when it is taken.
 
     Raises:
-        NetError: another program has the port, or this machine does not have the address.
+        NetError: another program has the port, or this machine does not have the address, or it is none of a machine.
     """
+    if address.startswith(DNSADDR):
+        raise AddressError(f"listen_addresses {address}: a name stands for many addresses; write one such as {_LISTEN}")
     _, kind, host, _, port = split_peer(address)[0].split("/")
     if port == "0":
         return

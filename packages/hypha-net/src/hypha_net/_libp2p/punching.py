@@ -23,6 +23,7 @@ from multiaddr import Multiaddr
 
 from hypha_net._libp2p.framing import read_message, write_message
 from hypha_net._libp2p.protobufs import BYTES, INT32, message_classes
+from hypha_net.addresses import DNSADDR
 from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_net.events import Events, HolePunched
@@ -141,8 +142,11 @@ class HolePuncher:
             await self._dial_all(theirs, peer, self._port(), True, PUNCH_TIMEOUT)
 
     def _connect(self) -> Any:
-        own = [Multiaddr(address).to_bytes() for address in self._candidates()[:MAX_ADDRESSES]]
+        own = [Multiaddr(address).to_bytes() for address in self._own()[:MAX_ADDRESSES]]
         return HolePunch(type=CONNECT, addresses=own)
+
+    def _own(self) -> list[str]:
+        return [address for address in self._candidates() if not address.startswith(DNSADDR)]
 
     def _read(self, message: Any) -> list[str]:
         if message is None or message.type != CONNECT:
@@ -150,7 +154,7 @@ class HolePuncher:
         return self._dialable(bytes(address) for address in message.addresses[:MAX_ADDRESSES])
 
     def _port(self) -> int | None:
-        ports = [int(address.split("/")[4]) for address in self._candidates()]
+        ports = [int(address.split("/")[4]) for address in self._own()]
         return ports[0] if ports else None
 
     async def _dial_all(

@@ -9,11 +9,14 @@ from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
 _NAMES = ("dns", "dns4", "dns6", "dnsaddr")
+_DNSADDR = "dnsaddr"
 _EXAMPLE = "write one such as /ip4/203.0.113.50/tcp/4001"
 
 
 def check_dial_address(text: str) -> str:
     """Return `text` if it is a multiaddr that can be dialled: host, TCP port, and perhaps ``/p2p/<id>``.
+
+    ``/dnsaddr/<name>`` stands for the addresses in the name's TXT records, and needs no port.
 
     Raises:
         ValueError: it is not; the message says where it goes wrong.
@@ -61,6 +64,9 @@ def check_listen_address(text: str) -> str:
 def _after_host(text: str, *, names: bool) -> list[str]:
     """The parts that follow host and TCP port."""
     parts = text.split("/")
+    if names and parts[:2] == ["", _DNSADDR] and len(parts) > 2 and parts[3:4] != ["tcp"]:
+        _check_name(text, parts[2])
+        return parts[3:]
     if len(parts) < 5 or parts[0]:
         raise ValueError(f"{text!r} is not a multiaddr with host and port; {_EXAMPLE}")
     kind, host, transport, port = parts[1:5]
