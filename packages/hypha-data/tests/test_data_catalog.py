@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
 
 from hypha_data.announce import keep_announced
 from hypha_data.catalog import MANIFEST, open_catalog, open_dataset
+from hypha_data.config import DataConfig
 from hypha_data.errors import DatasetError
 from hypha_data.prepare import prepare_dataset
 from hypha_data.serve import slice_resolver
@@ -80,6 +82,18 @@ def test_the_source_is_never_taken_for_an_old_slice(tmp_path: Path, force: bool)
     with pytest.raises(DatasetError, match="choose another folder"):
         prepare_dataset(path, tmp_path / "." / "x" / "..", name="d", slices=2, seed=0, force=force)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("path", ["/", "data/..", "x" * 256])
+def test_a_dataset_s_folder_must_give_it_a_name(path: str) -> None:
+    with pytest.raises(ValidationError, match=r"gives no name: add \[\[datasets\]\]"):
+        DataConfig(
+            cert_pem="c",
+            key_pem="k",
+            trust_pem="t",
+            gateway_addresses=["/ip4/192.0.2.1/tcp/4001"],
+            dataset_path=path,
+        )
 
 
 def test_a_manifest_is_believed_only_while_it_is_newest(tmp_path: Path) -> None:

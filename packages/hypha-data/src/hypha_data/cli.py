@@ -40,7 +40,7 @@ def prepare(source: Path, out: Path, slices: int, name: str | None, seed: int, f
     from hypha_data.prepare import prepare_dataset
 
     try:
-        manifest = prepare_dataset(source, out, name=name or out.name, slices=slices, seed=seed, force=force)
+        manifest = prepare_dataset(source, out, name=name or out.resolve().name, slices=slices, seed=seed, force=force)
     except (DatasetError, OSError) as error:
         raise click.ClickException(str(error)) from None
     samples = sum(entry.samples for entry in manifest.slices)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hypha_net.node.config import NodeConfig
+
+_MAX_NAME: Final = 255
 
 
 class DatasetConfig(BaseModel):
@@ -14,7 +17,7 @@ class DatasetConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(min_length=1, max_length=255, description="Name under which the dataset is announced.")
+    name: str = Field(min_length=1, max_length=_MAX_NAME, description="Name under which the dataset is announced.")
     path: Path = Field(description="Folder with the dataset's safetensors slices.")
 
 
@@ -30,7 +33,10 @@ class DataConfig(NodeConfig):
     def _has_datasets(self) -> DataConfig:
         names = [dataset.name for dataset in self.datasets]
         if self.dataset_path is not None:
-            names.append(self.dataset_path.name)
+            name = self.dataset_path.name
+            if name in ("", "..") or len(name) > _MAX_NAME:
+                raise ValueError(f"dataset_path {self.dataset_path} gives no name: add [[datasets]] with name and path")
+            names.append(name)
         if not names:
             raise ValueError("no dataset: set dataset_path, or add [[datasets]] with name and path")
         twice = {name for name in names if names.count(name) > 1}
