@@ -228,7 +228,7 @@ def test_a_local_model_is_copied_and_served_file_by_file(tmp_path: Path) -> None
         assert start.reference.filenames == ("config.json", "model.safetensors")
         found = start.resolve(PullRequest(dataset=f"{job_id}/model", index=1))
         assert isinstance(found, Offered)
-        assert found.path == source / "model.safetensors"
+        assert found.source == source / "model.safetensors"
         assert isinstance(start.resolve(PullRequest(dataset=f"{job_id}/model", index=2)), Refusal)
         assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
 
@@ -250,7 +250,8 @@ def test_a_local_preprocessor_is_served_file_by_file(tmp_path: Path) -> None:
         assert opened.reference.filenames == ("tokenizer.json", "tokenizer_config.json")
         found = opened.resolve(PullRequest(dataset=f"{job_id}/preprocessor", index=0))
         assert isinstance(found, Offered)
-        assert found.path.read_text() == "{}"
+        assert isinstance(found.source, Path)
+        assert found.source.read_text() == "{}"
         assert await open_preprocessor(None, tmp_path / "none", job_id, PEER) is None
         with pytest.raises(JobFailedError, match=r"missing\.json"):
             lacking = PreprocessorTable(path=source, filenames=("missing.json",))
