@@ -15,6 +15,8 @@ from blake3 import blake3
 from benchmarks.certificates import Organisation
 
 MIB = 1 << 20
+TOPIC = "benchmark"
+"""What nodes talk about where gossip is measured."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 
 from benchmarks.children import Child, started
-from benchmarks.setting import Setting
+from benchmarks.setting import TOPIC, Setting
 from benchmarks.tables import Row, quantile
 
 IN_PROCESS = 10
@@ -34,6 +34,8 @@ def network(stack: ExitStack, setting: Setting, leaves: int, *, topic: bool) -> 
     """A gateway, and processes with up to ten nodes each."""
     issue = setting.organisation.node
     gateway = stack.enter_context(started("node", files=issue("gateway", "gateway"), role="gateway"))
+    if topic:
+        gateway.ask("hear", topic=TOPIC)
     files = [issue(f"n{index}") for index in range(leaves)]
     return gateway, [
         stack.enter_context(

@@ -11,8 +11,7 @@ import anyio
 
 from benchmarks.children import answer_async, options
 from benchmarks.programs.node import opened
-
-TOPIC = "benchmark"
+from benchmarks.setting import TOPIC
 
 
 class Leaves:

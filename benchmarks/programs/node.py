@@ -105,6 +105,19 @@ class Node:
     def _circuits(self) -> list[str]:
         return [address for address in self._endpoint.addresses if "/p2p-circuit" in address]
 
+    async def hear(self, topic: str) -> None:
+        """Join a topic, as gateways do with those of workers, and so pass on what is said there."""
+        joined = anyio.Event()
+
+        async def listen() -> None:
+            async with self._endpoint.subscribe(topic) as messages:
+                joined.set()
+                async for _ in messages:
+                    pass
+
+        self._tasks.start_soon(listen)
+        await joined.wait()
+
     async def peers(self) -> int:
         """How many peers are connected."""
         return len(self._endpoint.connected_peers())
@@ -134,7 +147,7 @@ async def main() -> None:
         about = {"peer": str(endpoint.peer_id), "address": next(iter(endpoint.addresses), "")}
         deeds = {
             name: getattr(node, name)
-            for name in ("offer", "connect", "pull", "keep_pulling", "stop", "ask", "circuit", "peers")
+            for name in ("offer", "connect", "pull", "keep_pulling", "stop", "ask", "circuit", "hear", "peers")
         }
         await answer_async(about, deeds)
         tasks.cancel_scope.cancel()
