@@ -126,6 +126,7 @@ class Followed:
         self._kinds = kinds
         self._waiting: deque[Event] = deque(maxlen=QUEUE)
         self._arrived = anyio.Event()
+        self._ended = False
         self.dropped = 0
         """Events that came while the queue was full."""
 
@@ -138,11 +139,18 @@ class Followed:
         self._waiting.append(event)
         self._arrived.set()
 
+    def end(self) -> None:
+        """There are no more: who iterates gets those that wait, and then the end."""
+        self._ended = True
+        self._arrived.set()
+
     def __aiter__(self) -> AsyncIterator[Event]:
         return self
 
     async def __anext__(self) -> Event:
         while not self._waiting:
+            if self._ended:
+                raise StopAsyncIteration
             self._arrived = anyio.Event()
             await self._arrived.wait()
         return self._waiting.popleft()
@@ -169,6 +177,7 @@ class Events:
             yield follower
         finally:
             self._followers.remove(follower)
+            follower.end()
 
 
 def _count(event: Event) -> None:
