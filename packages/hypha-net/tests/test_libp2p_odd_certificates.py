@@ -20,7 +20,7 @@ from scripted_peer import expect, line
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.errors import IdentityError
 from hypha_net.events import Refused
-from hypha_net.identity import read_certificate
+from hypha_net.identity import load_identity, read_certificate
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 HELLO = line("/multistream/1.0.0")
@@ -98,3 +98,11 @@ def test_a_certificate_of_an_unknown_kind_of_key_is_an_identity_error() -> None:
     unknown = der[: at - 6] + b"\x2b\x65\x79" + der[at - 3 :]  # 1.3.101.121 where 1.3.101.112 stands
     with pytest.raises(IdentityError, match="cannot be read: Unknown key type"):
         read_certificate(unknown, "it")
+
+
+def test_an_odd_certificate_in_a_bundle_is_an_identity_error_with_its_file(authority: Any) -> None:
+    cert, key, trust = authority.files("node")
+    odd = odd_certificate("a version that there is not", Ed25519PrivateKey.generate())
+    trust.write_bytes(trust.read_bytes() + ssl.DER_cert_to_PEM_cert(odd).encode())
+    with pytest.raises(IdentityError, match=f"trust_pem {trust} holds no PEM certificate: .* not a valid X509 version"):
+        load_identity(cert, key, trust)

@@ -287,7 +287,7 @@ def remedy_for(key: str) -> str:
 def _certificates(data: bytes, key: str, path: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(data)
-    except ValueError as error:
+    except _UNREADABLE as error:
         raise IdentityError(f"{key} {path} holds no PEM certificate: {error}") from None
 
 
@@ -328,7 +328,7 @@ def _read_crls(data: bytes, path: Path) -> list[x509.CertificateRevocationList]:
         raise IdentityError(f"crls_pem {path} holds no PEM revocation list")
     try:
         return [x509.load_pem_x509_crl(part) for part in parts]
-    except ValueError as error:
+    except _UNREADABLE as error:
         raise IdentityError(f"crls_pem {path}: {error}") from None
 
 
