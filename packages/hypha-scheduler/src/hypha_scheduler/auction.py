@@ -178,7 +178,3 @@ class Auction:
     def lost(self, lease: uuid.UUID) -> None:
         """A lease that was held is gone before all were: look for another."""
         self._held.pop(lease, None)
-
-    def bids_of(self, role: str) -> int:
-        """How many acceptable offers for `role` are in hand, taken ones included."""
-        return sum(bid.role == role for bids in (self._bids, self._chosen, self._held) for bid in bids.values())

@@ -303,10 +303,6 @@ class TrainingRun:
         """Whether `peer` works on this job."""
         return self._running is not None and any(task.peer == peer for task in self._running.graph.tasks)
 
-    def holds(self, lease: uuid.UUID) -> bool:
-        """Whether a task of this job runs on `lease`."""
-        return self._running is not None and self._running.graph.of_lease(lease) is not None
-
     def on_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
         """A worker offers itself."""
         if self._placement is not None and self._running is None:
