@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ from hypha_net._libp2p.circuits import Circuit
 from hypha_net._libp2p.engine import Libp2pEndpoint
 from hypha_net._libp2p.framing import read_message, write_message
 from hypha_net._libp2p.punching import PROTOCOL as DCUTR
-from hypha_net._libp2p.relay import RelayHop
+from hypha_net._libp2p.relay import SWEEP_EVERY, RelayHop
 from hypha_net._libp2p.relay_messages import HOP, STOP, HopKind, HopMessage, Status, StopKind, StopMessage
 from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamResetError, UnreachableError, UnsupportedProtocolError
@@ -238,6 +240,25 @@ def test_a_reservation_comes_back_with_the_connection(authority: Any) -> None:
         await stream.aclose()
 
     play(authority, case)
+
+
+def test_a_gateway_forgets_the_connections_of_nodes_that_had_a_place(authority: Any) -> None:
+    async def main() -> None:
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False)
+        async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+            kept: list[weakref.ref[Any]] = []
+            for name in ("one", "two"):
+                hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
+                async with open_endpoint(authority.identity(name), hidden) as node:
+                    await until(lambda: bool(node.addresses))
+                    kept += [weakref.ref(each) for each in gateway.direct_connections(node.peer_id)]
+                    await anyio.sleep(SWEEP_EVERY)
+                await until(lambda: not gateway.connected_peers())
+            assert len(kept) == 2
+            gc.collect()
+            assert kept[0]() is None
+
+    run(main)
 
 
 class Present:

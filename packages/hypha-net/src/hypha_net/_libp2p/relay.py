@@ -49,6 +49,8 @@ SHORTEST: Final = 30.0
 TIMEOUT: Final = 10.0
 RETRY: Final = 30.0
 """Seconds after a reservation was refused before it is asked for again."""
+SWEEP_EVERY: Final = 1.0
+"""Seconds between two looks through all places for those that have ended, unless there is no room."""
 _GONE: Final = (StreamResetError, StreamClosedError, TransferError)
 
 
@@ -92,6 +94,7 @@ class RelayHop:
         self._events = events
         self._clock = clock
         self._reservations: dict[PeerId, _Reservation] = {}
+        self._swept = float("-inf")
         self._circuits: Counter[PeerId] = Counter()
 
     def has_reservation(self, peer: PeerId) -> bool:
@@ -135,9 +138,8 @@ class RelayHop:
         connections = self._endpoint.direct_connections(peer)
         if not connections:
             return _status(Status.PERMISSION_DENIED)
-        if not self.has_reservation(peer) and len(self._reservations) >= self._limits.max_reservations:
-            for other in list(self._reservations):
-                self.has_reservation(other)
+        if not self.has_reservation(peer):
+            self._drop_ended()
             if len(self._reservations) >= self._limits.max_reservations:
                 _log.warning("no place left for %s: %d are taken", peer, len(self._reservations))
                 return _status(Status.RESERVATION_REFUSED)
@@ -149,6 +151,14 @@ class RelayHop:
         answer.reservation.addrs.extend(Multiaddr(address).to_bytes() for address in self._endpoint.addresses)
         self._add_limit(answer)
         return answer
+
+    def _drop_ended(self) -> None:
+        """Forget places that nobody has asked about since they ended: they hold connections that are gone."""
+        full, now = len(self._reservations) >= self._limits.max_reservations, anyio.current_time()
+        if full or now >= self._swept + SWEEP_EVERY:
+            self._swept = now
+            for peer in list(self._reservations):
+                self.has_reservation(peer)
 
     def _add_limit(self, message: Any) -> None:
         """Say what a circuit may cost; what is left out is unlimited."""
