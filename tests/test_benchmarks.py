@@ -39,9 +39,8 @@ def test_it_runs_and_what_it_moves_arrives(tmp_path: Path, name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "transfers"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "benchmarks", "transfers"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert f"no benchmark 'transfers'; there are: {', '.join(NAMES)}" in done.stderr
 

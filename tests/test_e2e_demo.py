@@ -24,10 +24,16 @@ PLAIN = Path(__file__).with_name("plain_accuracy.py")
 def run_demo(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
     """The demo's summary and what it said on the way; fails when it fails or leaves a process."""
     command = [script("hypha-local"), "demo", "--dir", str(folder), "--format", "json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment())
-    assert done.returncode == 0, done.stderr + last_lines(folder)
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    try:
+        found, said = demo.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        demo.terminate()  # it ends its processes, which would outlive it if it were killed
+        demo.communicate(timeout=60)
+        raise
+    assert demo.returncode == 0, said + last_lines(folder)
     assert processes_of(folder) == []
-    return json.loads(done.stdout), done.stderr
+    return json.loads(found), said
 
 
 def environment() -> dict[str, str]:

@@ -5,7 +5,7 @@ The fixture `opener` (see conftest) opens N endpoints that know each other throu
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
 import anyio
@@ -13,7 +13,7 @@ import pytest
 from bounded_waits import run, until
 from endpoint_traffic import read_all
 
-from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.endpoint import Endpoint, GossipMessage, Stream
 from hypha_net.errors import (
     AddressError,
     RefusedError,
@@ -233,17 +233,27 @@ def test_gossip_passes_from_leaf_over_the_gateway_to_leaf(opener: Opener) -> Non
         async with gateway.subscribe(TOPIC) as hub, one.subscribe(TOPIC) as of_one, two.subscribe(TOPIC) as of_two:
             await until(lambda: all(gateway.peer_id in leaf.topic_peers(TOPIC) for leaf in (one, two)))
             await until(lambda: {one.peer_id, two.peer_id} <= gateway.topic_peers(TOPIC))
-            for index in range(20):
-                await one.publish(TOPIC, b"%d" % index)
-            await two.publish(TOPIC, b"back")
-            with anyio.fail_after(5):
-                got = [await anext(of_two) for _ in range(20)]
-                back = await anext(of_one)
-                seen = {(await anext(hub)).data for _ in range(21)}
-        assert {message.data for message in got} == {b"%d" % index for index in range(20)}
-        assert {message.source for message in got} == {one.peer_id}
-        assert (back.source, back.data) == (two.peer_id, b"back")
-        assert len(seen) == 21
+            heard: dict[str, list[tuple[PeerId, bytes]]] = {"hub": [], "one": [], "two": []}
+
+            async def keep(name: str, messages: AsyncIterator[GossipMessage]) -> None:
+                async for message in messages:
+                    heard[name].append((message.source, message.data))
+
+            async with anyio.create_task_group() as tasks:
+                for name, messages in (("hub", hub), ("one", of_one), ("two", of_two)):
+                    tasks.start_soon(keep, name, messages)
+                for index in range(20):
+                    await one.publish(TOPIC, b"%d" % index)
+                await two.publish(TOPIC, b"back")
+                with anyio.move_on_after(5):
+                    await until(lambda: [len(each) for each in heard.values()] == [21, 1, 20])
+                tasks.cancel_scope.cancel()
+        numbers, back = [(one.peer_id, b"%d" % index) for index in range(20)], [(two.peer_id, b"back")]
+        assert {name: sorted(each) for name, each in heard.items()} == {
+            "hub": sorted(numbers + back),
+            "one": back,
+            "two": sorted(numbers),
+        }
         await until(lambda: not gateway.topic_peers(TOPIC))
 
     play(opener, 3, case)
