@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -31,7 +32,7 @@ from hypha_scheduler.job_config import JobConfig, ModelTable, PreprocessorTable
 from hypha_scheduler.journal import Journal, read_journal
 from hypha_scheduler.metrics import EventFile, StatusBridge
 from hypha_scheduler.reporting import JobReport
-from hypha_scheduler.results import ResultModel, open_preprocessor, open_start_model
+from hypha_scheduler.results import ResultModel, open_preprocessor, open_start_model, write_result
 from hypha_scheduler.strategies.diloco.rounds import Measured, RoundClosed
 from hypha_scheduler.submissions import serve_submissions, socket_path
 
@@ -297,6 +298,24 @@ def test_outer_updates_are_added_once_and_in_order(tmp_path: Path) -> None:
 
     run(case)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_the_trained_model_is_on_the_disk_before_the_job_is_said_to_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, kept = make_model(tmp_path / "model"), []
+    monkeypatch.setattr("os.fsync", lambda fd: kept.append(os.fstat(fd).st_ino))
+
+    async def case() -> None:
+        result = ResultModel(folder)
+        await result.take(update(tmp_path / "u1", 1), 1)
+        await result.finish()
+        write_result(tmp_path / "result.json", {"rounds": 1})
+
+    run(case)
+    wanted = (folder / "model.safetensors", folder / "config.json", folder, tmp_path / "result.json", tmp_path)
+    assert {path.stat().st_ino for path in wanted} <= set(kept)
+    assert weights(folder) == [2.0, 2.0, 2.0]
 
 
 def test_an_update_that_does_not_fit_fails_the_job(tmp_path: Path) -> None:

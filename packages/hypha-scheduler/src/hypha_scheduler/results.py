@@ -198,13 +198,15 @@ class ResultModel:
         return 4 * sum(path.stat().st_size for path in self.directory.glob("*.safetensors")) + (16 << 20)
 
     async def finish(self) -> None:
-        """Add what still waits.
+        """Add what still waits, and wait until the model is on the disk.
 
         Raises:
             JobFailedError: it does not fit the model.
+            OSError: the disk does not take it.
         """
         async with self._lock:
             await self._add()
+            await anyio.to_thread.run_sync(_synchronise, *(p for p in self.directory.rglob("*") if p.is_file()))
 
     async def _add(self) -> None:
         from hypha_proto.update import apply_update_to_dir  # here: numpy takes 0.1 s to import
@@ -219,11 +221,23 @@ class ResultModel:
 
 
 def write_result(path: Path, result: Mapping[str, object]) -> None:
-    """Write ``result.json``, whole or not at all.
+    """Write ``result.json``, whole or not at all; it is on the disk when this returns.
 
     Raises:
         OSError: it cannot be written.
     """
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result, indent=2) + "\n")
+    _synchronise(part)
     os.replace(part, path)
+    _synchronise(path)
+
+
+def _synchronise(*paths: Path) -> None:
+    """Wait until files, and their names in their folders, are on the disk."""
+    for path in (*paths, *sorted({path.parent for path in paths})):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
