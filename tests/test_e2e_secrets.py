@@ -126,6 +126,7 @@ def test_a_token_that_is_not_taken_is_nowhere_either(
         assert "401" in job.log
     assert files_with(root, TOKEN) == []
     assert files_with(root, WRONG) == []
+    assert watch.executors, "no executor was seen"
     assert watch.found == set()
     for token in (TOKEN, WRONG):
         assert token.encode() not in collector.bytes
