@@ -18,6 +18,7 @@ from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p import merging
 from hypha_net._libp2p.connections import dial
 from hypha_net._libp2p.engine import Libp2pEndpoint
+from hypha_net._libp2p.relay_messages import HopKind, HopMessage, Status
 from hypha_net.events import CircuitEnded
 from hypha_proto.ids import PeerId
 
@@ -208,7 +209,7 @@ def test_what_is_open_on_the_other_connection_stays_to_its_end(authority: Any, s
 def test_what_a_peer_has_dialled_is_the_peer_s_to_close(authority: Any, soon: None) -> None:
     async def main() -> None:
         async with pair(authority) as (smaller, larger):
-            larger._merger._needed = lambda _peer, _connection: True  # as one that keeps what it has
+            larger._merger._may_go = lambda *_: False  # type: ignore[method-assign]  # as one that keeps what it has
             await dial_each_other(smaller, larger)
             await anyio.sleep(3 * merging.GRACE)
             assert between(smaller, larger) == between(larger, smaller) == 2
@@ -237,19 +238,38 @@ async def behind_gateway(authority: Any) -> AsyncIterator[tuple[Libp2pEndpoint, 
             yield gateway, one, two
 
 
-def test_a_connection_on_which_a_place_at_a_relay_rests_is_kept(authority: Any, soon: None) -> None:
+def test_a_place_at_a_relay_moves_before_its_connection_goes(authority: Any, soon: None) -> None:
+    async def main() -> None:
+        async with behind_gateway(authority) as (gateway, leaf, other):
+            hop = gateway._hop
+            assert hop is not None
+            [first] = gateway._dialer.connections(leaf.peer_id)
+            await dial(leaf._swarm, where(gateway.addresses[0]), gateway.peer_id)
+            await until(lambda: between(gateway, leaf) == 2)
+            assert hop.rests_on(leaf.peer_id, first)
+            await until(lambda: first not in gateway._dialer.connections(leaf.peer_id))
+            assert between(gateway, leaf) == between(leaf, gateway) == 1
+            assert hop.has_reservation(leaf.peer_id)
+            [circuit] = [address for address in leaf.addresses if "p2p-circuit" in address]
+            assert await other.connect(circuit) == leaf.peer_id
+
+    run(main)
+
+
+def test_a_connection_stays_when_the_place_on_it_cannot_be_moved(authority: Any, soon: None) -> None:
     async def main() -> None:
         async with behind_gateway(authority) as (gateway, leaf, _other):
-            [first] = leaf._dialer.connections(gateway.peer_id)
+            hop = gateway._hop
+            assert hop is not None
+            [first] = gateway._dialer.connections(leaf.peer_id)
+            hop._reserve = lambda _peer: HopMessage(type=HopKind.STATUS, status=Status.RESERVATION_REFUSED)  # type: ignore[method-assign]
             for node, peer in ((leaf, gateway), (gateway, leaf)):
                 await dial(node._swarm, where(peer.addresses[0]), peer.peer_id)
             await until(lambda: between(gateway, leaf) == between(leaf, gateway) == 3)
-            hop = gateway._hop
-            assert hop is not None
             of_gateway = gateway._dialer.connections(leaf.peer_id)
             assert [hop.rests_on(leaf.peer_id, each) for each in of_gateway] == [True, False, False]
             await anyio.sleep(3 * merging.GRACE)
-            assert first in leaf._dialer.connections(gateway.peer_id)
+            assert first in gateway._dialer.connections(leaf.peer_id)
             assert hop.has_reservation(leaf.peer_id)
 
     run(main)

@@ -24,7 +24,7 @@ from hypha_net._libp2p.backoff import Backoff
 from hypha_net._libp2p.circuits import CircuitConnection
 from hypha_net._libp2p.connections import STAGGER, dial, upgrade
 from hypha_net._libp2p.dnsaddr import Found, TextRecords
-from hypha_net._libp2p.staggering import staggered
+from hypha_net._libp2p.staggering import Race, first_of, staggered
 from hypha_net.addresses import DNSADDR, Network, is_excluded, is_excluded_host, split_peer
 from hypha_net.errors import AddressError, NetError, RefusedError, StreamClosedError, UnreachableError
 from hypha_net.events import Dialled, Events
@@ -158,14 +158,14 @@ class Dialer:
             reached.append(named)
 
         with self._telling(address):
-            await _first_of(address, [partial(attempt, found) for found in await self._listed(address)])
+            await first_of(address, STAGGER, [partial(attempt, found) for found in await self._listed(address)])
         return reached[0]
 
     async def _dial_listed(self, transport: str, peer: PeerId) -> None:
         """Dial the addresses of one peer that a ``/dnsaddr`` leads to."""
         address = f"{transport}/p2p/{peer}"
         found = await self._listed(address)
-        await _first_of(address, [partial(self._dial_reported, each.transport, peer) for each in found])
+        await first_of(address, STAGGER, [partial(self._dial_reported, each.transport, peer) for each in found])
 
     async def _listed(self, address: str) -> list[Found]:
         """What a ``/dnsaddr`` stands for, without what is excluded. Raises `UnreachableError` when nothing is left."""
@@ -260,14 +260,14 @@ class Dialer:
         self._peers.succeeded(peer)
 
     async def _find_and_dial(self, peer: PeerId) -> None:
-        race = _Race()
+        race = Race()
         async with anyio.create_task_group() as tasks:
             race.scope = tasks.cancel_scope
             tasks.start_soon(self._go_direct, peer, race)
             tasks.start_soon(self._go_by_relay, peer, race)
         race.check(str(peer))
 
-    async def _go_direct(self, peer: PeerId, race: _Race) -> None:
+    async def _go_direct(self, peer: PeerId, race: Race) -> None:
         tried = self._dialable(self.routes.known(peer))
         async with anyio.create_task_group() as tasks:
             ended = anyio.Event()
@@ -277,11 +277,11 @@ class Dialer:
             await self._look_up_and_dial(peer, tried, race)
         race.direct_failed.set()
 
-    async def _dial_known(self, peer: PeerId, addresses: Sequence[str], race: _Race, ended: anyio.Event) -> None:
+    async def _dial_known(self, peer: PeerId, addresses: Sequence[str], race: Race, ended: anyio.Event) -> None:
         await self._dial_all(peer, addresses, race)
         ended.set()
 
-    async def _look_up_and_dial(self, peer: PeerId, tried: Sequence[str], race: _Race) -> None:
+    async def _look_up_and_dial(self, peer: PeerId, tried: Sequence[str], race: Race) -> None:
         hidden = 0
         for pause in LOOK_UPS:
             try:
@@ -297,14 +297,14 @@ class Dialer:
                 break
             await anyio.sleep(pause)
 
-    async def _dial_all(self, peer: PeerId, addresses: Sequence[str], race: _Race) -> None:
+    async def _dial_all(self, peer: PeerId, addresses: Sequence[str], race: Race) -> None:
         async def attempt(address: str) -> None:
             await race.run(self._dial_reported(address, peer))
 
         promising = sorted(addresses, key=self._addresses.failed_at)
         await staggered([partial(attempt, address) for address in promising], STAGGER)
 
-    async def _go_by_relay(self, peer: PeerId, race: _Race) -> None:
+    async def _go_by_relay(self, peer: PeerId, race: Race) -> None:
         with anyio.move_on_after(CIRCUIT_DELAY):
             await race.direct_failed.wait()
 
@@ -341,48 +341,6 @@ class Dialer:
     def dialable(self, addresses: Iterable[bytes]) -> list[str]:
         """Those of a peer's reported addresses that may be dialled as they are, as text without ``/p2p/``."""
         return [address for address in self._dialable(addresses) if not address.startswith(DNSADDR)]
-
-
-class _Race:
-    """Attempts of which the first success ends the others."""
-
-    def __init__(self) -> None:
-        self.won = False
-        self.failures: list[NetError] = []
-        self.direct_failed = anyio.Event()
-        self.scope: anyio.CancelScope | None = None
-
-    async def run(self, attempt: Awaitable[None]) -> None:
-        """Run one attempt, and note how it ends."""
-        try:
-            await attempt
-        except NetError as error:
-            self.failures.append(error)
-            return
-        self.won = True
-        if self.scope is not None:
-            self.scope.cancel()
-
-    def check(self, what: str) -> None:
-        """Raise for `what` if no attempt succeeded: `RefusedError` if all were refused, else `UnreachableError`."""
-        if self.won:
-            return
-        refused = bool(self.failures) and all(isinstance(error, RefusedError) for error in self.failures)
-        reasons = "; ".join(dict.fromkeys(map(str, self.failures))) or "no address of it is known"
-        raise (RefusedError if refused else UnreachableError)(f"{what} cannot be reached: {reasons}")
-
-
-async def _first_of(what: str, attempts: Sequence[Callable[[], Awaitable[None]]]) -> None:
-    """Run attempts, staggered, until one succeeds; raises as `_Race.check` when none does."""
-    race = _Race()
-
-    async def run(attempt: Callable[[], Awaitable[None]]) -> None:
-        await race.run(attempt())
-
-    async with anyio.create_task_group() as tasks:
-        race.scope = tasks.cancel_scope
-        await staggered([partial(run, attempt) for attempt in attempts], STAGGER)
-    race.check(what)
 
 
 def is_direct(connection: SwarmConn) -> bool:

@@ -103,7 +103,7 @@ class Libp2pEndpoint:
         self._subscriptions = Subscriptions(pubsub, tasks, self.events)
         self._make_directory()
         self._make_relay()
-        self._merger = Merger(self._swarm, self._dialer, GossipMoves(pubsub), self._rests_on)
+        self._merger = Merger(self._swarm, self._dialer, GossipMoves(pubsub), self._relay, self._hop)
         self._roles = RoleCheck(self.peer_id, self._role_of, self.events, required=settings.require_roles)
         self._certificates = CertificateWatch(identity, self._live_connections, self._adopt, self.events)
 
@@ -249,10 +249,6 @@ class Libp2pEndpoint:
 
     def _is_reserved(self, peer: PeerId) -> bool:
         return self._hop is not None and self._hop.has_reservation(peer)
-
-    def _rests_on(self, peer: PeerId, connection: SwarmConn) -> bool:
-        """Whether a place at a relay, our own or the peer's here, may end with a connection."""
-        return self._relay.holds_place(peer) or (self._hop is not None and self._hop.rests_on(peer, connection))
 
     async def _announce_addresses(self, peer: PeerId) -> None:
         with anyio.move_on_after(ANNOUNCE_TIMEOUT):

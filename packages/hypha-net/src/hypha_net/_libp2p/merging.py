@@ -3,14 +3,14 @@
 Two nodes that dial each other at the same moment have two connections, and a hole punch leaves a direct one beside the
 circuit. Which of them is used is `dialer.preferred`'s to say, which comes to the same at both ends. What is open on
 another stays there to its end; gossip, which has none, is moved (`gossip_moves`). A connection that carried nothing for
-a while is closed by the side that dialled it, and a circuit with it leaves its place at the relay. What the other side
+a while is closed by the side that dialled it, and a circuit with it leaves its place at the relay; our own place at a
+relay moves before that, the peer's here holds its connection. What the other side
 dialled is the other side's: implementations that keep two connections keep theirs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Final, cast
 
 import anyio
@@ -23,6 +23,8 @@ from hypha_net._libp2p.dialer import Dialer, is_direct
 from hypha_net._libp2p.gossip_moves import GossipMoves
 from hypha_net._libp2p.muxed_stream import MuxedStream
 from hypha_net._libp2p.muxer import PING_INTERVAL, Muxer
+from hypha_net._libp2p.relay import RelayClient, RelayHop
+from hypha_net.errors import NetError
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.connections")
@@ -39,13 +41,13 @@ class Merger:
     """Looks after the connections of one endpoint."""
 
     def __init__(
-        self, swarm: Swarm, dialer: Dialer, gossip: GossipMoves, needed: Callable[[PeerId, SwarmConn], bool]
+        self, swarm: Swarm, dialer: Dialer, gossip: GossipMoves, relay: RelayClient, hop: RelayHop | None
     ) -> None:
         self._swarm = swarm
         self._dialer = dialer
         self._gossip = gossip
-        self._needed = needed
-        """Whether more hangs on a connection to a peer than its streams: a place at a relay."""
+        self._relay = relay
+        self._hop = hop
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -63,20 +65,31 @@ class Merger:
         for other in self._dialer.connections(peer):
             if self._dialer.connection(peer) is not kept:
                 return  # it was lost meanwhile
-            if other is not kept and not other.is_closed and self._may_go(peer, other, kept):
+            if self._may_go(peer, other, kept) and await self._settled(peer) and self._may_go(peer, other, kept):
                 kind = "connection" if is_direct(other) else "circuit"
                 _log.info("a second %s to %s is closed: nothing uses it", kind, peer)
                 await other.close()
+
+    async def _settled(self, peer: PeerId) -> bool:
+        """Whether no place of ours at `peer` rests on one of its connections alone."""
+        try:
+            await self._relay.settle(peer)
+        except NetError as error:
+            _log.debug("the place at %s stays where it is: %s", peer, error)
+            return False
+        return True
 
     def _may_go(self, peer: PeerId, connection: SwarmConn, kept: SwarmConn) -> bool:
         now = trio.current_time()
         muxer = cast(Muxer, connection.muxed_conn)
         return (
-            muxer.is_initiator
+            connection is not kept
+            and not connection.is_closed
+            and muxer.is_initiator
             and now - muxer._heard >= GRACE
             and now - cast(Muxer, kept.muxed_conn)._heard <= PROVEN
             and not is_used(connection)
-            and not self._needed(peer, connection)
+            and not (self._hop is not None and self._hop.rests_on(peer, connection))
         )
 
 

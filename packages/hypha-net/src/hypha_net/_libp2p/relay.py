@@ -259,9 +259,18 @@ class RelayClient:
         """Where circuits lead to this node now, without its own ``/p2p/``."""
         return tuple(f"{address}/p2p-circuit" for held in self._held.values() for address in held)
 
-    def holds_place(self, gateway: PeerId) -> bool:
-        """Whether this node has a place at `gateway`."""
-        return gateway in self._held
+    async def settle(self, gateway: PeerId) -> None:
+        """Have a place that is held at `gateway` rest on all connections that there are now.
+
+        Raises:
+            NetError: it may still rest on one of them.
+        """
+        if gateway not in self._held:
+            return
+        stream, answer = await self._ask(gateway, HopMessage(type=HopKind.RESERVE))
+        await stream.aclose()
+        if answer.status != Status.OK:
+            raise UnreachableError(status_name(answer.status))
 
     async def keep_reservation(self, gateway: PeerId) -> None:
         """Hold a place at `gateway` until cancelled; a gateway that is no relay is left alone."""
