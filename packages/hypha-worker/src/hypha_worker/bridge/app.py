@@ -80,7 +80,9 @@ _ERROR: Final = {
         }
     },
 }
-_RESPONSES: Final[dict[int | str, dict[str, Any]]] = dict.fromkeys((400, 403, 404, 410, 413, 502, 504), _ERROR)
+_RESPONSES: Final[dict[int | str, dict[str, Any]]] = dict.fromkeys(
+    (400, 403, 404, 410, 413, 500, 502, 503, 504), _ERROR
+)
 
 
 def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
