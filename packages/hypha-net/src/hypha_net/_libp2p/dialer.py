@@ -119,6 +119,11 @@ class Dialer:
             connection = await dial(self._swarm, Multiaddr(transport), None)
         return PeerId(connection.muxed_conn.peer_id.to_bytes())
 
+    async def dial_known(self, peer: PeerId) -> None:
+        """Dial what a peer has reported, also where a circuit leads to it. Raises `NetError` when nobody answers."""
+        addresses = self._dialable(self.routes.known(peer))
+        await first_of(str(peer), STAGGER, [partial(self._dial_reported, address, peer) for address in addresses])
+
     async def connect_reported(self, peer: PeerId, transport: str) -> None:
         """Connect to `peer` at an address that a peer reported, without its ``/p2p/`` part. Raises `NetError`."""
         await self._once(peer, transport, lambda: self._dial_reported(transport, peer))

@@ -130,7 +130,13 @@ class Libp2pEndpoint:
         if reserve:
             self.handle(STOP, self._relay.serve)
         self._puncher = HolePuncher(
-            self, self.events, self._candidates, self._known_addresses, self._dialer.dialable, self._take_direct
+            self,
+            self.events,
+            self._candidates,
+            self._known_addresses,
+            self._dialer.dialable,
+            self._dialer.dial_known,
+            self._take_direct,
         )
         self.handle(DCUTR, self._puncher.serve)
         self._gateways = Gateways(self._dialer, self._directory, self._subscriptions, self._relay if reserve else None)

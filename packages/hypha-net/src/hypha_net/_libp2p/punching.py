@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Final, Literal, Protocol
 
 import anyio
@@ -23,7 +24,6 @@ from multiaddr import Multiaddr
 
 from hypha_net._libp2p.framing import read_message, write_message
 from hypha_net._libp2p.protobufs import BYTES, INT32, message_classes
-from hypha_net.addresses import DNSADDR
 from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_net.events import Events, HolePunched
@@ -74,6 +74,7 @@ class HolePuncher:
         candidates: Callable[[], Sequence[str]],
         known: Callable[[PeerId], Iterable[bytes]],
         dialable: Callable[[Iterable[bytes]], list[str]],
+        dial_known: Callable[[PeerId], Awaitable[None]],
         upgrade: Upgrade,
     ) -> None:
         self._endpoint = endpoint
@@ -84,6 +85,8 @@ class HolePuncher:
         """Where a peer says that it listens, once identify has told."""
         self._dialable = dialable
         """Those of a peer's addresses that may be dialled."""
+        self._dial_known = dial_known
+        """Dials those, names included. Raises `NetError` when nobody answers."""
         self._upgrade = upgrade
 
     async def punch(self, peer: PeerId) -> None:
@@ -92,15 +95,16 @@ class HolePuncher:
         with anyio.move_on_after(IDENTIFY_TIMEOUT):  # there is no event for it
             while not self._known(peer):  # noqa: ASYNC110
                 await anyio.sleep(0.05)
-        outcome = await self._try(peer, self._dialable(self._known(peer)))
+        outcome = await self._try(peer)
         if outcome is not None:
             self._events.emit(HolePunched(peer, outcome, anyio.current_time() - began))
             _log.info("a direct way to %s: %s", peer, outcome)
 
-    async def _try(self, peer: PeerId, known: list[str]) -> Outcome | None:
+    async def _try(self, peer: PeerId) -> Outcome | None:
         if self._endpoint.is_direct(peer):
             return None
-        await self._dial_all(known, peer, None, True, DIRECT_TIMEOUT)
+        with anyio.move_on_after(DIRECT_TIMEOUT), suppress(NetError):
+            await self._dial_known(peer)
         for _ in range(ATTEMPTS):
             if self._endpoint.is_direct(peer):
                 return "direct"
@@ -146,12 +150,13 @@ class HolePuncher:
         return HolePunch(type=CONNECT, addresses=own)
 
     def _own(self) -> list[str]:
-        return [address for address in self._candidates() if not address.startswith(DNSADDR)]
+        return [address for address in self._candidates() if address.split("/")[1] in ("ip4", "ip6")]
 
     def _read(self, message: Any) -> list[str]:
         if message is None or message.type != CONNECT:
             raise NetError("a hole punch begins with CONNECT")
-        return self._dialable(bytes(address) for address in message.addresses[:MAX_ADDRESSES])
+        theirs = self._dialable(bytes(address) for address in message.addresses[:MAX_ADDRESSES])
+        return [address for address in theirs if address.split("/")[1] in ("ip4", "ip6")]  # a name may lead anywhere
 
     def _port(self) -> int | None:
         ports = [int(address.split("/")[4]) for address in self._own()]
