@@ -56,6 +56,12 @@ class Inflow:
             self._parts.append(bytearray(body))
         give_back(body)
 
+    def put_back(self, data: bytes) -> None:
+        """Put bytes before what came; nothing of that has been taken."""
+        if data:
+            self._parts.appendleft(bytearray(data))
+            self.size += len(data)
+
     def take_into(self, target: memoryview) -> int:
         """Move as many bytes into `target` as there are and fit; how many."""
         taken = 0

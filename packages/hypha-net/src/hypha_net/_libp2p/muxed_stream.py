@@ -70,6 +70,12 @@ class MuxedStream(IMuxedStream):
         self.pending_flags = Flag(0)
         """SYN or ACK, until this side has sent its first frame, which tells the peer our window."""
         self._inflow = Inflow()
+        self._landing: memoryview | None = None
+        """Where a reader waits for bytes; a frame that fits in is decrypted there."""
+        self._landed = 0
+        self._under_way = 0
+        """Bytes there of a frame that has not come whole, which belong to the muxer."""
+        self._rescued = b""
         self._unreturned = 0
         self._returned_at = trio.current_time()
         self._window = muxer.first_window
@@ -104,10 +110,54 @@ class MuxedStream(IMuxedStream):
 
     async def read_into(self, buffer: memoryview) -> int:
         """At least one byte into `buffer`; how many. Raises as `read`."""
+        if not self._inflow.size and self._landing is None:
+            size = await self._wait_for_landing(buffer)
+            if size:
+                return size
         await self._wait_for_bytes()
         size = self._inflow.take_into(buffer)
         self._taken(size)
         return size
+
+    async def _wait_for_landing(self, buffer: memoryview) -> int:
+        """Wait until a frame lands in `buffer` or there is something else to read; how many bytes have landed."""
+        self._landing = buffer
+        try:
+            while not (self._landed or self._inflow.size or self._ended_there or self._broken):
+                await self._wait_for_change()
+        except BaseException:
+            self._inflow.put_back(bytes(buffer[: self._landed]))
+            self._landed = 0
+            raise
+        finally:
+            self._landing, self._rescued = None, bytes(buffer[: self._under_way])
+            size, self._landed, self._under_way = self._landed, 0, 0
+        self._taken(size)
+        return size
+
+    def lands(self, length: int) -> bool:
+        """Whether a frame of so many bytes can go straight to who waits for it."""
+        room = 0 if self._landing is None or self._inflow.size or self._landed else len(self._landing)
+        return length <= min(room, self._room) and not self._ended_there and not self._discarding
+
+    def landing(self, at: int, length: int) -> memoryview | None:
+        """Where the bytes of a frame from `at` on go, after those that are there; none when that reader is gone."""
+        if self._landing is None or self._rescued or len(self._landing) < length:
+            return None
+        self._under_way = at
+        return self._landing[at:length]
+
+    def land(self, length: int) -> None:
+        """A frame has come whole."""
+        self._under_way, self._landed = 0, length
+        self._room -= length
+        self.muxer.buffered += length
+        self._notify()
+
+    def rescued(self) -> bytes:
+        """The bytes of a frame that had landed when the reader went away."""
+        rescued, self._rescued = self._rescued, b""
+        return rescued
 
     async def _wait_for_bytes(self) -> None:
         # here, and nowhere after bytes are taken: a cancellation must not lose them. Others need no turn when there are
@@ -323,6 +373,9 @@ class MuxedStream(IMuxedStream):
         self._notify()
 
     async def _wait_for_change(self) -> None:
+        if self._deadline == float("inf"):
+            await self._changed.wait()
+            return
         with trio.CancelScope(deadline=self._deadline) as scope:
             await self._changed.wait()
         if scope.cancelled_caught:

@@ -70,8 +70,12 @@ class Connection(Protocol):
 
     is_initiator: bool
 
-    async def read_into(self, buffer: memoryview) -> int:
-        """Wait for at least one byte and fill as much of `buffer` as is there; 0 after the peer's clean end."""
+    def read_now(self, buffer: memoryview) -> int | None:
+        """Fill as much of `buffer` as is there; 0 after the peer's clean end, none if there is nothing now."""
+        ...
+
+    async def more(self) -> None:
+        """Wait for more to read."""
         ...
 
     async def write(self, data: bytes, body: memoryview | None = None) -> None:
@@ -307,17 +311,26 @@ class Muxer(IMuxedConn):
                     raise MuxedStreamError(f"a frame of version {version}, type {kind}")
                 body = _EMPTY
                 if kind == Type.DATA and length:
-                    if length > WINDOW:
-                        raise MuxedStreamError(f"a frame of {length} bytes")
-                    body = body_buffer(length)
-                    if not await self._fill(body):
+                    read = await self._read_body(stream_id, length)
+                    if read is None:
                         return "the connection ended within a frame"
+                    body = read
                 self._handle(Type(kind), Flag(flags & 15), stream_id, length, body)
         except MuxedStreamError as error:
             _log.warning("%s does not speak yamux properly and is dropped: %s", self.peer_id, error)
             return str(error)
         except IOException as error:
             return str(error)
+
+    async def _read_body(self, stream_id: int, length: int) -> memoryview | None:
+        """A frame's bytes, empty where they have landed; none at the connection's end."""
+        if length > WINDOW:
+            raise MuxedStreamError(f"a frame of {length} bytes")
+        stream = self._streams.get(stream_id)
+        if stream is not None and stream.lands(length):
+            return await self._fill_landing(stream, length)
+        body = body_buffer(length)
+        return body if await self._fill(body) else None
 
     def queue_frame(self, kind: Type, flags: Flag, stream_id: int, length: int) -> None:
         """Have the writer task send a frame: readers that wait for room could wait for each other for ever."""
@@ -356,12 +369,38 @@ class Muxer(IMuxedConn):
 
     async def _fill(self, buffer: memoryview) -> bool:
         while buffer:
-            count = await self._conn.read_into(buffer)
+            count = self._conn.read_now(buffer)
+            if count is None:
+                await self._conn.more()
+                continue
             if not count:
                 return False
             self._heard = trio.current_time()
             buffer = buffer[count:]
         return True
+
+    async def _fill_landing(self, stream: MuxedStream, length: int) -> memoryview | None:
+        """Read a frame's body to where a reader waits for it; to a buffer, if it goes away, and none at the end.
+
+        An empty buffer says that the body has landed.
+        """
+        there = 0
+        while there < length:
+            rest = stream.landing(there, length)
+            if rest is None:
+                body = body_buffer(length)
+                body[:there] = stream.rescued()
+                return body if await self._fill(body[there:]) else None
+            count = self._conn.read_now(rest)
+            if count is None:
+                await self._conn.more()
+                continue
+            if not count:
+                return None
+            self._heard = trio.current_time()
+            there += count
+        stream.land(length)
+        return _EMPTY
 
     def _handle(self, kind: Type, flags: Flag, stream_id: int, length: int, body: memoryview) -> None:
         if kind == Type.PING:

@@ -130,7 +130,7 @@ class TlsConnection(ISecureConn):
                 break
             except ssl.SSLWantReadError:
                 await self._flush()
-                await self._feed()
+                await self.more()
             except ssl.SSLEOFError as error:  # no refusal: it may be about to end, or to start
                 raise ConnectionClosedError("the peer closed the connection during the TLS handshake") from error
             except ssl.SSLError as error:
@@ -181,14 +181,15 @@ class TlsConnection(ISecureConn):
 
         One task at a time.
         """
-        while True:
-            count = self._decrypt_into(buffer)
-            if count is not None:
-                return count
-            await self._feed()
+        while (count := self.read_now(buffer)) is None:
+            await self.more()
+        return count
 
-    def _decrypt_into(self, buffer: memoryview) -> int | None:
-        """What is decrypted or can be, a record of 16 KiB after the other; none if more has to come first."""
+    def read_now(self, buffer: memoryview) -> int | None:
+        """Fill as much of `buffer` as can be decrypted, a record of 16 KiB after the other; none if `more` must come.
+
+        0 after the peer's clean end. Raises `ConnectionClosedError` after any other.
+        """
         size = 0
         while size < len(buffer):
             try:
@@ -246,8 +247,8 @@ class TlsConnection(ISecureConn):
         except ConnectionClosedError:
             _log.debug("the peer was gone before it could be told why")
 
-    async def _feed(self) -> None:
-        """Move ciphertext from the wire to TLS."""
+    async def more(self) -> None:
+        """Move ciphertext from the wire to TLS; waits for some."""
         if self._socket is None:
             data = memoryview(await self._raw.read(_PIECE))
         else:
