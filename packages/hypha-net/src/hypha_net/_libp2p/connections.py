@@ -13,9 +13,10 @@ import logging
 import types
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, cast
+from weakref import WeakKeyDictionary
 
 import trio
-from libp2p.abc import IRawConnection
+from libp2p.abc import INetConn, INetwork, IRawConnection
 from libp2p.custom_types import TProtocol
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.io.exceptions import IOException
@@ -31,6 +32,7 @@ from multiaddr import Multiaddr
 
 from hypha_net._libp2p.muxed_stream import MuxedStream
 from hypha_net._libp2p.muxer import PROTOCOL, Muxer
+from hypha_net._libp2p.notices import Quiet
 from hypha_net._libp2p.security import TLS_PROTOCOL, TlsConnection, shown_address
 from hypha_net._libp2p.staggering import staggered
 from hypha_net.errors import RefusedError, UnreachableError
@@ -57,15 +59,53 @@ class YamuxMultistream(MuxerMultistream):
         """The streams that peers open go to `serve`."""
         super().__init__({TProtocol(PROTOCOL): cast(Any, Muxer)})
         self._serve = serve
+        self.registrations = _Registrations()
 
     async def new_conn(self, conn: Any, peer_id: ID) -> Muxer:
         """Agree on yamux and start a muxer on the connection."""
         await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
-        return Muxer(conn, peer_id, self._serve)
+        known = trio.Event()
+        muxer = Muxer(conn, peer_id, self._once(known))
+        self.registrations.expected[muxer] = known
+        return muxer
+
+    def _once(self, known: trio.Event) -> Callable[[MuxedStream], Awaitable[None]]:
+        """Serve a connection's streams once the swarm has the connection.
+
+        A peer may ask as soon as it has finished its own half of the handshake. Who it is, which role it has and
+        whether it came through a relay is told of the swarm's connections only.
+        """
+
+        async def serve(stream: MuxedStream) -> None:
+            if not known.is_set():
+                with trio.move_on_after(UPGRADE_TIMEOUT):
+                    await known.wait()
+            if not known.is_set():  # the connection did not come about
+                await stream.reset()
+                return
+            await self._serve(stream)
+
+        return serve
+
+
+class _Registrations(Quiet):
+    """Tells of a connection that the swarm has it, before others are told."""
+
+    def __init__(self) -> None:
+        self.expected: WeakKeyDictionary[Any, trio.Event] = WeakKeyDictionary()
+
+    async def connected(self, network: INetwork, conn: INetConn) -> None:
+        """A connection is up."""
+        known = self.expected.pop(conn.muxed_conn, None)
+        if known is not None:
+            known.set()
 
 
 def patch_swarm(swarm: Swarm, events: Events) -> None:
-    """Make this one swarm accept connections our way."""
+    """Make this one swarm, which has our muxer, accept connections our way."""
+    multistream = swarm.upgrader.muxer_multistream
+    assert isinstance(multistream, YamuxMultistream)
+    swarm.register_notifee(multistream.registrations)
 
     async def accept(self: Swarm, read_write_closer: Any, _address: Multiaddr, _failure: Any) -> None:
         await _accept(self, read_write_closer, events)
