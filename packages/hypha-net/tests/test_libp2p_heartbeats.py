@@ -220,7 +220,7 @@ def test_a_peer_that_sends_without_a_pause_leaves_others_their_turn() -> None:
             tasks.cancel_scope.cancel()
 
     run(main)
-    assert turns[0] >= 1000
+    assert turns[0] >= 999  # the first of them may go before the counter is started
 
 
 class Waiting:

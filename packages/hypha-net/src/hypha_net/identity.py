@@ -219,9 +219,9 @@ def read_certificate(encoded: bytes, what: str = "certificate") -> CertificateIn
     """
     try:
         certificate = x509.load_der_x509_certificate(encoded)
+        return _describe(certificate, f"{what} {common_name(certificate.subject)!r}")
     except _UNREADABLE as error:
         raise IdentityError(f"{what} cannot be read: {error}") from None
-    return describe_certificate(certificate, what)
 
 
 def describe_certificate(certificate: x509.Certificate, what: str = "certificate") -> CertificateInfo:

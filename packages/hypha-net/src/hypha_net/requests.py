@@ -48,7 +48,7 @@ async def call(
         UnreachableError: the peer cannot be reached.
         UnsupportedProtocolError: it does not speak the conversation's protocol.
         RequestTimeoutError: no whole answer came in time.
-        MessageTooLargeError: the answer is over the conversation's limit.
+        MessageTooLargeError: the request or the answer is over the conversation's limit.
         RequestError: the stream broke off, or the answer is not what the conversation says.
     """
     if telemetry.current_traceparent() is None:
@@ -70,6 +70,10 @@ async def _call(
 ) -> Resp:
     data = conversation.encode_request(message)
     what = conversation.variant or conversation.protocol
+    if len(data) > conversation.max_request:
+        raise MessageTooLargeError(
+            f"{what}: a request of {len(data)} bytes is over the limit, {conversation.max_request}"
+        )
     try:
         with anyio.fail_after(timeout):
             stream = await endpoint.open_stream(peer, [conversation.protocol], timeout=timeout, request=data)

@@ -229,6 +229,11 @@ async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None)
         raise _broken_off(secured, error) from error
     except trio.TooSlowError as error:
         raise UnreachableError(f"no handshake within {UPGRADE_TIMEOUT:g} s") from error
+    except UnreachableError:
+        raise
+    except Exception as error:
+        _log.exception("the connection with %s broke off", shown_address(raw))
+        raise UnreachableError(f"the connection broke off: {_root_cause(error)}") from error
     finally:
         if not registered:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 1):

@@ -151,6 +151,7 @@ class Intake:
         try:
             while (rpc := await messages.next()) is not None:
                 await self._handle(peer, rpc)
+                await trio.lowlevel.checkpoint()  # thousands may have come at once
         except TransferError as error:
             self.lose("", "oversize" if isinstance(error, TooLongError) else "undecodable", stream.peer, stream.peer)
             _log.warning("gossip of %s is not listened to any more: %s", stream.peer, error)

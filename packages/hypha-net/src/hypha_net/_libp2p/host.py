@@ -154,9 +154,9 @@ def check_port_free(address: str) -> None:
     if port == "0":
         return
     family = socket.AF_INET6 if kind == "ip6" else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, int(port)))
-        except OSError as error:
-            raise NetError(f"listen_addresses {address}: {error.strerror}; another program uses the port?") from error
+    except OSError as error:
+        raise NetError(f"listen_addresses {address}: {error.strerror}; another program uses the port?") from error

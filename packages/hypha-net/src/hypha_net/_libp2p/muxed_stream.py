@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import struct
-from contextlib import suppress
 from enum import IntEnum, IntFlag
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
@@ -30,6 +29,8 @@ SHORT_LINK: Final = 0.004
 """Seconds there and back in which the first window moves as much as anybody wants."""
 SMALL: Final = 4 << 10
 """Bytes up to which a frame costs others no time worth mentioning."""
+LINGER: Final = 30.0
+"""Seconds within which a peer must end a stream that is not read any more."""
 CREDIT_EVERY: Final = 1.0
 """Seconds after which a slow reader's credit goes back although it is little: the writer sees that it is read."""
 
@@ -86,6 +87,7 @@ class MuxedStream(IMuxedStream):
         self._ended_there = False
         self._broken: str | None = None
         self._discarding = False
+        self._discarding_since = 0.0
         self._small = 0
         self._deadline = float("inf")
         self._changed = trio.Event()
@@ -300,12 +302,14 @@ class MuxedStream(IMuxedStream):
             return
         self._ended_here = True
         self._notify()
-        await self._send_end(Flag.FIN)
+        await self._send_end()
         self.muxer.forget_if_over(self)
 
     async def discard(self) -> None:
-        """Read no more: what still comes is dropped."""
-        self._discarding = True
+        """Read no more: what still comes is dropped, and the stream reset if it does not end in `LINGER` seconds."""
+        if self._discarding:
+            return
+        self._discarding, self._discarding_since = True, trio.current_time()
         self._return_credit(self._drop_buffer())
 
     async def reset(self) -> None:
@@ -313,19 +317,21 @@ class MuxedStream(IMuxedStream):
         if self._broken is not None or (self._ended_here and self._ended_there):
             return
         self.break_off("this side reset the stream")
-        with suppress(MuxedStreamReset):  # the connection is gone, and the stream with it
-            await self._send_end(Flag.RST)
+        if Flag.SYN not in self.pending_flags:  # else the peer has never heard of it
+            self.muxer.queue_frame(Type.WINDOW, Flag.RST, self.stream_id, 0)  # no wait for a peer that takes nothing
+        await trio.lowlevel.checkpoint_if_cancelled()
 
-    async def _send_end(self, flag: Flag) -> None:
-        """Send FIN or RST; a caller that is cancelled before its turn leaves that to the writer task."""
-        if flag is Flag.RST and Flag.SYN in self.pending_flags:
-            return  # the peer has never heard of it
+    async def _send_end(self) -> None:
+        """Send FIN; a caller that is cancelled before its turn leaves that to the writer task."""
         try:
-            await self._send(Type.WINDOW, flag, 0)
+            await self._send(Type.WINDOW, Flag.FIN, 0)
         except trio.Cancelled:
-            with suppress(MuxedStreamError):  # the connection is about to be dropped
-                self.muxer.queue_frame(Type.WINDOW, flag, self.stream_id, 0)
+            self.muxer.queue_frame(Type.WINDOW, Flag.FIN, self.stream_id, 0)
             raise
+
+    def is_wasted(self, now: float) -> bool:
+        """Whether the peer has not ended a stream that nobody reads any more."""
+        return self._discarding and now - self._discarding_since > LINGER
 
     def break_off(self, reason: str) -> None:
         """Everything under way is lost."""

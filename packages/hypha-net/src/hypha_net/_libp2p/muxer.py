@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Final, Protocol
 
 import trio
@@ -115,6 +114,8 @@ class Muxer(IMuxedConn):
         self.event_started = trio.Event()
         self.event_closed = trio.Event()
         self.on_close: Callable[[], Awaitable[None]] | None = None
+        self._fault = ""
+        """What the peer did that ends the connection, once it has."""
         self.end_reason = ""
         """Why the connection ended, once it has."""
         self.buffered = 0
@@ -161,13 +162,15 @@ class Muxer(IMuxedConn):
                     try:
                         reason = await self._read_frames()
                     finally:
-                        await self._shut_down(reason)  # first: it frees a write that the peer does not take
+                        await self._shut_down(
+                            self._fault or reason
+                        )  # first: it frees a write that the peer does not take
                         nursery.cancel_scope.cancel()
         except Exception:  # noqa: BLE001 - it runs in a task of the swarm's, which an error would end with every connection
             _log.exception("the connection with %s is given up", self.peer_id)
         finally:
             self.event_started.set()
-            await self._shut_down(reason)
+            await self._shut_down(self._fault or reason)
 
     async def close(self) -> None:
         """Tell the peer, end every stream and the connection. Idempotent."""
@@ -175,8 +178,7 @@ class Muxer(IMuxedConn):
             return
         self._leaving = True
         with trio.CancelScope(shield=True, deadline=trio.current_time() + GOODBYE_TIMEOUT):
-            with suppress(MuxedStreamError):  # a peer that takes nothing gets no goodbye
-                self.queue_frame(Type.GO_AWAY, Flag(0), 0, 0)
+            self.queue_frame(Type.GO_AWAY, Flag(0), 0, 0)
             await self._queue_empty.wait()
         await self._shut_down("the connection was closed")
         self._scope.cancel()
@@ -199,19 +201,25 @@ class Muxer(IMuxedConn):
     async def _keep_alive(self) -> None:
         """Ask a silent peer for a sign of life, and end the connection when none comes."""
         while True:
-            if await self._sleeps_too_long(max(0.0, self._heard + PING_INTERVAL - trio.current_time())):
+            frozen = await self._sleeps_too_long(max(0.0, self._heard + PING_INTERVAL - trio.current_time()))
+            await self._end_wasted_streams()
+            if frozen:
                 continue
             if trio.current_time() - self._heard < PING_INTERVAL:
                 continue
             asked_at = trio.current_time()
-            with suppress(MuxedStreamError):  # so many frames wait that one more would tell nothing new
-                self.queue_frame(Type.PING, Flag.SYN, 0, 0)
+            self.queue_frame(Type.PING, Flag.SYN, 0, 0)
             if not await self._sleeps_too_long(PING_TIMEOUT) and self._heard < asked_at:
                 silent = trio.current_time() - self._heard
                 _log.warning("%s has been silent for %.0f s and is given up", self.peer_id, silent)
                 await self._shut_down("the peer is silent")
                 self._scope.cancel()
                 return
+
+    async def _end_wasted_streams(self) -> None:
+        now = trio.current_time()
+        for stream in [stream for stream in self._streams.values() if stream.is_wasted(now)]:
+            await stream.reset()
 
     async def _sleeps_too_long(self, seconds: float) -> bool:
         """Sleep; true if this process was stopped meanwhile: then counting starts anew."""
@@ -339,9 +347,17 @@ class Muxer(IMuxedConn):
         try:
             self._control.send_nowait((kind, flags, stream_id, length))
         except trio.WouldBlock:
-            raise MuxedStreamError("it causes control frames faster than it reads them") from None
+            self._give_up("it causes control frames faster than it reads them")
+            return
         if self._queue_empty.is_set():
             self._queue_empty = trio.Event()
+
+    def _give_up(self, fault: str) -> None:
+        """Drop the connection, whoever notices that it must be."""
+        if not self._fault:
+            self._fault = fault
+            _log.warning("%s does not speak yamux properly and is dropped: %s", self.peer_id, fault)
+            self._scope.cancel()
 
     def round_trip(self) -> float:
         """The shortest time that a ping took to come back, in seconds; 0 until there have been a few. Asks again."""
@@ -434,7 +450,7 @@ class Muxer(IMuxedConn):
         ours = stream_id % 2 == self._next_id % 2
         if ours or stream_id == 0 or stream_id in self._streams:
             raise MuxedStreamError(f"stream {stream_id} is not the peer's to open")
-        if len(self._streams) >= MAX_STREAMS or self._leaving or self.is_closed:
+        if self._is_crowded() or self._leaving or self.is_closed:
             self.queue_frame(Type.WINDOW, Flag.RST, stream_id, 0)
             return None
         stream = MuxedStream(self, stream_id)
@@ -442,6 +458,12 @@ class Muxer(IMuxedConn):
         self._hand_over(stream)
         self._streams[stream_id] = stream
         return stream
+
+    def _is_crowded(self) -> bool:
+        """Whether the peer has as many streams open as it may."""
+        if len(self._streams) < MAX_STREAMS:
+            return False
+        return sum(number % 2 != self._next_id % 2 for number in self._streams) >= MAX_STREAMS
 
     def _hand_over(self, stream: MuxedStream) -> None:
         try:

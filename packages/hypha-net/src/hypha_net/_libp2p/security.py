@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import trio
-from cryptography import x509
 from libp2p.abc import IRawConnection, ISecureConn, ISecureTransport
 from libp2p.connection_types import ConnectionType
 from libp2p.crypto.ed25519 import Ed25519PublicKey, create_new_key_pair
@@ -31,7 +30,7 @@ from hypha_net._libp2p.repeats import Repeats
 from hypha_net._libp2p.shown_certificates import shown, verified_chain, watch
 from hypha_net.errors import IdentityError, RefusedError
 from hypha_net.events import Events, Refused
-from hypha_net.identity import CertificateInfo, Identity, common_name, describe_certificate
+from hypha_net.identity import CertificateInfo, Identity, read_certificate
 from hypha_net.trust import Chain, read_chain
 from hypha_proto.ids import PeerId
 
@@ -142,8 +141,7 @@ class TlsConnection(ISecureConn):
             self.refused_for = "protocol"
             raise RefusedError("the peer showed no certificate")
         try:
-            leaf = x509.load_der_x509_certificate(data)
-            self.certificate = describe_certificate(leaf, f"the peer's certificate {common_name(leaf.subject)!r}")
+            self.certificate = read_certificate(data, "the peer's certificate")
             self.chain = read_chain(verified_chain(self._tls))
         except (IdentityError, ValueError) as error:
             self.refused_for = "untrusted"
@@ -158,14 +156,10 @@ class TlsConnection(ISecureConn):
 
     def shown_peer(self) -> PeerId | None:
         """Who the peer said it was, for one that was refused; nobody has verified that."""
+        certificate = shown(self._tls)
         try:
-            certificate = shown(self._tls)
-            return (
-                None
-                if certificate is None
-                else describe_certificate(x509.load_der_x509_certificate(certificate)).peer_id
-            )
-        except (ValueError, IdentityError):
+            return None if certificate is None else read_certificate(certificate).peer_id
+        except IdentityError:
             return None
 
     # ------------------------------------------------------------------------------------------------- data
