@@ -34,10 +34,12 @@ from hypha_proto.job import JobSpec, TrainConfig, TrainJob
 logger = logging.getLogger("hypha.accelerate_executor.training")
 
 TIMEOUT_VARIABLE: Final = "HYPHA_EXECUTOR_TIMEOUT"
-"""Seconds that one request, or the wait for an outer update, may take (default 600)."""
+"""Seconds that one request (default 600), or the wait for an outer update (default a day), may take."""
 DELAY_VARIABLE: Final = "HYPHA_EXECUTOR_DELAY"
 """Seconds added to every batch; for tests and benchmarks of uneven workers only."""
 _DEFAULT_TIMEOUT: Final = 600.0
+_DEFAULT_UPDATE_TIMEOUT: Final = 86_400.0
+"""A round lasts as long as its slowest worker takes; who waits for nothing is ended by the worker, which knows."""
 _JOB_LIMIT: Final = 1 << 20
 
 
@@ -103,7 +105,10 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout",
         type=float,
         default=None,
-        help=f"seconds to wait for an answer or an outer update (or {TIMEOUT_VARIABLE}; default {_DEFAULT_TIMEOUT:g})",
+        help=(
+            f"seconds to wait for an answer or an outer update (or {TIMEOUT_VARIABLE}; "
+            f"default {_DEFAULT_TIMEOUT:g} and {_DEFAULT_UPDATE_TIMEOUT:g})"
+        ),
     )
     return parser
 
@@ -111,6 +116,13 @@ def _parser() -> argparse.ArgumentParser:
 def _follows() -> bool:
     """Whether this process follows another, as launchers number them."""
     return os.environ.get("RANK", "0") != "0"
+
+
+def _timeouts(options: argparse.Namespace) -> tuple[float, float]:
+    """Seconds for a request, and for an outer update."""
+    if options.timeout is not None:
+        return options.timeout, options.timeout
+    return _seconds(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT), _seconds(TIMEOUT_VARIABLE, _DEFAULT_UPDATE_TIMEOUT)
 
 
 def _seconds(variable: str, default: float) -> float:
@@ -128,7 +140,7 @@ def _seconds(variable: str, default: float) -> float:
 
 def _train(options: argparse.Namespace, started: float) -> None:
     config = read_job(options.job)
-    timeout = options.timeout if options.timeout is not None else _seconds(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT)
+    timeout, update_timeout = _timeouts(options)
     delay = _seconds(DELAY_VARIABLE, 0.0)
     hide(secrets_of(config))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all that is needed comes through the worker
@@ -138,7 +150,7 @@ def _train(options: argparse.Namespace, started: float) -> None:
     if _follows():
         from hypha.accelerate_executor.loop import Pace, follow
 
-        follow(config, _choices(options), Pace(timeout, delay))
+        follow(config, _choices(options), Pace(update_timeout, delay))
         return
     with Bridge(options.socket, work_dir, timeout) as bridge:
         batches = Batches(_slices(bridge, config), config.batch_size, config.seed or 0, preprocessed_columns(config))
@@ -154,7 +166,7 @@ def _train(options: argparse.Namespace, started: float) -> None:
                 with spans.span("import torch"):
                     from hypha.accelerate_executor.loop import Pace, make_loop
 
-                pace = Pace(timeout, delay)
+                pace = Pace(update_timeout, delay)
                 loop = make_loop(bridge, config, _choices(options), files.result, batches, pace, spans)
             logger.info("ready after %.1f s", time.perf_counter() - started)
             loop.run()

@@ -51,7 +51,7 @@ class Holders:
         """
         await self._take_over(place, what)
         holder = _Holder()
-        self._by_place.setdefault(place, holder)
+        self._by_place[place] = holder
 
         def let_go() -> None:
             holder.gone.set()

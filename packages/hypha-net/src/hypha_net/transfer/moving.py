@@ -6,6 +6,7 @@ blocks a transfer are all the memory there is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import FileIO
@@ -60,11 +61,18 @@ async def _send(stream: Stream, block: memoryview, progress: Progress, pace: Pac
         while block:
             piece, block = block[: pace.piece], block[pace.piece :]
             await pace.wait(len(piece))
-            scope.deadline = anyio.current_time() + IDLE_TIMEOUT
+            _allow_time(scope)
             await stream.send_all(piece)
             progress.moved(len(piece))
     if scope.cancelled_caught:
         raise BrokenOffError(f"the peer took nothing for {IDLE_TIMEOUT:g} s")
+
+
+def _allow_time(scope: anyio.CancelScope) -> None:
+    """Give what comes next `IDLE_TIMEOUT` seconds, or one less: a deadline costs more than to know the time."""
+    deadline = anyio.current_time() + IDLE_TIMEOUT
+    if not deadline - 1 < scope.deadline < math.inf:
+        scope.deadline = deadline
 
 
 async def send_buffer(stream: Stream, buffer: memoryview, progress: Progress) -> None:
@@ -161,7 +169,7 @@ class _Block:
         pace = progress.pace
         with anyio.CancelScope() as scope:
             while self.count < len(self._wanted):
-                scope.deadline = anyio.current_time() + IDLE_TIMEOUT
+                _allow_time(scope)
                 count = await stream.receive_into(self._wanted[self.count : self.count + pace.piece])
                 if not count:
                     return False

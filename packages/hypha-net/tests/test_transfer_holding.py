@@ -1,0 +1,55 @@
+"""Who writes where: of several pushes to one place the last, also when an earlier one hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+from bounded_waits import run
+
+from hypha_net.transfer import holding
+from hypha_net.transfer.holding import Holders
+from hypha_net.transfer.wire import BrokenOffError
+from hypha_proto.ids import PeerId
+
+PLACE = (PeerId.from_public_key(bytes(32)), "slot")
+
+
+def test_the_last_push_takes_over_from_the_one_before_it_although_the_first_hangs(monkeypatch: Any) -> None:
+    monkeypatch.setattr(holding, "_TAKE_OVER", 0.05)
+    holders, ends = Holders(), {}
+
+    async def push(name: str, *, hangs: bool, task_status: anyio.abc.TaskStatus[None]) -> None:
+        try:
+            async with holders.holding(PLACE, name):
+                task_status.started()
+                with anyio.CancelScope(shield=hangs):
+                    await anyio.sleep(1)
+                await anyio.lowlevel.checkpoint()
+            ends[name] = "held on"
+        except BrokenOffError:
+            ends[name] = "gave way"
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            for name, hangs in (("first", True), ("second", False), ("third", False)):
+                await tasks.start(lambda name=name, hangs=hangs, **status: push(name, hangs=hangs, **status))
+
+    run(main)
+    assert ends == {"first": "gave way", "second": "gave way", "third": "held on"}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_place_is_free_again_after_the_pushes_that_held_it(count: int) -> None:
+    holders = Holders()
+
+    async def main() -> None:
+        for _ in range(count):
+            async with holders.holding(PLACE, "a file"):
+                pass
+        with anyio.fail_after(1):
+            async with holders.holding(PLACE, "another"):
+                pass
+
+    run(main)
