@@ -1,6 +1,6 @@
 """Lines of multistream-select outside `negotiation`: before there are streams, and on those that py-libp2p opens.
 
-py-libp2p reads a line of whatever length it is promised, before anybody is authenticated, and one that is no text is
+py-libp2p takes a line of any length, a hundred reads of it, before anybody is authenticated, and one that is no text is
 an error that it does not expect, which ends the swarm (docs/upstream.md).
 """
 
