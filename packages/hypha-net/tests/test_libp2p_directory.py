@@ -200,6 +200,21 @@ def test_many_puts_cost_one_write_and_a_folder_that_is_full_costs_nothing_else(
     assert sum("dht-records" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_a_put_after_a_while_without_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kad_store, "SAVE_EVERY", 60.0)
+    gateway = Gateway(tmp_path)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(gateway.store.keep_saved)
+            await anyio.sleep(0.1)
+            gateway.put(PEERS[0], put(b"k", b"v"))
+            await until(lambda: Gateway(tmp_path).get(b"k") is not None, 5)
+            tasks.cancel_scope.cancel()
+
+    run(main)
+
+
 def test_a_node_that_is_no_gateway_tells_peers_and_keeps_nothing() -> None:
     server = DirectoryServer(lambda: [KnownPeer(PEERS[1], ADDRESS)], None)
     server.answer(PEERS[0], put(b"k", b"v"))

@@ -19,6 +19,7 @@ from typing import Final
 
 import anyio
 import anyio.to_thread
+import trio
 
 from hypha_proto.heartbeats import PREFIX, split_heartbeat
 from hypha_proto.ids import PeerId
@@ -64,6 +65,8 @@ class RecordStore:
         self._size_of_peer: Counter[bytes] = Counter()
         self._size = 0
         self._unsaved = False
+        self._news = trio.Event()
+        """Set while there is something to write."""
         self._load()
 
     def get(self, key: bytes) -> StoredRecord | None:
@@ -87,6 +90,7 @@ class RecordStore:
         self._keep(key, StoredRecord(value, publisher, self._clock() + min(ttl, MAX_TTL), ttl > FLEETING))
         if ttl > FLEETING or (old is not None and old.lasting):
             self._unsaved = True
+            self._news.set()
         return True
 
     def remaining(self, record: StoredRecord) -> int:
@@ -124,11 +128,11 @@ class RecordStore:
             self._drop(key)
 
     async def keep_saved(self) -> None:
-        """Write what is new to the disk now and then until cancelled, and then once more."""
-        pause, failed = SAVE_EVERY, False
+        """Write what is new to the disk, at once after a while without, until cancelled, and then once more."""
+        failed = False
         try:
             while True:
-                await anyio.sleep(pause)
+                await self._news.wait()
                 began = anyio.current_time()
                 try:
                     await self._save_behind()
@@ -137,18 +141,19 @@ class RecordStore:
                     if not failed:
                         _log.error("%s cannot be written, so records are lost at the end: %s", self._path, error)
                     failed = True
-                pause = max(SAVE_EVERY, 10 * (anyio.current_time() - began))
+                await anyio.sleep(max(SAVE_EVERY, 10 * (anyio.current_time() - began)))
         finally:
             with anyio.CancelScope(shield=True), suppress(OSError):  # that was told above, or is the last second's
                 await self._save_behind()
 
     async def _save_behind(self) -> None:
-        if self._unsaved and self._path is not None:
-            self._unsaved = False
+        unsaved, self._unsaved, self._news = self._unsaved, False, trio.Event()
+        if unsaved and self._path is not None:
             try:
                 await anyio.to_thread.run_sync(_write, self._path, self._lasting())
             except OSError:
                 self._unsaved = True
+                self._news.set()
                 raise
 
     def save(self) -> None:
