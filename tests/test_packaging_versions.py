@@ -20,6 +20,7 @@ BY_NAME = {package.name: package for package in packages()}
 each_package = pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
 
 DISTRIBUTIONS = {
+    "dns": "dnspython",
     "google": "protobuf",
     "opentelemetry": "opentelemetry-sdk",
     "pydantic_core": "pydantic",

@@ -274,6 +274,43 @@ def test_gossip_that_broke_off_or_failed_to_begin_is_set_up_anew(authority: Any,
     play(authority, case)
 
 
+def test_a_topic_joined_while_a_peer_is_being_registered_is_told_to_it(authority: Any, monkeypatch: Any) -> None:
+    async def main() -> None:
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+        async with (
+            open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
+            open_endpoint(authority.identity("leaf", "worker"), EndpointSettings()) as leaf,
+            anyio.create_task_group() as tasks,
+        ):
+            pubsub = gateway._gossip[0]
+            open_stream, joined = pubsub.host.new_stream, anyio.Event()
+
+            async def hear() -> None:
+                async with gateway.subscribe(TOPIC) as messages:
+                    joined.set()
+                    await anext(messages)
+
+            async def slowly(peer: ID, protocols: Any) -> Any:
+                stream = await open_stream(peer, protocols)
+                write = stream.write
+
+                async def write_later(data: bytes) -> None:
+                    tasks.start_soon(hear)  # the list of topics is made by now, without this one
+                    await joined.wait()
+                    await write(data)
+                    monkeypatch.setattr(stream, "write", write)
+
+                monkeypatch.setattr(stream, "write", write_later)
+                return stream
+
+            monkeypatch.setattr(pubsub.host, "new_stream", slowly)
+            await leaf.connect(gateway.addresses[0])
+            await until(lambda: gateway.peer_id in leaf.topic_peers(TOPIC))
+            tasks.cancel_scope.cancel()
+
+    run(main)
+
+
 async def said_back(star: Star, heard: AsyncIterator[GossipMessage], text: bytes) -> None:
     """Wait until the gateway's gossip stream is another one, which needs no publish, and what it says is heard."""
     pubsub = star.gateway._gossip[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -81,27 +81,42 @@ def make_pubsub(
     pubsub.counter = time.time_ns()
     Intake(pubsub, router, events, SEEN_SECONDS, may_speak)
     Spread(pubsub, router)
-    vars(pubsub)["_handle_new_peer"] = _OneAtATime(pubsub._handle_new_peer)
+    vars(pubsub)["_handle_new_peer"] = _Registration(pubsub)
     vars(pubsub)["_handle_dead_peer"] = functools.partial(_give_up, pubsub, pubsub._handle_dead_peer)
     host.get_network().register_notifee(_Rejoining(pubsub))
     return pubsub, router
 
 
-class _OneAtATime:
-    """Registers a peer once at a time: py-libp2p asks whether it is registered, and waits before it registers it.
+class _Registration:
+    """Registers a peer once at a time, and tells it what it misses.
 
-    Of two that do so at once, after a quick return say, the second replaced the first's queue, whose task then waited
-    for it for good.
+    py-libp2p asks whether a peer is registered, and waits before it registers it: of two that do so at once, after a
+    quick return say, the second replaced the first's queue, whose task then waited for it for good. And what this node
+    joins between the list of its topics and the end of the registration was told to everybody else.
     """
 
-    def __init__(self, register: Callable[[ID], Awaitable[None]]) -> None:
-        self._register = register
+    def __init__(self, pubsub: Pubsub) -> None:
+        self._pubsub = pubsub
+        self._register = pubsub._handle_new_peer
         self._locks: WeakValueDictionary[ID, trio.Lock] = WeakValueDictionary()
 
     async def __call__(self, peer: ID) -> None:
         lock = self._locks.setdefault(peer, trio.Lock())
         async with lock:
+            before = self._pubsub.peers.get(peer)
+            told = set(self._pubsub.topic_ids)
             await self._register(peer)
+            if self._pubsub.peers.get(peer) is not before:
+                self._tell(peer, told)
+
+    def _tell(self, peer: ID, told: set[str]) -> None:
+        now = set(self._pubsub.topic_ids)
+        changes = [
+            rpc_pb2.RPC.SubOpts(subscribe=topic in now, topicid=topic) for topic in sorted(told ^ now)
+        ]  # perhaps a second time, which changes nothing
+        queue = self._pubsub.peer_queues.get(peer)
+        if changes and queue is not None:
+            queue.push(rpc_pb2.RPC(subscriptions=changes), priority=True)
 
 
 class _Rejoining(Quiet):
