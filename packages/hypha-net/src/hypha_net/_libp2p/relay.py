@@ -257,7 +257,9 @@ class RelayClient:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where circuits lead to this node now, without its own ``/p2p/``."""
-        return tuple(f"{address}/p2p-circuit" for held in self._held.values() for address in held)
+        # a place ends with its connection, which may just have ended
+        held = [named for gateway, named in self._held.items() if self._endpoint.direct_connections(gateway)]
+        return tuple(f"{address}/p2p-circuit" for named in held for address in named)
 
     async def settle(self, gateway: PeerId) -> None:
         """Have a place that is held at `gateway` rest on all connections that there are now.
