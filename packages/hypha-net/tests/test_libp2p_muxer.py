@@ -217,6 +217,33 @@ def test_a_frame_that_lands_in_the_moment_its_reader_is_cancelled_is_read_by_the
     run(case)
 
 
+def test_a_frame_of_which_a_part_has_come_outlives_several_readers() -> None:
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, wire):
+            await wire.send_all(frame(UPDATE, SYN, 1, 0))
+            stream = await muxer.accept_stream()
+            said = frame(DATA, 0, 1, data=b"half of a frame")
+
+            async def look() -> None:
+                with trio.move_on_after(1):
+                    await stream.read_into(memoryview(bytearray(20)))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(look)
+                await trio.testing.wait_all_tasks_blocked()
+                await wire.send_all(said[:16])  # this one has a part; others come and go while the rest is on its way
+            await look()
+            await look()
+            buffer = bytearray(20)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wire.send_all, said[16:])
+                count = await stream.read_into(memoryview(buffer))
+            assert buffer[:count] == b"half of a frame"
+            assert muxer.buffered == 0
+
+    run(case)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 60_000), min_size=1, max_size=6),

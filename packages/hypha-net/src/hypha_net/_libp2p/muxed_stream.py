@@ -132,8 +132,9 @@ class MuxedStream(IMuxedStream):
             self._landed = 0
             raise
         finally:
-            self._landing, self._rescued = None, bytes(buffer[: self._under_way])
-            size, self._landed, self._under_way = self._landed, 0, 0
+            if self._under_way:  # what an earlier reader left stays until the muxer takes it
+                self._rescued = bytes(buffer[: self._under_way])
+            self._landing, size, self._landed, self._under_way = None, self._landed, 0, 0
         self._taken(size)
         return size
 
