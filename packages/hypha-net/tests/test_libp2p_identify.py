@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -26,23 +28,30 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("why", UNREADABLE)
-def test_addresses_that_cannot_be_read_are_left_out_and_harm_nobody(authority: Any, why: str) -> None:
-    said = Identify(listen_addrs=[UNREADABLE[why], Multiaddr(GOOD).to_bytes()], agent_version="odd")
+@asynccontextmanager
+async def gateway_told(authority: Any, *addresses: bytes) -> AsyncIterator[tuple[Any, Any]]:
+    """A gateway, and a node that says by identify that it is at `addresses`."""
+    said = Identify(listen_addrs=addresses, agent_version="odd")
 
     async def identify(stream: INetStream) -> None:
         await stream.write(encode_varint_prefixed(said.SerializeToString()))
         await stream.close()
 
+    settings = EndpointSettings((LOOPBACK,), role="gateway")
+    async with (
+        open_endpoint(authority.identity("gateway"), settings) as gateway,
+        open_endpoint(authority.identity("odd"), EndpointSettings()) as odd,
+    ):
+        odd._host.set_stream_handler(TProtocol("/ipfs/id/1.0.0"), identify)
+        await odd.connect(gateway.addresses[0])
+        await until(lambda: gateway.connected_peers()[odd.peer_id].agent == "odd")
+        yield gateway, odd
+
+
+@pytest.mark.parametrize("why", UNREADABLE)
+def test_addresses_that_cannot_be_read_are_left_out_and_harm_nobody(authority: Any, why: str) -> None:
     async def main() -> None:
-        settings = EndpointSettings((LOOPBACK,), role="gateway")
-        async with (
-            open_endpoint(authority.identity("gateway"), settings) as gateway,
-            open_endpoint(authority.identity("odd"), EndpointSettings()) as odd,
-        ):
-            odd._host.set_stream_handler(TProtocol("/ipfs/id/1.0.0"), identify)
-            await odd.connect(gateway.addresses[0])
-            await until(lambda: gateway.connected_peers()[odd.peer_id].agent == "odd")
+        async with gateway_told(authority, UNREADABLE[why], Multiaddr(GOOD).to_bytes()) as (gateway, odd):
             await until(lambda: gateway.connected_peers()[odd.peer_id].addresses == (GOOD,))
 
     run(main)
@@ -50,20 +59,9 @@ def test_addresses_that_cannot_be_read_are_left_out_and_harm_nobody(authority: A
 
 def test_of_very_many_addresses_the_first_are_kept(authority: Any) -> None:
     many = [Multiaddr(f"/ip4/192.0.2.1/tcp/{port}").to_bytes() for port in range(1, 1000)]
-    said = Identify(listen_addrs=many, agent_version="odd")
-
-    async def identify(stream: INetStream) -> None:
-        await stream.write(encode_varint_prefixed(said.SerializeToString()))
-        await stream.close()
 
     async def main() -> None:
-        settings = EndpointSettings((LOOPBACK,), role="gateway")
-        async with (
-            open_endpoint(authority.identity("gateway"), settings) as gateway,
-            open_endpoint(authority.identity("odd"), EndpointSettings()) as odd,
-        ):
-            odd._host.set_stream_handler(TProtocol("/ipfs/id/1.0.0"), identify)
-            await odd.connect(gateway.addresses[0])
+        async with gateway_told(authority, *many) as (gateway, odd):
             await until(lambda: bool(gateway.connected_peers()[odd.peer_id].addresses))
             kept = gateway._host.peerstore.addrs(odd._host.get_id())
             assert [str(address) for address in kept] == [f"/ip4/192.0.2.1/tcp/{port}" for port in range(1, 33)]

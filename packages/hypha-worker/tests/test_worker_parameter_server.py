@@ -125,6 +125,17 @@ def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_lab: InLab,
     in_lab(case)
 
 
+async def end_with_a_round_of_all_three(lab: Any, group: Any) -> None:
+    """The second and last round: nothing new from anybody, only the momentum of the first."""
+    await group.name(2, {0: 1, 1: 1, 2: 1})
+    for who in range(3):
+        await group.push(who, 2, group.write(0.0))
+    _, value = await group.result(2, 2)
+    assert value == pytest.approx(0.7 * 0.9 * 0.9 * 3.0)
+    assert lab.scheduler.refused == []
+    assert (await lab.scheduler.ended()).outcome == "finished"
+
+
 def test_a_member_that_is_missing_at_the_deadline_is_left_out(in_lab: InLab, take_pushes: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(2)
@@ -135,13 +146,7 @@ def test_a_member_that_is_missing_at_the_deadline_is_left_out(in_lab: InLab, tak
             _, value = await group.result(2, 1)
             assert value == pytest.approx(0.7 * 1.9 * 3.0)
             await group.push(2, 1, group.write(99.0))  # too late: taken, and not counted
-            await group.name(2, {0: 1, 1: 1, 2: 1})
-            for who in range(3):
-                await group.push(who, 2, group.write(0.0))
-            _, value = await group.result(2, 2)
-            assert value == pytest.approx(0.7 * 0.9 * 0.9 * 3.0)
-            assert lab.scheduler.refused == []
-            assert (await lab.scheduler.ended()).outcome == "finished"
+            await end_with_a_round_of_all_three(lab, group)
 
     in_lab(case)
 
@@ -158,13 +163,7 @@ def test_a_peer_that_a_round_went_on_without_is_late_and_takes_part_in_the_next(
             _, value = await group.result(2, 1)
             assert value == pytest.approx(0.7 * 1.9 * 3.0)
             await group.push(2, 1, group.write(99.0))  # taken, and not counted
-            await group.name(2, {0: 1, 1: 1, 2: 1})
-            for who in range(3):
-                await group.push(who, 2, group.write(0.0))
-            _, value = await group.result(2, 2)
-            assert value == pytest.approx(0.7 * 0.9 * 0.9 * 3.0)
-            assert lab.scheduler.refused == []
-            assert (await lab.scheduler.ended()).outcome == "finished"
+            await end_with_a_round_of_all_three(lab, group)
 
     in_lab(case)
 
