@@ -31,6 +31,11 @@ from hypha_net.testing import MemoryNetwork
 class OwnError(Exception):
     pass
 
+class SlowToGo:  # what is raised while it goes, the interpreter prints and forgets
+    def __del__(self):
+        print("running", flush=True)
+        time.sleep(60)
+
 async def fails():
     await anyio.sleep(0)
     raise {"surprise": KeyError, "known": OwnError, "os": OSError}[behaviour]("words of the failure")
@@ -55,6 +60,8 @@ def connect(config, role):
     if behaviour == "slow to start":
         print("running", flush=True)
         time.sleep(60)
+    if behaviour == "slow destructor":
+        SlowToGo()
     return MemoryNetwork().endpoint("node")
 
 behaviour = sys.argv[1]
@@ -105,7 +112,7 @@ def test_a_signal_ends_it_cleanly(daemon: Daemon, number: signal.Signals, code: 
     assert all("exception" not in entry and entry["level"] == "info" for entry in log)
 
 
-@pytest.mark.parametrize("daemon", ["slow to start"], indirect=True)
+@pytest.mark.parametrize("daemon", ["slow to start", "slow destructor"], indirect=True)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_ends_it_before_the_event_loop_runs(daemon: Daemon, number: signal.Signals, code: int) -> None:
     daemon.wait_until_running()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -121,8 +122,8 @@ def _run(work: Callable[[], Awaitable[None]]) -> int:
 
 
 def _end_early(number: int, _frame: object) -> None:
-    """A signal before any process was started."""
-    raise SystemExit(_SIGNALLED + number)
+    """A signal before any process was started; not by an exception, which a destructor it falls in would swallow."""
+    os._exit(_SIGNALLED + number)
 
 
 def _leaves(group: BaseExceptionGroup[LocalError | OSError]) -> list[BaseException]:

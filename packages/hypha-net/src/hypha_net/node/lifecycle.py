@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import anyio
 from anyio.abc import TaskGroup
@@ -107,8 +107,6 @@ def run_daemon(
     told: tuple[type[Exception], ...] = (NetError, ProtoError, OSError, *expected)
     try:
         run.start()
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the outermost place: every failure is told and becomes the exit code
         for cause in leaves(error):
             known = isinstance(cause, told)
@@ -124,13 +122,27 @@ def early_signals() -> Iterator[None]:
     """Until `run_daemon` takes over: a signal ends the process at once, quietly, with the same exit codes."""
 
     def end(number: int, _frame: object) -> None:
-        raise SystemExit(INTERRUPTED if number == signal.SIGINT else DONE)
+        _leave(_exit_code(number))
 
     def pass_over(_number: int, _frame: object) -> None:
         """What SIGHUP asks to be read again has not been read yet."""
 
     with _handling(end, pass_over):
         yield
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """
+    End the process while nothing is open that would have to be closed.
+
+    Not by an exception: when the signal comes while a destructor or an import hook of a library runs, as they do all
+    through the start, the interpreter or the library passes over it, and the daemon would live on.
+    """
+    os._exit(exit_code)
+
+
+def _exit_code(number: int) -> int:
+    return INTERRUPTED if number == signal.SIGINT else DONE
 
 
 @contextmanager
@@ -211,9 +223,9 @@ class _Run:
             telemetry.install(None)
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        self.exit_code = INTERRUPTED if number == signal.SIGINT else DONE
+        self.exit_code = _exit_code(number)
         if self._cancel is None:
-            raise SystemExit(self.exit_code)
+            _leave(self.exit_code)
         self._told.put(None)
         self._cancel(number)
 
