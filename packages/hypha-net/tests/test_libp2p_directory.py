@@ -90,7 +90,7 @@ def test_the_newest_wins_and_within_a_publisher_the_highest_seq() -> None:
         assert found[:2] == (winner[0], PEERS[winner[1]])
 
 
-def test_nobody_publishes_for_another_but_known_records_are_passed_on() -> None:
+def test_nobody_publishes_for_another_and_replicas_change_nothing() -> None:
     gateway = Gateway()
     gateway.put(PEERS[1], put(b"k", b"forged", publisher=PEERS[0]))
     assert gateway.get(b"k") is None

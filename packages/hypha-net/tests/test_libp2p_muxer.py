@@ -21,6 +21,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF,
 from libp2p.stream_muxer.yamux.yamux import Yamux
 
 from hypha_net._libp2p import muxer as muxer_module
+from hypha_net._libp2p.inflow import Unread, give_back
 from hypha_net._libp2p.muxed_stream import START_WINDOW, WINDOW
 from hypha_net._libp2p.muxer import MAX_STREAMS, PING_INTERVAL, PING_TIMEOUT, Muxer
 
@@ -156,11 +157,13 @@ async def two_muxers(
 
 
 @asynccontextmanager
-async def muxer_and_wire(make_pipe: Pipe = trio.testing.memory_stream_pair) -> AsyncIterator[tuple[Muxer, Any]]:
+async def muxer_and_wire(
+    make_pipe: Pipe = trio.testing.memory_stream_pair, unread: Unread | None = None
+) -> AsyncIterator[tuple[Muxer, Any]]:
     """An accepting muxer and the other end of its pipe, for a peer that keeps to no rule."""
     ours, theirs = make_pipe()
     connection: Any = PipeConnection(ours, is_initiator=False)
-    muxer = Muxer(connection, PEER)
+    muxer = Muxer(connection, PEER, unread=unread)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(muxer.start)
         await muxer.event_started.wait()
@@ -212,7 +215,7 @@ def test_a_frame_that_lands_in_the_moment_its_reader_is_cancelled_is_read_by_the
                 stream.land(5)
                 stream.receive(memoryview(bytearray(b" then")))
             assert await stream.read(99) + await stream.read(99) == b"first then"
-            assert muxer.buffered == 0
+            assert muxer.unread.size == 0
 
     run(case)
 
@@ -239,21 +242,40 @@ def test_a_frame_of_which_a_part_has_come_outlives_several_readers() -> None:
                 nursery.start_soon(wire.send_all, said[16:])
                 count = await stream.read_into(memoryview(buffer))
             assert buffer[:count] == b"half of a frame"
-            assert muxer.buffered == 0
+            assert muxer.unread.size == 0
 
     run(case)
+
+
+async def read_by(stream: Any, kind: str, size: int) -> bytes:
+    """Read in one of the three ways, up to `size` bytes but for a part; the buffer that was used is overwritten."""
+    if kind == "read":
+        return bytes(await stream.read(size))
+    buffer = memoryview(bytearray(size))
+    try:
+        if kind == "into":
+            return bytes(buffer[: await stream.read_into(buffer)])
+        buffer = await stream.read_part()
+        return bytes(buffer)
+    finally:
+        buffer[:] = bytes(len(buffer))
+        give_back(buffer)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 60_000), min_size=1, max_size=6),
     st.lists(st.integers(100, 50_000), min_size=1, max_size=40),
-    st.lists(st.tuples(st.integers(1, 90_000), st.booleans()), min_size=1, max_size=40),
+    st.lists(
+        st.tuples(st.integers(1, 90_000), st.booleans(), st.sampled_from(["into", "read", "part"])),
+        min_size=1,
+        max_size=40,
+    ),
 )
 def test_readers_that_give_up_lose_nothing_wherever_frames_are_cut(
-    frames: list[int], cuts: list[int], reads: list[tuple[int, bool]]
+    frames: list[int], cuts: list[int], reads: list[tuple[int, bool, str]]
 ) -> None:
-    """Frames land where a reader waits for them; one that is cancelled half-way leaves them for the next."""
+    """Frames land where a reader waits for them; one that is cancelled leaves them for the next, of any kind."""
     whole = random.Random(len(frames)).randbytes(sum(frames))
 
     async def case() -> None:
@@ -277,15 +299,12 @@ def test_readers_that_give_up_lose_nothing_wherever_frames_are_cut(
 
             async def read() -> None:
                 for number in itertools.count():
-                    size, patient = reads[number % len(reads)]
-                    buffer = bytearray(size)
+                    size, patient, kind = reads[number % len(reads)]
                     with trio.move_on_after(3600 if patient else 0.07):
                         try:
-                            count = await stream.read_into(memoryview(buffer))
+                            got.extend(await read_by(stream, kind, size))
                         except MuxedStreamEOF:
                             return
-                        got.extend(buffer[:count])
-                    buffer[:] = bytes(size)  # it is the reader's again
 
             async def swallow() -> None:
                 while await wire.receive_some():
@@ -297,7 +316,7 @@ def test_readers_that_give_up_lose_nothing_wherever_frames_are_cut(
                 await read()
                 nursery.cancel_scope.cancel()
             assert bytes(got) == whole
-            assert muxer.buffered == 0
+            assert muxer.unread.size == 0
 
     run(case)
 
@@ -399,14 +418,14 @@ def test_a_writer_waits_as_long_as_nobody_reads_and_other_streams_pass_it() -> N
                 nursery.start_soon(write)
                 await trio.sleep(120)  # far longer than the stock muxer's five seconds, and than keepalive
                 assert not done.is_set()
-                assert two.buffered <= WINDOW
+                assert two.unread.size <= WINDOW
                 quick = await one.open_stream()
                 quick_far = await two.accept_stream()
                 await quick.write(b"hello")
                 assert await quick_far.read(10) == b"hello"
                 assert len(await read_all(slow_far)) == 3 * WINDOW
             assert done.is_set()
-            assert two.buffered == 0
+            assert two.unread.size == 0
 
     run(case)
 
@@ -509,7 +528,9 @@ def test_a_slow_reader_is_seen_to_read() -> None:
                 for _ in range(10):
                     await trio.sleep(1.1)
                     await far.read(1000)
-                assert two.buffered > START_WINDOW - 2000  # what was read has been sent anew: the writer sees it move
+                assert (
+                    two.unread.size > START_WINDOW - 2000
+                )  # what was read has been sent anew: the writer sees it move
                 nursery.cancel_scope.cancel()
 
     run(case)
@@ -549,7 +570,7 @@ def test_a_reset_discards_what_was_not_read() -> None:
             await near.reset()
             await near.reset()
             await trio.sleep(1)
-            assert two.buffered == 0
+            assert two.unread.size == 0
             with pytest.raises(MuxedStreamReset):
                 await far.read(10)
             assert not one._streams
@@ -814,14 +835,37 @@ def test_a_flood_by_a_peer_that_reads_nothing_ends_in_a_closed_connection(flood:
 
 
 def test_a_peer_cannot_make_us_keep_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muxer_module, "MAX_BUFFERED", 3 * WINDOW)
+    monkeypatch.setattr(muxer_module, "MAX_UNREAD", 3 * WINDOW)
 
     async def case() -> None:
         async with muxer_and_wire() as (muxer, peer):
             for stream in range(1, 11, 2):
                 await peer.send_all(frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(START_WINDOW)))
             await muxer.event_closed.wait()
-            assert muxer.buffered == 0
+            assert muxer.unread.size == 0
+
+    run(case)
+
+
+def test_what_a_peer_may_leave_unread_is_shared_by_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muxer_module, "MAX_UNREAD", 3 * WINDOW)
+    full = b"".join(
+        frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(START_WINDOW)) for stream in range(1, 15, 2)
+    )
+
+    async def case() -> None:
+        shared = Unread()
+        async with muxer_and_wire(unread=shared) as (first, one), muxer_and_wire(unread=shared) as (second, two):
+            await one.send_all(full)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not first.is_closed
+            await two.send_all(full)
+            await second.event_closed.wait()
+            assert not first.is_closed
+            stream = await first.accept_stream()
+            assert await stream.read(5) == bytes(5)
+            assert shared.size == 7 * START_WINDOW - 5
+        assert shared.size == 0
 
     run(case)
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
+import anyio
 import pytest
 from bounded_waits import run, until
 from loopback_ports import free_port
+from multiaddr import Multiaddr
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p import punching
-from hypha_net.events import HolePunched
+from hypha_net._libp2p.framing import read_message, write_message
+from hypha_net._libp2p.punching import CONNECT, PROTOCOL, SYNC, HolePunch, HolePuncher
+from hypha_net.errors import StreamResetError, TransferError
+from hypha_net.events import Events, HolePunched
+from hypha_net.testing import MemoryNetwork
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
@@ -42,5 +49,73 @@ def test_a_name_that_a_peer_reports_is_no_way_around_exclude_cidr(
                 assert isinstance(told, HolePunched)
                 assert (told.peer, told.outcome) == (target.peer_id, outcome)
                 assert careful.is_direct(target.peer_id) is (outcome == "direct")
+
+    run(main)
+
+
+class Alone:
+    """An endpoint that nobody is connected to."""
+
+    def is_direct(self, _peer: Any) -> bool:
+        return False
+
+
+def test_a_peer_cannot_have_many_doors_knocked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of a third party: one request at a time, a few addresses, and less and less often."""
+    knocks = 0
+    meet = punching.trio.socket.socket
+
+    def counted(*args: Any) -> Any:
+        nonlocal knocks
+        knocks += 1
+        return meet(*args)
+
+    monkeypatch.setattr(punching.trio.socket, "socket", counted)
+    monkeypatch.setattr(punching, "PUNCH_TIMEOUT", 1.0)
+
+    async def none(*_args: Any) -> None:
+        raise AssertionError("nobody answers")
+
+    async def main() -> None:
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            victim = f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}"
+            network = MemoryNetwork()
+            async with network.endpoint("node") as node, network.endpoint("peer") as peer:
+                puncher = HolePuncher(
+                    Alone(),  # type: ignore[arg-type]
+                    Events(),
+                    candidates=lambda: (f"/ip4/127.0.0.1/tcp/{free_port()}",),
+                    known=lambda _peer: (),
+                    dialable=lambda addresses: [str(Multiaddr(address)) for address in addresses],
+                    dial_known=none,
+                    upgrade=none,
+                )
+                node.handle(PROTOCOL, puncher.serve)
+
+                async def ask() -> bool:
+                    """Whether it is done as asked, as far as the peer sees."""
+                    stream = await peer.open_stream(node.peer_id, [PROTOCOL])
+                    try:
+                        await write_message(stream, HolePunch(type=CONNECT, addresses=[Multiaddr(victim).to_bytes()]))
+                        if await read_message(stream, HolePunch) is None:
+                            return False
+                        await write_message(stream, HolePunch(type=SYNC))
+                        await stream.receive_some()
+                    except (StreamResetError, TransferError):
+                        return False
+                    return True
+
+                async with anyio.create_task_group() as tasks:
+                    answers: list[bool] = []
+
+                    async def note() -> None:
+                        answers.append(await ask())
+
+                    for _ in range(10):
+                        tasks.start_soon(note)
+                assert sorted(answers) == [False] * 9 + [True]
+                assert 3 <= knocks <= 12
+                assert await ask()
 
     run(main)

@@ -10,11 +10,20 @@ from libp2p.connection_types import ConnectionType
 from libp2p.io.exceptions import ConnectionClosedError
 from multiaddr import Multiaddr
 
+from hypha_net._libp2p.inflow import give_back
+from hypha_net._libp2p.streams import Libp2pStream
 from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamClosedError, StreamResetError
 
 _PIECE: Final = 256 << 10
 _GONE: Final = (StreamResetError, StreamClosedError)
+
+
+async def _next_part(stream: Stream) -> memoryview:
+    """What comes next on a stream, in the buffer that it came in where the stream gives that away."""
+    if isinstance(stream, Libp2pStream):
+        return await stream.receive_part()
+    return memoryview(await stream.receive_some(_PIECE))
 
 
 class CircuitConnection(IRawConnection):
@@ -28,6 +37,13 @@ class CircuitConnection(IRawConnection):
         """Up to `n` bytes; empty at the clean end."""
         try:
             return await self._circuit.receive_some(n if n is not None and n > 0 else _PIECE)
+        except _GONE as error:
+            raise ConnectionClosedError(f"the circuit broke off: {error}") from error
+
+    async def read_part(self) -> memoryview:
+        """What came together, without a copy; `inflow.give_back` takes the buffer back. Empty at the clean end."""
+        try:
+            return await _next_part(self._circuit)
         except _GONE as error:
             raise ConnectionClosedError(f"the circuit broke off: {error}") from error
 
@@ -96,7 +112,7 @@ class Circuit:
     async def _pass_on(self, source: Stream, target: Stream, both: anyio.CancelScope) -> None:
         passed = 0
         try:
-            while data := await source.receive_some(_PIECE):
+            while data := await _next_part(source):
                 passed += len(data)
                 if self._max_bytes is not None and passed > self._max_bytes:
                     await self._break_off("bytes")
@@ -104,6 +120,7 @@ class Circuit:
                     return
                 await target.send_all(data)
                 self.moved += len(data)
+                give_back(data)
             await target.send_eof()
         except _GONE:
             await self._break_off("failed")

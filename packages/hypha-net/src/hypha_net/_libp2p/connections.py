@@ -13,7 +13,7 @@ import logging
 import types
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import trio
 from libp2p.abc import INetConn, INetwork, IRawConnection
@@ -30,6 +30,7 @@ from libp2p.security.exceptions import HandshakeFailure
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from multiaddr import Multiaddr
 
+from hypha_net._libp2p.inflow import Unread
 from hypha_net._libp2p.muxed_stream import MuxedStream
 from hypha_net._libp2p.muxer import PROTOCOL, Muxer
 from hypha_net._libp2p.notices import Quiet
@@ -59,13 +60,14 @@ class YamuxMultistream(MuxerMultistream):
         """The streams that peers open go to `serve`."""
         super().__init__({TProtocol(PROTOCOL): cast(Any, Muxer)})
         self._serve = serve
+        self._unread: WeakValueDictionary[ID, Unread] = WeakValueDictionary()
         self.registrations = _Registrations()
 
     async def new_conn(self, conn: Any, peer_id: ID) -> Muxer:
         """Agree on yamux and start a muxer on the connection."""
         await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
         known = trio.Event()
-        muxer = Muxer(conn, peer_id, self._once(known))
+        muxer = Muxer(conn, peer_id, self._once(known), self._unread.setdefault(peer_id, Unread()))
         self.registrations.expected[muxer] = known
         return muxer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, cast
 
 import anyio
@@ -40,6 +40,8 @@ LASTING: Final = 5.0
 RECORD_INTERVAL: Final = 600.0
 """Seconds after which records are put again at the latest; a third of the shortest life if that is less."""
 NEIGHBOUR_INTERVAL: Final = 30.0
+NEIGHBOUR_TIMEOUT: Final = 3.0
+NEIGHBOURS_AT_ONCE: Final = 8
 HEARD_TIMEOUT: Final = 2.0
 
 
@@ -207,12 +209,18 @@ class Gateways:
         except UnreachableError as error:
             _log.info("no neighbours learnt: %s", error)
             return
-        for peer, addresses in neighbours.items():
+        turns = anyio.CapacityLimiter(NEIGHBOURS_AT_ONCE)
+        async with anyio.create_task_group() as tasks:
+            for peer, addresses in neighbours.items():
+                tasks.start_soon(self._dial_neighbour, peer, addresses, turns)
+
+    async def _dial_neighbour(self, peer: PeerId, addresses: Iterable[bytes], turns: anyio.CapacityLimiter) -> None:
+        async with turns:
             for address in self._dialer.dialable(addresses):
                 try:
-                    with anyio.fail_after(3.0):
+                    with anyio.fail_after(NEIGHBOUR_TIMEOUT):
                         await self._dialer.connect_reported(peer, address)
-                    break
+                    return
                 except (NetError, TimeoutError) as error:
                     _log.debug("neighbour %s at %s: %s", peer, address, error)
 

@@ -32,6 +32,13 @@ def give_back(body: memoryview) -> None:
         _spare.append(buffer)
 
 
+class Unread:
+    """Bytes that have come from a peer and are not read yet, over all its connections."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+
 class Inflow:
     """A queue of bytes."""
 
@@ -97,6 +104,14 @@ class Inflow:
         self._offset += len(data)
         self._drop_taken(part)
         return data
+
+    def take_part(self) -> memoryview:
+        """What came together, in the buffer that it came in; for `give_back` when nobody reads it any more."""
+        part, offset = self._parts.popleft(), self._offset
+        self._offset = 0
+        whole = memoryview(part)
+        self.size -= len(whole) - offset
+        return whole[offset:] if offset else whole
 
     def clear(self) -> int:
         """Drop everything; how many bytes that were."""

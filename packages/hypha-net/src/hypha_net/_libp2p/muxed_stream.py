@@ -110,6 +110,13 @@ class MuxedStream(IMuxedStream):
         self._taken(len(data))
         return data
 
+    async def read_part(self) -> memoryview:
+        """What came together, without a copy; `inflow.give_back` takes the buffer back. Raises as `read`."""
+        await self._wait_for_bytes()
+        part = self._inflow.take_part()
+        self._taken(len(part))
+        return part
+
     async def read_into(self, buffer: memoryview) -> int:
         """At least one byte into `buffer`; how many. Raises as `read`."""
         if not self._inflow.size and self._landing is None:
@@ -154,7 +161,7 @@ class MuxedStream(IMuxedStream):
         """A frame has come whole."""
         self._under_way, self._landed = 0, length
         self._room -= length
-        self.muxer.buffered += length
+        self.muxer.unread.size += length
         self._notify()
 
     def rescued(self) -> bytes:
@@ -174,7 +181,7 @@ class MuxedStream(IMuxedStream):
             await self._wait_for_change()
 
     def _taken(self, size: int) -> None:
-        self.muxer.buffered -= size
+        self.muxer.unread.size -= size
         self._return_credit(size)
 
     def _return_credit(self, size: int) -> None:
@@ -217,7 +224,7 @@ class MuxedStream(IMuxedStream):
         if self._discarding:
             self.muxer.queue_credit(self, len(data))
         elif data:
-            self.muxer.buffered += len(data)
+            self.muxer.unread.size += len(data)
             self._inflow.add(data)
             self._notify()
 
@@ -354,7 +361,7 @@ class MuxedStream(IMuxedStream):
 
     def _drop_buffer(self) -> int:
         size = self._inflow.clear()
-        self.muxer.buffered -= size
+        self.muxer.unread.size -= size
         return size
 
     @property

@@ -22,7 +22,7 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamError, MuxedStreamReset
 from multiaddr import Multiaddr
 
-from hypha_net._libp2p.inflow import body_buffer
+from hypha_net._libp2p.inflow import Unread, body_buffer
 from hypha_net._libp2p.muxed_stream import (
     HEADER,
     SMALL,
@@ -48,8 +48,8 @@ FROZEN: Final = 2.0
 MAX_CONTROL: Final = 4 * MAX_STREAMS
 """Control frames that wait to be sent; a peer that causes more without reading any is dropped."""
 
-MAX_BUFFERED: Final = 256 << 20
-"""Bytes of one connection that may wait to be read; a peer that fills more streams than are read is dropped."""
+MAX_UNREAD: Final = 256 << 20
+"""Bytes of one peer that may wait to be read; a connection that brings more is dropped."""
 
 FEW_PINGS: Final = 4
 """Round trips of which the shortest is taken for the link's own, without the waits of a busy process."""
@@ -102,9 +102,17 @@ class Muxer(IMuxedConn):
     """A connection that carries streams."""
 
     def __init__(
-        self, conn: Connection, peer_id: ID, serve: Callable[[MuxedStream], Awaitable[None]] | None = None
+        self,
+        conn: Connection,
+        peer_id: ID,
+        serve: Callable[[MuxedStream], Awaitable[None]] | None = None,
+        unread: Unread | None = None,
     ) -> None:
-        """Carry streams over `conn`; those that the peer opens go to `serve`, or wait for `accept_stream`."""
+        """Carry streams over `conn`; those that the peer opens go to `serve`, or wait for `accept_stream`.
+
+        Args:
+            unread: what the peer's other connections have brought too, if it has any.
+        """
         self._conn = conn
         self._serve = serve
         self._served: trio.Nursery
@@ -118,8 +126,7 @@ class Muxer(IMuxedConn):
         """What the peer did that ends the connection, once it has."""
         self.end_reason = ""
         """Why the connection ended, once it has."""
-        self.buffered = 0
-        """Bytes that have come and are not read yet, of all streams."""
+        self.unread = unread or Unread()
         self._round_trip = float("inf")
         self._round_trips = 0
         self._asked_at = float("-inf")
@@ -436,8 +443,8 @@ class Muxer(IMuxedConn):
             return
         if kind == Type.DATA:
             stream.receive(body)
-            if self.buffered > MAX_BUFFERED:
-                raise MuxedStreamError(f"{self.buffered} bytes of it wait to be read")
+            if self.unread.size > MAX_UNREAD:
+                raise MuxedStreamError(f"{self.unread.size} bytes of it wait to be read")
         else:
             stream.add_credit(length)
         if Flag.RST in flags:

@@ -43,6 +43,8 @@ DIRECT_TIMEOUT: Final = 2.0
 PUNCH_TIMEOUT: Final = 4.0
 """Seconds in which packets sent at the same moment meet, or do not: time for two of the kernel's repetitions."""
 REFUSED_PAUSE: Final = 0.02
+"""Seconds after which a closed door is knocked at again: half as long again each time, up to `LONGEST_PAUSE`."""
+LONGEST_PAUSE: Final = 0.5
 HolePunch: Any = message_classes(
     "hypha.dcutr", "proto2", {"HolePunch": [("type", 1, INT32, False, ""), ("addresses", 2, BYTES, True, "")]}
 )["HolePunch"]
@@ -88,6 +90,7 @@ class HolePuncher:
         self._dial_known = dial_known
         """Dials those, names included. Raises `NetError` when nobody answers."""
         self._upgrade = upgrade
+        self._serving: set[PeerId] = set()
 
     async def punch(self, peer: PeerId) -> None:
         """Find a direct way to `peer`, to which there is a relayed connection; tells how it went."""
@@ -138,6 +141,19 @@ class HolePuncher:
     async def serve(self, stream: Stream) -> None:
         """The other half: tell our addresses, and dial at the word."""
         peer = stream.peer
+        if peer in self._serving:  # one at a time: each knocks at doors that the peer names
+            await stream.reset()
+            return
+        self._serving.add(peer)
+        try:
+            await self._serve(stream, peer)
+        except (NetError, TimeoutError) as error:
+            _log.info("no hole punch with %s: %s", peer, error or "too slow")
+            await stream.reset()
+        finally:
+            self._serving.discard(peer)
+
+    async def _serve(self, stream: Stream, peer: PeerId) -> None:
         with anyio.fail_after(TIMEOUT):
             theirs = self._read(await read_message(stream, HolePunch, MAX_MESSAGE))
             await write_message(stream, self._connect())
@@ -189,6 +205,7 @@ async def _meet(address: str, port: int | None) -> trio.SocketStream:
     """
     _, kind, host, _, remote = address.split("/")[:5]
     family = trio.socket.AF_INET6 if kind == "ip6" else trio.socket.AF_INET
+    pause = REFUSED_PAUSE
     while True:
         sock = trio.socket.socket(family, trio.socket.SOCK_STREAM)
         connected = False
@@ -207,4 +224,5 @@ async def _meet(address: str, port: int | None) -> trio.SocketStream:
         finally:
             if not connected:
                 sock.close()
-        await anyio.sleep(REFUSED_PAUSE)
+        await anyio.sleep(pause)
+        pause = min(1.5 * pause, LONGEST_PAUSE)

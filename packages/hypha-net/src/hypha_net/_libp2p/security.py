@@ -25,6 +25,8 @@ from libp2p.peer.id import ID
 from libp2p.security.exceptions import HandshakeFailure
 from multiaddr import Multiaddr
 
+from hypha_net._libp2p.circuits import CircuitConnection
+from hypha_net._libp2p.inflow import give_back
 from hypha_net._libp2p.refusals import RefusalReason, explain, is_refusal
 from hypha_net._libp2p.repeats import Repeats
 from hypha_net._libp2p.shown_certificates import shown, verified_chain, watch
@@ -243,11 +245,17 @@ class TlsConnection(ISecureConn):
 
     async def more(self) -> None:
         """Move ciphertext from the wire to TLS; waits for some."""
-        if self._socket is None:
-            data = memoryview(await self._raw.read(_PIECE))
-        else:
-            data = _scratch.buffer[: await self._receive(self._socket.socket)]
-            self._bytes.received += len(data)  # a circuit's bytes are counted by the connection that carries it
+        if isinstance(self._raw, CircuitConnection):  # its bytes are counted by the connection that carries it
+            part = await self._raw.read_part()
+            self._feed(part)
+            give_back(part)
+            return
+        assert self._socket is not None
+        data = _scratch.buffer[: await self._receive(self._socket.socket)]
+        self._bytes.received += len(data)
+        self._feed(data)
+
+    def _feed(self, data: memoryview) -> None:
         if data:
             self._incoming.write(data)
         else:

@@ -65,6 +65,16 @@ class Libp2pStream:
         except (MuxedStreamError, MuxedConnUnavailable) as error:
             raise _translated(error) from error
 
+    async def receive_part(self) -> memoryview:
+        """Like `receive_some` without a limit and without a copy; `inflow.give_back` takes the buffer back."""
+        self._check_open()
+        try:
+            return await self._muxed.read_part()
+        except MuxedStreamEOF:
+            return memoryview(b"")
+        except (MuxedStreamError, MuxedConnUnavailable) as error:
+            raise _translated(error) from error
+
     async def send_eof(self, last: bytes = b"") -> None:
         """See `Stream.send_eof`."""
         try:
