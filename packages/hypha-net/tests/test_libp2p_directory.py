@@ -40,7 +40,7 @@ class Gateway:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.now = 1000.0
-        self.known = [KnownPeer(peer, ADDRESS) for peer in PEERS]
+        self.known = [KnownPeer(peer, lambda: ADDRESS) for peer in PEERS]
         self.store = RecordStore(folder, lambda: self.now)
         self.server = DirectoryServer(lambda: self.known, self.store)
 
@@ -140,7 +140,7 @@ def test_one_peer_cannot_fill_the_directory(monkeypatch: pytest.MonkeyPatch) -> 
 def test_find_node_tells_the_closest_connected_peers_for_any_key(key: bytes) -> None:
     gateway = Gateway()
     asking = PEERS[0]
-    gateway.known.append(KnownPeer(PeerId.from_public_key(b"?" * 32), ()))  # nothing is known of it yet
+    gateway.known.append(KnownPeer(PeerId.from_public_key(b"?" * 32), tuple))  # nothing is known of it yet
     answer = gateway.server.answer(asking, Message(type=Kind.FIND_NODE, key=key))
     target = int.from_bytes(hashlib.sha256(key).digest(), "big")
     expected = sorted(PEERS[1:], key=lambda p: int.from_bytes(hashlib.sha256(p.raw).digest(), "big") ^ target)
@@ -216,7 +216,7 @@ def test_a_put_after_a_while_without_is_written_at_once(tmp_path: Path, monkeypa
 
 
 def test_a_node_that_is_no_gateway_tells_peers_and_keeps_nothing() -> None:
-    server = DirectoryServer(lambda: [KnownPeer(PEERS[1], ADDRESS)], None)
+    server = DirectoryServer(lambda: [KnownPeer(PEERS[1], lambda: ADDRESS)], None)
     server.answer(PEERS[0], put(b"k", b"v"))
     answer = server.answer(PEERS[0], Message(type=Kind.GET_VALUE, key=b"k"))
     assert not answer.HasField("record")

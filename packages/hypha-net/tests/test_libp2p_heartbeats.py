@@ -170,7 +170,7 @@ def test_a_provider_is_named_while_it_is_connected_or_its_heartbeat_goes_on() ->
     assert providers(server) == [PEERS[0]]
     now[0] += 21
     assert providers(server) == []
-    known.append(KnownPeer(PEERS[0], (b"\x04\x7f\x00\x00\x01\x06\x0f\xa1",)))
+    known.append(KnownPeer(PEERS[0], lambda: (b"\x04\x7f\x00\x00\x01\x06\x0f\xa1",)))
     answer = server.answer(PEERS[3], Message(type=Kind.GET_PROVIDERS, key=b"k"))
     assert [(PeerId(peer.id), list(peer.addrs)) for peer in answer.provider_peers] == [
         (PEERS[0], [b"\x04\x7f\x00\x00\x01\x06\x0f\xa1"])

@@ -10,6 +10,7 @@ import ipaddress
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Final, cast
 
 import anyio
@@ -246,12 +247,14 @@ class Libp2pEndpoint:
 
     def _known_peers(self) -> list[KnownPeer]:
         """Connected peers for the directory, with the circuits that lead to them through here."""
-        circuits = tuple(Multiaddr(f"{address}/p2p-circuit").to_bytes() for address in self.addresses[:8])
-        return [KnownPeer(peer, self._told(peer, circuits)) for peer in self._alive()]
+        return [KnownPeer(peer, partial(self._told, peer)) for peer in self._alive()]
 
-    def _told(self, peer: PeerId, circuits: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        own = addresses_of(self._host.peerstore, ID(peer.raw))
-        return tuple(dict.fromkeys(own + circuits)) if self._is_reserved(peer) else own
+    def _told(self, peer: PeerId) -> tuple[bytes, ...]:
+        own = self._known_addresses(peer)
+        if not self._is_reserved(peer):
+            return own
+        circuits = (Multiaddr(f"{address}/p2p-circuit").to_bytes() for address in self.addresses[:8])
+        return tuple(dict.fromkeys((*own, *circuits)))
 
     def _is_reserved(self, peer: PeerId) -> bool:
         return self._hop is not None and self._hop.has_reservation(peer)

@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import anyio
@@ -37,10 +38,11 @@ STREAMS_AT_ONCE: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class KnownPeer:
-    """A connected peer and the addresses it has, as multiaddr bytes."""
+    """A connected peer."""
 
     peer: PeerId
-    addresses: tuple[bytes, ...]
+    addresses: Callable[[], tuple[bytes, ...]]
+    """Looks up those it has, as multiaddr bytes; an answer names a few peers of many."""
 
 
 class DirectoryServer:
@@ -135,16 +137,21 @@ class DirectoryServer:
         connected = {known.peer: known.addresses for known in self._known()}
         for provider in self._providers.get(key):
             if provider in connected or self._store.get(heartbeat_key(provider, key)) is not None:
-                addresses = [address for address in connected.get(provider, ()) if self._passes(address)]
+                known = connected[provider]() if provider in connected else ()
+                addresses = [address for address in known if self._passes(address)]
                 answer.provider_peers.add(id=provider.raw, addrs=addresses, connection=int(provider in connected))
 
     def _add_closest(self, asking: PeerId, key: bytes, answer: Any) -> None:
         target = int.from_bytes(hashlib.sha256(key).digest(), "big")
-
-        def distance(known: KnownPeer) -> int:
-            return int.from_bytes(hashlib.sha256(known.peer.raw).digest(), "big") ^ target
-
-        others = [known for known in self._known() if known.peer != asking and known.addresses]
-        for known in sorted(others, key=distance)[:CLOSEST]:
-            if addresses := [address for address in known.addresses if self._passes(address)]:
+        others = [known for known in self._known() if known.peer != asking]
+        for known in sorted(others, key=lambda known: _place(known.peer.raw) ^ target):
+            if addresses := [address for address in known.addresses() if self._passes(address)]:
                 answer.closer_peers.add(id=known.peer.raw, addrs=addresses, connection=1)
+                if len(answer.closer_peers) == CLOSEST:
+                    return
+
+
+@lru_cache(4096)
+def _place(peer: bytes) -> int:
+    """Where a peer is in the space of keys."""
+    return int.from_bytes(hashlib.sha256(peer).digest(), "big")
