@@ -124,6 +124,7 @@ class Worker:
     forgets: int = 0
     """Round whose outer update it does not send to the scheduler."""
     hangs: bool = False
+    cannot_start: bool = False
     refuses: bool = False
     renewals_left: int = 1_000_000
     leases: dict[uuid.UUID, PeerId] = field(default_factory=dict)
@@ -171,6 +172,8 @@ class Worker:
 
     async def dispatch(self, peer: PeerId, request: DispatchJob) -> DispatchResult:
         if self.leases.get(request.id) != peer:
+            return DispatchFailed()
+        if self.cannot_start:
             return DispatchFailed()
         self.spec = request.spec
         assert executor_class(request.spec) == self.role
@@ -464,6 +467,27 @@ def test_the_job_goes_on_without_a_lost_worker_when_it_may(tmp_path: Path, model
     play(tmp_path, case, prepare)
 
 
+@pytest.mark.parametrize("role", ["train", "aggregate"])
+def test_a_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, model: Path, role: str) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        wanted = job(model, resources={"min_workers": 2})
+        if role == "train":
+            path = await service.conduct(wanted)
+            assert json.loads(path.read_text())["rounds"] == 3
+            assert len(workers[3].rounds_seen[-1].members) == 2
+        else:
+            with failing() as told:
+                await service.conduct(wanted)
+            assert f"the parameter server {workers[3].endpoint.peer_id} was lost" in told[0]
+            assert "did not start task" in told[0]
+        assert "its task did not start" in workers[2 if role == "train" else 3].released
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[2 if role == "train" else 3].cannot_start = True
+
+    play(tmp_path, case, prepare)
+
+
 def test_the_job_ends_without_a_worker_that_is_late_in_its_last_round(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
         changes = {"resources": {"num_workers": 3, "min_workers": 2}, "rounds": {"update_rounds": 1, "timeout": 1.5}}
@@ -564,7 +588,7 @@ def test_a_worker_that_is_taken_for_one_part_is_named_where_another_part_lacks_o
     play(tmp_path, case)
 
 
-@pytest.mark.parametrize("kind", ["accepted", "placed"])
+@pytest.mark.parametrize("kind", ["accepted", "placed", "round", "ended"])
 def test_a_disk_that_is_full_fails_the_job_and_not_the_scheduler(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -15,36 +15,34 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_proto.job import JobSpec
 from hypha_proto.jobs import DISPATCH_JOB, Dispatched, DispatchJob
-from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.tasks import Task, TaskGraph
 
 _DISPATCH_TIMEOUT: Final = 30.0
 
 
-async def dispatch_ready(endpoint: Endpoint, graph: TaskGraph, spec_of: Callable[[Task], JobSpec]) -> None:
+async def dispatch_ready(
+    endpoint: Endpoint, graph: TaskGraph, spec_of: Callable[[Task], JobSpec], failed: Callable[[Task, str], None]
+) -> None:
     """Dispatch every task that is ready, and those that become so by it.
 
-    Raises:
-        JobFailedError: a worker cannot be reached or does not start its task.
+    Args:
+        failed: told of each worker that cannot be reached or does not start its task, and why.
     """
     while ready := graph.ready():
-        failures: list[str] = []
         async with anyio.create_task_group() as tasks:
             for task in ready:
                 graph.start(task.name)  # before the worker is told: its executor may end before the answer is here
-                tasks.start_soon(_dispatch, endpoint, task, spec_of(task), failures)
-        if failures:
-            raise JobFailedError("; ".join(failures))
+                tasks.start_soon(_dispatch, endpoint, task, spec_of(task), failed)
 
 
-async def _dispatch(endpoint: Endpoint, task: Task, spec: JobSpec, failures: list[str]) -> None:
+async def _dispatch(endpoint: Endpoint, task: Task, spec: JobSpec, failed: Callable[[Task, str], None]) -> None:
     message = DispatchJob(id=task.lease, spec=spec)
     about = {"hypha.task": task.name, "hypha.peer.id": str(task.peer)}
     try:
         with telemetry.span("dispatch", about):
             answer = await requests.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
     except NetError as error:
-        failures.append(f"task {task.name} could not be handed to worker {task.peer}: {error}")
+        failed(task, f"task {task.name} could not be handed to worker {task.peer}: {error}")
         return
     if not isinstance(answer, Dispatched):
-        failures.append(f"worker {task.peer} did not start task {task.name}; its log says why")
+        failed(task, f"worker {task.peer} did not start task {task.name}; its log says why")

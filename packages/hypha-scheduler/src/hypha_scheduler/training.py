@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -184,7 +186,7 @@ class TrainingRun:
         self._tasks.start_soon(measure_traffic, self._endpoint, peers, before)
         self._tasks.start_soon(self._watch_time)
         running.graph.provide(START_MODEL)
-        await dispatch_ready(self._endpoint, running.graph, self._spec_of)
+        await dispatch_ready(self._endpoint, running.graph, self._spec_of, self._not_dispatched)
         self._report.tell("dispatched", seconds=round(anyio.current_time() - began, 3))
         await self._over.wait()
         if self._failure is not None:
@@ -278,19 +280,29 @@ class TrainingRun:
             self._failure = reason
             self._over.set()
 
+    def _not_dispatched(self, task: Task, why: str) -> None:
+        self._leases.drop(task.lease)
+        self._tasks.start_soon(release, self._endpoint, task.peer, task.lease, "its task did not start")
+        self._task_lost(task, why)
+
     def _lease_lost(self, held: HeldLease, why: str) -> None:
         if self._running is None:
             if self._placement is not None:
                 self._placement.lost(held.lease)
             return
         task = self._running.graph.of_lease(held.lease)
-        if task is None or not self._running.graph.end(task.name, TaskState.FAILED) or self._over.is_set():
+        if task is not None:
+            self._task_lost(task, why)
+
+    def _task_lost(self, task: Task, why: str) -> None:
+        assert self._running is not None
+        if not self._running.graph.end(task.name, TaskState.FAILED) or self._over.is_set():
             return
         self._changed.set()
         if task.role == AGGREGATE:
-            self.fail(f"the parameter server {held.peer} was lost: {why}")
+            self.fail(f"the parameter server {task.peer} was lost: {why}")
         else:
-            self._worker_lost(held.peer, why)
+            self._worker_lost(task.peer, why)
 
     def _worker_lost(self, peer: PeerId, why: str) -> None:
         assert self._running is not None
@@ -335,9 +347,18 @@ class TrainingRun:
         answer, effects = self._running.operator.report(peer, request.progress, anyio.current_time())
         if isinstance(answer, ProgressError):
             _log.warning("report %s of %s does not fit", type(request.progress).__name__, peer)
-        self._carry_out(effects)
+        with self._own_files():
+            self._carry_out(effects)
         self._check_over()
         return answer
+
+    @contextmanager
+    def _own_files(self) -> Iterator[None]:
+        """While a peer is answered: that this job cannot write its files fails the job and not the answer."""
+        try:
+            yield
+        except OSError as error:
+            self.fail(f"{self.directory}: the job's files cannot be used: {error}")
 
     def _speaks_for(self, peer: PeerId, lease: uuid.UUID | None) -> bool:
         assert self._running is not None
@@ -347,10 +368,10 @@ class TrainingRun:
     def on_refused(self, peer: PeerId, refused: UpdateRefused) -> None:
         """The parameter server could not use a member's update."""
         if self._running is not None and peer == self._running.placed.server:
-            self._report.tell("update_refused", round=refused.round, worker=str(refused.peer), reason=refused.reason)
-            self._carry_out(
-                self._running.operator.refused(refused.round, refused.peer, refused.reason, anyio.current_time())
-            )
+            number, member, why = refused.round, refused.peer, refused.reason
+            with self._own_files():
+                self._report.tell("update_refused", round=number, worker=str(member), reason=why)
+                self._carry_out(self._running.operator.refused(number, member, why, anyio.current_time()))
 
     def on_pull(self, request: PullRequest) -> Offered | Refusal:
         """A worker fetches the start model, or the preprocessor."""
@@ -393,12 +414,14 @@ class TrainingRun:
         self._changed.set()
         if not first or (end.outcome == "cancelled" and self._over.is_set()):
             return  # known, or as we asked
-        self._report.keep("ended", task=task.name, outcome=end.outcome, exit_code=end.exit_code)
+        with self._own_files():
+            self._report.keep("ended", task=task.name, outcome=end.outcome, exit_code=end.exit_code)
         code = "" if end.exit_code is None else f", exit code {end.exit_code}"
         lines = "".join(f"\n  | {line[:500]}" for line in end.last_lines[-40:])
         reason = end.reason[:1000] or "it left before the job was done"
         if end.outcome == "cancelled" and task.role == TRAIN:
-            self._worker_lost(peer, f"its executor was cancelled: {reason}")
+            with self._own_files():
+                self._worker_lost(peer, f"its executor was cancelled: {reason}")
         elif end.outcome != "finished" or peer not in self._running.operator.dismissed:
             self._ended_badly(task, f"executor {end.outcome}{code}: {reason}{lines}")
 
