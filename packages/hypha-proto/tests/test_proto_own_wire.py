@@ -34,7 +34,7 @@ from hypha_proto.leases import (
     WhyNot,
 )
 from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
-from hypha_proto.progress import REPORT, BatchDone, ProgressRequest
+from hypha_proto.progress import REPORT, BatchDone, ProgressRequest, Updated
 from hypha_proto.resources import Resources, Timestamp
 from hypha_proto.slices import DATA, DataRequest, SliceAssigned
 from hypha_proto.transfer import (
@@ -73,10 +73,12 @@ REQUESTS: list[tuple[Any, Any]] = [
     ),
     (UPDATE_REFUSED, UpdateRefused(job_id=ID[7], round=4, peer=PEER, reason="not finite")),
     (DATA, DataRequest(dataset="digits", job_id=ID[7])),
+    (DATA, DataRequest(dataset="digits", job_id=ID[7], id=ID[1])),
     (
         REPORT,
         ProgressRequest(job_id=ID[7], progress=BatchDone(batch_size=16, slices={"3": 16}, batch_ms=12.5), lease=ID[1]),
     ),
+    (REPORT, ProgressRequest(job_id=ID[7], progress=Updated(), lease=ID[1], id=ID[2])),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),

@@ -125,6 +125,10 @@ class Worker:
     """Round whose outer update it does not send to the scheduler."""
     hangs: bool = False
     cannot_start: bool = False
+    says_twice: bool = False
+    """Whether it sends each report and request for data again, as after an answer that was lost."""
+    batches: int = 0
+    """Batches that it has reported."""
     refuses: bool = False
     renewals_left: int = 1_000_000
     leases: dict[uuid.UUID, PeerId] = field(default_factory=dict)
@@ -194,8 +198,13 @@ class Worker:
         return Health(healthy=True, role="worker", bytes_sent=1000, bytes_received=2000)
 
     async def report(self, peer: PeerId, request: DispatchJob, progress: Progress) -> ProgressResponse:
-        message = ProgressRequest(job_id=request.spec.job_id, progress=progress, lease=request.id)
-        return await requests.call(self.endpoint, peer, REPORT, message)
+        message = ProgressRequest(job_id=request.spec.job_id, progress=progress, lease=request.id, id=uuid.uuid4())
+        self.batches += isinstance(progress, BatchDone)
+        answer = await requests.call(self.endpoint, peer, REPORT, message)
+        if self.says_twice:
+            with suppress(NetError):  # after the last the scheduler may be gone
+                assert await requests.call(self.endpoint, peer, REPORT, message) == answer
+        return answer
 
     async def end(self, peer: PeerId, request: DispatchJob, code: int, reason: str, lines: tuple[str, ...]) -> None:
         outcome = "finished" if code == 0 else self.outcome
@@ -267,7 +276,10 @@ class Worker:
 
     async def take_slice_if_needed(self, peer: PeerId, batches: int) -> bool:
         if batches * 8 % SLICE_SAMPLES == 0:
-            answer = await requests.call(self.endpoint, peer, DATA, DataRequest(dataset="digits"))
+            request = DataRequest(dataset="digits", id=uuid.uuid4())
+            answer = await requests.call(self.endpoint, peer, DATA, request)
+            if self.says_twice:
+                assert await requests.call(self.endpoint, peer, DATA, request) == answer
             if not isinstance(answer, SliceAssigned):
                 return False
             assert answer.digest is not None
@@ -421,6 +433,22 @@ def test_a_slow_worker_gets_less_and_members_carry_their_samples(tmp_path: Path,
     def prepare(workers: list[Worker]) -> None:
         for worker, seconds in zip(workers[:3], (0.08, 0.02, 0.02), strict=True):
             worker.batch_seconds = seconds
+
+    play(tmp_path, case, prepare)
+
+
+def test_what_is_sent_again_for_lack_of_an_answer_counts_once(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        result = json.loads((await service.conduct(job(model))).read_text())
+        assert result["rounds"] == 3
+        reported = {str(worker.endpoint.peer_id): worker.batches for worker in workers[:3]}
+        counted = {worker["peer"]: worker["batches"] for worker in result["workers"]}
+        assert counted == reported
+        assert len(set(world.given)) == len(world.given)
+
+    def prepare(workers: list[Worker]) -> None:
+        for worker in workers:
+            worker.says_twice = True
 
     play(tmp_path, case, prepare)
 

@@ -51,6 +51,8 @@ class ProgressRequest(Message, frozen=True):
     lease: Annotated[uuid.UUID | None, OMIT] = None
     """The dispatch's lease, where one peer holds several of a job."""
     traceparent: Annotated[str | None, OMIT] = None
+    id: Annotated[uuid.UUID | None, OMIT] = None
+    """Of this request: the same when it is sent again because no answer came, so that it counts once."""
 
 
 class Ok(Message, frozen=True, tag="Ok"):

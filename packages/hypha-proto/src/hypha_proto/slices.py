@@ -17,6 +17,8 @@ class DataRequest(Message, frozen=True):
     dataset: str
     job_id: Annotated[uuid.UUID | None, OMIT] = None
     traceparent: Annotated[str | None, OMIT] = None
+    id: Annotated[uuid.UUID | None, OMIT] = None
+    """Of this request: the same when it is sent again because no answer came, so that it counts once."""
 
 
 class SliceAssigned(Message, frozen=True, tag="Success"):

@@ -29,6 +29,7 @@ from hypha_proto.offers import WorkerOffer
 from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.slices import DataRequest, SliceAssigned
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
+from hypha_scheduler.answers import Answers
 from hypha_scheduler.auction import Bid
 from hypha_scheduler.dataset import Dataset, open_dataset
 from hypha_scheduler.dispatch import dispatch_ready
@@ -109,6 +110,8 @@ class TrainingRun:
         self._model: StartModel | None = None
         self._preprocessor: StartModel | None = None
         self._evaluation: Dataset | None = None
+        self._answered: Answers[ProgressResponse] = Answers()
+        self._assigned: Answers[SliceAssigned] = Answers()
         self._failure: str | None = None
         self._over = anyio.Event()
         self._changed = anyio.Event()
@@ -328,6 +331,8 @@ class TrainingRun:
             return NotFound()
         assert self._providers is not None
         await self._gate.passed(peer)
+        if (before := self._assigned.given(peer, request.id)) is not None:
+            return before
         try:
             given = self._running.operator.slice_for(peer, anyio.current_time())
         except LedgerFullError as error:
@@ -336,21 +341,24 @@ class TrainingRun:
             return NotFound()
         digest = self._dataset.digest(given.index)
         first, *others = self._providers.order(given.index)
-        return SliceAssigned(
+        assigned = SliceAssigned(
             data_provider=first, index=given.index, epoch=given.epoch, digest=digest, others=tuple(others) or None
         )
+        return self._assigned.note(peer, request.id, assigned)
 
     def on_report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
         """An executor reports."""
         if self._running is None or not self._speaks_for(peer, request.lease):
             return ProgressError()
+        if (before := self._answered.given(peer, request.id)) is not None:
+            return before
         answer, effects = self._running.operator.report(peer, request.progress, anyio.current_time())
         if isinstance(answer, ProgressError):
             _log.warning("report %s of %s does not fit", type(request.progress).__name__, peer)
         with self._own_files():
             self._carry_out(effects)
         self._check_over()
-        return answer
+        return self._answered.note(peer, request.id, answer)
 
     @contextmanager
     def _own_files(self) -> Iterator[None]:

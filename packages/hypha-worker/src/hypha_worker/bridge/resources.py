@@ -173,7 +173,7 @@ class JobResources:
         if not isinstance(executor, TrainJob) or reference != executor.config.data:
             raise not_allowed(f"dataset {reference.dataset[:80]!r} is not the data of this job")
         folder, number = confine_folder(self.work_dir, path), self._fetched
-        request = DataRequest(dataset=reference.dataset, job_id=self.spec.job_id)
+        request = DataRequest(dataset=reference.dataset, job_id=self.spec.job_id, id=uuid.uuid4())
         assigned = await next_slice(self.endpoint, reference.peer, request)
         target = folder / f"{safe_name(reference.dataset)}-{assigned.index}-{number}.safetensors"
         address = SliceAddress(dataset=reference.dataset, index=assigned.index)
@@ -281,7 +281,7 @@ class JobResources:
         _AHEAD.forget(self._job)
 
     async def _report(self, progress: Progress) -> ProgressResponse:
-        request = ProgressRequest(job_id=self.spec.job_id, progress=progress, lease=self.lease)
+        request = ProgressRequest(job_id=self.spec.job_id, progress=progress, lease=self.lease, id=uuid.uuid4())
         try:
             return await ask(self.endpoint, self.scheduler, REPORT, request, timeout=30.0, pauses=REPORT_PAUSES)
         except NetError as error:

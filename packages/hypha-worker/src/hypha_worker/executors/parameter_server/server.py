@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -273,7 +274,7 @@ class ParameterServer:
 
     async def _tell_updated(self) -> ProgressResponse:
         context = self._context
-        request = ProgressRequest(job_id=context.spec.job_id, progress=Updated(), lease=context.lease)
+        request = ProgressRequest(job_id=context.spec.job_id, progress=Updated(), lease=context.lease, id=uuid.uuid4())
         return await ask(context.endpoint, context.scheduler, REPORT, request, timeout=30.0, pauses=REPORT_PAUSES)
 
     async def _report_refusals(self) -> None:
