@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import ssl
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from hypha_net import EndpointSettings, open_endpoint, transfer
 from hypha_net._libp2p.circuits import Circuit
 from hypha_net._libp2p.engine import Libp2pEndpoint
 from hypha_net._libp2p.framing import read_message, write_message
+from hypha_net._libp2p.muxed_stream import HEADER
+from hypha_net._libp2p.muxer import CIRCUIT_FRAME, MAX_FRAME, MIN_FRAME
 from hypha_net._libp2p.punching import PROTOCOL as DCUTR
 from hypha_net._libp2p.relay import SWEEP_EVERY, RelayHop
 from hypha_net._libp2p.relay_messages import HOP, STOP, HopKind, HopMessage, Status, StopKind, StopMessage
@@ -317,6 +320,28 @@ def test_a_reservation_is_its_connection_s_and_ends_with_it_or_with_time() -> No
             assert not hop.has_reservation(asking.peer_id)
 
     run(main)
+
+
+def test_a_frame_of_a_circuit_is_one_frame_of_the_connection_that_carries_it(authority: Any) -> None:
+    """At every size that the link may bring them to."""
+    identity = authority.identity("node")
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    dialling = identity.client_context().wrap_bio(back, there)
+    accepting = identity.server_context().wrap_bio(there, back, server_side=True)
+    for side in (dialling, accepting, dialling, accepting):
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    there.read()
+    size = CIRCUIT_FRAME
+    for halvings in range(8):
+        if size < MIN_FRAME:
+            break
+        dialling.write(bytes(HEADER.size))  # as the muxer writes it
+        dialling.write(bytes(size))
+        assert size < len(there.read()) <= MAX_FRAME >> halvings
+        size //= 2
+    else:
+        raise AssertionError("the smallest frame was not reached")
 
 
 def test_joined_streams_pass_half_closes_on_with_back_pressure() -> None:

@@ -6,21 +6,26 @@ A frame's body is decrypted straight into the buffer in which it waits, and copi
 from __future__ import annotations
 
 from collections import deque
-from typing import Final
+from typing import Final, cast
 
-POOLED: Final = 256 << 10
-"""Size of the buffers that are used again and again."""
+MAX_BODY: Final = 257 << 10
+"""Size of the largest frames that we send; larger ones are others'."""
+_POOLED: Final = tuple(MAX_BODY >> halvings for halvings in (3, 2, 1, 0))
+"""Sizes of the buffers that are used again and again: each holds more than half of its size."""
 _SPARE: Final = 16
+"""Buffers of each size that are kept while nobody needs them."""
 _SMALL: Final = 16 << 10
 """Bodies up to here are joined: a peer that sends byte by byte must not cost an object for each."""
 
-_spare: list[bytearray] = []
+_spare: Final[dict[int, list[bytearray]]] = {size: [] for size in _POOLED}
 
 
 def body_buffer(size: int) -> memoryview:
     """A writable buffer of `size` bytes; what is in it is arbitrary."""
-    if POOLED // 2 < size <= POOLED:
-        return memoryview(_spare.pop() if _spare else bytearray(POOLED))[:size]
+    if _POOLED[0] // 2 < size <= MAX_BODY:
+        pooled = next(each for each in _POOLED if size <= each)
+        spare = _spare[pooled]
+        return memoryview(spare.pop() if spare else bytearray(pooled))[:size]
     return memoryview(bytearray(size))
 
 
@@ -28,8 +33,9 @@ def give_back(body: memoryview) -> None:
     """Nobody needs the buffer any more; it must not be touched afterwards."""
     buffer = body.obj
     body.release()
-    if isinstance(buffer, bytearray) and len(buffer) == POOLED and len(_spare) < _SPARE:
-        _spare.append(buffer)
+    spare = _spare.get(len(buffer)) if isinstance(buffer, bytearray) else None
+    if spare is not None and len(spare) < _SPARE:
+        spare.append(cast(bytearray, buffer))
 
 
 class Unread:

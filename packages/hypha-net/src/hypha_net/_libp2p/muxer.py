@@ -22,7 +22,7 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamError, MuxedStreamReset
 from multiaddr import Multiaddr
 
-from hypha_net._libp2p.inflow import Unread, body_buffer
+from hypha_net._libp2p.inflow import MAX_BODY, Unread, body_buffer
 from hypha_net._libp2p.muxed_stream import (
     HEADER,
     SMALL,
@@ -53,13 +53,17 @@ MAX_UNREAD: Final = 256 << 20
 
 FEW_PINGS: Final = 4
 """Round trips of which the shortest is taken for the link's own, without the waits of a busy process."""
-MAX_FRAME: Final = 256 << 10
-CIRCUIT_ROOM: Final = 8 << 10
-"""Less than that in a circuit, so that a frame, encrypted, is one frame of the connection that carries it."""
+MAX_FRAME: Final = MAX_BODY
+CIRCUIT_FRAME: Final = 256 << 10
+"""Less in a circuit: a frame of it, encrypted, is one frame of the connection that carries it."""
 MIN_FRAME: Final = 16 << 10
 """Bounds on what is sent of one stream at a time."""
 SLOW_FRAME: Final = 0.01
 """Seconds that a frame should not take."""
+PACED_SECONDS: Final = 0.1
+PACED_BYTES: Final = 8 << 20
+"""After so much of either the size of frames is thought over: credit comes in large portions, and what waits for the
+processor waits long now and then, so the time of few frames says little about the link."""
 
 _EMPTY: Final = memoryview(b"")
 
@@ -133,12 +137,12 @@ class Muxer(IMuxedConn):
         self._asked = 0
         """Time and number of the last ping that measures a round trip."""
         relayed = conn.get_connection_type() is ConnectionType.RELAYED
-        self._largest = MAX_FRAME - CIRCUIT_ROOM if relayed else MAX_FRAME
+        self._largest = CIRCUIT_FRAME if relayed else MAX_FRAME
         self.first_window = WINDOW if relayed else START_WINDOW
         """What a peer may have under way on one stream at first: more where three processes keep each other busy."""
-        self.frame = MAX_FRAME // 4
+        self.frame = self._largest // 4
         """How many bytes of one stream are sent at a time now."""
-        self._per_byte = SLOW_FRAME / self.frame
+        self._paced_bytes, self._paced_seconds = 0, 0.0
         self._bulk = trio.Lock()
         """Held while a large frame is sent: large ones take turns, and small ones wait for one of them at most."""
         self._streams: dict[int, MuxedStream] = {}
@@ -303,12 +307,13 @@ class Muxer(IMuxedConn):
             self._bulk.release()
 
     def _pace(self, length: int, seconds: float) -> None:
-        """Frames as large as the link takes within `SLOW_FRAME`: a request waits until the one under way is out.
-
-        On the average of some frames: one alone may have waited for credit that comes in large portions.
-        """
-        self._per_byte += (seconds / length - self._per_byte) / 8
-        fitting = SLOW_FRAME / max(self._per_byte, 1e-12)
+        """Frames as large as the link takes within `SLOW_FRAME`: a request waits until the one under way is out."""
+        self._paced_bytes += length
+        self._paced_seconds += seconds
+        if self._paced_bytes < PACED_BYTES and self._paced_seconds < PACED_SECONDS:
+            return
+        fitting = SLOW_FRAME * self._paced_bytes / max(self._paced_seconds, 1e-9)
+        self._paced_bytes, self._paced_seconds = 0, 0.0
         if self.frame > fitting:
             self.frame = max(MIN_FRAME, self.frame // 2)
         elif self.frame * 2 <= fitting:
