@@ -19,6 +19,11 @@ _PIECE: Final = 256 << 10
 _GONE: Final = (StreamResetError, StreamClosedError)
 
 
+def _widen(stream: Stream) -> None:
+    if isinstance(stream, Libp2pStream):
+        stream.widen()
+
+
 async def _next_part(stream: Stream) -> memoryview:
     """What comes next on a stream, in the buffer that it came in where the stream gives that away."""
     if isinstance(stream, Libp2pStream):
@@ -31,6 +36,7 @@ class CircuitConnection(IRawConnection):
 
     def __init__(self, stream: Stream, *, is_initiator: bool) -> None:
         self._circuit = stream
+        _widen(stream)
         self.is_initiator = is_initiator
 
     async def read(self, n: int | None = None) -> bytes:
@@ -95,6 +101,8 @@ class Circuit:
     async def carry(self) -> None:
         """Pass on until the end; cancelled, it ends both sides."""
         one, other = self._streams
+        for stream in self._streams:
+            _widen(stream)
         try:
             with anyio.move_on_after(self._max_seconds) as time:
                 async with anyio.create_task_group() as tasks:

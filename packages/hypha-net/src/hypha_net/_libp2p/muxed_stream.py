@@ -203,6 +203,11 @@ class MuxedStream(IMuxedStream):
             self._window *= 2
         self.muxer.queue_credit(self, amount)
 
+    def widen(self) -> None:
+        """Let the peer have as much under way as on a long link: the stream is one, a circuit's."""
+        amount, self._window = WINDOW - self._window, WINDOW
+        self.muxer.queue_credit(self, amount)
+
     def _long_round_trip(self) -> float:
         """The link's round trip; 0 where it is so short that the first window is enough."""
         seconds = self.muxer.round_trip()

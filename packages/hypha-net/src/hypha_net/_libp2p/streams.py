@@ -75,6 +75,10 @@ class Libp2pStream:
         except (MuxedStreamError, MuxedConnUnavailable) as error:
             raise _translated(error) from error
 
+    def widen(self) -> None:
+        """Have more under way: what takes a circuit passes through three processes, which wait for each other."""
+        self._muxed.widen()
+
     async def send_eof(self, last: bytes = b"") -> None:
         """See `Stream.send_eof`."""
         try:
