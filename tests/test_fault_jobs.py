@@ -33,7 +33,8 @@ def _nothing_is_left(network: LocalNetwork) -> Iterator[None]:
     yield
     network.revive()
     wait_until(lambda: not network.executors(), 15, "the end of all executors")
-    assert [name for name in network.daemons if "Traceback" in network.log(name)] == []
+    for name in network.daemons:
+        assert "Traceback" not in network.log(name), network.log(name)
 
 
 def test_a_killed_executor_ends_the_job_with_its_last_lines(network: LocalNetwork) -> None:

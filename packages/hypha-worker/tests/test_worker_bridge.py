@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import stat
@@ -166,6 +167,24 @@ def at_door(tmp_path: Path, short: Path) -> Callable[..., None]:
 
 
 AtDoor = Callable[..., None]
+
+
+def test_an_executor_that_is_ended_while_it_speaks_is_no_error_of_the_worker(
+    at_door: AtDoor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def case(door: Door) -> None:
+        async with await anyio.connect_unix(door.socket) as half:
+            await half.send(b"POST /status/send HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
+            await anyio.sleep(0.2)
+        with anyio.fail_after(10):
+            while "gone before the end" not in caplog.text:
+                await anyio.sleep(0.02)
+        assert (await door.client.get("/openapi.json")).status_code == 200
+
+    at_door(case)
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
 def test_the_bridge_describes_itself_and_its_socket_is_private(at_door: AtDoor, short: Path) -> None:

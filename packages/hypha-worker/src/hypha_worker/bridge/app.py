@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from hypha_proto.bridge import (
     FETCH,
@@ -172,8 +173,11 @@ async def _read_transfer(request: Request, action: str) -> Transfer:
 
 async def _read_body(request: Request) -> bytes:
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY:
-            raise BridgeFault(413, "too-large", f"the body is over {MAX_BODY} bytes")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY:
+                raise BridgeFault(413, "too-large", f"the body is over {MAX_BODY} bytes")
+    except ClientDisconnect:  # an executor that was ended while it spoke; nobody reads the answer
+        raise bad_request("the executor was gone before the end of its request") from None
     return bytes(body)
