@@ -28,6 +28,7 @@ from libp2p.peer.id import ID
 from libp2p.protocol_muxer.exceptions import MultiselectClientError, MultiselectError
 from libp2p.security.exceptions import HandshakeFailure
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+from libp2p.tools.anyio_service.exceptions import LifecycleError
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.inflow import Unread
@@ -229,6 +230,8 @@ async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None)
         raise _broken_off(secured, error) from error
     except (BaseLibp2pError, IOException, OSError) as error:
         raise _broken_off(secured, error) from error
+    except LifecycleError as error:  # the swarm takes no more connections
+        raise UnreachableError("this node is ending") from error
     except trio.TooSlowError as error:
         raise UnreachableError(f"no handshake within {UPGRADE_TIMEOUT:g} s") from error
     except UnreachableError:
