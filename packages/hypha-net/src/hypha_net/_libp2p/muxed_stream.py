@@ -273,9 +273,12 @@ class MuxedStream(IMuxedStream):
         self.muxer.forget_if_over(self)
 
     async def _take_turns(self, size: int) -> None:
-        """Let others have their turn before each large frame, and before one in a few small ones."""
+        """Let others have their turn before each large frame, and before one in a few small ones.
+
+        In a circuit the stream that carries it does so already.
+        """
         self._small = self._small + 1 if size < SMALL else 0
-        if self._small % 8:
+        if self._small % 8 or (self.muxer.relayed and size >= SMALL):
             await trio.lowlevel.checkpoint_if_cancelled()
         else:
             await trio.lowlevel.checkpoint()

@@ -136,9 +136,9 @@ class Muxer(IMuxedConn):
         self._asked_at = float("-inf")
         self._asked = 0
         """Time and number of the last ping that measures a round trip."""
-        relayed = conn.get_connection_type() is ConnectionType.RELAYED
-        self._largest = CIRCUIT_FRAME if relayed else MAX_FRAME
-        self.first_window = WINDOW if relayed else START_WINDOW
+        self.relayed = conn.get_connection_type() is ConnectionType.RELAYED
+        self._largest = CIRCUIT_FRAME if self.relayed else MAX_FRAME
+        self.first_window = WINDOW if self.relayed else START_WINDOW
         """What a peer may have under way on one stream at first: more where three processes keep each other busy."""
         self.frame = self._largest // 4
         """How many bytes of one stream are sent at a time now."""
@@ -298,7 +298,10 @@ class Muxer(IMuxedConn):
         if length <= SMALL:  # one record of TLS
             await self._conn.write(header + data)
             return
-        await self._bulk.acquire()
+        try:
+            self._bulk.acquire_nowait()
+        except trio.WouldBlock:
+            await self._bulk.acquire()
         try:
             began = trio.current_time()
             await self._conn.write(header, data)

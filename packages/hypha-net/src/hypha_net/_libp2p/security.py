@@ -251,26 +251,33 @@ class TlsConnection(ISecureConn):
             give_back(part)
             return
         assert self._socket is not None
-        data = _scratch.buffer[: await self._receive(self._socket.socket)]
-        self._bytes.received += len(data)
-        self._feed(data)
+        waited = False
+        while not self._receive_now(self._socket.socket):
+            try:
+                await trio.lowlevel.wait_readable(self._socket.socket.fileno())
+            except (OSError, trio.ClosedResourceError) as error:
+                raise ConnectionClosedError(f"the connection broke off: {error}") from error
+            waited = True
+        if not waited:  # others have their turn; what has come is in TLS already, so a cancellation loses nothing
+            await trio.lowlevel.checkpoint()
+
+    def _receive_now(self, socket: trio.socket.SocketType) -> bool:
+        """Move what the socket has to TLS; false if it has nothing now."""
+        try:
+            count = os.readv(socket.fileno(), (_scratch.buffer,))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ConnectionClosedError(f"the connection broke off: {error}") from error
+        self._bytes.received += count
+        self._feed(_scratch.buffer[:count])
+        return True
 
     def _feed(self, data: memoryview) -> None:
         if data:
             self._incoming.write(data)
         else:
             self._incoming.write_eof()
-
-    async def _receive(self, socket: trio.socket.SocketType) -> int:
-        """Straight from the socket into `_scratch`; how many bytes."""
-        await trio.lowlevel.checkpoint()
-        try:
-            while True:
-                with suppress(BlockingIOError):
-                    return os.readv(socket.fileno(), (_scratch.buffer,))
-                await trio.lowlevel.wait_readable(socket.fileno())
-        except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise ConnectionClosedError(f"the connection broke off: {error}") from error
 
     async def _send(self, data: bytes | memoryview) -> None:
         if self._socket is None:
