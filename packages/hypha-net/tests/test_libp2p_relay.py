@@ -20,8 +20,9 @@ from hypha_net import EndpointSettings, open_endpoint, transfer
 from hypha_net._libp2p.circuits import Circuit
 from hypha_net._libp2p.engine import Libp2pEndpoint
 from hypha_net._libp2p.framing import read_message, write_message
-from hypha_net._libp2p.muxed_stream import HEADER
-from hypha_net._libp2p.muxer import CIRCUIT_FRAME, MAX_FRAME, MIN_FRAME
+from hypha_net._libp2p.inflow import MAX_BODY
+from hypha_net._libp2p.muxed_stream import HEADER, with_tls
+from hypha_net._libp2p.muxer import MAX_FRAME, MIN_FRAME
 from hypha_net._libp2p.punching import PROTOCOL as DCUTR
 from hypha_net._libp2p.relay import SWEEP_EVERY, RelayHop
 from hypha_net._libp2p.relay_messages import HOP, STOP, HopKind, HopMessage, Status, StopKind, StopMessage
@@ -332,16 +333,13 @@ def test_a_frame_of_a_circuit_is_one_frame_of_the_connection_that_carries_it(aut
         with suppress(ssl.SSLWantReadError):
             side.do_handshake()
     there.read()
-    size = CIRCUIT_FRAME
-    for halvings in range(8):
-        if size < MIN_FRAME:
-            break
+    size = MAX_FRAME
+    assert with_tls(size) == MAX_BODY
+    while size >= MIN_FRAME:
         dialling.write(bytes(HEADER.size))  # as the muxer writes it
         dialling.write(bytes(size))
-        assert size < len(there.read()) <= MAX_FRAME >> halvings
+        assert size < len(there.read()) <= with_tls(size)
         size //= 2
-    else:
-        raise AssertionError("the smallest frame was not reached")
 
 
 def test_joined_streams_pass_half_closes_on_with_back_pressure() -> None:

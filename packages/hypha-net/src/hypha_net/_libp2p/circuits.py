@@ -19,9 +19,9 @@ _PIECE: Final = 256 << 10
 _GONE: Final = (StreamResetError, StreamClosedError)
 
 
-def _widen(stream: Stream) -> None:
+def _prepare(stream: Stream) -> None:
     if isinstance(stream, Libp2pStream):
-        stream.widen()
+        stream.carry_circuit()
 
 
 async def _next_part(stream: Stream) -> memoryview:
@@ -36,7 +36,7 @@ class CircuitConnection(IRawConnection):
 
     def __init__(self, stream: Stream, *, is_initiator: bool) -> None:
         self._circuit = stream
-        _widen(stream)
+        _prepare(stream)
         self.is_initiator = is_initiator
 
     async def read(self, n: int | None = None) -> bytes:
@@ -102,7 +102,7 @@ class Circuit:
         """Pass on until the end; cancelled, it ends both sides."""
         one, other = self._streams
         for stream in self._streams:
-            _widen(stream)
+            _prepare(stream)
         try:
             with anyio.move_on_after(self._max_seconds) as time:
                 async with anyio.create_task_group() as tasks:

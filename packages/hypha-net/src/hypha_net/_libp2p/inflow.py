@@ -9,7 +9,7 @@ from collections import deque
 from typing import Final, cast
 
 MAX_BODY: Final = 257 << 10
-"""Size of the largest frames that we send; larger ones are others'."""
+"""Size of the largest frames that we send, a circuit's; larger ones are others'."""
 _POOLED: Final = tuple(MAX_BODY >> halvings for halvings in (3, 2, 1, 0))
 """Sizes of the buffers that are used again and again: each holds more than half of its size."""
 _SPARE: Final = 16

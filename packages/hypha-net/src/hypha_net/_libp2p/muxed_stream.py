@@ -61,6 +61,11 @@ def frame_header(kind: Type, flags: Flag, stream_id: int, length: int) -> bytes:
     return HEADER.pack(0, kind, flags, stream_id, length)
 
 
+def with_tls(frame: int) -> int:
+    """What a large frame of a circuit takes at most when TLS has encrypted it; frames of 16 KiB at least."""
+    return frame + frame // 256
+
+
 class MuxedStream(IMuxedStream):
     """One stream. Reading returns buffered bytes before an end; a reset discards them."""
 
@@ -90,6 +95,7 @@ class MuxedStream(IMuxedStream):
         self._discarding_since = 0.0
         self._small = 0
         self._deadline = float("inf")
+        self._carries_circuit = False
         self._changed = trio.Event()
 
     def _notify(self) -> None:
@@ -203,8 +209,9 @@ class MuxedStream(IMuxedStream):
             self._window *= 2
         self.muxer.queue_credit(self, amount)
 
-    def widen(self) -> None:
-        """Let the peer have as much under way as on a long link: the stream is one, a circuit's."""
+    def carry_circuit(self) -> None:
+        """Let the peer have as much under way as on a long link, which this is, and take frames of a circuit whole."""
+        self._carries_circuit = True
         amount, self._window = WINDOW - self._window, WINDOW
         self.muxer.queue_credit(self, amount)
 
@@ -259,7 +266,7 @@ class MuxedStream(IMuxedStream):
             if self._credit == 0:
                 await self._wait_for_change()
                 continue
-            size = min(len(rest), self._credit, self.muxer.frame)
+            size = min(len(rest), self._credit, self._largest_frame())
             self._credit -= size
             last = end and size == len(rest)
             self._ended_here = self._ended_here or last
@@ -271,6 +278,9 @@ class MuxedStream(IMuxedStream):
                 raise
             rest = rest[size:]
         self.muxer.forget_if_over(self)
+
+    def _largest_frame(self) -> int:
+        return with_tls(self.muxer.frame) if self._carries_circuit else self.muxer.frame
 
     async def _take_turns(self, size: int) -> None:
         """Let others have their turn before each large frame, and before one in a few small ones.

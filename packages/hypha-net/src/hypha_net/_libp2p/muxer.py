@@ -22,7 +22,7 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamError, MuxedStreamReset
 from multiaddr import Multiaddr
 
-from hypha_net._libp2p.inflow import MAX_BODY, Unread, body_buffer
+from hypha_net._libp2p.inflow import Unread, body_buffer
 from hypha_net._libp2p.muxed_stream import (
     HEADER,
     SMALL,
@@ -53,9 +53,7 @@ MAX_UNREAD: Final = 256 << 20
 
 FEW_PINGS: Final = 4
 """Round trips of which the shortest is taken for the link's own, without the waits of a busy process."""
-MAX_FRAME: Final = MAX_BODY
-CIRCUIT_FRAME: Final = 256 << 10
-"""Less in a circuit: a frame of it, encrypted, is one frame of the connection that carries it."""
+MAX_FRAME: Final = 256 << 10
 MIN_FRAME: Final = 16 << 10
 """Bounds on what is sent of one stream at a time."""
 SLOW_FRAME: Final = 0.01
@@ -137,10 +135,9 @@ class Muxer(IMuxedConn):
         self._asked = 0
         """Time and number of the last ping that measures a round trip."""
         self.relayed = conn.get_connection_type() is ConnectionType.RELAYED
-        self._largest = CIRCUIT_FRAME if self.relayed else MAX_FRAME
         self.first_window = WINDOW if self.relayed else START_WINDOW
         """What a peer may have under way on one stream at first: more where three processes keep each other busy."""
-        self.frame = self._largest // 4
+        self.frame = MAX_FRAME // 4
         """How many bytes of one stream are sent at a time now."""
         self._paced_bytes, self._paced_seconds = 0, 0.0
         self._bulk = trio.Lock()
@@ -320,7 +317,7 @@ class Muxer(IMuxedConn):
         if self.frame > fitting:
             self.frame = max(MIN_FRAME, self.frame // 2)
         elif self.frame * 2 <= fitting:
-            self.frame = min(self._largest, self.frame * 2)
+            self.frame = min(MAX_FRAME, self.frame * 2)
 
     async def _read_frames(self) -> str:
         """Handle frames until there are no more; why there are none."""

@@ -75,9 +75,9 @@ class Libp2pStream:
         except (MuxedStreamError, MuxedConnUnavailable) as error:
             raise _translated(error) from error
 
-    def widen(self) -> None:
+    def carry_circuit(self) -> None:
         """Have more under way: what takes a circuit passes through three processes, which wait for each other."""
-        self._muxed.widen()
+        self._muxed.carry_circuit()
 
     async def send_eof(self, last: bytes = b"") -> None:
         """See `Stream.send_eof`."""
