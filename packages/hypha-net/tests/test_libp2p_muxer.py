@@ -847,6 +847,26 @@ def test_a_peer_cannot_make_us_keep_more_than_the_bound(monkeypatch: pytest.Monk
     run(case)
 
 
+def test_many_circuits_that_nobody_reads_do_not_end_the_connection() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            nears, fars = [], []
+            for _ in range(128):  # as many as a relay carries for one peer
+                nears.append(await one.open_stream())
+                fars.append(await two.accept_stream())
+                fars[-1].carry_circuit()
+            assert sum(far.is_wide for far in fars) == muxer_module.MAX_WIDE
+            async with trio.open_nursery() as nursery:
+                for near in nears:
+                    nursery.start_soon(near.write, bytes(2 * WINDOW))
+                await trio.sleep(60)
+                assert not two.is_closed
+                assert two.unread.size == muxer_module.MAX_WIDE * WINDOW + (128 - muxer_module.MAX_WIDE) * START_WINDOW
+                nursery.cancel_scope.cancel()
+
+    run(case)
+
+
 def test_what_a_peer_may_leave_unread_is_shared_by_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muxer_module, "MAX_UNREAD", 3 * WINDOW)
     full = b"".join(

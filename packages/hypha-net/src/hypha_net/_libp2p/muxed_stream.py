@@ -85,9 +85,9 @@ class MuxedStream(IMuxedStream):
         self._unreturned = 0
         self._returned_at = trio.current_time()
         self._window = muxer.first_window
-        self._first_credit = muxer.first_window - INITIAL_WINDOW
+        self._first_credit = self._window - INITIAL_WINDOW
         self._credit = INITIAL_WINDOW
-        self._room = muxer.first_window
+        self._room = self._window
         self._ended_here = False
         self._ended_there = False
         self._broken: str | None = None
@@ -204,16 +204,23 @@ class MuxedStream(IMuxedStream):
         if not half and since < CREDIT_EVERY:
             return
         amount, self._unreturned, self._returned_at = self._unreturned, 0, now
-        if half and self._window < WINDOW and since < 1.5 * self._long_round_trip():
+        longer = half and self._window < WINDOW and since < 1.5 * self._long_round_trip()
+        if longer and (self.is_wide or self.muxer.may_widen()):
             amount += self._window
             self._window *= 2
         self.muxer.queue_credit(self, amount)
 
     def carry_circuit(self) -> None:
-        """Let the peer have as much under way as on a long link, which this is, and take frames of a circuit whole."""
+        """Let the peer have as much under way as on a long link, if few do, and take a circuit's frames whole."""
         self._carries_circuit = True
-        amount, self._window = WINDOW - self._window, WINDOW
-        self.muxer.queue_credit(self, amount)
+        if self.muxer.may_widen():
+            amount, self._window = WINDOW - self._window, WINDOW
+            self.muxer.queue_credit(self, amount)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether its window has grown beyond what every stream has."""
+        return self._window > START_WINDOW
 
     def _long_round_trip(self) -> float:
         """The link's round trip; 0 where it is so short that the first window is enough."""

@@ -50,6 +50,8 @@ MAX_CONTROL: Final = 4 * MAX_STREAMS
 
 MAX_UNREAD: Final = 256 << 20
 """Bytes of one peer that may wait to be read; a connection that brings more is dropped."""
+MAX_WIDE: Final = MAX_UNREAD // 2 // WINDOW
+"""Streams of a connection that have the largest window at once."""
 
 FEW_PINGS: Final = 4
 """Round trips of which the shortest is taken for the link's own, without the waits of a busy process."""
@@ -135,8 +137,6 @@ class Muxer(IMuxedConn):
         self._asked = 0
         """Time and number of the last ping that measures a round trip."""
         self.relayed = conn.get_connection_type() is ConnectionType.RELAYED
-        self.first_window = WINDOW if self.relayed else START_WINDOW
-        """What a peer may have under way on one stream at first: more where three processes keep each other busy."""
         self.frame = MAX_FRAME // 4
         """How many bytes of one stream are sent at a time now."""
         self._paced_bytes, self._paced_seconds = 0, 0.0
@@ -370,6 +370,15 @@ class Muxer(IMuxedConn):
             self._fault = fault
             _log.warning("%s does not speak yamux properly and is dropped: %s", self.peer_id, fault)
             self._scope.cancel()
+
+    @property
+    def first_window(self) -> int:
+        """What a peer may have under way on one stream at first: more where three processes keep each other busy."""
+        return WINDOW if self.relayed and self.may_widen() else START_WINDOW
+
+    def may_widen(self) -> bool:
+        """Whether one more stream may have the largest window: many of them unread would end the connection."""
+        return sum(stream.is_wide for stream in self._streams.values()) < MAX_WIDE
 
     def round_trip(self) -> float:
         """The shortest time that a ping took to come back, in seconds; 0 until there have been a few. Asks again."""
