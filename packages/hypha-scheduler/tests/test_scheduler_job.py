@@ -508,6 +508,7 @@ def test_a_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, mo
                 await service.conduct(wanted)
             assert f"the parameter server {workers[3].endpoint.peer_id} was lost" in told[0]
             assert "did not start task" in told[0]
+            assert [worker.spec for worker in workers[:3]] == [None, None, None]
         assert "its task did not start" in workers[2 if role == "train" else 3].released
 
     def prepare(workers: list[Worker]) -> None:

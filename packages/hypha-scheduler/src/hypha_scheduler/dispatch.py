@@ -33,6 +33,8 @@ async def dispatch_ready(
             for task in ready:
                 graph.start(task.name)  # before the worker is told: its executor may end before the answer is here
                 tasks.start_soon(_dispatch, endpoint, task, spec_of(task), failed)
+        if any(task.gives and graph.state(task.name).over for task in ready):
+            return  # the others would wait in vain for what it gives
 
 
 async def _dispatch(endpoint: Endpoint, task: Task, spec: JobSpec, failed: Callable[[Task, str], None]) -> None:
