@@ -96,10 +96,14 @@ def divide(standings: Sequence[Standing], target: int) -> Shares:
     finish = _finish(standings, missing)
     batches = {s.peer: s.batches_until(finish) for s in standings}
     extra = sum(batches[s.peer] * s.batch_size for s in standings) - missing
-    for standing in sorted(standings, key=lambda s: -s.finish_of(batches[s.peer])):
-        while batches[standing.peer] > standing.owed and not standing.over and extra >= standing.batch_size:
-            batches[standing.peer] -= 1
-            extra -= standing.batch_size
+
+    def is_spare(standing: Standing) -> bool:
+        return batches[standing.peer] > standing.owed and not standing.over and extra >= standing.batch_size
+
+    while spare := [standing for standing in standings if is_spare(standing)]:  # one by one: many may end together
+        latest = max(spare, key=lambda s: s.finish_of(batches[s.peer]))
+        batches[latest.peer] -= 1
+        extra -= latest.batch_size
     return Shares(
         batches,
         max((s.finish_of(batches[s.peer]) for s in standings if batches[s.peer]), default=0.0),
