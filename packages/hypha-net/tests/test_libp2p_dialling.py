@@ -19,6 +19,7 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
 
 from hypha_net import EndpointSettings, open_endpoint
+from hypha_net._libp2p import dialer
 from hypha_net._libp2p.backoff import MAX_KEPT, Backoff
 from hypha_net._libp2p.engine import Libp2pEndpoint
 from hypha_net._libp2p.staggering import staggered
@@ -223,13 +224,46 @@ def test_a_peer_that_cannot_be_reached_is_left_alone_for_a_while(authority: Any)
                     while True:
                         dials.append(await anext(events))
             assert 3 <= len(dials) <= 8
-            # it comes by itself: nobody waits any longer
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(check_echo, one, two)
-                await anyio.sleep(0.05)
-                await two.connect(one.addresses[0])
-                with anyio.fail_after(1):
-                    await check_echo(one, two)
+
+    run(main)
+
+
+def test_a_peer_that_is_left_alone_may_come_by_itself(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # so long that no second search falls into the moment in which it comes
+    monkeypatch.setattr(dialer, "PEER_PAUSES", (60.0,))
+
+    async def main() -> None:
+        async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two", LOOPBACK) as two:
+            with pytest.raises(UnreachableError):
+                await one.open_stream(two.peer_id, [ECHO])
+            with anyio.fail_after(10):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(check_echo, one, two)
+                    await anyio.sleep(0.05)
+                    await two.connect(one.addresses[0])
+
+    run(main)
+
+
+def test_a_peer_that_comes_by_itself_ends_attempts_at_addresses_that_say_nothing(authority: Any) -> None:
+    async def main() -> None:
+        silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nowhere = f"/ip4/127.0.0.1/tcp/{silent[0].socket.getsockname()[1]}"
+        async with opened(authority, "gateway", LOOPBACK, role="gateway") as hub:
+            joined = {"gateway_addresses": (hub.addresses[0],), "relay_circuit": False}
+            async with (
+                opened(authority, "one", LOOPBACK, **joined) as one,
+                opened(authority, "two", external_addresses=(nowhere,), **joined) as two,
+            ):
+                for node in (one, two):
+                    await node.wait_for_gateway(10)
+                with anyio.fail_after(8):
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(check_echo, one, two)
+                        stream = await silent[0].accept()
+                        await two.connect(one.addresses[0])
+                await stream.aclose()
+        await silent[0].aclose()
 
     run(main)
 

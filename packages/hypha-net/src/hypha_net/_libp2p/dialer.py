@@ -40,6 +40,11 @@ LOOK_UP_DELAY: Final = 1.0
 PEER_PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
 """Seconds for which a peer that could not be reached is left alone, however often it is asked for meanwhile."""
 PEEK: Final = 0.05
+SETTLED: Final = 1.0
+"""Age in seconds at which a connection that the peer has made ends this node's own attempts.
+
+Not at once: two nodes that dial each other at the same moment would each give up its own for the other's.
+"""
 LOOK_UPS: Final = (0.1, 0.2, 0.4, 0.0)
 """Pauses in seconds after look-ups that find nothing: a gateway knows a node only moments after it has joined."""
 CIRCUIT: Final = "/p2p-circuit"
@@ -228,6 +233,8 @@ class Dialer:
                     await attempt()
                 return
             except NetError as error:
+                if self.connection(peer) is not None:
+                    return  # it has come by itself meanwhile
                 flight.error = error
                 raise
             finally:
@@ -266,11 +273,26 @@ class Dialer:
 
     async def _find_and_dial(self, peer: PeerId) -> None:
         race = Race()
-        async with anyio.create_task_group() as tasks:
-            race.scope = tasks.cancel_scope
-            tasks.start_soon(self._go_direct, peer, race)
-            tasks.start_soon(self._go_by_relay, peer, race)
+        async with anyio.create_task_group() as watching:
+            watching.start_soon(self._may_come, peer, race)
+            async with anyio.create_task_group() as tasks:
+                race.scope = tasks.cancel_scope
+                tasks.start_soon(self._go_direct, peer, race)
+                tasks.start_soon(self._go_by_relay, peer, race)
+            watching.cancel_scope.cancel()
         race.check(str(peer))
+
+    async def _may_come(self, peer: PeerId, race: Race) -> None:
+        """End the race for a peer that has come by itself."""
+
+        async def come() -> None:
+            since = anyio.current_time()
+            while anyio.current_time() - since < SETTLED:
+                await anyio.sleep(PEEK)
+                if self.connection(peer) is None:
+                    since = anyio.current_time()
+
+        await race.run(come())
 
     async def _go_direct(self, peer: PeerId, race: Race) -> None:
         tried = self._dialable(self.routes.known(peer))
