@@ -162,6 +162,7 @@ def test_the_complete_worker_starts_by_the_older_command_and_is_healthy(tmp_path
     assert re.search(rf"{file}:\d+: work_dir stands under \[resources\]", log)
 
 
+@pytest.mark.slow
 def test_a_file_for_accelerate_is_one(tmp_path: Path) -> None:
     (tmp_path / "accelerate.yaml").write_text(block("worker-older:339").text)
     code = (
@@ -209,7 +210,13 @@ def test_an_extra_without_a_project_has_no_effect(tmp_path: Path, wheels: Path) 
     assert shown.endswith("1\n")
 
 
-@pytest.mark.parametrize("program", ["hypha-gateway", "hypha-data", "hypha-scheduler", "hypha-worker"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "hypha-worker",
+        *(pytest.param(f"hypha-{each}", marks=pytest.mark.slow) for each in ("gateway", "data", "scheduler")),
+    ],
+)
 def test_what_init_writes_passes_the_check_and_lists_every_key(program: str, tmp_path: Path) -> None:
     file = tmp_path / "made" / "node.toml"
     passed(run([script(program), "init", "--out", str(file)], cwd=tmp_path))
@@ -223,6 +230,7 @@ def test_what_init_writes_passes_the_check_and_lists_every_key(program: str, tmp
     assert "--force" in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_exit_codes_of_the_conventions(tmp_path: Path) -> None:
     worker = script("hypha-worker")
     node = NodePlan("worker", "hypha-worker", "worker", 1)

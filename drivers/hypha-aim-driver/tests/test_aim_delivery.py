@@ -148,7 +148,7 @@ def test_an_aim_that_hangs_holds_up_neither_posts_nor_the_end(caplog: pytest.Log
         began = time.monotonic()
         assert delivery.close(0.1) == 2
         assert delivery.hangs
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
     finally:
         released.set()
     assert [r.levelname for r in caplog.records] == ["WARNING"]

@@ -251,6 +251,7 @@ def test_gossip_goes_on_over_a_second_connection_when_the_first_is_given_up(auth
     play(authority, case)
 
 
+@pytest.mark.slow
 def test_gossip_that_broke_off_or_failed_to_begin_is_set_up_anew(authority: Any, monkeypatch: Any) -> None:
     async def case(star: Star) -> None:
         pubsub = star.gateway._gossip[0]

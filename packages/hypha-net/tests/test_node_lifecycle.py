@@ -107,7 +107,7 @@ def test_a_signal_ends_it_cleanly(daemon: Daemon, number: signal.Signals, code: 
     daemon.wait_until_running()
     returned, seconds, log = daemon.end(number)
     assert returned == code
-    assert seconds < 3
+    assert seconds < 15  # what it would wait for takes 60
     assert f"{number.name}: ending" in [entry["message"] for entry in log]
     assert all("exception" not in entry and entry["level"] == "info" for entry in log)
 
@@ -118,7 +118,7 @@ def test_a_signal_ends_it_before_the_event_loop_runs(daemon: Daemon, number: sig
     daemon.wait_until_running()
     returned, seconds, log = daemon.end(number)
     assert (returned, log) == (code, [])
-    assert seconds < 3
+    assert seconds < 15  # what it would wait for takes 60
 
 
 @pytest.mark.parametrize("daemon", ["waits", "slow to start"], indirect=True)
@@ -141,7 +141,7 @@ def test_what_does_not_end_is_named_and_ended(daemon: Daemon, says: str) -> None
     children = psutil.Process(daemon.process.pid).children()
     returned, seconds, log = daemon.end(signal.SIGTERM)
     assert returned == 1
-    assert seconds < 5
+    assert seconds < 15  # what it would wait for takes 60
     [told] = [entry["message"] for entry in log if "still not ended 0.5 s after being told to" in entry["message"]]
     assert says in told
     gone, left = psutil.wait_procs(children, timeout=5)

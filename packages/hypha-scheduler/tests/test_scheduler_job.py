@@ -660,6 +660,7 @@ def test_the_maximal_price_is_in_nothing_that_is_sent(tmp_path: Path, model: Pat
     play(tmp_path, case)
 
 
+@pytest.mark.slow
 def test_requests_that_are_lost_are_published_again(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         path = await service.conduct(job(model, resources={"allocation_timeout": 20.0}))
