@@ -32,7 +32,7 @@ Certify = Callable[..., Path]
 MIB = 1 << 20
 TOPIC = "hypha/worker"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(300, func_only=True)  # the build of the peer takes longer
 
 
 def bare(address: str) -> str:

@@ -36,6 +36,7 @@ from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ECHO = "/test/echo/1"
+SINK = "/test/sink/1"
 Case = Callable[[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint], Awaitable[None]]
 
 
@@ -409,6 +410,23 @@ def test_limits_are_told_to_both_ends_and_held(authority: Any) -> None:
             assert not gateway._hop._circuits
 
     play(authority, case, limits=RelayLimits(max_bytes=100_000, max_duration=1, max_circuits_per_peer=2))
+
+
+def test_who_loses_a_circuit_opens_the_next_stream_on_another(authority: Any) -> None:
+    async def drop(stream: Stream) -> None:
+        while await stream.receive_some():
+            pass
+
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        two.handle(SINK, drop)
+        for _ in range(10):
+            stream = await one.open_stream(two.peer_id, [SINK])
+            with pytest.raises(StreamResetError):
+                while True:
+                    await stream.send_all(bytes(50_000))
+            # at once, before what was read of the circuit has told its end
+
+    play(authority, case, limits=RelayLimits(max_bytes=200_000))
 
 
 def test_places_are_as_many_as_the_operator_says_and_a_renewal_is_never_refused(authority: Any) -> None:

@@ -297,6 +297,13 @@ class Libp2pEndpoint:
         """See `Endpoint.open_stream`."""
         with anyio.move_on_after(timeout):
             connection = await self._dialer.ensure(peer)
+            try:
+                return await self._negotiate(connection, peer, protocols, request)
+            except NetError:
+                # tried again where the connection had just broken off, unless what a request brought may have arrived
+                if connection.muxed_conn.is_established or request is not None:
+                    raise
+            connection = await self._dialer.ensure(peer)
             return await self._negotiate(connection, peer, protocols, request)
         raise UnreachableError(f"{peer} did not answer within {timeout:g} s")
 

@@ -149,6 +149,8 @@ class Muxer(IMuxedConn):
         self._queue_empty = trio.Event()
         self._leaving = False
         self._peer_leaving = False
+        self._write_failed = False
+        """What the peer has sent before may still be read, and then the connection ends."""
         self._heard = trio.current_time()
         self._scope = trio.CancelScope()
 
@@ -289,12 +291,18 @@ class Muxer(IMuxedConn):
             before: a frame that goes with it, made by `frame_header`.
         """
         header = before + frame_header(kind, flags, stream_id, length)
-        if data is None:
-            await self._conn.write(header)
-            return
-        if length <= SMALL:  # one record of TLS
-            await self._conn.write(header + data)
-            return
+        try:
+            if data is None:
+                await self._conn.write(header)
+            elif length <= SMALL:  # one record of TLS
+                await self._conn.write(header + data)
+            else:
+                await self._send_large(header, data, length)
+        except IOException:
+            self._write_failed = True
+            raise
+
+    async def _send_large(self, header: bytes, data: memoryview, length: int) -> None:
         try:
             self._bulk.acquire_nowait()
         except trio.WouldBlock:
@@ -514,7 +522,7 @@ class Muxer(IMuxedConn):
     @property
     def is_established(self) -> bool:
         """Whether streams can be opened."""
-        return self.event_started.is_set() and not self.is_closed
+        return self.event_started.is_set() and not self.is_closed and not self._write_failed
 
     @property
     def is_closed(self) -> bool:
