@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -17,13 +18,15 @@ import trio.testing
 from libp2p.custom_types import TProtocol
 from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
+from multiaddr import Multiaddr
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p import dialer
 from hypha_net._libp2p.backoff import MAX_KEPT, Backoff
+from hypha_net._libp2p.connections import dial
 from hypha_net._libp2p.engine import Libp2pEndpoint
 from hypha_net._libp2p.staggering import staggered
-from hypha_net.addresses import is_excluded_host
+from hypha_net.addresses import is_excluded_host, split_peer
 from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError, UnreachableError
 from hypha_net.events import Connected, Dialled, Disconnected
@@ -405,3 +408,19 @@ def test_every_dial_is_told_with_outcome_and_time(authority: Any, foreign_author
         await silent[0].aclose()
 
     run(main)
+
+
+def test_a_connection_that_is_made_while_the_node_ends_is_given_up_quietly(
+    authority: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with opened(authority, "one", LOOPBACK) as one:
+            async with opened(authority, "two") as two:
+                swarm = two._swarm
+            transport, _ = split_peer(one.addresses[0])
+            # what it had begun to dial before
+            with pytest.raises(UnreachableError, match="this node is ending"):
+                await dial(swarm, Multiaddr(transport), one.peer_id)
+
+    run(main)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

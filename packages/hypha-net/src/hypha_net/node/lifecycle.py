@@ -132,8 +132,7 @@ def early_signals() -> Iterator[None]:
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """
-    End the process while nothing is open that would have to be closed.
+    """End the process while nothing is open that would have to be closed.
 
     Not by an exception: when the signal comes while a destructor or an import hook of a library runs, as they do all
     through the start, the interpreter or the library passes over it, and the daemon would live on.
