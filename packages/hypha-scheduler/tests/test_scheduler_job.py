@@ -27,7 +27,7 @@ from hypha_proto.codec import to_json
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job import JobSpec, PeersReference, TrainConfig, executor_class
-from hypha_proto.jobs import DISPATCH_JOB, Dispatched, DispatchFailed, DispatchJob, DispatchResult
+from hypha_proto.jobs import DISPATCH_JOB, Dispatched, DispatchFailed, DispatchJob, DispatchResult, Failed, JobStatus
 from hypha_proto.leases import (
     JOB_END,
     RELEASE_LEASE,
@@ -65,6 +65,7 @@ from hypha_scheduler.errors import AllocationError, JobFailedError
 from hypha_scheduler.job_config import JobConfig
 from hypha_scheduler.journal import Journal
 from hypha_scheduler.service import SchedulerService
+from hypha_scheduler.training import TrainingRun
 
 NOW = Timestamp.of(0)
 SLICES = 8
@@ -467,6 +468,32 @@ def test_a_dying_executor_ends_the_job_with_its_last_lines(tmp_path: Path, model
 
     play(tmp_path, case, prepare)
     assert events(tmp_path)[-1]["event"] == "failed"
+
+
+def test_what_a_worker_says_in_the_moment_in_which_the_job_ends_changes_nothing(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+        runs: list[TrainingRun] = []
+
+        async def find_run() -> None:
+            while not runs:
+                await anyio.sleep(0.01)
+                runs.extend(service._runs.values())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(find_run)
+            with failing():
+                await service.conduct(job(model))
+        [run] = runs
+        for worker in workers:
+            assert run._running is not None
+            [task] = [task for task in run._running.graph.tasks if task.peer == worker.endpoint.peer_id]
+            run.on_job_status(task.peer, JobStatus(task_id=task.lease, status=Failed()))
+        await anyio.sleep(0.01)
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[1].fails_after = 5
+
+    play(tmp_path, case, prepare)
 
 
 def test_a_worker_whose_lease_cannot_be_renewed_fails_the_job(tmp_path: Path, model: Path) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import anyio
 import anyio.abc
@@ -114,6 +115,7 @@ class TrainingRun:
         self._assigned: Answers[SliceAssigned] = Answers()
         self._failure: str | None = None
         self._over = anyio.Event()
+        self._ended = False
         self._changed = anyio.Event()
         self._tasks: anyio.abc.TaskGroup
         self._report: JobReport
@@ -159,6 +161,7 @@ class TrainingRun:
             finally:
                 with anyio.move_on_after(_ABANDON, shield=True):
                     await self._release_all("the job is over")
+                self._ended = True
             self._tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
@@ -441,7 +444,7 @@ class TrainingRun:
             return
         if isinstance(status.status, Finished | Failed):
             finished = isinstance(status.status, Finished)
-            self._tasks.start_soon(self._await_last_words, running, task, finished)
+            self._begin(partial(self._await_last_words, running, task, finished))
 
     async def _await_last_words(self, running: _Running, task: Task, finished: bool) -> None:
         well = finished and task.peer in running.operator.dismissed
@@ -473,7 +476,12 @@ class TrainingRun:
             elif isinstance(effect, Measured):
                 self._report.measured(effect)
             else:
-                self._tasks.start_soon(self._running.members.tell, effect, self._running.operator.rounds, self.fail)
+                self._begin(partial(self._running.members.tell, effect, self._running.operator.rounds, self.fail))
+
+    def _begin(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do something for a peer that spoke; nothing any more in the moment in which the job ends."""
+        if not self._ended:
+            self._tasks.start_soon(task)
 
     def _check_over(self) -> None:
         assert self._running is not None
