@@ -277,6 +277,18 @@ def test_a_worker_that_shuts_down_ends_its_jobs_within_five_seconds_and_says_so(
     assert list((tmp_path / "work").iterdir()) == []
 
 
+def test_a_worker_that_shuts_down_begins_nothing(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        lease = await lab.scheduler.hire()
+        lab.worker.jobs._tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            answer = await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec())
+        assert isinstance(answer, DispatchFailed)
+        assert not lab.worker.jobs.running
+
+    in_lab(case)
+
+
 def test_strangers_cannot_use_a_lease(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         lease = await lab.start(WAITS)

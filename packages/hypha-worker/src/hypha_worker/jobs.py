@@ -105,6 +105,9 @@ class JobManager:
 
     async def dispatch(self, scheduler: PeerId, message: DispatchJob) -> DispatchResult:
         """Start a job on a lease of `scheduler`. The same dispatch again is confirmed, not started twice."""
+        if self._tasks.cancel_scope.cancel_called:
+            _log.warning("dispatch of job %s by %s refused: this worker ends", message.spec.job_id, scheduler)
+            return DispatchFailed()
         known = self._jobs.get(message.id)
         lease = self._ledger.held_by(message.id, scheduler)
         if known is not None and lease is not None and known.spec == message.spec and lease.state is LeaseState.HELD:
