@@ -222,10 +222,9 @@ def test_a_thousand_logs_a_moment_are_bounded_and_hold_nothing_up() -> None:
     logging.getLogger().setLevel(logging.INFO)
     with hanging_collector() as url, exporting(telemetry_endpoint=url):
         began = time.monotonic()
-        for number in range(10_000):
+        for number in range(3_000):  # more than the queue holds
             logging.getLogger("somewhere").info("line %d", number)
-        # twenty batches, each of which the collector would hold up for ten seconds
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 10  # which one batch would take that is waited for
 
 
 # ------------------------------------------------------------------------------------------------- a signal of its own
@@ -319,7 +318,7 @@ def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
             telemetry.span("work").end()
             logging.getLogger("somewhere").info("at work")
         WORK.add()
-        assert time.monotonic() - began < 30  # five batches, ten seconds each
+        assert time.monotonic() - began < 9  # one batch that is waited for takes ten
         telemetry.install(None)
         if collector is absent_collector:  # it refuses at once, and that is told
             wait_until(lambda: any("takes no" in line for line in told_by_nodes(caplog)), 15, "the log saying so")
