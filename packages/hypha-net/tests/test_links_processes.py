@@ -41,11 +41,12 @@ BUSY = 3
 """So many times as long it may take on a machine that is busy with other tests."""
 
 PROGRAM = """
-import gc, json, os, sys
+import gc, json, os, signal, sys
 from pathlib import Path
 import anyio, psutil, trio
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.identity import load_identity
+from libp2p.network.connection.swarm_connection import SwarmConn
 
 def tasks(task):
     return 1 + sum(tasks(child) for nursery in task.child_nurseries for child in nursery.child_tasks)
@@ -63,9 +64,22 @@ async def echo(stream):
         await stream.send_all(data)
     await stream.send_eof()
 
-async def main(cert, key, trust, listen):
+def stop_when_it_takes_a_node():
+    start = SwarmConn.start
+
+    async def stop_first(connection):
+        SwarmConn.start = start
+        os.kill(os.getpid(), signal.SIGSTOP)
+        await trio.sleep(0)  # what has expired meanwhile ends now
+        await start(connection)
+
+    SwarmConn.start = stop_first
+
+async def main(cert, key, trust, listen, *extra):
     settings = EndpointSettings(listen_addresses=(listen,), role="gateway")
     async with open_endpoint(load_identity(Path(cert), Path(key), Path(trust)), settings) as gateway:
+        if "stops" in extra:
+            stop_when_it_takes_a_node()
         gateway.handle("/test/state/1", tell)
         gateway.handle("/test/echo/1", echo)
         print(gateway.addresses[0], flush=True)
@@ -78,13 +92,15 @@ anyio.run(main, *sys.argv[1:], backend="trio")
 class Gateway:
     """A gateway in a process of its own, which can be started again at its port."""
 
-    def __init__(self, files: tuple[Path, ...]) -> None:
+    def __init__(self, files: tuple[Path, ...], *extra: str) -> None:
         self._files = files
+        self._extra = extra
         self.address = LOOPBACK
         self._start()
 
     def _start(self) -> None:
-        command = [sys.executable, "-c", PROGRAM, *map(str, self._files), self.address.split("/p2p/")[0]]
+        address = self.address.split("/p2p/")[0]
+        command = [sys.executable, "-c", PROGRAM, *map(str, self._files), address, *self._extra]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.address = first_line(self.process)
 
@@ -104,8 +120,8 @@ class Gateway:
 
 
 @asynccontextmanager
-async def gateway_process(authority: Any) -> AsyncIterator[Gateway]:
-    gateway = await anyio.to_thread.run_sync(Gateway, authority.files("gateway"))
+async def gateway_process(authority: Any, *extra: str) -> AsyncIterator[Gateway]:
+    gateway = await anyio.to_thread.run_sync(Gateway, authority.files("gateway"), *extra)
     try:
         yield gateway
     finally:
@@ -154,6 +170,7 @@ def test_connections_survive_a_gateway_that_is_stopped_for_twenty_seconds(author
     async def main() -> None:
         async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
             nodes = await leaves(stack, authority, gateway, 3)
+            await until(lambda: all(node.addresses for node in nodes), BUSY * BACK)
             with ExitStack() as events_of:
                 followed = [events_of.enter_context(node.events.follow(Disconnected)) for node in nodes]
                 gateway.process.send_signal(signal.SIGSTOP)
@@ -167,6 +184,26 @@ def test_connections_survive_a_gateway_that_is_stopped_for_twenty_seconds(author
                     with anyio.move_on_after(0.1) as scope:
                         await anext(events)
                     assert scope.cancelled_caught, "a connection was given up"
+
+    run(main, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_gateway_that_is_stopped_while_it_takes_a_node_keeps_it(authority: Any) -> None:
+    async def main() -> None:
+        async with gateway_process(authority, "stops") as gateway, AsyncExitStack() as stack:
+            (node,) = await leaves(stack, authority, gateway, 1)
+            process = psutil.Process(gateway.process.pid)
+            await until(lambda: process.status() == psutil.STATUS_STOPPED, 10)
+            with node.events.follow(Disconnected) as events:
+                await anyio.sleep(20)
+                gateway.process.send_signal(signal.SIGCONT)
+                await echo_once(node, gateway)
+                await until(lambda: bool(node.addresses), BUSY * BACK)  # what was asked meanwhile is asked again
+                with anyio.move_on_after(0.1) as scope:
+                    await anext(events)
+                assert scope.cancelled_caught, "the connection was given up"
 
     run(main, 100)
 

@@ -16,7 +16,7 @@ from hypha_net._libp2p.kad_messages import PROTOCOL as KAD
 from hypha_net._libp2p.kad_messages import Kind, Message
 from hypha_net._libp2p.kad_server import STREAMS_AT_ONCE
 from hypha_net.endpoint import Endpoint, Stream
-from hypha_net.errors import RequestTimeoutError
+from hypha_net.errors import RequestTimeoutError, StreamResetError
 from hypha_net.requests import READ_AT_ONCE
 from hypha_net.turns import Turns
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
@@ -54,6 +54,25 @@ def test_half_requests_hold_up_their_sender_alone(opener: Opener) -> None:
             for stream in begun:
                 await stream.reset()
             assert (await requests.call(greedy, server.peer_id, HEALTH_CHECK, HealthRequest())).healthy
+
+    run(main)
+
+
+def test_a_request_that_does_not_come_to_an_end_is_dropped_with_the_reason(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(requests, "READ_TIMEOUT", 0.2)
+
+    async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
+        return Health(healthy=True)
+
+    async def main() -> None:
+        async with opener(2) as (server, slow):
+            requests.serve(server, HEALTH_CHECK, healthy)
+            (stream,) = await begin(slow, server.peer_id, HEALTH, b"half", 1)
+            with pytest.raises(StreamResetError):
+                await stream.receive_some()
+            assert f"request from {slow.peer_id} on {HEALTH} dropped: too slow" in caplog.text
 
     run(main)
 

@@ -151,7 +151,7 @@ def _answer_with(endpoint: Endpoint, served: _Served) -> Callable[[Stream], Awai
                 return
             request = conversation.decode_request(data)
         except (DecodeError, MessageTooLargeError, TimeoutError, StreamResetError) as error:
-            _log.warning("request from %s on %s dropped: %s", stream.peer, stream.protocol, error or "too slow")
+            _log.warning("request from %s on %s dropped: %s", stream.peer, stream.protocol, str(error) or "too slow")
             await stream.reset()
             return
         response = conversation.encode_response(await _handle(conversation, handler, stream.peer, request))

@@ -44,6 +44,8 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger("hypha_net.connections")
 
 UPGRADE_TIMEOUT: Final = 15.0
+REGISTER_TIMEOUT: Final = 15
+"""Seconds that a stream waits for its connection to be registered."""
 STAGGER: Final = 0.25
 """Seconds between dials to further addresses of one peer while the earlier ones have not answered."""
 _FAMILIES: Final = {
@@ -80,9 +82,10 @@ class YamuxMultistream(MuxerMultistream):
         """
 
         async def serve(stream: MuxedStream) -> None:
-            if not known.is_set():
-                with trio.move_on_after(UPGRADE_TIMEOUT):
+            for _ in range(REGISTER_TIMEOUT):  # by the second: where this process was stopped, time has run out at once
+                with trio.move_on_after(1.0):
                     await known.wait()
+                    break
             if not known.is_set():  # the connection did not come about
                 await stream.reset()
                 return
@@ -215,11 +218,13 @@ async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None)
             if peer == swarm.self_id and raw.is_initiator and swarm.listeners:
                 raise RefusedError("this is the node itself")
             muxed = await swarm.upgrader.upgrade_connection(secured, peer)
-            if not swarm.get_connections(peer):
-                _forget_identify(swarm, peer)
-            connection = await swarm.add_conn(muxed, direction="outbound" if raw.is_initiator else "inbound")
-            registered = True
-            return connection
+        if not swarm.get_connections(peer):
+            _forget_identify(swarm, peer)
+        # waits for this node only, so it has no deadline: the peer takes the connection for made, and a process that
+        # was stopped here would give it up as it goes on
+        connection = await swarm.add_conn(muxed, direction="outbound" if raw.is_initiator else "inbound")
+        registered = True
+        return connection
     except HandshakeFailure as error:
         raise RefusedError(str(error)) from error
     except (MultiselectError, MultiselectClientError) as error:

@@ -62,7 +62,7 @@ class GossipMoves:
             with trio.fail_after(TIMEOUT):
                 new = await self._pubsub.host.new_stream(peer, list(self._pubsub.protocols))
         except _FAILURES as error:
-            _log.debug("gossip with %s stays where it is: %s", PeerId(peer.to_bytes()), error or "too slow")
+            _log.debug("gossip with %s stays where it is: %s", PeerId(peer.to_bytes()), str(error) or "too slow")
             return
         moved = False
         try:

@@ -63,7 +63,7 @@ class Inbound:
                 protocol = await agree(muxed, self._handlers)
         except (NoMultistreamError, trio.TooSlowError) as error:
             peer = PeerId(muxed.muxer.peer_id.to_bytes())
-            _log.debug("a stream of %s names no protocol: %s", peer, error or "too slow")
+            _log.debug("a stream of %s names no protocol: %s", peer, str(error) or "too slow")
             await muxed.reset()
             return None
         if protocol is None:

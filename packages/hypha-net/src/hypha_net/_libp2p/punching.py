@@ -116,7 +116,7 @@ class HolePuncher:
             except UnsupportedProtocolError:
                 return "unsupported"
             except (NetError, TimeoutError) as error:
-                _log.debug("no addresses exchanged with %s: %s", peer, error or "no answer")
+                _log.debug("no addresses exchanged with %s: %s", peer, str(error) or "no answer")
                 return "failed"
             await anyio.sleep(half_way)
             # the one that took the circuit plays the listener: of two that both dial, one must
@@ -148,7 +148,7 @@ class HolePuncher:
         try:
             await self._serve(stream, peer)
         except (NetError, TimeoutError) as error:
-            _log.info("no hole punch with %s: %s", peer, error or "too slow")
+            _log.info("no hole punch with %s: %s", peer, str(error) or "too slow")
             await stream.reset()
         finally:
             self._serving.discard(peer)

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import anyio
 from multiaddr import Multiaddr
 
+from hypha_net._libp2p.backoff import jittered
 from hypha_net._libp2p.circuits import Circuit, CircuitConnection
 from hypha_net._libp2p.framing import read_message, write_message
 from hypha_net._libp2p.relay_messages import (
@@ -47,8 +48,8 @@ RENEWAL: Final = 1800.0
 SHORTEST: Final = 30.0
 """Seconds after which it asks again at the earliest where only clocks tell, which may be hours apart."""
 TIMEOUT: Final = 10.0
-RETRY: Final = 30.0
-"""Seconds after a reservation was refused before it is asked for again."""
+RETRY: Final = (1.0, 3.0, 10.0, 30.0)
+"""Seconds between attempts at a reservation that is refused or not answered, each with jitter; the last repeats."""
 SWEEP_EVERY: Final = 1.0
 """Seconds between two looks through all places for those that have ended, unless there is no room."""
 _GONE: Final = (StreamResetError, StreamClosedError, TransferError)
@@ -121,7 +122,7 @@ class RelayHop:
             with anyio.fail_after(TIMEOUT):
                 request = await read_message(stream, HopMessage, MAX_MESSAGE)
         except (TransferError, TimeoutError) as error:
-            _log.warning("hop request of %s dropped: %s", stream.peer, error or "too slow")
+            _log.warning("hop request of %s dropped: %s", stream.peer, str(error) or "too slow")
             await stream.reset()
             return
         if request is None:
@@ -229,7 +230,7 @@ class RelayHop:
                 answer = await read_message(onward, StopMessage, MAX_MESSAGE)
             accepted = answer is not None and answer.type == StopKind.STATUS and answer.status == Status.OK
         except (NetError, TimeoutError) as error:
-            _log.info("%s takes no circuit from %s: %s", target, source, error or "no answer")
+            _log.info("%s takes no circuit from %s: %s", target, source, str(error) or "no answer")
         finally:
             if onward is not None and not accepted:
                 with anyio.CancelScope(shield=True):
@@ -276,14 +277,17 @@ class RelayClient:
 
     async def keep_reservation(self, gateway: PeerId) -> None:
         """Hold a place at `gateway` until cancelled; a gateway that is no relay is left alone."""
+        failures = 0
         try:
             while True:
                 try:
                     pause = await self._reserve(gateway)
+                    failures = 0
                 except NetError as error:
                     _log.info("no place at gateway %s as a relay: %s", gateway, error)
                     self._held.pop(gateway, None)
-                    pause = RETRY
+                    pause = jittered(RETRY, failures)
+                    failures += 1
                 await anyio.sleep(pause)
         finally:
             self._held.pop(gateway, None)
@@ -357,7 +361,7 @@ class RelayClient:
             with anyio.fail_after(TIMEOUT):
                 request = await read_message(stream, StopMessage, MAX_MESSAGE)
         except (TransferError, TimeoutError) as error:
-            _log.warning("stop request of %s dropped: %s", stream.peer, error or "too slow")
+            _log.warning("stop request of %s dropped: %s", stream.peer, str(error) or "too slow")
             await stream.reset()
             return
         source = None if request is None else _peer_id(request.peer.id)
