@@ -21,8 +21,8 @@ from hypha_net._libp2p.circuits import Circuit
 from hypha_net._libp2p.engine import Libp2pEndpoint
 from hypha_net._libp2p.framing import read_message, write_message
 from hypha_net._libp2p.inflow import MAX_BODY
+from hypha_net._libp2p.link_rate import MAX_FRAME, MIN_FRAME
 from hypha_net._libp2p.muxed_stream import HEADER, with_tls
-from hypha_net._libp2p.muxer import MAX_FRAME, MIN_FRAME
 from hypha_net._libp2p.punching import PROTOCOL as DCUTR
 from hypha_net._libp2p.relay import SWEEP_EVERY, RelayHop
 from hypha_net._libp2p.relay_messages import HOP, STOP, HopKind, HopMessage, Status, StopKind, StopMessage

@@ -1,7 +1,7 @@
 """`Libp2pEndpoint`: the `Endpoint` that nodes talk through, made of the rooms beside it.
 
-An outgoing stream: here → `dialer` → `connections` → `security` → `muxer`, then multistream-select, then `streams`. An
-incoming one: py-libp2p's swarm accepts (`connections`), its host negotiates, and `handle` wraps the handler.
+An outgoing stream: `outbound` → `dialer` → `connections` → `security` → `muxer`, then `negotiation`, then `streams`. An
+incoming one: py-libp2p's swarm accepts (`connections`), `inbound` negotiates, and `handle` wraps the handler.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import anyio.abc
 from libp2p.abc import IRawConnection
 from libp2p.custom_types import TProtocol
 from libp2p.identity.identify_push.identify_push import push_identify_to_peer
-from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
-from libp2p.stream_muxer.exceptions import MuxedConnError, MuxedStreamError
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
@@ -43,15 +41,15 @@ from hypha_net._libp2p.host import (
     observed_by,
     protocols_of,
 )
-from hypha_net._libp2p.inbound import NEGOTIATE_TIMEOUT, OwnHandler
+from hypha_net._libp2p.inbound import OwnHandler
 from hypha_net._libp2p.kad_messages import PROTOCOL as KAD_PROTOCOL
 from hypha_net._libp2p.kad_server import DirectoryServer, KnownPeer
 from hypha_net._libp2p.kad_store import RecordStore
 from hypha_net._libp2p.library_logs import adopt_library_logs
 from hypha_net._libp2p.merging import Merger
 from hypha_net._libp2p.muxer import Muxer
-from hypha_net._libp2p.negotiation import NoMultistreamError, NotSpokenError, propose
 from hypha_net._libp2p.notices import Notices
+from hypha_net._libp2p.outbound import Outbound
 from hypha_net._libp2p.punching import PROTOCOL as DCUTR
 from hypha_net._libp2p.punching import HolePuncher
 from hypha_net._libp2p.relay import RelayClient, RelayHop
@@ -61,14 +59,7 @@ from hypha_net._libp2p.streams import Libp2pStream
 from hypha_net._libp2p.subscriptions import Subscriptions
 from hypha_net.addresses import expand_wildcards, split_peer
 from hypha_net.endpoint import GossipMessage, PeerInfo, Record, Stream, StreamHandler, Traffic
-from hypha_net.errors import (
-    NetError,
-    StreamClosedError,
-    StreamDroppedError,
-    StreamResetError,
-    UnreachableError,
-    UnsupportedProtocolError,
-)
+from hypha_net.errors import NetError, StreamClosedError, StreamResetError, UnreachableError
 from hypha_net.events import Events
 from hypha_net.identity import CertificateInfo, Identity
 from hypha_net.open import EndpointSettings
@@ -99,6 +90,7 @@ class Libp2pEndpoint:
         self._swarm.register_notifee(Notices(self.events))
         excluded = [ipaddress.ip_network(entry, strict=False) for entry in settings.exclude_cidr]
         self._dialer = Dialer(self._swarm, excluded, self.events, TextRecords(settings.name_servers))
+        self._outbound = Outbound(self._dialer, self._host.peerstore)
         pubsub, router = make_pubsub(self._host, self.events, self._may_speak)
         self._gossip = (pubsub, router)
         self._subscriptions = Subscriptions(pubsub, tasks, self.events)
@@ -295,48 +287,7 @@ class Libp2pEndpoint:
         self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0, request: bytes | None = None
     ) -> Stream:
         """See `Endpoint.open_stream`."""
-        with anyio.move_on_after(timeout):
-            connection = await self._dialer.ensure(peer)
-            try:
-                return await self._negotiate(connection, peer, protocols, request)
-            except NetError:
-                # tried again where the connection had just broken off, unless what a request brought may have arrived
-                if connection.muxed_conn.is_established or request is not None:
-                    raise
-            connection = await self._dialer.ensure(peer)
-            return await self._negotiate(connection, peer, protocols, request)
-        raise UnreachableError(f"{peer} did not answer within {timeout:g} s")
-
-    async def _negotiate(
-        self, connection: SwarmConn, peer: PeerId, protocols: Sequence[str], request: bytes | None
-    ) -> Stream:
-        try:
-            muxed = await cast(Muxer, connection.muxed_conn).open_stream(announce=False)
-        except (MuxedConnError, MuxedStreamError) as error:
-            raise UnreachableError(f"{peer}: {error}") from error
-        known = protocols_of(self._host.peerstore, ID(peer.raw))
-        at_once = request if len(protocols) == 1 and protocols[0] in known else None
-        opened = False
-        try:
-            with anyio.fail_after(NEGOTIATE_TIMEOUT):
-                stream = Libp2pStream(muxed, await propose(muxed, protocols, at_once))
-            if request is not None and at_once is None:
-                await stream.send_eof(request)
-            opened = True
-            return stream
-        except NotSpokenError as error:
-            raise UnsupportedProtocolError(f"{peer} speaks none of {error}") from error
-        except NoMultistreamError as error:
-            raise UnsupportedProtocolError(f"{peer} does not negotiate protocols: {error}") from error
-        except (MuxedStreamError, MuxedConnError, TimeoutError) as error:
-            if self._dialer.connection(peer) is None:
-                raise UnreachableError(f"{peer}: the connection broke off") from error
-            what = f"{peer} reset a stream of {', '.join(protocols)}, or does not answer"
-            raise StreamDroppedError(f"{what}; does this node's role let it ask that?") from error
-        finally:
-            if not opened:
-                with anyio.CancelScope(shield=True):
-                    await muxed.reset()
+        return await self._outbound.open(peer, protocols, request, timeout)
 
     def handle(self, protocol: str, handler: StreamHandler) -> None:
         """See `Endpoint.handle`."""

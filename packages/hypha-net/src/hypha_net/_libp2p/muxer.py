@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final, Protocol
+from typing import Final
 
 import trio
 from libp2p.abc import IMuxedConn
@@ -22,7 +22,9 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamError, MuxedStreamReset
 from multiaddr import Multiaddr
 
+from hypha_net._libp2p.carrier import Carrier
 from hypha_net._libp2p.inflow import Unread, body_buffer
+from hypha_net._libp2p.link_rate import FrameSize, RoundTrips
 from hypha_net._libp2p.muxed_stream import (
     HEADER,
     SMALL,
@@ -53,53 +55,7 @@ MAX_UNREAD: Final = 256 << 20
 MAX_WIDE: Final = MAX_UNREAD // 2 // WINDOW
 """Streams of a connection that have the largest window at once."""
 
-FEW_PINGS: Final = 4
-"""Round trips of which the shortest is taken for the link's own, without the waits of a busy process."""
-MAX_FRAME: Final = 256 << 10
-MIN_FRAME: Final = 16 << 10
-"""Bounds on what is sent of one stream at a time."""
-SLOW_FRAME: Final = 0.01
-"""Seconds that a frame should not take."""
-PACED_SECONDS: Final = 0.1
-PACED_BYTES: Final = 8 << 20
-"""After so much of either the size of frames is thought over: credit comes in large portions, and what waits for the
-processor waits long now and then, so the time of few frames says little about the link."""
-
 _EMPTY: Final = memoryview(b"")
-
-
-class Connection(Protocol):
-    """What the muxer needs of the secure connection below: no copies between the two."""
-
-    is_initiator: bool
-
-    def read_now(self, buffer: memoryview) -> int | None:
-        """Fill as much of `buffer` as is there; 0 after the peer's clean end, none if there is nothing now."""
-        ...
-
-    async def more(self) -> None:
-        """Wait for more to read."""
-        ...
-
-    async def write(self, data: bytes, body: memoryview | None = None) -> None:
-        """Send `data` and then `body`, whole or not at all."""
-        ...
-
-    async def close(self) -> None:
-        """End it."""
-        ...
-
-    def get_transport_addresses(self) -> list[Multiaddr]:
-        """Its addresses."""
-        ...
-
-    def get_connection_type(self) -> ConnectionType:
-        """Direct or relayed."""
-        ...
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        """Where the other end is, if that is known."""
-        ...
 
 
 class Muxer(IMuxedConn):
@@ -107,7 +63,7 @@ class Muxer(IMuxedConn):
 
     def __init__(
         self,
-        conn: Connection,
+        conn: Carrier,
         peer_id: ID,
         serve: Callable[[MuxedStream], Awaitable[None]] | None = None,
         unread: Unread | None = None,
@@ -131,15 +87,9 @@ class Muxer(IMuxedConn):
         self.end_reason = ""
         """Why the connection ended, once it has."""
         self.unread = unread or Unread()
-        self._round_trip = float("inf")
-        self._round_trips = 0
-        self._asked_at = float("-inf")
-        self._asked = 0
-        """Time and number of the last ping that measures a round trip."""
+        self._round_trips = RoundTrips()
         self.relayed = conn.get_connection_type() is ConnectionType.RELAYED
-        self.frame = MAX_FRAME // 4
-        """How many bytes of one stream are sent at a time now."""
-        self._paced_bytes, self._paced_seconds = 0, 0.0
+        self._frame_size = FrameSize()
         self._bulk = trio.Lock()
         """Held while a large frame is sent: large ones take turns, and small ones wait for one of them at most."""
         self._streams: dict[int, MuxedStream] = {}
@@ -310,22 +260,9 @@ class Muxer(IMuxedConn):
         try:
             began = trio.current_time()
             await self._conn.write(header, data)
-            self._pace(length, trio.current_time() - began)
+            self._frame_size.took(length, trio.current_time() - began)
         finally:
             self._bulk.release()
-
-    def _pace(self, length: int, seconds: float) -> None:
-        """Frames as large as the link takes within `SLOW_FRAME`: a request waits until the one under way is out."""
-        self._paced_bytes += length
-        self._paced_seconds += seconds
-        if self._paced_bytes < PACED_BYTES and self._paced_seconds < PACED_SECONDS:
-            return
-        fitting = SLOW_FRAME * self._paced_bytes / max(self._paced_seconds, 1e-9)
-        self._paced_bytes, self._paced_seconds = 0, 0.0
-        if self.frame > fitting:
-            self.frame = max(MIN_FRAME, self.frame // 2)
-        elif self.frame * 2 <= fitting:
-            self.frame = min(MAX_FRAME, self.frame * 2)
 
     async def _read_frames(self) -> str:
         """Handle frames until there are no more; why there are none."""
@@ -388,13 +325,17 @@ class Muxer(IMuxedConn):
         """Whether one more stream may have the largest window: many of them unread would end the connection."""
         return sum(stream.is_wide for stream in self._streams.values()) < MAX_WIDE
 
+    @property
+    def frame(self) -> int:
+        """How many bytes of one stream are sent at a time now."""
+        return self._frame_size.bytes
+
     def round_trip(self) -> float:
         """The shortest time that a ping took to come back, in seconds; 0 until there have been a few. Asks again."""
-        now, known = trio.current_time(), self._round_trips >= FEW_PINGS
-        if now - self._asked_at >= (1.0 if known else 0.25):
-            self._asked, self._asked_at = self._asked % 0xFFFF + 1, now
-            self.queue_frame(Type.PING, Flag.SYN, 0, self._asked)
-        return self._round_trip if known else 0.0
+        number = self._round_trips.next_number()
+        if number is not None:
+            self.queue_frame(Type.PING, Flag.SYN, 0, number)
+        return self._round_trips.seconds()
 
     def queue_credit(self, stream: MuxedStream, amount: int) -> None:
         """Return credit for bytes that nobody wants."""
@@ -451,9 +392,8 @@ class Muxer(IMuxedConn):
         if kind == Type.PING:
             if Flag.SYN in flags:
                 self.queue_frame(Type.PING, Flag.ACK, 0, length)
-            elif length == self._asked != 0:
-                self._round_trips += 1
-                self._round_trip = min(self._round_trip, trio.current_time() - self._asked_at)
+            else:
+                self._round_trips.came_back(length)
             return
         if kind == Type.GO_AWAY:
             self._peer_leaving = True
