@@ -170,6 +170,16 @@ def test_what_is_shown_is_shown_whole() -> None:
     assert lines[1].endswith("pip install 'hypha-local[plot]'")
 
 
+def test_who_is_lost_or_late_is_shown() -> None:
+    out = io.StringIO()
+    display = Display(Console(file=out), rounds=3)
+    display.event({"event": "worker_lost", "worker": "12D3a", "reason": "its lease was not renewed"})
+    display.event({"event": "worker_late", "worker": "12D3b", "round": 2, "seconds": 31.24})
+    lost, late = out.getvalue().splitlines()
+    assert lost.endswith("worker lost: 12D3a: its lease was not renewed")
+    assert late.endswith("worker late: 12D3b: round 2 went on without it after 31.2 s")
+
+
 def test_a_round_that_took_no_measurable_time_is_shown() -> None:
     shown = io.StringIO()
     Display(Console(file=shown), rounds=1).event(

@@ -545,6 +545,8 @@ def test_a_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, mo
 
 
 def test_the_job_ends_without_a_worker_that_is_late_in_its_last_round(tmp_path: Path, model: Path) -> None:
+    slow = list[PeerId]()
+
     async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
         changes = {"resources": {"num_workers": 3, "min_workers": 2}, "rounds": {"update_rounds": 1, "timeout": 1.5}}
         await service.conduct(job(model, **changes))
@@ -554,9 +556,13 @@ def test_the_job_ends_without_a_worker_that_is_late_in_its_last_round(tmp_path: 
 
     def prepare(workers: list[Worker]) -> None:
         workers[2].batch_seconds = 2.2
+        slow.append(workers[2].endpoint.peer_id)
 
     play(tmp_path, case, prepare)
     assert [event["event"] for event in events(tmp_path)][-1] == "finished"
+    [late] = [event for event in events(tmp_path) if event["event"] == "worker_late"]
+    assert (late["worker"], late["round"]) == (str(slow[0]), 1)
+    assert 1.5 <= late["seconds"] < 15
 
 
 def test_a_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Path) -> None:

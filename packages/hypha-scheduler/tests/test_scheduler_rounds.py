@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Continue, Done, Ok, ProgressError, ScheduleUpdate
-from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, RoundClosed, Rounds, RoundSettings, Synchronise
+from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, Late, RoundClosed, Rounds, RoundSettings, Synchronise
 
 PEERS = [PeerId.from_public_key(bytes([n + 1]) * 32) for n in range(5)]
 
@@ -76,7 +76,7 @@ class Simulation:
                 self.after(0.5, lambda effect=effect: self.outer_step(effect))
             elif isinstance(effect, RoundClosed):
                 self.closed.append(effect)
-            else:
+            elif isinstance(effect, Fail):
                 self.failed = effect.reason
 
     def outer_step(self, effect: Synchronise) -> None:
@@ -209,7 +209,7 @@ def test_a_round_goes_on_without_whoever_is_late() -> None:
     assert due is not None
     assert due >= 30
     assert rounds.expire(due - 0.1) == ()
-    assert rounds.expire(due) == (Synchronise(1, ((PEERS[0], 32), (PEERS[1], 16))),)
+    assert rounds.expire(due) == (Late(PEERS[2], 1, due), Synchronise(1, ((PEERS[0], 32), (PEERS[1], 16))))
 
 
 def test_a_late_executor_hands_in_when_the_round_is_over_and_takes_part_in_the_next() -> None:
@@ -218,7 +218,7 @@ def test_a_late_executor_hands_in_when_the_round_is_over_and_takes_part_in_the_n
     rounds.update(PEERS[1], 2.0)
     due = rounds.deadline()
     assert due is not None
-    assert rounds.expire(due) == (Synchronise(1, ((PEERS[0], 16), (PEERS[1], 16))),)
+    assert rounds.expire(due) == (Late(PEERS[2], 1, due), Synchronise(1, ((PEERS[0], 16), (PEERS[1], 16))))
     assert rounds.batch(PEERS[2], 16, due + 1) == Continue()
     rounds.updated(due + 2)
     assert rounds.batch(PEERS[2], 16, due + 3) == ScheduleUpdate(counter=0)
@@ -254,7 +254,7 @@ def test_the_job_does_not_wait_for_an_executor_that_is_late_in_the_last_round() 
         rounds.began(peer, 0.0)
         rounds.batch(peer, 16, 1.0)
     rounds.update(PEERS[0], 2.0)
-    assert rounds.expire(10.0) == (Synchronise(1, ((PEERS[0], 16),)),)
+    assert rounds.expire(10.0) == (Late(PEERS[1], 1, 10.0), Synchronise(1, ((PEERS[0], 16),)))
     assert not rounds.over
     rounds.updated(11.0)
     assert rounds.merged(PEERS[0], 12.0) == Done()

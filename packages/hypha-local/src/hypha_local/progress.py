@@ -64,6 +64,11 @@ class Display:
             self.step(f"placement: {len(event['workers'])} leases held after {event['seconds']:.2f} s")
         elif event.get("event") == "round":
             self._round(event)
+        elif event.get("event") == "worker_lost":
+            self.step(f"{event['worker']}: {event['reason']}", alarm="worker lost:")
+        elif event.get("event") == "worker_late":
+            text = f"{event['worker']}: round {event['round']} went on without it after {event['seconds']:.1f} s"
+            self.step(text, alarm="worker late:")
         elif event.get("event") == "failed":
             self.step(str(event.get("error", "")), alarm="job failed:")
 

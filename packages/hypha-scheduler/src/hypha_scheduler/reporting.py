@@ -14,7 +14,7 @@ from hypha_proto.ids import PeerId
 from hypha_scheduler.auction import Bid
 from hypha_scheduler.journal import Journal
 from hypha_scheduler.metrics import EventFile, StatusBridge
-from hypha_scheduler.strategies.diloco.rounds import Measured, RoundClosed
+from hypha_scheduler.strategies.diloco.rounds import Late, Measured, RoundClosed
 
 _COUNTED: Final = frozenset({"samples", "batch_size", "utilisation"})
 """What the scheduler posts from its own account of a round, for workers of every make."""
@@ -69,6 +69,10 @@ class JobReport:
             self.tell("metric", worker=str(measured.peer), round=measured.round, name=name, value=value)
             if name not in _COUNTED:
                 self._post(measured.peer, measured.round, name, value)
+
+    def late(self, late: Late) -> None:
+        """A round goes on without a worker, which takes part again in the next."""
+        self.tell("worker_late", worker=str(late.peer), round=late.round, seconds=round(late.seconds, 4))
 
     def _post(self, worker: PeerId, number: int, name: str, value: float) -> None:
         if self._bridge is not None:

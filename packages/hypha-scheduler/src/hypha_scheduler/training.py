@@ -54,7 +54,7 @@ from hypha_scheduler.results import (
 )
 from hypha_scheduler.start_gate import StartGate
 from hypha_scheduler.strategies.diloco.operator import START_MODEL, DilocoOperator, diloco_tasks
-from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, Measured, RoundClosed, Rounds
+from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, Late, Measured, RoundClosed, Rounds
 from hypha_scheduler.strategies.diloco.slices import LedgerFullError, SliceLedger
 from hypha_scheduler.submit import AGGREGATE, TRAIN, PlacedJob, evaluation_shares, round_settings, wants
 from hypha_scheduler.summary import summarise
@@ -475,6 +475,8 @@ class TrainingRun:
                 self._report.round_closed(effect, self._result.update_bytes)
             elif isinstance(effect, Measured):
                 self._report.measured(effect)
+            elif isinstance(effect, Late):
+                self._report.late(effect)
             else:
                 self._begin(partial(self._running.members.tell, effect, self._running.operator.rounds, self.fail))
 

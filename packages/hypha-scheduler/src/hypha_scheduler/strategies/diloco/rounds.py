@@ -70,6 +70,15 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """Effect: a round goes on without a worker, `seconds` after the round's first moment."""
+
+    peer: PeerId
+    round: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Effect: a worker measured something over a round."""
 
@@ -78,7 +87,7 @@ class Measured:
     values: Mapping[str, float]
 
 
-Effect = Synchronise | RoundClosed | Measured | Fail
+Effect = Synchronise | RoundClosed | Late | Measured | Fail
 
 
 @dataclass(slots=True)
@@ -108,6 +117,11 @@ class _Round:
     synchronised_at: float | None = None
     closed_at: float | None = None
     told: bool = False
+
+    @property
+    def first_moment(self) -> float:
+        """From when its seconds count."""
+        return self.began_at if self.trains_at is None else self.trains_at
 
     def part(self, peer: PeerId) -> _Part:
         return self.parts.setdefault(peer, _Part())
@@ -357,8 +371,9 @@ class Rounds:
             return (Fail(f"round {current.number}: the parameter server took no outer step within {waited:.0f} s"),)
         late = [peer for peer in self._expected(current) if current.part(peer).posted_at is None]
         current.dropped.update(late)
-        names = ", ".join(sorted(str(peer) for peer in late))
-        return self._without(current, f"no update within {now - current.began_at:.0f} s from {names}", now)
+        names, waited = ", ".join(sorted(str(peer) for peer in late)), now - current.first_moment
+        told = tuple(Late(peer, current.number, waited) for peer in late)
+        return told + self._without(current, f"no update within {waited:.0f} s from {names}", now)
 
     # ------------------------------------------------------------------------------------------------------ what it was
 
@@ -386,7 +401,7 @@ class Rounds:
                 samples={peer: part.samples for peer, part in parts.items()},
                 batches={peer: part.batches for peer, part in parts.items()},
                 waits={peer: last - (part.posted_at or last) for peer, part in parts.items()},
-                seconds=current.closed_at - (current.began_at if current.trains_at is None else current.trains_at),
+                seconds=current.closed_at - current.first_moment,
                 loss=sum(loss * samples for loss, samples in losses) / weight if weight else None,
             ),
         )
