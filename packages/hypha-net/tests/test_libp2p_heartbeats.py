@@ -74,6 +74,30 @@ def test_all_who_serve_a_dataset_are_found_and_one_that_dies_is_not(authority: A
     run(main)
 
 
+def test_each_of_two_gateways_gets_a_record_once_in_each_third_of_its_life(authority: Any, monkeypatch: Any) -> None:
+    answer, puts = DirectoryServer.answer, list[tuple[PeerId, float]]()
+
+    async def main() -> None:
+        async with open_nodes(authority, "a", 2) as (*gateways, node):
+            names = {id(gateway._directory._local): gateway.peer_id for gateway in gateways}
+
+            def count(self: DirectoryServer, peer: PeerId, message: Any) -> Any:
+                if message.type == Kind.PUT_VALUE and message.key == b"k":
+                    puts.append((names[id(self)], anyio.current_time()))
+                return answer(self, peer, message)
+
+            monkeypatch.setattr(DirectoryServer, "answer", count)
+            began = anyio.current_time()
+            await node.put_record(b"k", b"v", ttl=3.0)
+            await until(
+                lambda: len(puts) >= 2 * 4, 30
+            )  # that is after three seconds, or half of them if each has it twice
+            assert anyio.current_time() - began >= 2.5
+            assert {gateway for gateway, _ in puts} == {gateway.peer_id for gateway in gateways}
+
+    run(main)
+
+
 def test_an_update_is_seen_beside_another_publisher(authority: Any) -> None:
     async def main() -> None:
         async with open_nodes(authority, "abs", gateways=2) as (_, _, a, b, s):

@@ -384,6 +384,7 @@ class Libp2pEndpoint:
             await pubsub.wait_until_ready()
             self._tasks.start_soon(keep_registered, pubsub, self._speaks_gossip)
             self._tasks.start_soon(self._merger.run)
+            self._tasks.start_soon(self._gateways.renew_records)
             for address in self._settings.gateway_addresses:
                 self._tasks.start_soon(self._gateways.keep, address)
             self._tasks.start_soon(self._certificates.run, self._settings.certificate_interval)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, cast
 
 import anyio
@@ -45,47 +46,62 @@ NEIGHBOURS_AT_ONCE: Final = 8
 HEARD_TIMEOUT: Final = 2.0
 
 
+@dataclass(slots=True)
+class _Own:
+    value: bytes
+    ttl: float
+    put_at: float
+    """When it was last put at all gateways, or should have been."""
+
+    @property
+    def due_at(self) -> float:
+        return self.put_at + min(RECORD_INTERVAL, max(0.5, self.ttl / 3))
+
+
 class OwnRecords:
     """What this node has published, to be put again."""
 
     def __init__(self, directory: DirectoryClient) -> None:
         self._directory = directory
-        self._records: dict[bytes, tuple[bytes, float]] = {}
+        self._records: dict[bytes, _Own] = {}
         self._added = anyio.Event()
         self._turns: dict[bytes, anyio.Lock] = {}
         """A key's puts one after the other: else an older value could arrive after a newer one, and win."""
 
     async def put(self, key: bytes, value: bytes, ttl: float) -> None:
         """Publish a record, and keep it published."""
-        self._records[key] = (value, ttl)
+        self._records[key] = _Own(value, ttl, anyio.current_time())
         self._added.set()
-        await self._put_again(key)
+        await self._put_again(key, None)
 
-    async def _put_again(self, key: bytes) -> None:
+    async def _put_again(self, key: bytes, among: Sequence[PeerId] | None) -> None:
         async with self._turns.setdefault(key, anyio.Lock()):
-            value, ttl = self._records[key]
-            await self._directory.put(key, value, ttl)
+            own = self._records[key]
+            await self._directory.put(key, own.value, own.ttl, among)
 
-    async def announce(self) -> None:
-        """Put all of them again."""
-        for key in list(self._records):
+    async def announce_to(self, gateway: PeerId) -> None:
+        """Put all of them at one gateway."""
+        await self._announce(list(self._records), [gateway])
+
+    async def renew(self) -> None:
+        """Put those that are due again, at every gateway."""
+        now = anyio.current_time()
+        due = [key for key, own in self._records.items() if own.due_at <= now]
+        for key in due:
+            self._records[key].put_at = now
+        await self._announce(due, None)
+
+    async def _announce(self, keys: Iterable[bytes], among: Sequence[PeerId] | None) -> None:
+        for key in keys:
             try:
-                await self._put_again(key)
+                await self._put_again(key, among)
             except UnreachableError as error:
                 _log.warning("record %r is not announced: %s", key[:60], error)
 
-    async def renew(self) -> None:
-        """Put them again in time, until cancelled."""
+    async def until_due(self) -> None:
+        """Sleep until a record has to be put again; one that is added meanwhile may have to be sooner."""
         while True:
-            await self.announce()
-            await self._until_due()
-
-    async def _until_due(self) -> None:
-        """Sleep until the records have to be put again; one that is added meanwhile may have to be sooner."""
-        began = anyio.current_time()
-        while True:
-            shortest = min((ttl for _, ttl in self._records.values()), default=RECORD_INTERVAL)
-            left = began + min(RECORD_INTERVAL, max(0.5, shortest / 3)) - anyio.current_time()
+            left = min((own.due_at for own in self._records.values()), default=float("inf")) - anyio.current_time()
             if left <= 0:
                 return
             self._added = anyio.Event() if self._added.is_set() else self._added
@@ -127,6 +143,14 @@ class Gateways:
         """Wait until one is connected."""
         while not self.connected():
             await self._changed.wait()
+
+    async def renew_records(self) -> None:
+        """Put this node's records again in time, until cancelled; a gateway that is met gets them by itself."""
+        while True:
+            await self.wait()
+            await self.records.until_due()
+            if self.connected():
+                await self.records.renew()
 
     async def keep(self, address: str) -> None:
         """Stay connected to the gateway at `address` until cancelled, with growing pauses after failures."""
@@ -185,7 +209,7 @@ class Gateways:
     async def _stay(self, gateway: PeerId) -> None:
         """Do what hangs on a gateway for as long as it is connected."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self.records.renew)
+            tasks.start_soon(self.records.announce_to, gateway)
             tasks.start_soon(self._meet_neighbours, gateway)
             if self._relay is not None:
                 tasks.start_soon(self._relay.keep_reservation, gateway)

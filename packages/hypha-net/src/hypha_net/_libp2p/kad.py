@@ -7,7 +7,7 @@ not. What answers is `kad_server`, at gateways with what `kad_store` keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import anyio
@@ -48,15 +48,15 @@ class DirectoryClient:
         self._local = local
         """A gateway's own part of the directory."""
 
-    async def put(self, key: bytes, value: bytes, ttl: float) -> None:
-        """Store a record at every gateway. Raises `UnreachableError` when none took it."""
+    async def put(self, key: bytes, value: bytes, ttl: float, among: Sequence[PeerId] | None = None) -> None:
+        """Store a record at every gateway, or at those `among` them. Raises `UnreachableError` when none took it."""
         own = self._endpoint.peer_id
         signature = self._sign(signed_bytes(own, key, value))
-        await self._ask_all(self._record(key, value, ttl), ASK_TIMEOUT)
+        await self._ask_all(self._record(key, value, ttl), ASK_TIMEOUT, among)
         provider = Message(type=Kind.ADD_PROVIDER, key=key)
         provider.provider_peers.add(id=own.raw)
-        await self._ask_all(provider, ASK_TIMEOUT)
-        await self._ask_all(self._record(heartbeat_key(own, key), signature + value, ttl), ASK_TIMEOUT)
+        await self._ask_all(provider, ASK_TIMEOUT, among)
+        await self._ask_all(self._record(heartbeat_key(own, key), signature + value, ttl), ASK_TIMEOUT, among)
 
     def _record(self, key: bytes, value: bytes, ttl: float) -> Any:
         message = Message(type=Kind.PUT_VALUE, key=key)
