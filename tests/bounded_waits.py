@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 import anyio
+
+POLL: Final = 0.5
+"""Seconds that one look counts for at most: where the whole machine stood still, whoever is waited for did, too."""
 
 
 def run(main: Callable[[], Awaitable[None]], limit: float = 30) -> None:
@@ -23,21 +27,33 @@ async def until(condition: Callable[[], object], seconds: float = 10, pause: flo
 
     A condition may be a coroutine function, which is awaited. Raises `TimeoutError` after `seconds`.
     """
-    began = anyio.current_time()
-    with anyio.fail_after(seconds):
-        while not await _told(condition()):
-            await anyio.sleep(pause)
+    began = looked = anyio.current_time()
+    left = seconds
+    while not await _told(condition(), max(left, pause)):
+        if left <= 0:
+            raise TimeoutError(f"not so after {anyio.current_time() - began:.1f} s")
+        await anyio.sleep(pause)
+        now = anyio.current_time()
+        left -= min(now - looked, max(POLL, pause))
+        looked = now
     return anyio.current_time() - began
 
 
-async def _told(answer: object) -> object:
-    return await answer if isinstance(answer, Awaitable) else answer
+async def _told(answer: object, seconds: float) -> object:
+    if not isinstance(answer, Awaitable):
+        return answer
+    with anyio.fail_after(seconds):
+        return await answer
 
 
 def wait_until(happened: Callable[[], bool], timeout: float, what: str) -> float:
     """The same outside an event loop; fails with `what` after `timeout` seconds."""
-    began = time.monotonic()
+    began = looked = time.monotonic()
+    left = timeout
     while not happened():
-        assert time.monotonic() - began < timeout, f"{what}: not within {timeout:g} s"
+        assert left > 0, f"{what}: not within {timeout:g} s"
         time.sleep(0.05)
+        now = time.monotonic()
+        left -= min(now - looked, POLL)
+        looked = now
     return time.monotonic() - began

@@ -96,7 +96,7 @@ def collector(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_job_is_one_trace_over_processes(collector: Collector, tmp_path: Path) -> None:
     with local_network.local_network(tmp_path / "run", workers=2) as network:
-        job = network.job(rounds=24)  # long enough for leases to be renewed, which they are after 7.5 s
+        job = network.job(rounds=24)  # long enough for leases to be renewed, which they are after 3.3 s
         assert job.wait(200) == 0, job.log
     [root] = [span for span in collector.spans if span.name == "job"]
     spans = {span.span_id: span for span in collector.spans if span.trace_id == root.trace_id}

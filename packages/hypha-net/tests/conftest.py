@@ -160,7 +160,7 @@ def _libp2p_opener(authority: Authority) -> Opener:
             nodes: list[Endpoint] = [gateway]
             for index in range(1, count):
                 node = await stack.enter_async_context(open_endpoint(authority.identity(f"n{index}"), settings))
-                with anyio.fail_after(5):
+                with anyio.fail_after(15):
                     await node.wait_for_gateway()
                 nodes.append(node)
             yield nodes

@@ -42,7 +42,7 @@ def test_a_place_that_is_asked_for_at_once_is_given(authority: Any, late: Any, m
             late.append(gateway)
             leaf = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
             async with open_endpoint(authority.identity("leaf"), leaf) as node:
-                await until(lambda: bool(node.addresses), 5)
+                await until(lambda: bool(node.addresses), 15)
 
     run(main)
 

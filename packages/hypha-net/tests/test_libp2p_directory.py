@@ -190,7 +190,7 @@ def test_many_puts_cost_one_write_and_a_folder_that_is_full_costs_nothing_else(
             for number in range(1000):
                 gateway.put(PEERS[0], put(b"k", b"%d" % number))
             assert not names()
-            await until(lambda: names() == ["dht-records.json"], 5)
+            await until(lambda: names() == ["dht-records.json"], 15)
             assert Gateway(tmp_path).get(b"k") is not None
             gateway.put(PEERS[0], put(b"last", b"v"))
             tasks.cancel_scope.cancel()
@@ -209,7 +209,7 @@ def test_a_put_after_a_while_without_is_written_at_once(tmp_path: Path, monkeypa
             tasks.start_soon(gateway.store.keep_saved)
             await anyio.sleep(0.1)
             gateway.put(PEERS[0], put(b"k", b"v"))
-            await until(lambda: Gateway(tmp_path).get(b"k") is not None, 5)
+            await until(lambda: Gateway(tmp_path).get(b"k") is not None, 15)
             tasks.cancel_scope.cancel()
 
     run(main)
@@ -261,7 +261,7 @@ def test_a_length_over_the_limit_is_refused_before_it_is_read() -> None:
             b.handle(PROTOCOL, serve)
             stream = await a.open_stream(b.peer_id, [PROTOCOL])
             await stream.send_all(b"\x80\x80\x80\x01")
-            await until(lambda: seen, 5)
+            await until(lambda: seen, 15)
 
     run(main)
 
@@ -293,7 +293,7 @@ def test_many_messages_in_one_piece_and_one_in_many() -> None:
                 other = await a.open_stream(b.peer_id, [PROTOCOL])
                 await other.send_all(cut)
                 await other.send_eof()
-            await until(lambda: len(ends) >= 5, 5)
+            await until(lambda: len(ends) >= 5, 15)
             assert taken == messages * 3
             assert sorted(ends) == [
                 "a message of 2097152 bytes is over the limit of 1048576",

@@ -31,7 +31,9 @@ from scripted_peer import expect, line
 
 from hypha_net import EndpointSettings, open_endpoint, requests, transfer
 from hypha_net._libp2p import connections
+from hypha_net._libp2p.backoff import JITTER
 from hypha_net._libp2p.engine import Libp2pEndpoint
+from hypha_net._libp2p.gateways import BACKOFF
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import (
     RefusedError,
@@ -131,7 +133,7 @@ def test_whoever_does_not_speak_mutual_tls_is_dropped(
             stream = await dial_raw(gateway)
             if wire:
                 await stream.send_all(wire)
-            with anyio.fail_after(5):
+            with anyio.fail_after(15):
                 said = await read_to_end(stream)
             if answer is not None:
                 assert said == answer
@@ -195,7 +197,7 @@ def test_certificates_that_do_not_do_are_refused_with_the_reason(
     async def main() -> None:
         async with open_gateway(authority) as gateway:
             secured = await dial_tls(gateway, make(authority, tmp_path))
-            with anyio.fail_after(5):
+            with anyio.fail_after(15):
                 await read_to_end(secured)
             await until(lambda: reason in caplog.text)
             assert not gateway.connected_peers()
@@ -287,16 +289,17 @@ def test_a_gateway_that_drops_everybody_is_not_stormed(authority: Any, caplog: A
     async def main() -> None:
         async with open_gateway(authority) as gateway:
             settings = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
+            began, times = anyio.current_time(), 0
             async with open_endpoint(authority.identity("leaf", "worker"), settings):
-                with anyio.move_on_after(1.5):
-                    while True:
-                        for peer in gateway.connected_peers():
-                            await gateway.disconnect(peer)
-                        await anyio.sleep(0.01)
+                while times < 4:
+                    for peer in gateway.connected_peers():
+                        await gateway.disconnect(peer)
+                    await anyio.sleep(0.01)
+                    times = sum("connected to gateway" in record.getMessage() for record in caplog.records)
+            assert anyio.current_time() - began >= JITTER[0] * sum(BACKOFF[:3])
 
     with caplog.at_level(logging.INFO, "hypha_net.gateways"):
         run(main, 40)
-    assert 2 <= sum("connected to gateway" in record.getMessage() for record in caplog.records) <= 6
 
 
 async def settled(count: Callable[[], int]) -> int:
@@ -355,7 +358,7 @@ def test_a_header_of_any_claimed_length_is_not_waited_for(libp2p_opener: Opener)
             transfer.serve_pulls(gateway, resolve)
             stream = await leaf.open_stream(gateway.peer_id, [PULL_WITH_HEADER])
             await stream.send_all((1 << 62).to_bytes(8, "little") + bytes(1000))
-            with anyio.fail_after(5), pytest.raises(StreamResetError):
+            with anyio.fail_after(15), pytest.raises(StreamResetError):
                 await stream.receive_some()
             await stream.aclose()
 

@@ -248,7 +248,7 @@ def test_who_does_not_speak_mutual_tls_is_not_taken_for_a_node_when_dialled(auth
 
         async with listening(serve) as address, open_endpoint(judge(authority), EndpointSettings()) as node:
             with node.events.follow(Dialled) as events, pytest.raises(UnreachableError, match=words):
-                await node.connect(address, timeout=1)
+                await node.connect(address, timeout=1 if name == "http" else 10)
             dialled = await anext(events)
             assert isinstance(dialled, Dialled)
             assert dialled.outcome in ("refused", "unreachable", "timeout")

@@ -83,7 +83,7 @@ async def many_connections_in_turn(engine: Engine, _folder: Path) -> None:
     async with engine.node("server", max_connections=8) as server, engine.node("client", listen=None) as client:
         server.serve(echo)
         for _ in range(20):
-            with anyio.fail_after(5):
+            with anyio.fail_after(15):
                 await client.reach(server.address)
             await ask(client, server.address)
             await client.leave(server.address)
@@ -250,7 +250,7 @@ ROWS: dict[Row, str] = {
     the_second_address_is_tried: "no addresses established",
     nobody_is_dialled_unasked: "AssertionError: dialled",
     a_port_belongs_to_one: "two nodes listen at",
-    connecting_takes_no_pause: r"AssertionError: \[0\.2[5-9]",
+    connecting_takes_no_pause: r"AssertionError: \[\d",
     the_chosen_muxer_runs: r"yamux\.Yamux",
 }
 """What each row looks like under the stock engine."""

@@ -31,6 +31,7 @@ def test_a_reader_that_comes_while_the_last_one_leaves_is_known_to_peers(authori
 
             async def stay(topic: str) -> None:
                 async with node.subscribe(topic):
+                    await until(lambda: node.peer_id in gateway.topic_peers(topic))
                     await anyio.sleep(0.5)
                     assert node.peer_id in gateway.topic_peers(topic)
 

@@ -148,7 +148,7 @@ def test_a_stopped_gateway_is_noticed_and_its_nodes_are_back_when_it_goes_on(aut
     async def main() -> None:
         async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
             (leaf,) = await leaves(stack, authority, gateway, 1)
-            await until(lambda: bool(leaf.addresses), 5)
+            await until(lambda: bool(leaf.addresses), 15)
             with leaf.events.follow(Disconnected) as events:
                 gateway.process.send_signal(signal.SIGSTOP)
                 stopped = anyio.current_time()

@@ -299,6 +299,12 @@ async def disconnect_at(mover: Mover, at: int) -> None:
     await mover.giver.disconnect(mover.taker.peer_id)
 
 
+async def until_moved(events: Followed, size: int) -> None:
+    """Wait until so much has come."""
+    while (await of_transfer(events)).done < size:
+        pass
+
+
 async def offsets_into(offsets: list[int], serving: Endpoint) -> None:
     """From where the node that serves began, each time."""
     with serving.events.follow(Transferred) as events:
@@ -329,7 +335,10 @@ def test_after_a_cut_it_goes_on_where_it_was(
     run(opener, case)
 
 
-def test_a_buffer_pushed_anew_takes_over_from_the_push_that_hangs(opener: Opener, tmp_path: Path) -> None:
+def test_a_buffer_pushed_anew_takes_over_from_the_push_that_hangs(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
     data = content(SIZE)
 
     async def case(a: Endpoint, b: Endpoint) -> None:
@@ -338,11 +347,12 @@ def test_a_buffer_pushed_anew_takes_over_from_the_push_that_hangs(opener: Opener
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(offsets_into, offsets, b)
             await mover.move(b"", "memory", "memory")
-            stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
-            await send_message(stream, to_cbor(PushHeader, header_of(data)))
-            await receive_message(stream)
-            await stream.send_all(data[:CUT_AT])  # and no more, although the connection lives
-            await anyio.sleep(0.3)  # until it is there
+            with b.events.follow(Transferred) as events:
+                stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
+                await send_message(stream, to_cbor(PushHeader, header_of(data)))
+                await receive_message(stream)
+                await stream.send_all(data[:CUT_AT])  # and no more, although the connection lives
+                await until_moved(events, CUT_AT)
             assert await transfer.push(a, b.peer_id, data, header_of(data)) < SIZE
             tasks.cancel_scope.cancel()
         assert mover.landed == [b"", data]
@@ -430,7 +440,7 @@ def test_a_cancelled_transfer_ends_at_once_at_both_ends(
                         pass
                 tasks.cancel_scope.cancel()
             for events in (at_a, at_b):
-                with anyio.fail_after(5):
+                with anyio.fail_after(15):
                     while (await of_transfer(events)).state != "failed":
                         pass
         assert mover.landed == []
@@ -571,31 +581,30 @@ def test_what_waits_in_memory_is_bounded_in_bytes_number_and_time(steps: list[St
         anyio.run(main, backend="trio", backend_options={"clock": MockClock(autojump_threshold=0)})
 
 
+@pytest.mark.parametrize(("kept", "pause"), [(30.0, 0.1), (0.2, 1.5)])
 def test_an_incomplete_push_waits_for_its_peer_and_not_for_ever(
-    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float, pause: float
 ) -> None:
-    monkeypatch.setattr(gathering, "KEPT_FOR", 0.5)
+    monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+    monkeypatch.setattr(gathering, "KEPT_FOR", kept)
+    data = content(4 << 20)
 
     async def case(a: Endpoint, b: Endpoint) -> None:
         mover = Mover("push", a, b, tmp_path / "landing")
         await mover.move(b"", "memory", "memory")
-        offsets: list[int] = []
-        for pause in (0.1, 1.5):
-            data = content(4 << 20, int(pause))
+        with b.events.follow(Transferred) as events:
             stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
             await send_message(stream, to_cbor(PushHeader, header_of(data, "other")))
             await receive_message(stream)
             await stream.send_all(data[: 3 << 20])
-            await anyio.sleep(0.2)
-            await stream.reset()
-            await anyio.sleep(pause)
-            again = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
-            await send_message(again, to_cbor(PushHeader, header_of(data, "other")))
-            answer = from_cbor(PushAnswer, await receive_message(again))
-            assert isinstance(answer, GoOn)
-            offsets.append(answer.offset)
-            await again.reset()
-        assert offsets[0] >= KEEP_FROM
-        assert offsets[1] == 0
+            await until_moved(events, 3 << 20)
+        await stream.reset()
+        await anyio.sleep(pause)
+        again = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
+        await send_message(again, to_cbor(PushHeader, header_of(data, "other")))
+        answer = from_cbor(PushAnswer, await receive_message(again))
+        assert isinstance(answer, GoOn)
+        await again.reset()
+        assert answer.offset >= KEEP_FROM if kept > pause else answer.offset == 0
 
     run(opener, case)

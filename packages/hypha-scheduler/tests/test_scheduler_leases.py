@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import uuid
 
+import anyio
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from hypha_net import requests
+from hypha_net.testing import MemoryNetwork, simulate
 from hypha_proto.ids import PeerId
-from hypha_scheduler.leases import LeaseLedger
+from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, Renewed, RenewLease
+from hypha_proto.resources import Timestamp
+from hypha_scheduler.lease_keeper import keep_leases
+from hypha_scheduler.leases import HeldLease, LeaseLedger
 
 PEER = PeerId.from_public_key(bytes(32))
 IDS = st.sampled_from([uuid.UUID(int=n) for n in range(4)])
@@ -67,14 +74,47 @@ LeaseMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=4
 test_a_lease_is_never_believed_longer_than_the_worker_keeps_it = LeaseMachine.TestCase
 
 
-def test_renewal_is_due_at_three_quarters_of_a_life_and_retried_until_its_end() -> None:
+def test_renewal_is_due_after_a_third_of_a_life_and_retried_until_its_end() -> None:
     ledger, lease = LeaseLedger(), uuid.UUID(int=1)
-    ledger.take(lease, PEER, asked_at=0.0, life=10.0)
-    assert ledger.begin_renewals(7.4) == ()
-    assert [held.lease for held in ledger.begin_renewals(7.5)] == [lease]
-    assert ledger.begin_renewals(7.6) == ()
+    ledger.take(lease, PEER, asked_at=0.0, life=9.0)
+    assert ledger.begin_renewals(2.9) == ()
+    assert [held.lease for held in ledger.begin_renewals(3.0)] == [lease]
+    assert ledger.begin_renewals(3.1) == ()
     ledger.unanswered(lease, 8.0)
     assert ledger.next_due() == 8.5
     assert [held.lease for held in ledger.begin_renewals(8.5)] == [lease]
-    assert [held.lease for held in ledger.expire(10.0)] == [lease]
+    assert [held.lease for held in ledger.expire(9.0)] == [lease]
     assert lease not in ledger
+
+
+@pytest.mark.parametrize(("away", "kept"), [(6.0, True), (11.0, False)])
+def test_a_worker_that_is_away_for_six_seconds_keeps_its_lease(away: float, kept: bool) -> None:
+    lease, lost = uuid.UUID(int=1), list[str]()
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with (
+            network.endpoint("scheduler") as scheduler,
+            network.endpoint("worker") as worker,
+            anyio.create_task_group() as tasks,
+        ):
+            back = anyio.current_time() + 3.0 + away  # it goes just before its first renewal
+
+            async def renew(_peer: PeerId, request: RenewLease) -> LeaseRenewal:
+                if anyio.current_time() < back:
+                    await anyio.sleep_forever()
+                return Renewed(id=request.id, timeout=Timestamp.of(0), timeout_ms=10_000)
+
+            def gone(_held: HeldLease, why: str) -> None:
+                lost.append(why)
+
+            requests.serve(worker, RENEW_LEASE, renew)
+            ledger = LeaseLedger()
+            ledger.take(lease, worker.peer_id, anyio.current_time())
+            tasks.start_soon(keep_leases, scheduler, ledger, gone)
+            await anyio.sleep(60)
+            assert (lease in ledger) is kept
+            assert lost == ([] if kept else ["its lease ran out before the worker answered a renewal"])
+            tasks.cancel_scope.cancel()
+
+    simulate(main)

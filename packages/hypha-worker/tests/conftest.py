@@ -43,6 +43,7 @@ from hypha_proto.leases import (
     JobEndReceived,
     LeaseRenewal,
     ReleaseLease,
+    Renewed,
     RenewLease,
 )
 from hypha_proto.offers import (
@@ -172,12 +173,15 @@ class Scheduler:
         return WorkerRequest(id=uuid.uuid4(), spec=spec, timeout=Timestamp.of(0), bid=bid, timeout_ms=5000)
 
     async def hire(self, executor: ExecutorDescriptor = TRAIN, bid: float = 100.0, **amounts: float) -> uuid.UUID:
-        """Publish a request, take the offer that comes; gives the lease."""
-        request = self.request(executor, bid, **(amounts or {"cpu": 1.0}))
-        await gossip.publish(self.endpoint, WORKER_REQUESTS, request)
-        peer, offer = await self.until(lambda: self.offers.get(request.id), 3.0)
-        await self.renew(peer, offer.id)
-        return offer.id
+        """Publish requests until an offer is taken; gives the lease. One that comes late has run out."""
+        with anyio.fail_after(30):
+            while True:
+                request = self.request(executor, bid, **(amounts or {"cpu": 1.0}))
+                await gossip.publish(self.endpoint, WORKER_REQUESTS, request)
+                with anyio.move_on_after(3.0):
+                    peer, offer = await self.until(lambda wanted=request.id: self.offers.get(wanted))
+                    if isinstance(await self.renew(peer, offer.id), Renewed):
+                        return offer.id
 
     async def renew(self, peer: PeerId, lease: uuid.UUID) -> LeaseRenewal:
         return await requests.call(self.endpoint, peer, RENEW_LEASE, RenewLease(id=lease))

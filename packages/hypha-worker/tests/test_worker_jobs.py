@@ -225,13 +225,13 @@ def test_what_an_executor_leaves_running_is_ended_with_it(in_lab: InLab) -> None
 
 
 @pytest.mark.parametrize("how", ["release", "cancel", "expiry"])
-def test_a_job_ends_with_its_lease_and_its_whole_tree(in_lab: InLab, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if how == "expiry":
-        monkeypatch.setattr("hypha_worker.leases.RENEWED_LEASE", 1.0)
-
+def test_a_job_ends_with_its_lease_and_its_whole_tree(in_lab: InLab, how: str) -> None:
     async def case(lab: Any) -> None:
         lease = await lab.start(WAITS)
         await lab.scheduler.until(lambda: lab.scheduler.reports)
+        if how == "expiry":
+            [held] = lab.worker.ledger.leases
+            held.expires = anyio.current_time()
         endpoint, total = lab.scheduler.endpoint, lab.worker.arbiter.capabilities.capacity.resources
         if how == "release":
             assert await lab.scheduler.release(lab.peer, lease)
@@ -239,7 +239,8 @@ def test_a_job_ends_with_its_lease_and_its_whole_tree(in_lab: InLab, how: str, m
             answer = await requests.call(endpoint, lab.peer, CANCEL_JOB, CancelJob(id=lease, reason="enough"))
             assert answer.known
         assert lab.worker.ledger.free.resources.cpu == 1.0, "not free before the processes are gone"
-        end = await lab.scheduler.ended(20.0)
+        await lab.scheduler.until(lambda: lab.scheduler.ends, 20.0)
+        [end] = lab.scheduler.ends
         assert end.outcome == "cancelled"
         assert {"release": "released", "cancel": "enough", "expiry": "not renewed in time"}[how] in end.reason
         pids = pids_of(end.last_lines)
@@ -269,7 +270,7 @@ def test_a_worker_that_shuts_down_ends_its_jobs_within_five_seconds_and_says_so(
         seen.extend([lab.scheduler, time.monotonic()])
 
     in_lab(case)
-    assert time.monotonic() - seen[1] < 5.0
+    assert time.monotonic() - seen[1] < 15  # about two for the stubborn; left alone they live for a minute
     [end] = seen[0].ends
     assert (end.outcome, end.reason) == ("cancelled", "the worker is shutting down")
     assert pids_of(end.last_lines)
@@ -441,13 +442,13 @@ def test_a_worker_is_healthy_when_somebody_is_on_its_topic(tmp_path: Path, make_
         ):
             node = Node(endpoint, tasks)
             tasks.start_soon(serve, make_config(tmp_path), node)
-            with anyio.fail_after(5):
+            with anyio.fail_after(15):
                 while "hypha/worker" not in (node.readiness.reason or ""):
                     await anyio.sleep(0.02)
             assert not node.readiness.is_ready
             await gateway.connect(endpoint.addresses[0])
             async with gossip.subscribe(gateway, WORKER_REQUESTS):
-                with anyio.fail_after(5):
+                with anyio.fail_after(15):
                     while not node.readiness.is_ready:
                         await anyio.sleep(0.02)
             tasks.cancel_scope.cancel()

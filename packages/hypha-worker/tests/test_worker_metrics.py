@@ -29,15 +29,17 @@ import os
 data = {"resource": config["data"], "path": "slices"}
 assert [post("/resources/fetch", data)[0] for _ in range(3)] == [200, 200, 200]
 assert post("/status/send", {"status": {"batch_size": 8, "slices": {"0": 8}}})[0] == 200
-end = time.monotonic() + 0.6
-while time.monotonic() < end:
+while time.process_time() < 0.6:
     sum(range(1000))
 with open("out.bin", "wb") as file:
     file.write(os.urandom(4 << 20))
     file.flush()
     os.fsync(file.fileno())
-time.sleep(0.3)
+end = time.monotonic() + 30
+while not os.path.exists(seen) and time.monotonic() < end:
+    time.sleep(0.05)
 """
+WRITTEN = 4 << 20
 
 
 async def serve_slices(lab: Any) -> None:
@@ -62,10 +64,19 @@ def values(recorded: Any, name: str, **about: str | bool) -> list[float]:
     return [value for other, value, has in recorded.values if other == name and wanted.items() <= has.items()]
 
 
-async def train(lab: Any) -> None:
+def written(recorded: Any) -> float:
+    """Bytes that executors have written."""
+    return sum(values(recorded, "process.disk.io", disk__io__direction="write"))
+
+
+async def train(lab: Any, recorded: Any) -> None:
     await serve_slices(lab)
-    lease = await lab.start(WORKS)
-    end = await lab.scheduler.ended()
+    seen = lab.folder / "seen"
+    lease = await lab.start(f"seen = {str(seen)!r}\n{WORKS}")
+    await lab.scheduler.until(lambda: written(recorded) >= WRITTEN, 40)
+    seen.touch()
+    await lab.scheduler.until(lambda: lab.scheduler.ends)
+    [end] = lab.scheduler.ends
     assert end.outcome == "finished", end
     assert isinstance(await lab.scheduler.renew(lab.peer, uuid.uuid4()), RenewalFailed)
     await lab.scheduler.release(lab.peer, lease)
@@ -103,7 +114,7 @@ def test_every_metric_that_is_promised_shows_a_value(
     monkeypatch.setattr(usage, "INTERVAL", 0.1)
 
     async def case(lab: Any) -> None:
-        await train(lab)
+        await train(lab, recorded)
         await aggregate(lab, take_pushes(lab.server, lab.folder / "inbox"))
         monkeypatch.setattr("hypha_worker.leases.RENEWED_LEASE", 0.5)
         await let_expire(lab, recorded)
@@ -143,7 +154,7 @@ def test_every_metric_that_is_promised_shows_a_value(
     assert sum(values(recorded, "hypha.worker.slice.io")) == 3000
     assert values(recorded, "hypha.worker.prefetch.depth") == [1, 2, 3, 2]
     assert sum(values(recorded, "hypha.worker.samples")) == 8
-    assert sum(values(recorded, "process.disk.io", disk__io__direction="write")) >= 4 << 20
+    assert written(recorded) >= WRITTEN
     assert 0.3 < sum(values(recorded, "process.cpu.time", cpu__mode="user")) < 30
     assert (
         sum(values(recorded, "hypha.worker.jobs.active")) == sum(values(recorded, "hypha.worker.executors.active")) == 0

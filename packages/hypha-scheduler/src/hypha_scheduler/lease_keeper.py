@@ -21,6 +21,8 @@ from hypha_scheduler.placement import lease_life
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY: Final = 0.25
+_ATTEMPT: Final = 2.5
+"""Seconds for one renewal: what went into a connection that is dead must leave time for another."""
 _HELD: Final = telemetry.UpDownCounter("hypha.scheduler.leases.active", "{lease}", "Leases that a job holds.")
 _RENEWALS: Final = telemetry.Counter("hypha.scheduler.lease.renewals", "{renewal}", "Renewals, by outcome.")
 OnLost = Callable[[HeldLease, str], None]
@@ -52,7 +54,7 @@ async def _keep(endpoint: Endpoint, ledger: LeaseLedger, on_lost: OnLost) -> Non
 
 async def _renew(endpoint: Endpoint, ledger: LeaseLedger, held: HeldLease, on_lost: OnLost) -> None:
     asked_at = anyio.current_time()
-    timeout = max(0.5, held.expires - asked_at)
+    timeout = min(_ATTEMPT, max(0.5, held.expires - asked_at))
     try:
         answer = await requests.call(endpoint, held.peer, RENEW_LEASE, RenewLease(id=held.lease), timeout=timeout)
     except NetError as error:
