@@ -25,6 +25,7 @@ from libp2p.pubsub import pubsub
 from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.pubsub.rpc_queue import RpcQueue
 from libp2p.pubsub.validators import signature_validator
+from libp2p.tools.anyio_service.trio_tasks import MAX_CHILDREN_TASKS
 from libp2p.tools.timed_cache.last_seen_cache import LastSeenCache
 from loopback_ports import free_port
 
@@ -320,3 +321,37 @@ def test_what_is_patched_in_the_library_has_not_changed(name: str) -> None:
         f"py-libp2p's {name} has changed: read its new source, decide whether what hypha_net._libp2p puts in its place "
         f"is still right (docs/libp2p.md), and only then write {found} here"
     )
+
+
+@pytest.mark.parametrize("service", ["pubsub", "router"])
+def test_a_fault_of_the_engine_s_own_ends_the_endpoint_with_an_error(authority: Any, service: str) -> None:
+    async def fail() -> None:
+        raise RuntimeError("a fault of its own")
+
+    async def main() -> None:
+        async with open_endpoint(authority.identity("node"), EndpointSettings()) as node:
+            pubsub, router = node._gossip
+            {"pubsub": pubsub, "router": router}[service].manager.run_task(fail)
+            await anyio.sleep_forever()
+
+    with pytest.raises(NetError, match=r"the network engine failed: RuntimeError.'a fault of its own'"):
+        run(main)
+
+
+def test_a_node_may_have_more_peers_than_a_service_of_the_library_has_tasks(authority: Any) -> None:
+    async def main() -> None:
+        async with open_endpoint(authority.identity("node"), EndpointSettings()) as node:
+            manager = node._gossip[0].manager
+
+            async def begin_many() -> None:
+                for _ in range(MAX_CHILDREN_TASKS + 10):
+                    manager.run_task(anyio.sleep_forever)
+                begun.set()
+
+            begun = anyio.Event()
+            manager.run_task(begin_many)
+            await begun.wait()
+            await anyio.sleep(0.1)
+            assert manager.is_running
+
+    run(main)

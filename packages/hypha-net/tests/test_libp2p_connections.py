@@ -1,18 +1,20 @@
-"""What a peer asks in the moment in which its connection comes about is answered as what it asks later."""
+"""The moment in which a connection comes about: what is asked in it, what ends in it, and who only seems to come."""
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import anyio
 import pytest
+import trio
 from bounded_waits import run, until
 from libp2p.network.connection.swarm_connection import SwarmConn
 
 from hypha_net import EndpointSettings, open_endpoint
-from hypha_net._libp2p import relay
+from hypha_net._libp2p import connections, relay
 from hypha_net.endpoint import Stream
-from hypha_net.errors import NetError
+from hypha_net.errors import NetError, UnreachableError
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ASK = "/test/who/1"
@@ -68,5 +70,79 @@ def test_a_role_is_known_from_the_first_stream_on(authority: Any, late: Any) -> 
                 pytest.fail(f"refused, although workers may: {error}")
             await until(lambda: bool(roles))
             assert roles == ["worker"]
+
+    run(main)
+
+
+def test_a_connection_that_breaks_off_while_it_is_registered_is_not_kept(authority: Any) -> None:
+    async def main() -> None:
+        async with open_endpoint(authority.identity("gateway"), EndpointSettings((LOOPBACK,))) as gateway:
+            swarm, add, added = gateway._swarm, gateway._swarm.add_conn, anyio.Event()
+
+            async def add_what_has_ended(muxed: Any, direction: str) -> Any:
+                connection = await add(muxed, direction)
+                await connection.close()
+                swarm.connections[muxed.peer_id] = [connection]  # as it is where the end comes before the entry
+                added.set()
+                return connection
+
+            swarm.add_conn = add_what_has_ended
+            async with open_endpoint(authority.identity("leaf"), EndpointSettings()) as leaf:
+                with suppress(UnreachableError):
+                    await leaf.connect(gateway.addresses[0])
+                await added.wait()
+                await until(lambda: not swarm.connections)
+                swarm.add_conn = add
+                await until(lambda: not leaf.connected_peers())
+                await leaf.connect(gateway.addresses[0])
+                await until(lambda: any(info.protocols for info in gateway.connected_peers().values()))
+
+    run(main)
+
+
+async def idle(address: str) -> trio.SocketStream:
+    """A TCP connection on which nothing is said."""
+    _, _, host, _, port, *_ = address.split("/")
+    return await trio.open_tcp_stream(host, int(port))
+
+
+def test_sockets_that_say_nothing_take_no_place_from_nodes(authority: Any) -> None:
+    async def main() -> None:
+        settings = EndpointSettings((LOOPBACK,), max_connections=4)
+        async with (
+            open_endpoint(authority.identity("gateway"), settings) as gateway,
+            open_endpoint(authority.identity("leaf"), EndpointSettings()) as leaf,
+            AsyncExitStack() as stack,
+        ):
+            for _ in range(8):
+                await stack.enter_async_context(await idle(gateway.addresses[0]))
+            await anyio.sleep(0.2)
+            await leaf.connect(gateway.addresses[0])
+
+    run(main)
+
+
+def test_of_one_host_so_many_sockets_that_say_nothing_are_heard(authority: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(connections, "MAX_STRANGERS_OF_HOST", 2)
+
+    async def main() -> None:
+        async with (
+            open_endpoint(authority.identity("gateway"), EndpointSettings((LOOPBACK,))) as gateway,
+            open_endpoint(authority.identity("leaf"), EndpointSettings()) as leaf,
+            AsyncExitStack() as stack,
+        ):
+            sockets = [await stack.enter_async_context(await idle(gateway.addresses[0])) for _ in range(3)]
+            with anyio.fail_after(10):
+                assert await sockets[2].receive_some(1) == b""
+            with pytest.raises(UnreachableError):
+                await leaf.connect(gateway.addresses[0])
+            await sockets[0].aclose()
+
+            async def taken() -> bool:
+                with suppress(UnreachableError):
+                    await leaf.connect(gateway.addresses[0])
+                return bool(leaf.connected_peers())
+
+            await until(taken)
 
     run(main)

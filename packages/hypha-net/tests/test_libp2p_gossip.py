@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -15,8 +15,10 @@ from bounded_waits import run, until
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from endpoint_traffic import publish_until_heard
 from libp2p.host.exceptions import StreamFailure
+from libp2p.network.stream.exceptions import StreamReset
 from libp2p.peer.id import ID
 from libp2p.pubsub.pb import rpc_pb2
+from libp2p.pubsub.rpc_queue import RpcQueue
 from multiaddr import Multiaddr
 
 from hypha_net import EndpointSettings, gossip, open_endpoint
@@ -25,8 +27,9 @@ from hypha_net._libp2p.connections import dial
 from hypha_net._libp2p.engine import Libp2pEndpoint
 from hypha_net._libp2p.framing import write_message
 from hypha_net._libp2p.gossip_intake import MAX_DATA, MAX_RPC, ORIGIN_BURST, Allowance, SeenMessages
+from hypha_net._libp2p.muxer import Muxer
 from hypha_net.endpoint import GossipMessage, Stream
-from hypha_net.errors import MessageTooLargeError
+from hypha_net.errors import MessageTooLargeError, NetError
 from hypha_net.events import GossipLost
 from hypha_net.inbox import SIZE, Inbox
 from hypha_net.testing import MemoryNetwork
@@ -454,3 +457,70 @@ def test_an_allowance_comes_back_with_time_and_is_bounded(monkeypatch: pytest.Mo
     allowance.take(b)
     allowance.take(c)
     assert len(allowance._buckets) == 2
+
+
+def open_streams(node: Libp2pEndpoint, peer: PeerId) -> int:
+    return sum(len(cast(Muxer, each.muxed_conn)._streams) for each in node._dialer.connections(peer))
+
+
+def test_a_peer_that_says_nonsense_time_and_again_leaves_no_streams_behind(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        evil, gateway = star.evil, star.gateway
+        await star.check_serves()
+        before = open_streams(gateway, evil.peer_id)
+        for _ in range(20):
+            stream = await evil.open_stream(gateway.peer_id, [MESHSUB])
+            with suppress(NetError):
+                await stream.send_all(b"\x03\xff\xff\xff")
+                await stream.receive_some()
+            await stream.reset()
+            await until(lambda: ID(evil.peer_id.raw) in gateway._gossip[0].peers)
+        await until(lambda: open_streams(gateway, evil.peer_id) <= before + 1)
+        await star.check_serves()
+
+    play(authority, case)
+
+
+def test_a_peer_that_does_not_answer_has_one_registration_that_waits(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        pubsub, peer = star.gateway._gossip[0], ID(star.evil.peer_id.raw)
+        waiting: list[ID] = []
+
+        async def never(asked: ID) -> None:
+            waiting.append(asked)
+            await anyio.sleep_forever()
+
+        await until(lambda: peer in pubsub.peers)
+        pubsub._handle_new_peer._register = never
+        pubsub._handle_dead_peer(peer)
+        before = pubsub.manager.stats.tasks.pending_count
+        for _ in range(20):
+            pubsub.manager.run_task(pubsub._handle_new_peer_with_retry, peer)
+        await until(lambda: waiting)
+        await anyio.wait_all_tasks_blocked()
+        assert waiting == [peer]
+        assert pubsub.manager.stats.tasks.pending_count < before + 5
+        await star.check_serves()
+
+    play(authority, case)
+
+
+def test_a_stream_that_was_left_and_breaks_off_takes_nothing_with_it(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        pubsub, peer = star.gateway._gossip[0], ID(star.good.peer_id.raw)
+        await until(lambda: peer in pubsub.peers)
+        stream = pubsub.peers[peer]
+
+        class Broken:
+            muxed_conn = stream.muxed_conn
+
+            async def write(self, _data: bytes) -> None:
+                raise StreamReset("it broke off")
+
+        queue = RpcQueue()
+        queue.push(rpc_pb2.RPC(), priority=True)
+        await pubsub.handle_sending_messages(peer, Broken(), queue)
+        assert pubsub.peers[peer] is stream
+        await star.check_serves()
+
+    play(authority, case)

@@ -10,6 +10,7 @@ import pytest
 from bounded_waits import run, until
 from libp2p.abc import INetStream
 from libp2p.custom_types import TProtocol
+from libp2p.host.basic_host import BasicHost
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.utils import encode_varint_prefixed
 from multiaddr import Multiaddr
@@ -67,3 +68,49 @@ def test_of_very_many_addresses_the_first_are_kept(authority: Any) -> None:
             assert [str(address) for address in kept] == [f"/ip4/192.0.2.1/tcp/{port}" for port in range(1, 33)]
 
     run(main)
+
+
+def test_a_peer_that_could_not_be_asked_is_asked_again(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, asked = BasicHost._identify_peer, list[Any]()
+
+    async def fail_at_first(host: BasicHost, peer: Any, *, reason: str) -> None:
+        asked.append(host)
+        if asked.count(host) > 1:
+            await ask(host, peer, reason=reason)
+
+    monkeypatch.setattr(BasicHost, "_identify_peer", fail_at_first)
+
+    async def main() -> None:
+        async with (
+            open_endpoint(authority.identity("one"), EndpointSettings((LOOPBACK,))) as one,
+            open_endpoint(authority.identity("two"), EndpointSettings((LOOPBACK,))) as two,
+        ):
+            await one.connect(two.addresses[0])
+            for node, other in ((one, two), (two, one)):
+                known = lambda node=node, other=other: node.connected_peers()[other.peer_id].protocols  # noqa: E731
+                await until(known, 20)
+
+    run(main, 60)
+
+
+def test_a_peer_that_is_back_at_once_is_known_again(authority: Any) -> None:
+    async def main() -> None:
+        settings = EndpointSettings((LOOPBACK,), role="gateway")
+        async with (
+            open_endpoint(authority.identity("gateway"), settings) as gateway,
+            open_endpoint(authority.identity("node"), EndpointSettings(relay_circuit=False)) as node,
+        ):
+
+            def known() -> bool:
+                there, here = gateway.connected_peers(), node.connected_peers()
+                both = [there.get(node.peer_id), here.get(gateway.peer_id)]
+                return all(info is not None and bool(info.protocols) for info in both)
+
+            await node.connect(gateway.addresses[0])
+            await until(known)
+            await gateway.disconnect(node.peer_id)
+            await until(lambda: not node.connected_peers())
+            await node.connect(gateway.addresses[0])
+            await until(known, 20)
+
+    run(main, 60)

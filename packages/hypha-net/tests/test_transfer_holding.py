@@ -8,6 +8,7 @@ import anyio
 import pytest
 from bounded_waits import run
 
+from hypha_net.testing import simulate
 from hypha_net.transfer import holding
 from hypha_net.transfer.holding import Holders
 from hypha_net.transfer.wire import BrokenOffError
@@ -38,6 +39,33 @@ def test_the_last_push_takes_over_from_the_one_before_it_although_the_first_hang
 
     run(main)
     assert ends == {"first": "gave way", "second": "gave way", "third": "held on"}
+
+
+def test_of_two_pushes_that_wait_for_the_same_place_the_later_has_it() -> None:
+    async def main(order: str) -> None:
+        holders, ends = Holders(), dict[str, str]()
+        free = anyio.Event()
+
+        async def push(name: str) -> None:
+            try:
+                async with holders.holding(PLACE, name):
+                    if name == "first":
+                        with anyio.CancelScope(shield=True):
+                            await free.wait()
+                    await anyio.sleep(0.1)
+                ends[name] = "held on"
+            except BrokenOffError:
+                ends[name] = "gave way"
+
+        async with anyio.create_task_group() as tasks:
+            for name in ("first", "second", "third"):
+                tasks.start_soon(push, name)
+                await anyio.sleep(0.1)
+            free.set()
+        assert ends == {"first": "gave way", "second": "gave way", "third": "held on"}, order
+
+    for seed in range(8):  # which of two that wait goes on first is random
+        simulate(lambda seed=seed: main(f"seed {seed}"), seed=seed)
 
 
 @pytest.mark.parametrize("count", [1, 2])

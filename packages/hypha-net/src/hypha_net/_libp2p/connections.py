@@ -9,9 +9,13 @@ changes.
 from __future__ import annotations
 
 import functools
+import ipaddress
 import logging
+import math
 import types
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -44,6 +48,9 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger("hypha_net.connections")
 
 UPGRADE_TIMEOUT: Final = 15.0
+MAX_STRANGERS: Final = 1024
+MAX_STRANGERS_OF_HOST: Final = 256
+"""Connections in their handshake, of all and of one host; whoever comes beyond that is closed and tries again."""
 REGISTER_TIMEOUT: Final = 15
 """Seconds that a stream waits for its connection to be registered."""
 STAGGER: Final = 0.25
@@ -107,23 +114,65 @@ class _Registrations(Quiet):
             known.set()
 
 
+class _Strangers:
+    """Connections that have not shown who they are: so many of all, and of one host, are heard at once.
+
+    They take no place from nodes: py-libp2p counts them among those, and as many sockets that say nothing as there are
+    places would lock every node out.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: Counter[str] = Counter()
+
+    @contextmanager
+    def one_more(self, host: str) -> Iterator[bool]:
+        """Whether one more of `host` is heard; it counts inside."""
+        heard = self._hosts.total() < MAX_STRANGERS and self._hosts[host] < MAX_STRANGERS_OF_HOST
+        if not heard:
+            yield False
+            return
+        self._hosts[host] += 1
+        try:
+            yield True
+        finally:
+            self._hosts[host] -= 1
+            if not self._hosts[host]:
+                del self._hosts[host]
+
+
+def _host_of(raw: RawConnection) -> str:
+    """Where a connection comes from; of IPv6 the part that a network is given, within which it may choose."""
+    address = raw.get_remote_address()
+    if address is None:
+        return ""
+    host = ipaddress.ip_address(address[0].partition("%")[0])
+    return str(ipaddress.ip_network((host, 64), strict=False)) if host.version == 6 else str(host)
+
+
 def patch_swarm(swarm: Swarm, events: Events) -> None:
     """Make this one swarm, which has our muxer, accept connections our way."""
     multistream = swarm.upgrader.muxer_multistream
     assert isinstance(multistream, YamuxMultistream)
     swarm.register_notifee(multistream.registrations)
+    swarm._inbound_limiter = trio.CapacityLimiter(math.inf)  # see `_Strangers`
+    strangers = _Strangers()
 
     async def accept(self: Swarm, read_write_closer: Any, _address: Multiaddr, _failure: Any) -> None:
-        await _accept(self, read_write_closer, events)
+        await _accept(self, read_write_closer, events, strangers)
 
     setattr(swarm, PATCHED_METHOD, types.MethodType(accept, swarm))
 
 
-async def _accept(swarm: Swarm, read_write_closer: Any, events: Events) -> None:
+async def _accept(swarm: Swarm, read_write_closer: Any, events: Events, strangers: _Strangers) -> None:
     """Serve an inbound connection as long as it lives."""
     raw = RawConnection(read_write_closer, False)
     try:
-        connection = await upgrade(swarm, raw, expected=None)
+        with strangers.one_more(_host_of(raw)) as heard:
+            if not heard or len(swarm.get_connections()) >= swarm.connection_config.max_connections:
+                _log.debug("connection from %s not taken: there are too many", shown_address(raw))
+                await raw.close()
+                return
+            connection = await upgrade(swarm, raw, expected=None)
     except _StrangerError as error:
         _log.info("connection from %s not taken: %s", shown_address(raw), error)
         events.emit(Refused(None, "protocol", str(error)))
@@ -223,6 +272,9 @@ async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None)
         # waits for this node only, so it has no deadline: the peer takes the connection for made, and a process that
         # was stopped here would give it up as it goes on
         connection = await swarm.add_conn(muxed, direction="outbound" if raw.is_initiator else "inbound")
+        if connection.is_closed or muxed.is_closed:  # before it was listed, so that its end has not taken it off
+            swarm.remove_conn(connection)
+            raise UnreachableError("the connection broke off as it was made")
         registered = True
         return connection
     except HandshakeFailure as error:

@@ -215,6 +215,8 @@ class Dialer:
         while (connection := self.connection(peer)) is None:
             await self._leave_alone(peer)
             await self._once(peer, str(peer), lambda: self._find(peer))
+            if self.connection(peer) is None:  # it was over at once: a gateway that is full, say
+                self._peers.failed(peer)
         return connection
 
     async def _once(self, peer: PeerId, address: str, attempt: Callable[[], Awaitable[None]]) -> None:

@@ -21,6 +21,8 @@ from libp2p.identity.identify_push.identify_push import push_identify_to_peer
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.tools.anyio_service import background_trio_service
+from libp2p.tools.anyio_service.api import ManagerAPI
+from libp2p.tools.anyio_service.trio_manager import TrioManager
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p import kad
@@ -41,6 +43,7 @@ from hypha_net._libp2p.host import (
     observed_by,
     protocols_of,
 )
+from hypha_net._libp2p.identifying import Identifying
 from hypha_net._libp2p.inbound import OwnHandler
 from hypha_net._libp2p.kad_messages import PROTOCOL as KAD_PROTOCOL
 from hypha_net._libp2p.kad_server import DirectoryServer, KnownPeer
@@ -84,6 +87,8 @@ class Libp2pEndpoint:
         """See `Endpoint.events`."""
         self._records = SecurityRecords(TlsContexts(identity), self.events)
         self._swarm: Swarm | None = None  # its host asks for addresses while it is made
+        self._services: list[ManagerAPI] = []
+        self._fault: Exception | None = None
         self._relay = RelayClient(self, self._accept_circuit, self._announce_addresses)
         self._host = make_host(identity, self._records, settings.max_connections, self._own_addresses)
         self._swarm = cast(Swarm, self._host.get_network())
@@ -379,11 +384,12 @@ class Libp2pEndpoint:
             await self._swarm.auto_connector.stop()
             if len(self._swarm.listeners) < len(set(map(str, listen))):
                 raise NetError(f"cannot listen on {', '.join(self._settings.listen_addresses)}")
-            await stack.enter_async_context(background_trio_service(router))
-            await stack.enter_async_context(background_trio_service(pubsub))
+            for service in (router, pubsub):
+                self._services.append(await stack.enter_async_context(background_trio_service(service)))
             await pubsub.wait_until_ready()
             self._tasks.start_soon(keep_registered, pubsub, self._speaks_gossip)
             self._tasks.start_soon(self._merger.run)
+            self._tasks.start_soon(Identifying(self._host).run)
             self._tasks.start_soon(self._gateways.renew_records)
             for address in self._settings.gateway_addresses:
                 self._tasks.start_soon(self._gateways.keep, address)
@@ -395,7 +401,14 @@ class Libp2pEndpoint:
             finally:
                 await self._close()
 
+    @property
+    def fault(self) -> Exception | None:
+        """What ended this endpoint, if a service of py-libp2p's failed; the end of the others swallows it."""
+        return self._fault
+
     async def _close(self) -> None:
+        faults = [error for service in self._services for _, error, _ in cast(TrioManager, service)._errors]
+        self._fault = next((fault for fault in faults if isinstance(fault, Exception)), None)
         self._dialer.closed = True
         self._tasks.cancel_scope.cancel()
         with anyio.move_on_after(CLOSE_TIMEOUT, shield=True):
@@ -424,3 +437,10 @@ async def run_engine(identity: Identity, settings: EndpointSettings) -> AsyncIte
                 failure = error
     if failure is not None:
         raise failure
+    if endpoint.fault is not None:
+        raise NetError(f"the network engine failed: {_first(endpoint.fault)!r}") from endpoint.fault
+
+
+def _first(error: Exception) -> Exception:
+    """The first error of a group."""
+    return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error

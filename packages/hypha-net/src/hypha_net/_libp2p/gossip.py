@@ -8,6 +8,7 @@ first messages are not taken for old ones. What comes in from others goes throug
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable
 from typing import Final, cast
@@ -16,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import trio
 from libp2p.abc import IHost, INetConn, INetwork
 from libp2p.custom_types import TProtocol
+from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import env_to_send_in_RPC
 from libp2p.pubsub import gossipsub as gossipsub_module
@@ -24,6 +26,7 @@ from libp2p.pubsub import rpc_queue
 from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
+from libp2p.tools.anyio_service.trio_manager import TrioManager
 
 from hypha_net._libp2p.gossip_intake import Intake
 from hypha_net._libp2p.gossip_spread import Spread
@@ -63,6 +66,8 @@ def make_pubsub(
         vars(module)["env_to_send_in_RPC"] = _signed_addresses
     # both are dropped from silently when they are full, and their stock size is 32
     pubsub_module.SUBSCRIPTION_CHANNEL_SIZE = QUEUE
+    # a service ends with its thousandth task, and every peer has one: with it the endpoint
+    TrioManager.__init__.__defaults__ = (sys.maxsize, None)
     rpc_queue.RpcQueue.__init__.__defaults__ = (QUEUE, *rpc_queue.RpcQueue.__init__.__defaults__[1:])  # type: ignore[index]
     router = GossipSub(
         protocols=PROTOCOLS,
@@ -81,7 +86,8 @@ def make_pubsub(
     pubsub.counter = time.time_ns()
     Intake(pubsub, router, events, SEEN_SECONDS, may_speak)
     Spread(pubsub, router)
-    vars(pubsub)["_handle_new_peer"] = _Registration(pubsub)
+    registration = _Registration(pubsub)
+    vars(pubsub).update(_handle_new_peer=registration, _handle_new_peer_with_retry=registration.keep_trying)
     vars(pubsub)["_handle_dead_peer"] = functools.partial(_give_up, pubsub, pubsub._handle_dead_peer)
     host.get_network().register_notifee(_Rejoining(pubsub))
     return pubsub, router
@@ -98,7 +104,19 @@ class _Registration:
     def __init__(self, pubsub: Pubsub) -> None:
         self._pubsub = pubsub
         self._register = pubsub._handle_new_peer
+        self._try = pubsub._handle_new_peer_with_retry
         self._locks: WeakValueDictionary[ID, trio.Lock] = WeakValueDictionary()
+        self._tried: set[ID] = set()
+
+    async def keep_trying(self, peer: ID, timeout: float | None = None) -> None:
+        """Register a peer unless somebody is at it: a peer with many connections would have a task wait for each."""
+        if peer in self._tried:
+            return
+        self._tried.add(peer)
+        try:
+            await self._try(peer, timeout)
+        finally:
+            self._tried.discard(peer)
 
     async def __call__(self, peer: ID) -> None:
         lock = self._locks.setdefault(peer, trio.Lock())
@@ -141,10 +159,20 @@ class _Rejoining(Quiet):
 def _give_up(pubsub: Pubsub, forget: Callable[[ID], None], peer: ID) -> None:
     """Give up the gossip stream to a peer, and open it again if the peer is connected: its subscriptions still hold."""
     topics = [topic for topic, peers in pubsub.peer_topics.items() if peer in peers]
+    stream = pubsub.peers.get(peer)
     forget(peer)
+    if stream is not None:
+        _drop(cast(NetStream, stream))
     if pubsub._peer_is_connected(peer):  # it has said there what it subscribes to, and will not say it again
         for topic in topics:
             pubsub.handle_subscription(peer, rpc_pb2.RPC.SubOpts(subscribe=True, topicid=topic))
+
+
+def _drop(stream: NetStream) -> None:
+    """Break off a stream that nobody writes on any more: py-libp2p leaves it open, as long as its connection lives."""
+    cast(MuxedStream, stream.muxed_stream).reset_now()
+    if stream.swarm_conn is not None:
+        stream.swarm_conn.remove_stream(stream)
 
 
 async def keep_registered(pubsub: Pubsub, speaks: Callable[[ID], bool]) -> None:

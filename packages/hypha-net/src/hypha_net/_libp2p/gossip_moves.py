@@ -9,8 +9,6 @@ touched. Each side moves the stream that it writes on; the other reads both to t
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Final, cast
 from weakref import WeakSet
 
@@ -24,6 +22,7 @@ from libp2p.peer.id import ID
 from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.rpc_queue import RpcQueue
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamError
+from libp2p.utils.varint import encode_varint_prefixed
 
 from hypha_net._libp2p.muxed_stream import MuxedStream
 from hypha_proto.ids import PeerId
@@ -42,16 +41,23 @@ class GossipMoves:
         self._pubsub = pubsub
         self._left: WeakSet[RpcQueue] = WeakSet()
         """Queues that take nothing more; their streams end with the last message."""
-        self._send: Callable[[ID, INetStream, RpcQueue], Awaitable[None]] = pubsub.handle_sending_messages
-        vars(pubsub)["handle_sending_messages"] = self._send_to_the_end
+        vars(pubsub)["handle_sending_messages"] = self._send
 
-    async def _send_to_the_end(self, peer: ID, stream: INetStream, queue: RpcQueue) -> None:
-        """What py-libp2p does, and the stream's end where the peer's gossip has moved on."""
-        await self._send(peer, stream, queue)
-        if queue in self._left:
-            with suppress(*_FAILURES):  # it broke off with its connection
+    async def _send(self, peer: ID, stream: INetStream, queue: RpcQueue) -> None:
+        """Write what is said to a peer on its stream, and end that where the peer's gossip has moved on.
+
+        py-libp2p gives the peer up with any stream that breaks off, also with one that was left already.
+        """
+        try:
+            while (rpc := await queue.pop()) is not None:
+                await stream.write(encode_varint_prefixed(rpc.SerializeToString()))
+            if queue in self._left:
                 await stream.close()
                 await cast(MuxedStream, cast(NetStream, stream).muxed_stream).discard()
+        except _FAILURES as error:
+            _log.debug("a gossip stream to %s broke off: %s", PeerId(peer.to_bytes()), error)
+            if self._pubsub.peers.get(peer) is stream:
+                self._pubsub._handle_dead_peer(peer)
 
     async def follow(self, peer: ID, connection: SwarmConn) -> None:
         """Have what is said to `peer` go over `connection`, on which streams to it are opened; if need be, later."""

@@ -37,6 +37,7 @@ from hypha_proto.protocol import IDENTIFY_VERSION
 _LISTEN: Final = "/ip4/0.0.0.0/tcp/4001"
 _AGENT: Final = "agent_version"
 _OBSERVED: Final = "observed_address"
+_IDENTIFIED_AT: Final = "identified_at"
 _MAX_OBSERVED: Final = 64
 _MAX_ADDRESSES: Final = 32
 _MAX_TOLD: Final = 256
@@ -70,14 +71,13 @@ def make_host(
     vars(host)["get_addrs"] = lambda: [Multiaddr(f"{address}/p2p/{identity.peer_id}") for address in own_addresses()]
     contain()
     inbound = Inbound(cast(BasicHost, host).multiselect.handlers)
-    _prepare(cast(Swarm, host.get_network()), max_connections, records.events, inbound)
+    _prepare(cast(Swarm, host.get_network()), records.events, inbound)
     return cast(BasicHost, host)
 
 
-def _prepare(swarm: Swarm, max_connections: int, events: Events, inbound: Inbound) -> None:
+def _prepare(swarm: Swarm, events: Events, inbound: Inbound) -> None:
     swarm.set_resource_manager(None)  # its limits per peer and second fit public swarms
     swarm.upgrader.muxer_multistream = YamuxMultistream(inbound.serve)
-    swarm._inbound_limiter = trio.CapacityLimiter(max_connections)
     vars(swarm.auto_connector)["maybe_connect"] = _dial_nobody
     patch_swarm(swarm, events)
 
@@ -92,6 +92,7 @@ async def _remember_identify(peerstore: IPeerStore, peer: ID, message: Identify)
     Addresses that cannot be read are left out: whoever shows addresses would fail at them, later and for every peer.
     """
     peerstore.put(peer, _AGENT, message.agent_version[:200])
+    peerstore.put(peer, _IDENTIFIED_AT, trio.current_time())
     peerstore.put(peer, _OBSERVED, message.observed_addr[:_MAX_OBSERVED].hex())
     await update_peerstore_from_identify(peerstore, peer, message)
     try:
@@ -116,6 +117,14 @@ def observed_by(peerstore: IPeerStore, peer: ID) -> str | None:
     except (PeerStoreError, KeyError, ValueError):
         return None
     return "/".join(parts[:3]) if len(parts) > 3 and parts[1] in ("ip4", "ip6") else None
+
+
+def identified_at(peerstore: IPeerStore, peer: ID) -> float:
+    """When a peer last said who it is, by the local monotonic clock; long ago before it has."""
+    try:
+        return cast(float, peerstore.get(peer, _IDENTIFIED_AT))
+    except (PeerStoreError, KeyError):
+        return float("-inf")
 
 
 def agent_of(peerstore: IPeerStore, peer: ID) -> str:

@@ -347,12 +347,17 @@ class MuxedStream(IMuxedStream):
 
     async def reset(self) -> None:
         """Break the stream off, and tell the peer."""
-        if self._broken is not None or (self._ended_here and self._ended_there):
+        if not self.over:
+            self.reset_now()
+            await trio.lowlevel.checkpoint_if_cancelled()
+
+    def reset_now(self) -> None:
+        """The same without a moment for others in between."""
+        if self.over:
             return
         self.break_off("this side reset the stream")
         if Flag.SYN not in self.pending_flags:  # else the peer has never heard of it
             self.muxer.queue_frame(Type.WINDOW, Flag.RST, self.stream_id, 0)  # no wait for a peer that takes nothing
-        await trio.lowlevel.checkpoint_if_cancelled()
 
     async def _send_end(self) -> None:
         """Send FIN; a caller that is cancelled before its turn leaves that to the writer task."""

@@ -101,7 +101,7 @@ class Muxer(IMuxedConn):
         self._peer_leaving = False
         self._write_failed = False
         """What the peer has sent before may still be read, and then the connection ends."""
-        self._heard = trio.current_time()
+        self.began = self._heard = trio.current_time()
         self._scope = trio.CancelScope()
 
     # -------------------------------------------------------------------------------------------------- life

@@ -77,6 +77,7 @@ class _Reservation:
     """A place: until when, and by which of its peer's connections it was asked for."""
 
     expires: float
+    """Seconds of the local monotonic clock."""
     connections: frozenset[object]
 
 
@@ -88,12 +89,13 @@ class RelayHop:
         endpoint: RelayEndpoint,
         limits: RelayLimits,
         events: Events,
-        clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._endpoint = endpoint
         self._limits = limits
         self._events = events
-        self._clock = clock
+        self._wall_clock = wall_clock
+        """Says when a place ends, to those who ask; what ends it here is time that has passed."""
         self._reservations: dict[PeerId, _Reservation] = {}
         self._swept = float("-inf")
         self._circuits: Counter[PeerId] = Counter()
@@ -104,7 +106,7 @@ class RelayHop:
         if reservation is None:
             return False
         gone = reservation.connections.isdisjoint(self._endpoint.direct_connections(peer))
-        if reservation.expires <= self._clock() or gone:
+        if reservation.expires <= anyio.current_time() or gone:
             del self._reservations[peer]
             return False
         return True
@@ -144,11 +146,11 @@ class RelayHop:
             if len(self._reservations) >= self._limits.max_reservations:
                 _log.warning("no place left for %s: %d are taken", peer, len(self._reservations))
                 return _status(Status.RESERVATION_REFUSED)
-        expires = self._clock() + self._limits.reservation_lifetime
-        self._reservations[peer] = _Reservation(expires, connections)
+        lifetime = self._limits.reservation_lifetime
+        self._reservations[peer] = _Reservation(anyio.current_time() + lifetime, connections)
         answer = _status(Status.OK)
-        answer.reservation.expire = int(expires)
-        answer.reservation.lifetime = max(1, int(self._limits.reservation_lifetime))
+        answer.reservation.expire = int(self._wall_clock() + lifetime)
+        answer.reservation.lifetime = max(1, int(lifetime))
         answer.reservation.addrs.extend(Multiaddr(address).to_bytes() for address in self._endpoint.addresses)
         self._add_limit(answer)
         return answer

@@ -6,6 +6,7 @@ would be locked, and what came of it out of reach.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -30,6 +31,8 @@ Place = tuple[PeerId, str]
 class _Holder:
     """A push that is writing."""
 
+    arrival: int
+    """The later one has the higher number."""
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     gone: anyio.Event = field(default_factory=anyio.Event)
 
@@ -39,6 +42,7 @@ class Holders:
 
     def __init__(self) -> None:
         self._by_place: dict[Place, _Holder] = {}
+        self._arrivals = itertools.count()
 
     @asynccontextmanager
     async def holding(self, place: Place, what: str) -> AsyncIterator[Callable[[], None]]:
@@ -49,8 +53,11 @@ class Holders:
         Raises:
             BrokenOffError: another push of the peer's took over.
         """
-        await self._take_over(place, what)
-        holder = _Holder()
+        holder = _Holder(next(self._arrivals))
+        while (before := self._by_place.get(place)) is not None:
+            if before.arrival > holder.arrival:  # both have waited for the one before them
+                raise BrokenOffError(f"{place[0]} pushes anew")
+            await self._take_over(place, before, what)
         self._by_place[place] = holder
 
         def let_go() -> None:
@@ -66,11 +73,10 @@ class Holders:
         finally:
             let_go()
 
-    async def _take_over(self, place: Place, what: str) -> None:
-        before = self._by_place.get(place)
-        if before is None:
-            return
+    async def _take_over(self, place: Place, before: _Holder, what: str) -> None:
         _log.info("%s pushes %s: the push before it is given up", place[0], what)
         before.scope.cancel()
         with anyio.move_on_after(_TAKE_OVER):
             await before.gone.wait()
+        if self._by_place.get(place) is before:
+            del self._by_place[place]
