@@ -25,6 +25,7 @@ from libp2p.pubsub import pubsub
 from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.pubsub.rpc_queue import RpcQueue
 from libp2p.pubsub.validators import signature_validator
+from libp2p.tools.anyio_service.trio_manager import TrioManager
 from libp2p.tools.anyio_service.trio_tasks import MAX_CHILDREN_TASKS
 from libp2p.tools.timed_cache.last_seen_cache import LastSeenCache
 from loopback_ports import free_port
@@ -247,6 +248,7 @@ PATCHED: dict[str, Any] = {
     "Swarm._handle_inbound_connection": Swarm._handle_inbound_connection,
     "Swarm._do_handle_inbound_connection": Swarm._do_handle_inbound_connection,
     "Swarm.add_conn": Swarm.add_conn,
+    "Swarm.remove_conn": Swarm.remove_conn,
     "Swarm.new_stream": Swarm.new_stream,
     "Swarm._select_connection": Swarm._select_connection,
     "SwarmConn": swarm_connection.SwarmConn,
@@ -259,6 +261,7 @@ PATCHED: dict[str, Any] = {
     "Pubsub.push_msg": pubsub.Pubsub.push_msg,
     "Pubsub._handle_dead_peer": pubsub.Pubsub._handle_dead_peer,
     "Pubsub._handle_new_peer": pubsub.Pubsub._handle_new_peer,
+    "Pubsub._handle_new_peer_with_retry": pubsub.Pubsub._handle_new_peer_with_retry,
     "Pubsub.handle_dead_peer_queue": pubsub.Pubsub.handle_dead_peer_queue,
     "Pubsub.publish": pubsub.Pubsub.publish,
     "Pubsub.handle_sending_messages": pubsub.Pubsub.handle_sending_messages,
@@ -276,11 +279,13 @@ PATCHED: dict[str, Any] = {
     "identify_push_handler_for": identify_push.identify_push_handler_for,
     "Multiselect.negotiate": Multiselect.negotiate,
     "MultiselectCommunicator": MultiselectCommunicator,
+    "TrioManager.__init__": TrioManager.__init__,
 }
 KNOWN = {
     "Swarm._handle_inbound_connection": "0800fdf9770ed8e6",
     "Swarm._do_handle_inbound_connection": "c22fdfd5289f671c",
     "Swarm.add_conn": "d469d71b3ed1f4df",
+    "Swarm.remove_conn": "0a3e93157b1a04c3",
     "Swarm.new_stream": "125812a9745b972b",
     "Swarm._select_connection": "c2e8aec487d3b012",
     "SwarmConn": "5b5613ad6d1909c2",
@@ -293,6 +298,7 @@ KNOWN = {
     "Pubsub.push_msg": "1531483ab4d77674",
     "Pubsub._handle_dead_peer": "10026d998d3016b4",
     "Pubsub._handle_new_peer": "305ba4224e6151d7",
+    "Pubsub._handle_new_peer_with_retry": "123bb71089592a00",
     "Pubsub.handle_dead_peer_queue": "8071f96dbabdc7c8",
     "Pubsub.publish": "5e875e00e471afb8",
     "Pubsub.handle_sending_messages": "4eb0b978f9c4b142",
@@ -310,6 +316,7 @@ KNOWN = {
     "identify_push_handler_for": "d7fee29230fa505d",
     "Multiselect.negotiate": "e870e3fe41c87e3c",
     "MultiselectCommunicator": "839787d17af6f21c",
+    "TrioManager.__init__": "fb0b775688db8266",
 }
 
 
