@@ -9,7 +9,7 @@ from typing import Final
 import anyio
 
 POLL: Final = 0.5
-"""Seconds that one look counts for at most: where the whole machine stood still, whoever is waited for did, too."""
+"""Seconds that a pause between two looks counts for at most: a machine that stood still did so for all on it."""
 
 
 def run(main: Callable[[], Awaitable[None]], limit: float = 30) -> None:
@@ -32,9 +32,10 @@ async def until(condition: Callable[[], object], seconds: float = 10, pause: flo
     while not await _told(condition(), max(left, pause)):
         if left <= 0:
             raise TimeoutError(f"not so after {anyio.current_time() - began:.1f} s")
+        slept = anyio.current_time()
         await anyio.sleep(pause)
         now = anyio.current_time()
-        left -= min(now - looked, max(POLL, pause))
+        left -= slept - looked + min(now - slept, max(POLL, pause))
         looked = now
     return anyio.current_time() - began
 
@@ -52,8 +53,9 @@ def wait_until(happened: Callable[[], bool], timeout: float, what: str) -> float
     left = timeout
     while not happened():
         assert left > 0, f"{what}: not within {timeout:g} s"
+        slept = time.monotonic()
         time.sleep(0.05)
         now = time.monotonic()
-        left -= min(now - looked, POLL)
+        left -= slept - looked + min(now - slept, POLL)
         looked = now
     return time.monotonic() - began

@@ -330,7 +330,7 @@ def test_what_is_patched_in_the_library_has_not_changed(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("service", ["pubsub", "router"])
+@pytest.mark.parametrize("service", ["pubsub", "router", "swarm"])
 def test_a_fault_of_the_engine_s_own_ends_the_endpoint_with_an_error(authority: Any, service: str) -> None:
     async def fail() -> None:
         raise RuntimeError("a fault of its own")
@@ -338,7 +338,7 @@ def test_a_fault_of_the_engine_s_own_ends_the_endpoint_with_an_error(authority: 
     async def main() -> None:
         async with open_endpoint(authority.identity("node"), EndpointSettings()) as node:
             pubsub, router = node._gossip
-            {"pubsub": pubsub, "router": router}[service].manager.run_task(fail)
+            {"pubsub": pubsub, "router": router, "swarm": node._swarm}[service].manager.run_task(fail)
             await anyio.sleep_forever()
 
     with pytest.raises(NetError, match=r"the network engine failed: RuntimeError.'a fault of its own'"):

@@ -122,19 +122,33 @@ def test_sockets_that_say_nothing_take_no_place_from_nodes(authority: Any) -> No
     run(main)
 
 
-def test_of_one_host_so_many_sockets_that_say_nothing_are_heard(authority: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [("192.0.2.7", "192.0.2.7"), ("::ffff:192.0.2.7", "192.0.2.7"), ("2001:db8:1:2:3::4", "2001:db8:1:2::/64")],
+)
+def test_strangers_are_counted_by_what_a_network_has(host: str, network: str) -> None:
+    assert connections.network_of(host) == network
+
+
+@pytest.mark.parametrize("loopback", [LOOPBACK, "/ip6/::1/tcp/0"])
+def test_of_one_host_so_many_sockets_that_say_nothing_are_heard(
+    authority: Any, monkeypatch: Any, caplog: Any, loopback: str
+) -> None:
     monkeypatch.setattr(connections, "MAX_STRANGERS_OF_HOST", 2)
+    hosts = list[str]()
+    monkeypatch.setattr(connections, "network_of", lambda host: hosts.append(host) or host)
 
     async def main() -> None:
         async with (
-            open_endpoint(authority.identity("gateway"), EndpointSettings((LOOPBACK,))) as gateway,
+            open_endpoint(authority.identity("gateway"), EndpointSettings((loopback,))) as gateway,
             open_endpoint(authority.identity("leaf"), EndpointSettings()) as leaf,
             AsyncExitStack() as stack,
         ):
             sockets = [await stack.enter_async_context(await idle(gateway.addresses[0])) for _ in range(3)]
             with anyio.fail_after(10):
                 assert await sockets[2].receive_some(1) == b""
-            with pytest.raises(UnreachableError):
+            assert caplog.text.count("not taken: too many are in their handshake") == 1
+            with pytest.raises(UnreachableError, match="it ended the connection before a handshake; is it full"):
                 await leaf.connect(gateway.addresses[0])
             await sockets[0].aclose()
 
@@ -144,5 +158,6 @@ def test_of_one_host_so_many_sockets_that_say_nothing_are_heard(authority: Any, 
                 return bool(leaf.connected_peers())
 
             await until(taken)
+            assert set(hosts) == {loopback.split("/")[2]}
 
     run(main)

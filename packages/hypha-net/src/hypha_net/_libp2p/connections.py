@@ -1,9 +1,9 @@
 """Dialling and accepting: raw connection, mutual TLS, yamux, registration with py-libp2p's swarm.
 
 `_accept` replaces `Swarm._do_handle_inbound_connection`, which holds one of a fixed number of tokens for the swarm's
-whole life instead of the connection's. `dial` replaces `Swarm.dial_peer` and `host.connect`, which know one address,
-sleep after success and block a peer for a minute after a failure. A test fails when the source of what is replaced
-changes.
+whole life instead of the connection's; here there is no end of tokens, and `max_connections` is looked at before a
+handshake. `dial` replaces `Swarm.dial_peer` and `host.connect`, which know one address, sleep after success and block a
+peer for a minute after a failure. A test fails when the source of what is replaced changes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class YamuxMultistream(MuxerMultistream):
         """
 
         async def serve(stream: MuxedStream) -> None:
-            for _ in range(REGISTER_TIMEOUT):  # by the second: where this process was stopped, time has run out at once
+            for _ in range(
+                0 if known.is_set() else REGISTER_TIMEOUT
+            ):  # by the second: where this process was stopped, time has run out at once
                 with trio.move_on_after(1.0):
                     await known.wait()
                     break
@@ -123,6 +125,14 @@ class _Strangers:
 
     def __init__(self) -> None:
         self._hosts: Counter[str] = Counter()
+        self._turned_away = 0
+
+    def turn_away(self, raw: RawConnection, why: str) -> None:
+        """Count one that is not heard; the log tells the first, the tenth, the hundredth and so on."""
+        self._turned_away += 1
+        if str(self._turned_away).rstrip("0") == "1":
+            where = shown_address(raw)
+            _log.warning("connection from %s not taken: %s; %d so far", where, why, self._turned_away)
 
     @contextmanager
     def one_more(self, host: str) -> Iterator[bool]:
@@ -141,12 +151,20 @@ class _Strangers:
 
 
 def _host_of(raw: RawConnection) -> str:
-    """Where a connection comes from; of IPv6 the part that a network is given, within which it may choose."""
-    address = raw.get_remote_address()
-    if address is None:
+    """Where a connection comes from, which py-libp2p does not tell of IPv6; empty when that is not known any more."""
+    try:
+        name = cast(TrioTCPStream, raw.stream).stream.socket.getpeername()
+    except OSError:
         return ""
-    host = ipaddress.ip_address(address[0].partition("%")[0])
-    return str(ipaddress.ip_network((host, 64), strict=False)) if host.version == 6 else str(host)
+    return network_of(name[0].partition("%")[0])
+
+
+def network_of(host: str) -> str:
+    """An IP address, and of IPv6 the part that a network is given, within which it may choose."""
+    address = ipaddress.ip_address(host)
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))
 
 
 def patch_swarm(swarm: Swarm, events: Events) -> None:
@@ -168,8 +186,9 @@ async def _accept(swarm: Swarm, read_write_closer: Any, events: Events, stranger
     raw = RawConnection(read_write_closer, False)
     try:
         with strangers.one_more(_host_of(raw)) as heard:
-            if not heard or len(swarm.get_connections()) >= swarm.connection_config.max_connections:
-                _log.debug("connection from %s not taken: there are too many", shown_address(raw))
+            full = len(swarm.get_connections()) >= swarm.connection_config.max_connections
+            if full or not heard:
+                strangers.turn_away(raw, "max_connections are there" if full else "too many are in their handshake")
                 await raw.close()
                 return
             connection = await upgrade(swarm, raw, expected=None)
@@ -284,9 +303,9 @@ async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None)
             raise _StrangerError(
                 f"it does not speak {TLS_PROTOCOL}, TLS with certificates on both sides: no Hypha node is there"
             ) from error
-        raise _broken_off(secured, error) from error
+        raise _broken_off(raw, secured, error) from error
     except (BaseLibp2pError, IOException, OSError) as error:
-        raise _broken_off(secured, error) from error
+        raise _broken_off(raw, secured, error) from error
     except LifecycleError as error:  # the swarm takes no more connections
         raise UnreachableError("this node is ending") from error
     except trio.TooSlowError as error:
@@ -306,10 +325,11 @@ class _StrangerError(RefusedError):
     """The other side is no Hypha node."""
 
 
-def _broken_off(secured: TlsConnection | None, error: Exception) -> UnreachableError:
+def _broken_off(raw: IRawConnection, secured: TlsConnection | None, error: Exception) -> UnreachableError:
     """What to say of a connection that ended while it was made."""
     if secured is None:
-        return UnreachableError(_root_cause(error))
+        hint = "it ended the connection before a handshake; is it full? " if raw.is_initiator and is_cut(error) else ""
+        return UnreachableError(f"{hint}({_root_cause(error)})" if hint else _root_cause(error))
     if secured.refusal is not None:
         return RefusedError(secured.refusal)
     return UnreachableError(

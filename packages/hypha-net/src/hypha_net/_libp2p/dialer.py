@@ -215,8 +215,6 @@ class Dialer:
         while (connection := self.connection(peer)) is None:
             await self._leave_alone(peer)
             await self._once(peer, str(peer), lambda: self._find(peer))
-            if self.connection(peer) is None:  # it was over at once: a gateway that is full, say
-                self._peers.failed(peer)
         return connection
 
     async def _once(self, peer: PeerId, address: str, attempt: Callable[[], Awaitable[None]]) -> None:
@@ -271,7 +269,10 @@ class Dialer:
         except NetError:
             self._peers.failed(peer)
             raise
-        self._peers.succeeded(peer)
+        if self.connection(peer) is None:  # it was over at once
+            self._peers.failed(peer)
+        else:
+            self._peers.succeeded(peer)
 
     async def _find_and_dial(self, peer: PeerId) -> None:
         race = Race()

@@ -407,7 +407,8 @@ class Libp2pEndpoint:
         return self._fault
 
     async def _close(self) -> None:
-        faults = [error for service in self._services for _, error, _ in cast(TrioManager, service)._errors]
+        services = (*self._services, cast(Swarm, self._host.get_network()).manager)
+        faults = [error for service in services for _, error, _ in cast(TrioManager, service)._errors]
         self._fault = next((fault for fault in faults if isinstance(fault, Exception)), None)
         self._dialer.closed = True
         self._tasks.cancel_scope.cancel()
@@ -428,16 +429,21 @@ async def run_engine(identity: Identity, settings: EndpointSettings) -> AsyncIte
         check_port_free(address)
     adopt_library_logs()
     failure: Exception | None = None
-    async with anyio.create_task_group() as tasks:
-        endpoint = Libp2pEndpoint(identity, settings, tasks)
-        async with endpoint.running():
-            try:
-                yield endpoint
-            except Exception as error:  # noqa: BLE001 - raised again below, out of the engine's task groups
-                failure = error
+    endpoint: Libp2pEndpoint | None = None
+    try:
+        async with anyio.create_task_group() as tasks:
+            endpoint = Libp2pEndpoint(identity, settings, tasks)
+            async with endpoint.running():
+                try:
+                    yield endpoint
+                except Exception as error:  # noqa: BLE001 - raised again below, out of the engine's task groups
+                    failure = error
+    except ExceptionGroup:
+        if endpoint is None or endpoint.fault is None:
+            raise
     if failure is not None:
         raise failure
-    if endpoint.fault is not None:
+    if endpoint is not None and endpoint.fault is not None:
         raise NetError(f"the network engine failed: {_first(endpoint.fault)!r}") from endpoint.fault
 
 

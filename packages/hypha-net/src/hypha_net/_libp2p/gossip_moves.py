@@ -56,8 +56,12 @@ class GossipMoves:
                 await cast(MuxedStream, cast(NetStream, stream).muxed_stream).discard()
         except _FAILURES as error:
             _log.debug("a gossip stream to %s broke off: %s", PeerId(peer.to_bytes()), error)
-            if self._pubsub.peers.get(peer) is stream:
-                self._pubsub._handle_dead_peer(peer)
+        except Exception:  # noqa: BLE001 - what cannot be said to one peer ends its stream, never the node
+            _log.exception("gossip to %s is given up", PeerId(peer.to_bytes()))
+        else:
+            return
+        if self._pubsub.peers.get(peer) is stream:
+            self._pubsub._handle_dead_peer(peer)
 
     async def follow(self, peer: ID, connection: SwarmConn) -> None:
         """Have what is said to `peer` go over `connection`, on which streams to it are opened; if need be, later."""

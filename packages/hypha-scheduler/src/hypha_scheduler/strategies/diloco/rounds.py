@@ -71,7 +71,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Effect: a round goes on without a worker, `seconds` after the round's first moment."""
+    """Effect: a round goes on without a worker, which was waited for `seconds`."""
 
     peer: PeerId
     round: int
@@ -122,6 +122,11 @@ class _Round:
     def first_moment(self) -> float:
         """From when its seconds count."""
         return self.began_at if self.trains_at is None else self.trains_at
+
+    def first_moment_of(self, peer: PeerId) -> float:
+        """From when a worker was waited for: what has not begun is still starting."""
+        part = self.parts.get(peer)
+        return self.began_at if part is None or part.last_at is None else self.first_moment
 
     def part(self, peer: PeerId) -> _Part:
         return self.parts.setdefault(peer, _Part())
@@ -367,13 +372,15 @@ class Rounds:
             waiting = sorted(str(peer) for peer, member in self._members.items() if not member.done)
             return (Fail(f"the outer update of round {self._closed} was not merged by {', '.join(waiting)}"),)
         if current.synchronised_at is not None:
-            waited = now - current.synchronised_at
-            return (Fail(f"round {current.number}: the parameter server took no outer step within {waited:.0f} s"),)
+            since = now - current.synchronised_at
+            return (Fail(f"round {current.number}: the parameter server took no outer step within {since:.0f} s"),)
         late = [peer for peer in self._expected(current) if current.part(peer).posted_at is None]
         current.dropped.update(late)
-        names, waited = ", ".join(sorted(str(peer) for peer in late)), now - current.first_moment
-        told = tuple(Late(peer, current.number, waited) for peer in late)
-        return told + self._without(current, f"no update within {waited:.0f} s from {names}", now)
+        names = ", ".join(sorted(str(peer) for peer in late))
+        waited = {peer: now - current.first_moment_of(peer) for peer in late}
+        told = tuple(Late(peer, current.number, seconds) for peer, seconds in waited.items())
+        longest = max(waited.values(), default=0.0)
+        return told + self._without(current, f"no update within {longest:.0f} s from {names}", now)
 
     # ------------------------------------------------------------------------------------------------------ what it was
 
