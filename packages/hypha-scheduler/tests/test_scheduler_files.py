@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -9,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -63,6 +65,22 @@ def test_a_journal_survives_a_cut_last_line(tmp_path: Path) -> None:
     assert read_journal(path) == [{"record": "accepted", "job_id": "x"}]
     assert path.stat().st_mode & 0o777 == 0o600
     assert read_journal(tmp_path / "none") == []
+
+
+def test_a_disk_that_fails_later_is_told_with_the_next_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.note("round", round=1)
+        with monkeypatch.context() as broken:
+            broken.setattr("hypha_scheduler.journal.os.fsync", fail)
+            journal.note("round", round=2)
+            assert journal._waiting is not None
+            wait([journal._waiting], 10)
+        with pytest.raises(OSError, match="Input/output"):
+            journal.note("round", round=3)
+    assert [record["round"] for record in read_journal(tmp_path / "journal.jsonl")] == [1, 2]
 
 
 class _Bridge(BaseHTTPRequestHandler):

@@ -126,6 +126,8 @@ class Worker:
     """Round whose outer update it does not send to the scheduler."""
     hangs: bool = False
     cannot_start: bool = False
+    answers_lost: int = 0
+    """So many answers to a dispatch do not arrive, although the job begins."""
     says_twice: bool = False
     """Whether it sends each report and request for data again, as after an answer that was lost."""
     batches: int = 0
@@ -180,10 +182,13 @@ class Worker:
             return DispatchFailed()
         if self.cannot_start:
             return DispatchFailed()
-        self.spec = request.spec
+        begun, self.spec = self.spec is not None, request.spec
         assert executor_class(request.spec) == self.role
-        if self.role == "train":
+        if self.role == "train" and not begun:
             self.tasks.start_soon(self.until_gone, self.train, peer, request)
+        if self.answers_lost:
+            self.answers_lost -= 1
+            raise ConnectionError("the answer is lost")
         return Dispatched(id=request.id, timeout=NOW)
 
     async def release(self, peer: PeerId, request: ReleaseLease) -> LeaseReleased:
@@ -544,6 +549,19 @@ def test_a_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, mo
     play(tmp_path, case, prepare)
 
 
+def test_a_dispatch_whose_answer_is_lost_is_made_again(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
+        path = await service.conduct(job(model))
+        assert json.loads(path.read_text())["rounds"] == 3
+        assert [worker.answers_lost for worker in workers] == [0] * 4
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[1].answers_lost = 1
+        workers[3].answers_lost = 2
+
+    play(tmp_path, case, prepare)
+
+
 def test_the_job_ends_without_a_worker_that_is_late_in_its_last_round(tmp_path: Path, model: Path) -> None:
     slow = list[PeerId]()
 
@@ -654,16 +672,16 @@ def test_a_worker_that_is_taken_for_one_part_is_named_where_another_part_lacks_o
 def test_a_disk_that_is_full_fails_the_job_and_not_the_scheduler(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    kept = Journal.record
+    kept = Journal._write
 
-    def record(journal: Journal, what: str, **fields: object) -> None:
+    def write(journal: Journal, what: str, fields: dict[str, object]) -> None:
         if what == kind:
             raise OSError(errno.ENOSPC, "No space left on device")
-        kept(journal, what, **fields)
+        kept(journal, what, fields)
 
     async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
         with monkeypatch.context() as full, failing() as told:
-            full.setattr(Journal, "record", record)
+            full.setattr(Journal, "_write", write)
             await service.conduct(job(model))
         assert "No space left on device" in told[0]
         assert [len(worker.released) for worker in workers] == ([0] * 4 if kind == "accepted" else [1] * 4)

@@ -335,3 +335,34 @@ def test_a_round_whose_last_batch_meets_the_target_is_not_overdue() -> None:
     assert due is not None
     assert due >= began + 45.0
     assert rounds.expire(began + 16.0) == ()
+
+
+def test_a_worker_that_is_lost_after_the_last_outer_step_does_not_fail_the_job() -> None:
+    rounds = Rounds(RoundSettings(rounds=1, target=32, batch_size=16, min_members=2), PEERS[:2], 0.0)
+    for peer in PEERS[:2]:
+        rounds.began(peer, 0.0)
+        rounds.batch(peer, 16, 1.0)
+        rounds.update(peer, 2.0)
+    rounds.updated(3.0)
+    assert rounds.merged(PEERS[0], 4.0) == Done()
+    assert rounds.lost(PEERS[1], "power", 5.0) == ()
+    assert rounds.over
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["between rounds", "after the last"])
+def test_workers_that_measure_the_model_are_waited_for(last: bool) -> None:
+    settings = RoundSettings(rounds=1 if last else 2, target=32, batch_size=16, min_members=2, evaluation=86400.0)
+    rounds = Rounds(settings, PEERS[:2], 0.0)
+    for peer in PEERS[:2]:
+        rounds.began(peer, 0.0)
+        rounds.batch(peer, 16, 1.0)
+        rounds.update(peer, 2.0)
+    rounds.updated(3.0)
+    if not last:
+        assert rounds.merged(PEERS[0], 4.0) == Continue()  # it had nothing to measure
+        rounds.batch(PEERS[0], 16, 5.0)
+    assert rounds.expire(86000.0) == ()
+    rounds.merged(PEERS[1], 86001.0)
+    if not last:
+        assert rounds.deadline() < 90000.0
+    assert rounds.expire(87000.0) != ()

@@ -115,6 +115,18 @@ def test_a_hoarder_is_stopped() -> None:
             ledger.assign("hoarder")
 
 
+@pytest.mark.parametrize(("size", "batch", "slices"), [(1, 512, 1024), (8, 1024, 256), (0, 16, 64)])
+def test_a_batch_of_many_small_slices_is_filled_and_a_hoarder_is_stopped_there_too(
+    size: int, batch: int, slices: int
+) -> None:
+    ledger = SliceLedger([size] * 3, batch=batch)
+    for _ in range(slices):  # one batch is worked on, and one is fetched
+        ledger.assign("w")
+    with pytest.raises(LedgerFullError):
+        for _ in range(10 * batch):
+            ledger.assign("w")
+
+
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(ValueError, match="without slices"):
         SliceLedger([])

@@ -104,6 +104,12 @@ def anyio_backend() -> str:
     return "trio"
 
 
+@pytest.fixture(autouse=True)
+def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data nodes that are away stay away, but for tests that say something else."""
+    monkeypatch.setattr("hypha_worker.connectors.peers.AWAY", ())
+
+
 @dataclass
 class Scheduler:
     """Hires a worker, gives it a job, and remembers what it hears."""

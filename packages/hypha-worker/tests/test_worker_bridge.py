@@ -23,6 +23,7 @@ import pytest
 from hypha_net import transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import to_plain
+from hypha_proto.ids import PeerId
 from hypha_proto.job import (
     Adam,
     All,
@@ -40,6 +41,7 @@ from hypha_proto.job import (
     UriReference,
 )
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
+from hypha_worker.bridge.faults import BridgeFault
 from hypha_worker.bridge.inbox import Inbox
 from hypha_worker.bridge.references import with_secrets, without_secrets
 from hypha_worker.bridge.resources import JobResources
@@ -465,5 +467,37 @@ def test_secrets_stay_with_the_worker(tmp_path: Path) -> None:
             assert with_secrets(spec, bare) == secret
             other = msgspec.structs.replace(bare, repository="org/other")
             assert with_secrets(spec, other) == other
+
+    anyio.run(main, backend="trio")
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_data_node_that_restarts_is_waited_for_and_one_that_refuses_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    monkeypatch.setattr("hypha_worker.connectors.peers.AWAY", (0.2,) * 50)
+    (tmp_path / "slice").write_bytes(b"x" * 1000)
+
+    async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.Offered | Refusal:
+        return transfer.Offered(tmp_path / "slice") if comes_back else Refusal(reason="not here any more")
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("worker") as worker, network.endpoint("data") as data:
+            files, address = PeerFiles(worker, 1 << 20), SliceAddress(dataset="digits", index=0)
+            async with anyio.create_task_group() as tasks:
+
+                async def serve() -> None:
+                    await anyio.sleep(0.5)  # it is there, and reads what it has before it serves it
+                    transfer.serve_pulls(data, resolve)
+
+                tasks.start_soon(serve)
+                if comes_back:
+                    _, peer = await files.pull([data.peer_id], address, tmp_path / "got")
+                    assert peer == data.peer_id
+                    assert (tmp_path / "got").read_bytes() == b"x" * 1000
+                else:
+                    with pytest.raises(BridgeFault, match="not here any more"):
+                        await files.pull([data.peer_id], address, tmp_path / "got")
 
     anyio.run(main, backend="trio")

@@ -71,6 +71,10 @@ def test_a_sender_that_the_scheduler_no_longer_counted_on_is_late_however_long_a
     assert all(collection.is_late(B, number) for number in range(1, 9))
     assert not collection.is_late(B, 9)
     assert not collection.is_late(STRANGER, 1)
+    collection.name_members(members(9, {A: 1}), 0.0)
+    assert collection.is_late(B, 9)
+    assert not collection.is_late(A, 9)
+    assert not collection.is_late(STRANGER, 9)
 
 
 def test_a_round_without_any_update_is_an_error_and_not_a_step() -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from hypha_proto.progress import BatchDone, Done, ProgressRequest, ProgressRespo
 from hypha_proto.slices import DATA, DataRequest, SliceAssigned
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_worker.executors.process import exit_text, substitute
-from hypha_worker.service import serve
+from hypha_worker.service import clear_work_dir, serve
 
 InLab = Callable[..., None]
 
@@ -478,3 +479,40 @@ def test_a_worker_whose_topic_is_peopled_does_not_say_that_it_waits(
     with caplog.at_level(logging.INFO, "hypha_net.node.health"):
         anyio.run(main, backend="trio")
     assert [record.getMessage() for record in caplog.records if "ready" in record.getMessage()] == ["ready"]
+
+
+def test_what_a_killed_worker_has_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    stale, others = work / f"hypha-{uuid.uuid4()}", [work / "hypha-notes", work / "results"]
+
+    def leave() -> None:
+        for path in (stale, *others):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "model").write_bytes(b"x")
+
+    leave()
+    with ExitStack() as first:
+        clear_work_dir(work, first)
+        assert not stale.exists()
+        leave()
+        with ExitStack() as second:  # another worker in the same folder: this may be a job of the first
+            clear_work_dir(work, second)
+            assert stale.exists()
+        first.close()
+        with ExitStack() as third:
+            clear_work_dir(work, third)
+            assert not stale.exists()
+    assert all((path / "model").exists() for path in others)
+
+
+def test_a_worker_that_starts_beside_others_leaves_their_jobs_alone_also_when_the_first_has_ended(
+    tmp_path: Path,
+) -> None:
+    job = tmp_path / f"hypha-{uuid.uuid4()}"
+    with ExitStack() as first, ExitStack() as second, ExitStack() as third:
+        clear_work_dir(tmp_path, first)
+        clear_work_dir(tmp_path, second)
+        job.mkdir()  # of the second
+        first.close()
+        clear_work_dir(tmp_path, third)
+        assert job.exists()

@@ -5,6 +5,7 @@ Before it: `leases` and the strategy's tasks. After it: the worker's `jobs` star
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -12,12 +13,16 @@ import anyio
 
 from hypha_net import requests, telemetry
 from hypha_net.endpoint import Endpoint
-from hypha_net.errors import NetError
+from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.job import JobSpec
-from hypha_proto.jobs import DISPATCH_JOB, Dispatched, DispatchJob
+from hypha_proto.jobs import DISPATCH_JOB, Dispatched, DispatchJob, DispatchResult
 from hypha_scheduler.tasks import Task, TaskGraph
 
+_log = logging.getLogger(__name__)
+
 _DISPATCH_TIMEOUT: Final = 30.0
+_PAUSES: Final = (0.5, 2.0)
+"""Seconds before each further attempt."""
 
 
 async def dispatch_ready(
@@ -32,19 +37,35 @@ async def dispatch_ready(
         async with anyio.create_task_group() as tasks:
             for task in ready:
                 graph.start(task.name)  # before the worker is told: its executor may end before the answer is here
-                tasks.start_soon(_dispatch, endpoint, task, spec_of(task), failed)
+                tasks.start_soon(_dispatch, endpoint, task, spec_of(task), graph, failed)
         if any(task.gives and graph.state(task.name).over for task in ready):
             return  # the others would wait in vain for what it gives
 
 
-async def _dispatch(endpoint: Endpoint, task: Task, spec: JobSpec, failed: Callable[[Task, str], None]) -> None:
-    message = DispatchJob(id=task.lease, spec=spec)
+async def _dispatch(
+    endpoint: Endpoint, task: Task, spec: JobSpec, graph: TaskGraph, failed: Callable[[Task, str], None]
+) -> None:
     about = {"hypha.task": task.name, "hypha.peer.id": str(task.peer)}
     try:
         with telemetry.span("dispatch", about):
-            answer = await requests.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
+            answer = await _ask(endpoint, task, DispatchJob(id=task.lease, spec=spec), graph)
     except NetError as error:
         failed(task, f"task {task.name} could not be handed to worker {task.peer}: {error}")
         return
     if not isinstance(answer, Dispatched):
         failed(task, f"worker {task.peer} did not start task {task.name}; its log says why")
+
+
+async def _ask(endpoint: Endpoint, task: Task, message: DispatchJob, graph: TaskGraph) -> DispatchResult:
+    """Hand a task over, a few times if need be: a worker confirms what it has begun already."""
+    for pause in _PAUSES:
+        try:
+            return await requests.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
+        except UnsupportedProtocolError:
+            raise
+        except NetError as error:
+            _log.warning("task %s was not handed to worker %s, trying again: %s", task.name, task.peer, error)
+            await anyio.sleep(pause)
+            if graph.state(task.name).over:  # its lease was lost, or its executor has ended already
+                raise
+    return await requests.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)

@@ -8,33 +8,54 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 
 class Journal:
-    """Appends records to a file and waits for the disk."""
+    """Appends records to a file; waits for the disk, or has a thread of its own wait.
+
+    A disk that writes gigabytes of a model takes seconds for a line, in which nobody's lease would be renewed.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open `path`, new or for appending; readable by its owner only, for a job may name secrets' places."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._file: IO[bytes] = os.fdopen(descriptor, "ab", buffering=0)
+        self._disk = ThreadPoolExecutor(1, "journal")
+        self._waiting: Future[None] | None = None
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._file.close()
+        self._disk.submit(self._file.close)
+        self._disk.shutdown(wait=False)
 
     def record(self, kind: str, **fields: object) -> None:
         """Write a record; it is on disk when this returns.
 
         Raises:
-            OSError: it is not.
+            OSError: it is not, or one before it is not.
         """
-        self._file.write(json.dumps({"record": kind} | fields).encode() + b"\n")
+        self._write(kind, fields)
         os.fsync(self._file.fileno())
+
+    def note(self, kind: str, **fields: object) -> None:
+        """Write a record that will be on disk before the next one that is waited for; later ones say if it is not.
+
+        Raises:
+            OSError: it cannot be written, or one before it is not on disk.
+        """
+        self._write(kind, fields)
+        self._waiting = self._disk.submit(os.fsync, self._file.fileno())
+
+    def _write(self, kind: str, fields: dict[str, object]) -> None:
+        if self._waiting is not None and self._waiting.done():
+            self._waiting.result()
+        self._file.write(json.dumps({"record": kind} | fields).encode() + b"\n")
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

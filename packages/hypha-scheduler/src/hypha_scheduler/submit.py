@@ -44,6 +44,8 @@ TRAIN: Final = "train"
 AGGREGATE: Final = "aggregate"
 TRAIN_KIND: Final = "diloco-transformer"
 AGGREGATE_KIND: Final = "parameter-server"
+_EVALUATION: Final = 86400.0
+"""Seconds that a worker may measure the model after a round; one that is gone is noticed by its lease."""
 _DECAY_SHARE: Final = 10  # a wsd schedule without decay_steps decays in the last tenth
 
 
@@ -71,6 +73,7 @@ def round_settings(job: JobConfig, workers: int) -> RoundSettings:
         batch_size=job.rounds.batch_for(workers),
         min_members=min(job.resources.least_workers, workers),
         timeout=job.rounds.timeout,
+        evaluation=_EVALUATION if job.rounds.evaluate_every else 0.0,
     )
 
 

@@ -231,7 +231,9 @@ class TrainingRun:
         rounds = Rounds(settings, peers, anyio.current_time())
         return _Running(
             graph=TaskGraph(diloco_tasks(server, trains)),
-            operator=DilocoOperator(rounds, SliceLedger(dataset.samples, self._job.seed), server[0]),
+            operator=DilocoOperator(
+                rounds, SliceLedger(dataset.samples, self._job.seed, settings.batch_size), server[0]
+            ),
             placed=self._placed(server[0], peers, model),
             members=RoundMembership(self._endpoint, self.job_id, server[0], settings.timeout),
         )
@@ -314,6 +316,7 @@ class TrainingRun:
         assert self._running is not None
         self._report.tell("worker_lost", worker=str(peer), reason=why)
         self._carry_out(self._running.operator.lost(peer, why, anyio.current_time()))
+        self._check_over()
 
     # --------------------------------------------------------------------------------------------------- what peers say
 
@@ -426,7 +429,7 @@ class TrainingRun:
         if not first or (end.outcome == "cancelled" and self._over.is_set()):
             return  # known, or as we asked
         with self._own_files():
-            self._report.keep("ended", task=task.name, outcome=end.outcome, exit_code=end.exit_code)
+            self._report.note("ended", task=task.name, outcome=end.outcome, exit_code=end.exit_code)
         code = "" if end.exit_code is None else f", exit code {end.exit_code}"
         lines = "".join(f"\n  | {line[:500]}" for line in end.last_lines[-40:])
         reason = end.reason[:1000] or "it left before the job was done"

@@ -6,17 +6,20 @@ answers to renewals, releases and questions come from the ledger.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import re
+import shutil
 import stat
 import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence, Set
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.abc
@@ -63,6 +66,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_JOB_FOLDER: Final = re.compile(r"hypha-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
 OFFER_TIMEOUT = 5.0
 """Seconds in which an offer must reach its scheduler."""
 TOPIC_PATIENCE = 10.0
@@ -106,7 +111,8 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
     """
     await anyio.to_thread.run_sync(prepare_work_dir, config.work_dir)
     await anyio.to_thread.run_sync(_preload, frozenset(executor.runtime for executor in config.executors))
-    with _socket_folder() as sockets:
+    with _socket_folder() as sockets, ExitStack() as held:
+        await anyio.to_thread.run_sync(clear_work_dir, config.work_dir, held)
         async with anyio.create_task_group() as tasks:
             capabilities = config.capabilities()
             ledger = LeaseLedger(capabilities.capacity)
@@ -139,6 +145,26 @@ def prepare_work_dir(folder: Path) -> None:
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & ~0o750:
         _log.warning("work_dir %s has mode %04o, wider than 0750: run chmod 750 %s", folder, mode, folder)
+
+
+def clear_work_dir(folder: Path, held: ExitStack) -> None:
+    """Remove what jobs of a worker that was killed have left, unless another worker uses the work directory.
+
+    Until `held` is closed no other worker takes this one's jobs for such.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    held.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in [path for path in folder.iterdir() if _JOB_FOLDER.fullmatch(path.name)]:
+            _log.warning("removing %s, which a job of a worker that was killed has left", path)
+            shutil.rmtree(path, ignore_errors=True)
+    except BlockingIOError:
+        _log.info("another worker uses work_dir %s: what killed workers have left there stays", folder)
+    except OSError as error:
+        _log.warning("work_dir %s cannot be locked: what killed workers have left there stays: %s", folder, error)
+        return
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 @contextmanager

@@ -38,6 +38,8 @@ from hypha_proto.transfer import GoOn, PushAnswer, PushHeader, PushReceipt, Rece
 
 _log = logging.getLogger("hypha_net.transfer")
 
+RECEIPT_TIMEOUT: Final = 600.0
+"""Seconds for what the peer does with a file before it says that it has it; one that is dead is noticed sooner."""
 END_TIMEOUT: Final = 5.0
 """Seconds that a peer of the old wire may take to end the stream, once it has the file, before it is believed to."""
 
@@ -117,7 +119,7 @@ class _Outgoing:
         self.progress.begin(answer.offset, size)
         await self.source.send(stream, answer.offset, size, self.progress)
         await stream.send_eof()
-        receipt = from_cbor(PushReceipt, await receive_message(stream))
+        receipt = from_cbor(PushReceipt, await receive_message(stream, RECEIPT_TIMEOUT))
         if isinstance(receipt, Refusal):
             raise refused(receipt)
 

@@ -82,18 +82,19 @@ def behind_length(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-async def receive_message(stream: Stream) -> bytes:
-    """Receive a header.
+async def receive_message(stream: Stream, within: float | None = None) -> bytes:
+    """Receive a header, `within` so many seconds or `IDLE_TIMEOUT`.
 
     Raises:
         TransferError: it is cut, too long, or does not come.
     """
-    with anyio.move_on_after(IDLE_TIMEOUT):
+    seconds = IDLE_TIMEOUT if within is None else within
+    with anyio.move_on_after(seconds):
         length = int.from_bytes(await _receive_exactly(stream, 8), "little")
         if length > MAX_HEADER:
             raise TransferError(f"a header of {length} bytes is over the limit of {MAX_HEADER}")
         return await _receive_exactly(stream, length)
-    raise BrokenOffError(f"no header within {IDLE_TIMEOUT:g} s")
+    raise BrokenOffError(f"no header within {seconds:g} s")
 
 
 async def _receive_exactly(stream: Stream, size: int) -> bytes:

@@ -33,6 +33,8 @@ Resp = TypeVar("Resp")
 
 PAUSES: Final = (0.0, 0.25, 1.0, 3.0)
 """Seconds before each attempt at something that may fail for a moment."""
+AWAY: Final = (2.0, 5.0, 10.0, 20.0, 30.0, 30.0)
+"""Seconds before a file is looked for again where every peer that has it was away: a data node that restarts."""
 
 
 async def retry(what: str, attempt: Callable[[], Awaitable[T]], pauses: Sequence[float] = PAUSES) -> T:
@@ -103,9 +105,28 @@ class PeerFiles:
     ) -> tuple[transfer.Pulled, PeerId]:
         """Pull one file from the first of `peers` that gives it; each is tried as often as `PAUSES` says.
 
+        Where one of them cannot be asked, or does not serve files yet, all are tried again as often as `AWAY` says.
+
         Raises:
             BridgeFault: none of them gives it.
         """
+        for pause in AWAY:
+            found = await self._pull_once(peers, address, target, digest)
+            if not isinstance(found, list):
+                return found
+            if all(isinstance(failure, TransferRefusedError) for failure in found):
+                raise _all_failed(f"{address.dataset[:80]}/{address.index}", found)
+            _log.warning("nobody gives %s/%d, again in %g s: %s", address.dataset, address.index, pause, found[0])
+            await anyio.sleep(pause)
+        found = await self._pull_once(peers, address, target, digest)
+        if isinstance(found, list):
+            raise _all_failed(f"{address.dataset[:80]}/{address.index}", found)
+        return found
+
+    async def _pull_once(
+        self, peers: Sequence[PeerId], address: SliceAddress, target: Path, digest: str | None
+    ) -> tuple[transfer.Pulled, PeerId] | list[NetError]:
+        """What was pulled and from whom, or why from nobody."""
         request = PullRequest(dataset=address.dataset, index=address.index)
         failures: list[NetError] = []
         for peer in peers:
@@ -119,7 +140,7 @@ class PeerFiles:
                 return pulled, peer
             except NetError as error:
                 failures.append(error)
-        raise _all_failed(f"{address.dataset[:80]}/{address.index}", failures)
+        return failures
 
     async def push(self, reference: PeersReference, path: Path, header: PushHeader) -> dict[PeerId, int]:
         """Push a file to all peers of a reference, or to one of them; gives the bytes sent to each.

@@ -36,6 +36,8 @@ class RoundSettings:
     """Seconds beyond the forecast before a member counts as late, at least."""
     patience: float = 600.0
     """Seconds for what has no forecast: starting an executor, an outer step, merging it."""
+    evaluation: float = 0.0
+    """Seconds for merging an outer update where the model is evaluated with it, before a worker counts as late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +334,7 @@ class Rounds:
         """A worker is gone. Its update of a round that is not closed does not count."""
         if self._members.pop(peer, None) is None:
             return ()
-        if len(self._members) < self._settings.min_members:
+        if len(self._members) < self._settings.min_members and self._closed < self._settings.rounds:
             need = self._settings.min_members
             return (Fail(f"worker {peer} was lost: {why}; {len(self._members)} of at least {need} remain"),)
         effects: tuple[Effect, ...] = ()
@@ -346,7 +348,8 @@ class Rounds:
         current = self._rounds.get(self._closed + 1)
         if current is None:
             last = self._rounds[self._closed]
-            return None if self.over else (last.closed_at or last.began_at) + self._settings.patience
+            patience = max(self._settings.patience, self._settings.evaluation)
+            return None if self.over else (last.closed_at or last.began_at) + patience
         if current.synchronised_at is not None:
             return (
                 current.synchronised_at + (self._settings.timeout or 0.0) + self._settings.patience
@@ -354,6 +357,8 @@ class Rounds:
         began = current.trains_at if current.number == 1 else current.began_at
         if self._settings.timeout is not None and began is not None:  # executors that start have their own patience
             return began + self._settings.timeout
+        if (until := self._evaluating_until(current)) is not None:
+            return until
         starting = any(
             not self._members[peer].speed.observations and not current.part(peer).batches
             for peer in self._expected(current)
@@ -361,6 +366,14 @@ class Rounds:
         if current.finish is None or starting:
             return current.began_at + self._settings.patience
         return current.finish + max(self._settings.grace, current.finish - current.began_at)
+
+    def _evaluating_until(self, current: _Round) -> float | None:
+        """Until when workers that have not merged the last outer update may be busy measuring the model."""
+        before = self._rounds.get(current.number - 1)
+        if not self._settings.evaluation or before is None or before.closed_at is None:
+            return None
+        behind = any(self._members[peer].round < current.number for peer in self._expected(current))
+        return before.closed_at + self._settings.evaluation if behind else None
 
     def expire(self, now: float) -> tuple[Effect, ...]:
         """The deadline may have passed: the round goes on without those who are late."""

@@ -14,7 +14,11 @@ from enum import Enum
 from typing import Final
 
 _HELD: Final = 64
-"""Slices that one worker holds at most: one that hoards them cannot make the ledger grow."""
+"""Slices that one worker may hold whatever their size; beyond that, as many as make `_BATCHES` batches.
+
+One that hoards them cannot make the ledger grow, and batches of many small slices are filled all the same.
+"""
+_BATCHES: Final = 4
 
 
 class SliceState(Enum):
@@ -68,12 +72,13 @@ class SliceLedger:
     Slices that a lost worker had and did not use up are the first to be handed out again.
     """
 
-    def __init__(self, samples: Sequence[int | None], seed: int = 0) -> None:
+    def __init__(self, samples: Sequence[int | None], seed: int = 0, batch: int = 0) -> None:
         """Begin before epoch 0.
 
         Args:
             samples: samples of each slice; none where unknown (then a slice is used at its holder's next request).
             seed: decides the order within every epoch.
+            batch: samples of a worker's batch, which is reported when all of it was used.
 
         Raises:
             ValueError: there are no slices.
@@ -82,6 +87,7 @@ class SliceLedger:
             raise ValueError("a dataset without slices cannot be trained on")
         self._samples = list(samples)
         self._seed = seed
+        self._enough = _BATCHES * batch
         self._epochs: dict[int, _Epoch] = {}
         self._next_epoch = 0
         self._holders: dict[Hashable, _Holder] = {}
@@ -118,12 +124,18 @@ class SliceLedger:
         for held in [h for h in holder.holdings if holder.silent or self._samples[h.assignment.index] is None]:
             holder.holdings.remove(held)
             self._use(held.assignment)
-        if len(holder.holdings) >= _HELD:
-            raise LedgerFullError(f"{_HELD} slices were given to this worker and not used")
+        if self._is_full(holder.holdings):
+            raise LedgerFullError(f"{len(holder.holdings)} slices were given to this worker and not used")
         epoch = next((e for e in self._epochs.values() if e.queue), None) or self._open_epoch()
         assignment = Assignment(epoch.number, epoch.queue.popleft())
         holder.holdings.append(_Holding(assignment))
         return assignment
+
+    def _is_full(self, holdings: Sequence[_Holding]) -> bool:
+        if len(holdings) < _HELD:
+            return False
+        unused = sum((self._samples[held.assignment.index] or 0) - held.samples_used for held in holdings)
+        return unused >= self._enough or len(holdings) >= _HELD + self._enough
 
     def _open_epoch(self) -> _Epoch:
         order = list(range(len(self._samples)))

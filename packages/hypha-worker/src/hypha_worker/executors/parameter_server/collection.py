@@ -156,13 +156,15 @@ class Collection:
         return CompleteRound(number, updates, missing)
 
     def is_late(self, peer: PeerId, round_number: int | None) -> bool:
-        """Whether this is a sender's update of a round that is over.
+        """Whether this is a sender's update of a round that is over, or that goes on without it.
 
         It came too late, or comes again because its receipt was lost. It counts no more, but its sender did nothing
         wrong and goes on with the outer update that it gets all the same.
         """
-        over = round_number is not None and self.round is not None and round_number < self.round
-        return over and peer in self.senders
+        if round_number is None or self.round is None or peer not in self.senders:
+            return False
+        named = self._members.get(round_number)
+        return round_number < self.round or (named is not None and peer not in named.weights)
 
     def _current(self) -> _Named | None:
         if not self.named:

@@ -111,12 +111,13 @@ class ParameterServer:
         path = self._context.work_dir / f"late-{self._count}.safetensors"
 
         async def arrived(_size: int, _digest: str) -> None:
-            _log.warning(
-                "update of %s for round %d came when the round was over, and does not count", peer, header.round
-            )
-            _remove(path)
+            self._drop_late(peer, header.round, path)
 
         return Landing(path, self._limit(), arrived, slot=str(self._context.work_dir))
+
+    def _drop_late(self, peer: PeerId, number: int, path: Path) -> None:
+        _log.warning("round %d went on without the update of %s, which came late and does not count", number, peer)
+        _remove(path)
 
     def _limit(self) -> int:
         """Largest update that is taken: hardly more than the first was."""
@@ -133,6 +134,9 @@ class ParameterServer:
     async def _arrived(self, peer: PeerId, number: int, path: Path, size: int) -> None:
         try:
             await self._check_layout(path, size)
+            if self._collection.is_late(peer, number):  # the round went on while it was under way
+                self._drop_late(peer, number, path)
+                return
             replaced = self._collection.add(peer, number, path)
         except (TensorFileError, UpdateRefusedError, OSError) as error:
             _remove(path)
@@ -190,14 +194,22 @@ class ParameterServer:
         """One round; gives whether it was the last."""
         await self._wait_for_updates()
         done = self._collection.close()
-        for peer in done.missing:
-            _log.warning("round %d goes on without the update of %s, which did not come in time", done.round, peer)
+        await self._tell_missing(done)
         result = await self._step(done)
         await self._give_out(done, result, tasks)
         answer = await self._tell_updated()
         if isinstance(answer, ProgressError):
             raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}")
         return isinstance(answer, Done)
+
+    async def _tell_missing(self, done: CompleteRound) -> None:
+        """Before the step is told: the scheduler counts these members' samples until it hears of it."""
+        for peer in done.missing:
+            _log.warning("round %d goes on without the update of %s, which did not come in time", done.round, peer)
+            message = UpdateRefused(
+                job_id=self._context.spec.job_id, round=done.round, peer=peer, reason="it did not come in time"
+            )
+            await self._tell(message)
 
     async def _wait_for_updates(self) -> None:
         while (due := self._collection.due(anyio.current_time())) != 0.0:
@@ -278,12 +290,14 @@ class ParameterServer:
         return await ask(context.endpoint, context.scheduler, REPORT, request, timeout=30.0, pauses=REPORT_PAUSES)
 
     async def _report_refusals(self) -> None:
-        context = self._context
         async for message in self._refusals:
-            try:
-                await ask(context.endpoint, context.scheduler, UPDATE_REFUSED, message)
-            except NetError as error:
-                _log.warning("the scheduler was not told of a refused update: %s", error)
+            await self._tell(message)
+
+    async def _tell(self, message: UpdateRefused) -> None:
+        try:
+            await ask(self._context.endpoint, self._context.scheduler, UPDATE_REFUSED, message)
+        except NetError as error:
+            _log.warning("the scheduler was not told of an update that does not count: %s", error)
 
 
 def _remove(path: Path) -> None:
