@@ -1,7 +1,8 @@
-"""Two data nodes serve one dataset, and one is killed while a job trains: the job does not notice."""
+"""A data node is killed while a job trains: the job does not notice where another serves the same, and waits else."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,22 @@ def train_past_the_end_of_a_data_node(network: LocalNetwork, job: Job) -> None:
     assert job.wait(240) == 0, job.log
     assert "Traceback" not in job.log
     assert not job.events("worker_lost")
+
+
+def test_a_job_goes_on_when_its_only_data_node_is_back(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    network = LocalNetwork(root, 2)
+    try:
+        network.up()
+        job = network.job(rounds=ROUNDS)
+        job.wait_for_round(5)
+        network.kill("data")
+        time.sleep(10)
+        network.revive()
+        assert job.wait(240) == 0, job.log
+        assert "Traceback" not in job.log
+        assert not job.events("worker_lost")
+        assert "again in 2 s" in "".join(map(network.log, network.trainers))
+    finally:
+        network.down()
+    assert processes_of(root) == []
