@@ -89,9 +89,8 @@ class YamuxMultistream(MuxerMultistream):
         """
 
         async def serve(stream: MuxedStream) -> None:
-            for _ in range(
-                0 if known.is_set() else REGISTER_TIMEOUT
-            ):  # by the second: where this process was stopped, time has run out at once
+            # by the second: where this process was stopped, all of the time has run out as it goes on
+            for _ in range(0 if known.is_set() else REGISTER_TIMEOUT):
                 with trio.move_on_after(1.0):
                     await known.wait()
                     break
