@@ -26,9 +26,7 @@ def test_a_slowed_executor_gets_its_share_of_the_batches(tmp_path: Path) -> None
         print(event["counts"], event["waits"], event["seconds"])
     batches = {peer: sum(event["counts"][peer] for event in measured) for peer in (fast, slow)}
     assert 0.15 <= batches[slow] / batches[fast] <= 0.40
-    measured.sort(key=lambda event: max(event["waits"].values()) / event["seconds"])
-    usual = measured[:-1]  # one may have met a machine that stood still for a second
-    for event in usual:
+    for event in measured:
         assert max(event["waits"].values()) < 0.35 * event["seconds"]
-    waited = sum(max(event["waits"].values()) for event in usual)
-    assert waited < 0.25 * sum(event["seconds"] for event in usual)
+    waited = sum(max(event["waits"].values()) for event in measured)
+    assert waited < 0.25 * sum(event["seconds"] for event in measured)

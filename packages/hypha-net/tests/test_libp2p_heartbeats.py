@@ -120,12 +120,10 @@ def test_a_frozen_gateway_holds_no_look_up_up(authority: Any) -> None:
                 await anyio.sleep_forever()
 
             frozen.handle(PROTOCOL, never)
-            took = []
             for _ in range(3):
                 began = anyio.current_time()
                 assert [record.publisher for record in await s.find_records(b"digits")] == [a.peer_id]
-                took.append(anyio.current_time() - began)
-            assert min(took) < 3  # measured 0.5, which is GRACE; a tenth of that unfrozen
+                assert anyio.current_time() - began < 3  # measured 0.5, which is GRACE; a tenth of that unfrozen
 
     run(main)
 
@@ -312,17 +310,13 @@ def test_processes_that_are_killed_or_stopped_hold_nobody_up(authority: Any, tmp
             await nodes[1].kill()
             killed = time.monotonic()
             gateways[0].stop()
-            times = list[float]()
             while ids[1] in found:
                 found, took = await look_up(nodes[2])
-                times.append(took)
+                assert took < 5  # five times the second that a look-up may take beside a frozen gateway
                 assert time.monotonic() - killed < 5 * 30
                 assert ids[0] in found
                 await anyio.sleep(0.5)
-            print(
-                f"\ngone {time.monotonic() - killed:.1f} s after it was killed; look-ups took up to {max(times):.2f} s"
-            )
-            assert sorted(times)[len(times) // 2] < 5  # five times the second that one may take beside a frozen gateway
+            print(f"\ngone {time.monotonic() - killed:.1f} s after it was killed; the last look-up took {took:.2f} s")
             gateways[0].go_on()
 
     run(main, 140)

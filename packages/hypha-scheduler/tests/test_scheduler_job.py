@@ -380,7 +380,7 @@ def test_a_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
         result = json.loads(path.read_text())
         assert result["rounds"] == 3
         assert len(result["workers"]) == 3
-        assert result["placement_seconds"] < 5
+        assert result["placement_seconds"] < 1.0
         assert result["loss"] == pytest.approx(1 / 3)
         assert result["samples"] == sum(worker["samples"] for worker in result["workers"]) >= 3 * LEAST
         assert all(worker["samples"] == 8 * worker["batches"] for worker in result["workers"])
@@ -400,7 +400,7 @@ def test_events_tell_placement_rounds_and_metrics(tmp_path: Path, model: Path) -
     play(tmp_path, case)
     told = events(tmp_path)
     [placement] = [event for event in told if event["event"] == "placement"]
-    assert placement["seconds"] < 5
+    assert placement["seconds"] < 1.0
     assert [entry["role"] for entry in placement["workers"]].count("train") == 3
     rounds = [event for event in told if event["event"] == "round"]
     assert [event["round"] for event in rounds] == [1, 2, 3]
