@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from wheelhouse import build_wheelhouse
+from support.wheelhouse import build_wheelhouse
 
 
 @pytest.fixture(scope="session")

@@ -108,7 +108,7 @@ def importers(library: str) -> set[str]:
         ("accelerate", r"hypha\.accelerate_executor\..+"),
         ("transformers", r"hypha\.accelerate_executor\..+"),
         ("click", r".+\.cli(_\w+)?"),
-        ("opentelemetry.sdk", r"hypha_net\.node\.telemetry(_export)?"),
+        ("opentelemetry.sdk", r"hypha_net\.node\.telemetry\.\w+"),
     ],
 )
 def test_a_library_is_imported_where_it_belongs(library: str, allowed: str) -> None:

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from document_blocks import Block, block, blocks, completed_scheduler, completed_worker
-from wheelhouse import ROOT
+from support.doc_snippets import Block, block, blocks, completed_scheduler, completed_worker
+from support.wheelhouse import ROOT
 
-from hypha_net.node.config_load import Loaded, load_config
+from hypha_net.node.config.loader import Loaded, load_config
 from hypha_proto.ids import PeerId
-from hypha_proto.job import HuggingFaceReference, Preprocessor, TrainConfig
+from hypha_proto.job_spec import HuggingFaceReference, Preprocessor, TrainConfig
 from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.submit import PlacedJob, wants
+from hypha_worker.bidding.arbiter import OfferPolicy
 from hypha_worker.cli import main as worker_main
 from hypha_worker.config import WorkerConfig
-from hypha_worker.offers import OfferPolicy
 
 WORKER = [each for each in blocks(language="toml") if each.document.startswith("worker")]
 SCHEDULER = blocks("scheduler", "toml")

@@ -20,12 +20,12 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from document_blocks import block
-from http_stand_in import files, served
+from support.doc_snippets import block
+from support.fake_http_server import files, served
 
 from hypha_net import transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
-from hypha_proto.job import (
+from hypha_proto.job_spec import (
     Adam,
     All,
     Descriptor,
@@ -38,11 +38,11 @@ from hypha_proto.job import (
     TrainJob,
 )
 from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
-from hypha_worker.bridge.inbox import Inbox
-from hypha_worker.bridge.resources import JobResources
+from hypha_worker.bridge.backend import JobBridgeBackend
+from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import open_bridge
-from hypha_worker.connectors.access import Access
-from hypha_worker.connectors.peers import PeerFiles
+from hypha_worker.connectors.access_policy import Access
+from hypha_worker.connectors.peer_files import PeerFiles
 
 LIMIT = 1 << 20
 HUB = {"model.safetensors": b"weights", "config.json": b"{}"}
@@ -111,11 +111,11 @@ async def opened(folder: Path, socket: Path) -> AsyncIterator[Bridge]:
         spec = JobSpec(job_id=uuid.uuid4(), executor=TrainJob(descriptor=Descriptor(name="x"), config=config))
         work_dir = folder / "job"
         work_dir.mkdir()
-        inbox = Inbox(spec.job_id, work_dir, frozenset(peers.peers), LIMIT, OUTER_UPDATE)
+        inbox = DeliveryQueue(spec.job_id, work_dir, frozenset(peers.peers), LIMIT, OUTER_UPDATE)
         files = PeerFiles(worker, LIMIT)
-        backend = JobResources(worker, spec, uuid.uuid4(), one.peer_id, work_dir, inbox, Access(), files)
+        backend = JobBridgeBackend(worker, spec, uuid.uuid4(), one.peer_id, work_dir, inbox, Access(), files)
 
-        async def accept(peer: Any, header: PushHeader | None) -> transfer.Landing | Refusal:
+        async def accept(peer: Any, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
             return inbox.accept(peer, header)
 
         transfer.serve_pushes(worker, accept)
@@ -187,13 +187,13 @@ def test_a_file_is_sent_as_documented(at_bridge: AtBridge, tmp_path: Path, strat
         (bridge.work_dir / "output" / "gradients.safetensors").write_bytes(b"gradients")
         arrived: list[bytes] = []
 
-        async def accept(_peer: Any, header: PushHeader | None) -> transfer.Landing | Refusal:
+        async def accept(_peer: Any, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
             path = tmp_path / f"{uuid.uuid4()}"
 
             async def done(_size: int, _digest: str) -> None:
                 arrived.append(path.read_bytes())
 
-            return transfer.Landing(path, LIMIT, done)
+            return transfer.FilePushTarget(path, LIMIT, done)
 
         for peer in bridge.peers:
             transfer.serve_pushes(peer, accept)

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from document_blocks import block, completed_scheduler, completed_worker
-from wheelhouse import empty_environment, packages, passed, quiet_environment, release_site, run
+from support.doc_snippets import block, completed_scheduler, completed_worker
+from support.wheelhouse import empty_environment, packages, passed, quiet_environment, release_site, run
 
 from hypha_local.certificates import write_certificates
-from hypha_local.plan import NodePlan, free_ports
+from hypha_local.network_layout import NodePlan, free_ports
 from hypha_local.processes import script
 
 OTEL = {

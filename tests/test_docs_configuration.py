@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from document_blocks import completed_worker
-from reference_tables import PAGE, PROGRAMS, keys, with_tables
-from wheelhouse import Package, packages, passed, quiet_environment, run
+from support.config_reference import PAGE, PROGRAMS, keys, with_tables
+from support.doc_snippets import completed_worker
+from support.wheelhouse import Package, packages, passed, quiet_environment, run
 
 from hypha_local.processes import script
 
@@ -21,7 +21,7 @@ def test_the_tables_have_the_keys_and_defaults_of_the_programs() -> None:
         return re.findall(r"^\| `([^`]+)` \| ?(.*?) ?\|", page, re.MULTILINE)
 
     page = PAGE.read_text()
-    assert rows(with_tables(page)) == rows(page), "write them anew: python tests/reference_tables.py"
+    assert rows(with_tables(page)) == rows(page), "write them anew: python tests/support/config_reference.py"
     assert len(rows(page)) > 100
 
 

@@ -10,7 +10,7 @@ import anyio
 from hypha_local.certificates import write_certificates
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.identity import load_identity
-from hypha_proto import protocol
+from hypha_proto import protocols
 
 ROOT = Path(__file__).parent.parent
 NAMED = re.compile(r"`(/[a-z0-9-]+/[a-z0-9./-]*)`")
@@ -35,9 +35,9 @@ def test_every_protocol_that_a_node_speaks_is_in_the_table(tmp_path: Path) -> No
                     spoken.update(str(name) for name in node._host.get_mux().get_protocols() if name)
 
     anyio.run(main, backend="trio")
-    ours = {value for value in vars(protocol).values() if isinstance(value, str) and value.startswith("/hypha")}
+    ours = {value for value in vars(protocols).values() if isinstance(value, str) and value.startswith("/hypha")}
     assert {"/ipfs/kad/1.0.0", "/libp2p/dcutr"} <= spoken
-    assert spoken | ours - {protocol.IDENTIFY_VERSION} <= table("wire.md")
+    assert spoken | ours - {protocols.IDENTIFY_VERSION} <= table("wire.md")
 
 
 def test_the_tests_that_the_gateway_s_page_names_are_there() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_network import processes_of
+from support.local_network import processes_of
 
 from hypha_local.processes import child_environment, script
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(400)
 
 PROMISED = {"accuracy", "rounds", "workers", "samples", "wall_seconds", "placement_seconds", "model_dir"}
 PROMISED |= {"bytes_sent_per_worker"}
-PLAIN = Path(__file__).with_name("plain_accuracy.py")
+PLAIN = Path(__file__).parent / "support" / "baseline_accuracy.py"
 
 
 def run_demo(folder: Path, *options: str) -> tuple[dict[str, Any], str]:

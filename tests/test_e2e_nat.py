@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from bounded_waits import wait_until
-from local_network import LocalNetwork, processes_of
-from namespaces import WAN, Namespaces, two_homes
+from support.local_network import LocalNetwork, processes_of
+from support.netns import WAN, Namespaces, two_homes
+from support.waiting import wait_until
 
-from hypha_local import plan
-from hypha_local.plan import NodePlan
+from hypha_local import network_layout
+from hypha_local.network_layout import NodePlan
 from hypha_local.processes import Child, Processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -52,14 +52,14 @@ class HomedNetwork(LocalNetwork):
 
 
 def homed(workers: int) -> list[NodePlan]:
-    return [HomedNode(node.name, node.program, node.role, node.port) for node in plan.plan_nodes(workers)]
+    return [HomedNode(node.name, node.program, node.role, node.port) for node in network_layout.plan_nodes(workers)]
 
 
 def test_two_homes_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "run"
     with two_homes("masquerade random") as spaces:  # no hole can be punched in these: everything goes through the relay
-        monkeypatch.setattr("local_network.plan_nodes", homed)
-        monkeypatch.setattr("local_network.Processes", HomedProcesses)
+        monkeypatch.setattr("support.local_network.plan_nodes", homed)
+        monkeypatch.setattr("support.local_network.Processes", HomedProcesses)
         monkeypatch.setattr(HomedProcesses, "spaces", spaces, raising=False)
         network = HomedNetwork(root, 2)
         try:

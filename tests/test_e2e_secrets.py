@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import local_network
 import psutil
 import pytest
-from bounded_waits import wait_until
-from hub_server import Hub, hub_server
-from local_network import LocalNetwork
-from otlp_collector import Collector, http_collector
+from support import local_network
+from support.fake_hf_hub import Hub, hub_server
+from support.local_network import LocalNetwork
+from support.otlp_collector import Collector, http_collector
+from support.waiting import wait_until
 
 import hypha_local.processes
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import local_network
 import pytest
-from otlp_collector import Collector, grpc_collector, http_collector
+from support import local_network
+from support.otlp_collector import Collector, grpc_collector, http_collector
 
 import hypha_local.processes
 

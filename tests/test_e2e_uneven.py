@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from local_network import local_network, trainer
+from support.local_network import local_network, trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from bounded_waits import wait_until
-from local_network import Job, LocalNetwork, processes_of
+from support.local_network import Job, LocalNetwork, processes_of
+from support.waiting import wait_until
 
-from hypha_local import plan
-from hypha_local.plan import NodePlan
+from hypha_local import network_layout
+from hypha_local.network_layout import NodePlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -19,20 +19,20 @@ ROUNDS = 60
 
 def given(network: LocalNetwork, name: str) -> int:
     """Slices that a data node has given out."""
-    return network.log(name).count("INFO hypha_data.serve: slice ")
+    return network.log(name).count("INFO hypha_data.slice_resolver: slice ")
 
 
 def test_a_killed_data_node_costs_a_job_nothing_while_another_serves_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = plan.plan_nodes
+    planned = network_layout.plan_nodes
 
     def with_two(workers: int) -> list[NodePlan]:
         nodes = planned(workers)
         [data] = [node for node in nodes if node.name == "data"]
-        return [*nodes, NodePlan("data-2", data.program, data.role, plan.free_ports(1)[0])]
+        return [*nodes, NodePlan("data-2", data.program, data.role, network_layout.free_ports(1)[0])]
 
-    monkeypatch.setattr("local_network.plan_nodes", with_two)
+    monkeypatch.setattr("support.local_network.plan_nodes", with_two)
     root = tmp_path / "run"
     network = LocalNetwork(root, 2)
     try:

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from bounded_waits import wait_until
-from local_network import processes_of
+from support.local_network import processes_of
+from support.waiting import wait_until
 
 from hypha_local.processes import child_environment, script
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bounded_waits import wait_until
-from local_network import LocalNetwork, executor, local_network
+from support.local_network import LocalNetwork, executor, local_network
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -44,7 +44,7 @@ def test_a_killed_executor_ends_the_job_with_its_last_lines(network: LocalNetwor
     victim.send_signal(signal.SIGKILL)
     assert job.wait(PROMPTLY) == 1
     assert "was ended by SIGKILL" in job.log
-    assert "| INFO hypha.accelerate_executor.loop: round 1" in job.log
+    assert "| INFO hypha.accelerate_executor.diloco.loop: round 1" in job.log
     assert "Traceback" not in job.log
     [failed] = job.events("failed")
     assert "SIGKILL" in failed["error"]

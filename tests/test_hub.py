@@ -9,16 +9,16 @@ from pathlib import Path
 
 import anyio
 import pytest
-from hub_server import COMMIT, Hub, hub_server
+from support.fake_hf_hub import COMMIT, Hub, hub_server
 
 from hypha_proto.ids import PeerId
-from hypha_proto.job import HuggingFaceReference
+from hypha_proto.job_spec import HuggingFaceReference
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import ModelTable
 from hypha_scheduler.results import open_start_model
-from hypha_worker.bridge.faults import BridgeFault
-from hypha_worker.connectors.access import Access
+from hypha_worker.connectors.access_policy import Access
 from hypha_worker.connectors.downloads import from_hub
+from hypha_worker.errors import BridgeError
 
 TOKEN = "hf_PrivateToken0123456789"
 WEIGHTS = bytes(range(256)) * (96 << 10)  # huggingface_hub keeps what it has in pieces of 10 MiB
@@ -99,7 +99,7 @@ def test_a_token_that_is_not_taken_is_said_and_not_shown(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with pytest.raises(BridgeFault) as worker:
+    with pytest.raises(BridgeError) as worker:
         by_worker(tmp_path / "w", "config.json", token=token)
     with pytest.raises(JobFailedError) as scheduler:
         by_scheduler(tmp_path / "s", **({"token": token} if token else {"token": "hf_WrongToken"}))
@@ -110,10 +110,10 @@ def test_a_token_that_is_not_taken_is_said_and_not_shown(
 
 
 def test_what_is_not_there_is_named(hub: Hub, tmp_path: Path) -> None:
-    with pytest.raises(BridgeFault, match=r"none\.json does not exist at revision v2") as fault:
+    with pytest.raises(BridgeError, match=r"none\.json does not exist at revision v2") as fault:
         by_worker(tmp_path, "none.json")
     assert fault.value.status == 404
-    with pytest.raises(BridgeFault, match="v9"):
+    with pytest.raises(BridgeError, match="v9"):
         by_worker(tmp_path, "config.json", revision="v9")
     with pytest.raises(JobFailedError, match="v9"):
         by_scheduler(tmp_path / "s", revision="v9")
@@ -123,6 +123,6 @@ def test_a_hub_that_is_away_ends_a_job_in_one_line(hub: Hub, tmp_path: Path, mon
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(JobFailedError, match="org/model cannot be fetched"):
         by_scheduler(tmp_path / "s")
-    with pytest.raises(BridgeFault) as fault:
+    with pytest.raises(BridgeError) as fault:
         by_worker(tmp_path, "config.json")
     assert fault.value.status == 502

@@ -13,9 +13,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from document_blocks import block
-from local_network import local_network
-from wheelhouse import ROOT, packages, release_site, uv
+from support.doc_snippets import block
+from support.local_network import local_network
+from support.wheelhouse import ROOT, packages, release_site, uv
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from packaging.utils import canonicalize_name
-from wheelhouse import ROOT, packages, passed, quiet_environment, run, uv
+from support.wheelhouse import ROOT, packages, passed, quiet_environment, run, uv
 
 VARIANTS = ("mps_cu128", "cpu", "cu126", "cu129", "rocm64")
 EXECUTOR = next(package for package in packages() if package.name == "hypha-accelerate-executor")

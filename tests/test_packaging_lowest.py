@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lowest_siblings import install, lowest, siblings, taken, what_is_missing, wheel_of
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from wheelhouse import Package, packages, passed, run
+from support.min_versions import install, lowest, siblings, taken, what_is_missing, wheel_of
+from support.wheelhouse import Package, packages, passed, run
 
 BY_NAME = {package.name: package for package in packages()}
 WITH_SIBLINGS = [package for package in packages() if siblings(package, BY_NAME)]

@@ -14,7 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from wheelhouse import OVERRIDE, ROOT, Package, packages
+from support.wheelhouse import OVERRIDE, ROOT, Package, packages
 
 BY_NAME = {package.name: package for package in packages()}
 each_package = pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)

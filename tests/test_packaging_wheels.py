@@ -12,13 +12,13 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from wheelhouse import OVERRIDE, ROOT, Package, empty_environment, packages
+from support.wheelhouse import OVERRIDE, ROOT, Package, empty_environment, packages
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ON_LIBP2P = {"hypha-data", "hypha-gateway", "hypha-local", "hypha-net", "hypha-scheduler", "hypha-worker"}
 """Packages that need the override."""
-WITH_NUMPY = {"hypha_proto.tensor_files", "hypha_proto.update"}
+WITH_NUMPY = {"hypha_proto.safetensors_io", "hypha_proto.update_file"}
 """Modules that hypha-proto's extra `update` is for."""
 each_package = pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
 

@@ -17,7 +17,7 @@ PATIENCE = 60.0
 def measure(setting: Setting) -> list[Row]:
     """A gateway as an operator starts it, until its port takes connections."""
     files = setting.organisation.node("gateway", "gateway")
-    names = ("pass", "import hypha_net", "import hypha_net._libp2p.engine")
+    names = ("pass", "import hypha_net", "import hypha_net._libp2p.endpoint")
     runs: dict[str, list[float]] = {name: [] for name in (*names, "start")}
     for index in range(setting.repeat):
         for name in names:

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 
 from benchmarks.children import answer_async, options
-from hypha_net import EndpointSettings, open_endpoint, requests, transfer
+from hypha_net import EndpointSettings, open_endpoint, rpc, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.identity import load_identity
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
@@ -29,7 +29,7 @@ class Node:
         self._endpoint = endpoint
         self._tasks = tasks
         self._busy: anyio.CancelScope | None = None
-        requests.serve(endpoint, HEALTH_CHECK, self._healthy)
+        rpc.serve(endpoint, HEALTH_CHECK, self._healthy)
 
     @staticmethod
     async def _healthy(_peer: PeerId, _request: HealthRequest) -> Health:
@@ -38,8 +38,8 @@ class Node:
     async def offer(self, path: str, digest: str) -> None:
         """Give one file to whoever pulls."""
 
-        async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.Offered:
-            return transfer.Offered(Path(path), digest)
+        async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
+            return transfer.PullSource(Path(path), digest)
 
         transfer.serve_pulls(self._endpoint, resolve)
 
@@ -90,7 +90,7 @@ class Node:
         times = []
         for _ in range(count):
             began = time.perf_counter()
-            await requests.call(self._endpoint, PeerId.parse(peer), HEALTH_CHECK, HealthRequest(), timeout=30)
+            await rpc.call(self._endpoint, PeerId.parse(peer), HEALTH_CHECK, HealthRequest(), timeout=30)
             times.append(time.perf_counter() - began)
             await anyio.sleep(0.002)
         return times

@@ -14,7 +14,7 @@ import anyio.abc
 
 from hypha_local.processes import script
 from hypha_net import EndpointSettings, open_endpoint
-from hypha_net._libp2p.engine import Libp2pEndpoint
+from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import StreamResetError, UnreachableError
 from hypha_net.identity import load_identity

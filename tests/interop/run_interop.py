@@ -12,20 +12,20 @@ from uuid import UUID
 
 import anyio
 import pytest
-from bounded_waits import run, until
 from interop import ours
 from interop.authority import Authority
 from interop.rust_peer import RustError, RustPeer, rust_peer
-from loopback_ports import free_port
+from support.loopback_ports import free_port
+from support.waiting import run, until
 
-from hypha_net import requests, transfer
-from hypha_net._libp2p.engine import Libp2pEndpoint
+from hypha_net import rpc, transfer
+from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net.errors import RefusedError, StreamResetError, TransferError, UnreachableError
+from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
+from hypha_proto.dispatch import NotFound
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
-from hypha_proto.jobs import NotFound
 from hypha_proto.leases import RENEW_LEASE, RenewalFailed, RenewLease
-from hypha_proto.slices import DATA, DataRequest, SliceAssigned
 from hypha_proto.transfer import PullRequest
 
 Certify = Callable[..., Path]
@@ -491,23 +491,23 @@ def test_requests_in_both_roles(binary: Path, certify: Certify) -> None:
             async def well(_: PeerId, __: HealthRequest) -> Health:
                 return Health(healthy=True, role="worker", version="1")
 
-            requests.serve(own, HEALTH_CHECK, well)
+            rpc.serve(own, HEALTH_CHECK, well)
             assert await rust.do("health", peer=str(own.peer_id)) is True
-            assert (await requests.call(own, peer, HEALTH_CHECK, HealthRequest())).healthy
+            assert (await rpc.call(own, peer, HEALTH_CHECK, HealthRequest())).healthy
 
             async def slices(_: PeerId, request: DataRequest) -> SliceAssigned | NotFound:
                 if request.dataset != "mnist":
                     return NotFound()
                 return SliceAssigned(data_provider=own.peer_id, index=7, epoch=0, others=(peer,))
 
-            requests.serve(own, DATA, slices)
+            rpc.serve(own, DATA, slices)
             told = await rust.do("data", peer=str(own.peer_id), dataset="mnist")
             assert told == {"provider": str(own.peer_id), "index": 7}
             assert await rust.do("data", peer=str(own.peer_id), dataset="other") == "Data(NotFound)"
-            given = await requests.call(own, peer, DATA, DataRequest(dataset="mnist"))
+            given = await rpc.call(own, peer, DATA, DataRequest(dataset="mnist"))
             assert isinstance(given, SliceAssigned)
             assert (given.data_provider, given.index) == (peer, 7)
-            renewed = await requests.call(own, peer, RENEW_LEASE, RenewLease(id=UUID(int=5)))
+            renewed = await rpc.call(own, peer, RENEW_LEASE, RenewLease(id=UUID(int=5)))
             assert isinstance(renewed, RenewalFailed)
             # what this node does not serve is reset, and a Rust node does not wait for it
             with pytest.raises(RustError):
@@ -523,8 +523,8 @@ def test_slices_in_both_roles(binary: Path, certify: Certify, tmp_path: Path) ->
         for index, size in enumerate((0, 1, 3 * MIB + 17)):
             (folder / str(index)).write_bytes(ours.pattern(0, size))
 
-        async def resolve(_: PeerId, request: PullRequest) -> transfer.Offered:
-            return transfer.Offered(folder.parent / request.dataset / str(request.index))
+        async def resolve(_: PeerId, request: PullRequest) -> transfer.PullSource:
+            return transfer.PullSource(folder.parent / request.dataset / str(request.index))
 
         async with pair(binary, certify, slices=str(folder.parent)) as (rust, own):
             peer = await connect(rust, own, rust_dials=True)

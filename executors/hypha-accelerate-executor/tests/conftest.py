@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from hypha_proto.update import UpdateMetadata, open_update, write_update
+from hypha_proto.update_file import UpdateMetadata, open_update, write_update
 
 HANG_UP = 0
 """A status that means: close the connection without an answer."""
@@ -245,7 +245,7 @@ def digit_slices(tmp_path_factory: pytest.TempPathFactory, digits: dict[str, Any
 @pytest.fixture(scope="session")
 def digit_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that the quick start begins with."""
-    from hypha.accelerate_executor.create_model import ARCHITECTURES, create_model
+    from hypha.accelerate_executor.modeling.create import ARCHITECTURES, create_model
 
     path = tmp_path_factory.mktemp("models") / "digits"
     create_model("image-classification", ARCHITECTURES["resnet-digits"], 0, path)
@@ -271,7 +271,7 @@ def llama_config() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory, llama_config: dict[str, Any]) -> Path:
     """That language model; tests read it, none writes to it."""
-    from hypha.accelerate_executor.create_model import create_model
+    from hypha.accelerate_executor.modeling.create import create_model
 
     path = tmp_path_factory.mktemp("llama") / "model"
     create_model("causal-lm", llama_config, 1, path)

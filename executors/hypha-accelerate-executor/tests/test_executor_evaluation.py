@@ -11,8 +11,8 @@ import pytest
 import safetensors.numpy
 
 from hypha.accelerate_executor import training
-from hypha.accelerate_executor.evaluate import evaluate
-from hypha_proto.update import apply_update_to_dir, open_update
+from hypha.accelerate_executor.modeling.evaluation import evaluate
+from hypha_proto.update_file import apply_update_to_dir, open_update
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

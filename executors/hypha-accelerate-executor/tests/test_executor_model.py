@@ -15,12 +15,12 @@ from click.testing import CliRunner
 
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.cli import main as command
-from hypha.accelerate_executor.create_model import create_model
+from hypha.accelerate_executor.diloco.replica import Replica
 from hypha.accelerate_executor.errors import JobError, ModelError
-from hypha.accelerate_executor.model import auto_class, load_model
-from hypha.accelerate_executor.replica import Replica
-from hypha_proto.job import TASKS
-from hypha_proto.update import UpdateMetadata, apply_update, open_update, write_update
+from hypha.accelerate_executor.modeling.create import create_model
+from hypha.accelerate_executor.modeling.hf import auto_class, load_model
+from hypha_proto.job_spec import TASKS
+from hypha_proto.update_file import UpdateMetadata, apply_update, open_update, write_update
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,46 +15,46 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypha.accelerate_executor.bridge import Fetched
-from hypha.accelerate_executor.data import Batches, shuffled
-from hypha.accelerate_executor.device import Accelerated, Processor, choose_device
+from hypha.accelerate_executor.bridge.client import Fetched
+from hypha.accelerate_executor.data.batches import Batches, shuffled
+from hypha.accelerate_executor.diloco.metrics import RoundTally
+from hypha.accelerate_executor.diloco.round_countdown import NextStep, RoundCountdown
+from hypha.accelerate_executor.distributed.accelerator import AccelerateBackend, CpuBackend, choose_device
 from hypha.accelerate_executor.errors import DataError, JobError, NoMoreData
-from hypha.accelerate_executor.optimizer import InnerOptimizer, learning_rate_factor
-from hypha.accelerate_executor.report import RoundTally
-from hypha.accelerate_executor.rounds import Next, RoundCountdown
-from hypha_proto.job import Adam, CosineWithWarmup, LinearWithWarmup, WarmupStableDecay
-from hypha_proto.progress import Continue, Done, Ok, ScheduleUpdate
+from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer, learning_rate_factor
+from hypha_proto.job_spec import Adam, CosineWithWarmup, LinearWithWarmup, WarmupStableDecay
+from hypha_proto.progress import Acknowledged, Continue, Done, ScheduleUpdate
 
 
 @given(before=st.integers(0, 20), counter=st.integers(0, 20))
 def test_a_count_of_n_means_n_more_batches(before: int, counter: int) -> None:
     countdown = RoundCountdown()
-    assert all(countdown.after_batch(Continue()) is Next.TRAIN for _ in range(before))
+    assert all(countdown.after_batch(Continue()) is NextStep.TRAIN for _ in range(before))
     following = countdown.after_batch(ScheduleUpdate(counter=counter))
     more = 0
-    while following is Next.TRAIN:
+    while following is NextStep.TRAIN:
         following = countdown.after_batch(Continue())
         more += 1
-    assert (following, more) == (Next.SYNCHRONISE, counter)
-    assert countdown.after_merge(Ok()) is Next.TRAIN
+    assert (following, more) == (NextStep.SYNCHRONISE, counter)
+    assert countdown.after_merge(Acknowledged()) is NextStep.TRAIN
     assert countdown.round == 2
-    assert countdown.after_batch(Continue()) is Next.TRAIN
+    assert countdown.after_batch(Continue()) is NextStep.TRAIN
 
 
 def test_a_newer_count_replaces_the_older_and_done_ends_all() -> None:
     countdown = RoundCountdown(7)
     countdown.after_batch(ScheduleUpdate(counter=9))
-    assert countdown.after_batch(ScheduleUpdate(counter=0)) is Next.SYNCHRONISE
-    assert countdown.after_merge(Done()) is Next.STOP
+    assert countdown.after_batch(ScheduleUpdate(counter=0)) is NextStep.SYNCHRONISE
+    assert countdown.after_merge(Done()) is NextStep.STOP
     assert countdown.round == 7
-    assert countdown.after_batch(Done()) is Next.STOP
+    assert countdown.after_batch(Done()) is NextStep.STOP
 
 
 def test_without_data_an_announced_round_is_still_sent() -> None:
     countdown = RoundCountdown()
-    assert countdown.without_data() is Next.STOP
+    assert countdown.without_data() is NextStep.STOP
     countdown.after_batch(ScheduleUpdate(counter=3))
-    assert countdown.without_data() is Next.SYNCHRONISE
+    assert countdown.without_data() is NextStep.SYNCHRONISE
 
 
 def test_the_mean_loss_counts_samples() -> None:
@@ -201,13 +201,13 @@ def test_the_inner_optimizer_is_adamw_bit_for_bit() -> None:
 
 
 def test_accelerate_is_used_only_where_it_has_something_to_do() -> None:
-    assert isinstance(choose_device({}), Processor)
+    assert isinstance(choose_device({}), CpuBackend)
     with pytest.raises(JobError, match="'fp16' needs a GPU"):
         choose_device({"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"})
     with pytest.raises(JobError, match="gradient_accumulation_steps"):
         choose_device({"ACCELERATE_USE_CPU": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "0"})
     placed = choose_device({"ACCELERATE_USE_CPU": "true"})
-    assert isinstance(placed, Accelerated)
+    assert isinstance(placed, AccelerateBackend)
     assert placed.torch_device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -221,7 +221,7 @@ def test_the_entry_does_not_wait_for_torch() -> None:
 @pytest.mark.slow
 def test_a_loaded_model_brings_only_its_own_class(digit_model: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from hypha.accelerate_executor.model import load_model\n"
+        "import sys; from pathlib import Path; from hypha.accelerate_executor.modeling.hf import load_model\n"
         f"load_model('image-classification', Path({str(digit_model)!r}))\n"
         "print(sorted(m for m in sys.modules if m.startswith('transformers.models.') and '.modeling_' in m))\n"
         "print([m for m in ('scipy', 'sklearn', 'torchvision', 'tensorboard') if m in sys.modules])"

@@ -12,9 +12,9 @@ import pytest
 import safetensors.numpy
 
 from hypha.accelerate_executor import training
-from hypha.accelerate_executor.create_model import create_model
+from hypha.accelerate_executor.data.preprocess import Preprocessor, decode_text, load_preprocessor
 from hypha.accelerate_executor.errors import DataError, JobError, ModelError
-from hypha.accelerate_executor.preprocess import Preprocessor, decode_text, load_preprocessor
+from hypha.accelerate_executor.modeling.create import create_model
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from bounded_waits import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopback_ports import free_port
+from support.loopback_ports import free_port
+from support.waiting import wait_until
 
 from hypha.accelerate_executor import training
-from hypha.accelerate_executor.pieces import count_labels, divide
-from hypha_proto.update import UpdateMetadata, open_update, write_update
+from hypha.accelerate_executor.data.microbatches import count_labels, split_batch
+from hypha_proto.update_file import UpdateMetadata, open_update, write_update
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -39,7 +39,7 @@ def test_pieces_hold_every_row_that_counts_once(rows: list[int], processes: int,
     labels = torch.full((len(rows), 7), -100)
     for row, count in enumerate(rows):
         labels[row, 1 : 1 + count] = row
-    pieces = divide({"labels": labels, "x": torch.arange(len(rows))}, processes, micro, shifted=True)
+    pieces = split_batch({"labels": labels, "x": torch.arange(len(rows))}, processes, micro, shifted=True)
     assert len(pieces) == processes
     counted = [piece for part in pieces for piece in part if piece.weight > 0]
     assert sum(piece.weight for piece in counted) == pytest.approx(1.0 if any(rows) or processes * micro == 1 else 0.0)
@@ -189,9 +189,9 @@ import safetensors.torch, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from hypha.accelerate_executor.model import load_model
-from hypha.accelerate_executor.replica import Replica
-from hypha.accelerate_executor.weights import ShardedWeights
+from hypha.accelerate_executor.modeling.hf import load_model
+from hypha.accelerate_executor.diloco.replica import Replica
+from hypha.accelerate_executor.distributed.state_dict import ShardedWeights
 
 model_dir, out = map(Path, sys.argv[1:])
 dist.init_process_group("gloo")

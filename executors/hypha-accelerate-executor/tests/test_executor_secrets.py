@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hypha.accelerate_executor.secrets import Redaction
+from hypha.accelerate_executor.bridge.redaction import Redaction
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from hypha.accelerate_executor import training
+from hypha.accelerate_executor.bridge.spans import TRACE_VARIABLE, Spans
 from hypha.accelerate_executor.errors import BridgeClosed
-from hypha.accelerate_executor.spans import TRACE_VARIABLE, Spans
-from hypha_proto.bridge import SpanReport, read_spans
+from hypha_proto.bridge_api import SpanReport, read_spans
 
 SAMPLED = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 UNSAMPLED = SAMPLED[:-1] + "0"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from hypha.accelerate_executor.data.preprocess import load_preprocessor
 from hypha.accelerate_executor.errors import JobError, ModelError
-from hypha.accelerate_executor.model import load_model
-from hypha.accelerate_executor.preprocess import load_preprocessor
-from hypha_proto.job import PREPROCESSOR_TASKS, TASKS
+from hypha.accelerate_executor.modeling.hf import load_model
+from hypha_proto.job_spec import PREPROCESSOR_TASKS, TASKS
 
 # written out, so that a slip in the rule that makes names of tasks is seen
 CLASSES = {

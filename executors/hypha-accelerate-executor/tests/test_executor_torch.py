@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.cli import main as command
 from hypha.accelerate_executor.errors import ExecutorError, JobError, ModelError
-from hypha.accelerate_executor.model import load_model
-from hypha_proto.update import apply_update_to_dir, open_update
+from hypha.accelerate_executor.modeling.hf import load_model
+from hypha_proto.update_file import apply_update_to_dir, open_update
 
 pytestmark = pytest.mark.timeout(120)
 

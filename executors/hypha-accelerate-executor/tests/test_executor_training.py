@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.cli import main as command
-from hypha.accelerate_executor.data import Batches
-from hypha.accelerate_executor.evaluate import evaluate
-from hypha_proto.update import apply_update_to_dir, open_update
+from hypha.accelerate_executor.data.batches import Batches
+from hypha.accelerate_executor.modeling.evaluation import evaluate
+from hypha_proto.update_file import apply_update_to_dir, open_update
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -35,7 +35,7 @@ def _plain_adamw(model_dir: Path, worker: Any, steps: int, seed: int) -> Any:
     """The same batches, without rounds: transformers and torch alone."""
     from transformers import AutoModelForImageClassification
 
-    from hypha.accelerate_executor.bridge import Fetched
+    from hypha.accelerate_executor.bridge.client import Fetched
 
     scratch = worker.work_dir.parent / "plain"
     numbers = iter(range(1000))

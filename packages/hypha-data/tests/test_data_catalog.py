@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
 
-from hypha_data.announce import keep_announced
+from hypha_data.announcer import keep_announced
 from hypha_data.catalog import MANIFEST, open_catalog, open_dataset
 from hypha_data.config import DataConfig
 from hypha_data.errors import DatasetError
 from hypha_data.prepare import prepare_dataset
-from hypha_data.serve import slice_resolver
-from hypha_net import directory, transfer
+from hypha_data.slice_resolver import slice_resolver
+from hypha_net import dataset_directory, transfer
 from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import from_json
-from hypha_proto.slices import Manifest
+from hypha_proto.datasets import Manifest
 from hypha_proto.transfer import PullRequest
 
 
@@ -132,7 +132,7 @@ def test_the_service_announces_and_serves(tmp_path: Path) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(keep_announced, node, datasets.values(), announced.set)
             await announced.wait()
-            [found] = await directory.find_dataset(worker, "digits")
+            [found] = await dataset_directory.find_dataset(worker, "digits")
             assert (found.provider, found.record.num_slices) == (node.peer_id, 3)
             await _pull_all(worker, found, tmp_path)
             tasks.cancel_scope.cancel()
@@ -140,7 +140,7 @@ def test_the_service_announces_and_serves(tmp_path: Path) -> None:
     _run(case)
 
 
-async def _pull_all(worker: MemoryEndpoint, found: directory.FoundDataset, folder: Path) -> None:
+async def _pull_all(worker: MemoryEndpoint, found: dataset_directory.FoundDataset, folder: Path) -> None:
     target = folder / "manifest"
     request = PullRequest(dataset="digits", index=0, name="manifest")
     await transfer.pull(worker, found.provider, request, target, digest=found.record.manifest)

@@ -18,10 +18,10 @@ from click.testing import CliRunner
 
 from hypha_gateway.cli import main
 from hypha_gateway.config import GatewayConfig
-from hypha_net.node.config_errors import ConfigError
-from hypha_net.node.config_load import load_config
+from hypha_net.node.config.errors import ConfigError
+from hypha_net.node.config.loader import load_config
 from hypha_net.node.lifecycle import endpoint_settings
-from hypha_net.open import RelayLimits
+from hypha_net.settings import RelayLimits
 
 
 def script(name: str) -> str:

@@ -10,8 +10,8 @@ from contextlib import AbstractAsyncContextManager
 
 import anyio
 import pytest
-from bounded_waits import run, until
-from endpoint_traffic import read_all
+from support.endpoint_helpers import read_all
+from support.waiting import run, until
 
 from hypha_net.endpoint import Endpoint, GossipMessage, Stream
 from hypha_net.errors import (

@@ -11,7 +11,6 @@ from typing import Any
 
 import anyio
 import pytest
-from bounded_waits import run, until
 from libp2p.host.basic_host import BasicHost
 from libp2p.identity.identify import identify
 from libp2p.identity.identify_push import identify_push
@@ -28,7 +27,8 @@ from libp2p.pubsub.validators import signature_validator
 from libp2p.tools.anyio_service.trio_manager import TrioManager
 from libp2p.tools.anyio_service.trio_tasks import MAX_CHILDREN_TASKS
 from libp2p.tools.timed_cache.last_seen_cache import LastSeenCache
-from loopback_ports import free_port
+from support.loopback_ports import free_port
+from support.waiting import run, until
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.endpoint import Endpoint, Stream

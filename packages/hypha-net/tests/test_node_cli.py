@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from pydantic import Field
 
 from hypha_net.node.cli import daemon_cli
-from hypha_net.node.config import NodeConfig, Section
-from hypha_net.node.config_init import render_config, to_toml
+from hypha_net.node.config.models import NodeConfig, Section
+from hypha_net.node.config.template import render_config, to_toml
 from hypha_net.node.lifecycle import Node
 
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from hypha_net.node.config import NOT_YET, NodeConfig, Section, is_secret, masked
-from hypha_net.node.config_errors import ConfigError
-from hypha_net.node.config_load import Loaded, load_config
-from hypha_net.node.config_toml import read_toml
+from hypha_net.bandwidth import BandwidthLimits
+from hypha_net.node.config.errors import ConfigError
+from hypha_net.node.config.loader import Loaded, load_config
+from hypha_net.node.config.models import NOT_YET, NodeConfig, Section, is_secret, masked
+from hypha_net.node.config.toml_positions import read_toml
 from hypha_net.node.lifecycle import endpoint_settings
-from hypha_net.rates import Rates
 
 
 class Resources(Section):
@@ -251,7 +251,7 @@ def test_a_rate_under_which_transfers_would_look_dead_is_refused(load: Any) -> N
     assert ":6: limits.upload_rate = 1000: input should be greater than or equal to 16384" in problems[0]
     config = load("[limits]\nupload_rate = 16384\npeer_download_rate = 1000000\n").config
     rates = endpoint_settings(config, "worker").rates
-    assert rates == Rates(upload=16384, peer_download=1_000_000)
+    assert rates == BandwidthLimits(upload=16384, peer_download=1_000_000)
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bounded_waits import run
-from first_lines import first_line
+from support.process_ready import first_line
+from support.waiting import run
 
 from hypha_net.node.health import Readiness, serve_health
-from hypha_net.requests import call
+from hypha_net.rpc import call
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.health import HEALTH_CHECK, HealthRequest
 
 PROGRAM = """
 import subprocess, sys, time
 import anyio
-from hypha_net.node.config import NodeConfig
+from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.lifecycle import run_daemon
-from hypha_net.node.logs import configure_logs
+from hypha_net.node.logging_setup import configure_logs
 from hypha_net.testing import MemoryNetwork
 
 class OwnError(Exception):

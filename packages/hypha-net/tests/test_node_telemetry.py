@@ -16,23 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bounded_waits import run, wait_until
-from first_lines import first_line
-from otlp_collector import Collector, grpc_collector, http_collector
+from support.otlp_collector import Collector, grpc_collector, http_collector
+from support.process_ready import first_line
+from support.waiting import run, wait_until
 
-from hypha_net import requests, telemetry
-from hypha_net.node.config import NodeConfig
-from hypha_net.node.config_load import ConfigError, load_config
-from hypha_net.node.telemetry import Export, make_sampler, open_export
-from hypha_net.node.telemetry_targets import targets, without_user
+from hypha_net import instrumentation, rpc
+from hypha_net.node.config.loader import ConfigError, load_config
+from hypha_net.node.config.models import NodeConfig
+from hypha_net.node.telemetry.otlp_config import targets, without_user
+from hypha_net.node.telemetry.sdk import Export, make_sampler, open_export
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLease
 
 PARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
-WORK = telemetry.Counter("test.work", "{piece}", "Work that was done.")
-SPEED = telemetry.Histogram("test.speed", "s", "How long it took.")
-ROOM = telemetry.Level("test.room", "By", "Bytes in use.")
+WORK = instrumentation.Counter("test.work", "{piece}", "Work that was done.")
+SPEED = instrumentation.Histogram("test.speed", "s", "How long it took.")
+ROOM = instrumentation.Level("test.room", "By", "Bytes in use.")
 
 
 @contextmanager
@@ -57,17 +57,17 @@ def node_config(**keys: Any) -> NodeConfig:
 @contextmanager
 def exporting(**keys: Any) -> Iterator[Export]:
     export = open_export(node_config(**keys), service="hypha-worker", version="9.9", instance="12D3peer")
-    telemetry.install(export.recorder)
+    instrumentation.install(export.recorder)
     try:
         yield export
     finally:
-        telemetry.install(None)
+        instrumentation.install(None)
         export.close()
 
 
 def work() -> None:
-    with telemetry.span("outside", {"hypha.round": 3}, parent=PARENT, ago=0.5):
-        with telemetry.span("inside", kind="client"):
+    with instrumentation.span("outside", {"hypha.round": 3}, parent=PARENT, ago=0.5):
+        with instrumentation.span("inside", kind="client"):
             WORK.add(2, {"kind": "hard"})
             WORK.add(3, {"kind": "hard"})
         SPEED.record(0.25)
@@ -126,9 +126,9 @@ def test_grpc_gets_spans_and_metrics() -> None:
 def test_what_fails_is_marked_and_what_is_cancelled_is_not_an_error() -> None:
     with http_collector() as collector:
         with exporting(telemetry_endpoint=collector.url):
-            with pytest.raises(ValueError, match="broken"), telemetry.span("fails"):
+            with pytest.raises(ValueError, match="broken"), instrumentation.span("fails"):
                 raise ValueError("broken")
-            with pytest.raises(KeyboardInterrupt), telemetry.span("cancelled"):
+            with pytest.raises(KeyboardInterrupt), instrumentation.span("cancelled"):
                 raise KeyboardInterrupt
         spans = {span.name: span for span in collector.spans}
     assert (spans["fails"].status.code, spans["fails"].status.message) == (2, "broken")
@@ -152,8 +152,8 @@ def test_a_sampler_decides_what_is_recorded(sampler: str, ratio: float, alone: b
     with http_collector() as collector:
         keys = {"telemetry_sampler": sampler, "telemetry_sample_ratio": ratio}
         with exporting(telemetry_endpoint=collector.url, **keys):
-            telemetry.span("alone").end()
-            span = telemetry.span("below", parent=PARENT)
+            instrumentation.span("alone").end()
+            span = instrumentation.span("below", parent=PARENT)
             assert span.traceparent is not None
             assert span.traceparent.endswith("-01" if below else "-00")
             span.end()
@@ -171,12 +171,12 @@ def test_a_share_of_traces() -> None:
 @pytest.mark.parametrize("receiver", [http_collector, grpc_collector], ids=["http", "grpc"])
 def test_what_is_logged_arrives_within_its_trace(receiver: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    log = logging.getLogger("hypha_worker.jobs")
+    log = logging.getLogger("hypha_worker.jobs.job_manager")
     keys = {"telemetry_protocol": "grpc"} if receiver is grpc_collector else {}
     with receiver() as collector, exporting(telemetry_endpoint=collector.url, **keys):
         log.debug("not wanted at this level")
         log.info("job %s begins", "j-1")
-        with telemetry.span("inside", parent=PARENT):
+        with instrumentation.span("inside", parent=PARENT):
             log.warning("half a character: \udc80, and %s", "x" * 20_000)
         try:
             raise ValueError("broken")
@@ -211,7 +211,7 @@ def test_what_exporting_logs_itself_is_not_exported(caplog: pytest.LogCaptureFix
         collector.refuse = ""
         with exporting(telemetry_endpoint=collector.url):
             logging.getLogger("urllib3.connectionpool").debug("own")
-            logging.getLogger("hypha_net.node.telemetry_export").warning("own")
+            logging.getLogger("hypha_net.node.telemetry.exporters").warning("own")
             logging.getLogger("somewhere").info("again")
     assert {record.body.string_value for record in collector.logs} == {"again"}
     [told] = [record.getMessage() for record in caplog.records if "takes no" in record.getMessage()]
@@ -312,14 +312,14 @@ def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
             version="1",
             instance="i",
         )
-        telemetry.install(export.recorder)
+        instrumentation.install(export.recorder)
         began = time.monotonic()
         for _ in range(2500):  # more than the queue of spans holds
-            telemetry.span("work").end()
+            instrumentation.span("work").end()
             logging.getLogger("somewhere").info("at work")
         WORK.add()
         assert time.monotonic() - began < 9  # one batch that is waited for takes ten
-        telemetry.install(None)
+        instrumentation.install(None)
         if collector is absent_collector:  # it refuses at once, and that is told
             wait_until(lambda: any("takes no" in line for line in told_by_nodes(caplog)), 15, "the log saying so")
         began = time.monotonic()
@@ -337,8 +337,8 @@ def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
 DAEMON = """
 import sys
 import anyio
-from hypha_net import telemetry
-from hypha_net.node.config import NodeConfig
+from hypha_net import instrumentation
+from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.lifecycle import run_daemon
 from hypha_net.testing import MemoryNetwork
 
@@ -398,14 +398,14 @@ def ask_once() -> tuple[str | None, str | None]:
     seen: list[str | None] = []
 
     async def renew(_peer: PeerId, message: RenewLease) -> LeaseRenewal:
-        seen.extend((message.traceparent, telemetry.current_traceparent()))
+        seen.extend((message.traceparent, instrumentation.current_traceparent()))
         return RenewalFailed()
 
     async def main() -> None:
         network = MemoryNetwork()
         async with network.endpoint("a") as a, network.endpoint("b") as b:
-            requests.serve(b, RENEW_LEASE, renew)
-            await requests.call(a, b.peer_id, RENEW_LEASE, RenewLease(id=uuid.uuid4()))
+            rpc.serve(b, RENEW_LEASE, renew)
+            await rpc.call(a, b.peer_id, RENEW_LEASE, RenewLease(id=uuid.uuid4()))
 
     run(main)
     return seen[0], seen[1]
@@ -413,7 +413,7 @@ def ask_once() -> tuple[str | None, str | None]:
 
 def test_a_request_carries_the_trace_to_its_handler() -> None:
     with http_collector() as collector:
-        with exporting(telemetry_endpoint=collector.url), telemetry.span("job") as job:
+        with exporting(telemetry_endpoint=collector.url), instrumentation.span("job") as job:
             carried, handled = ask_once()
         spans = {(span.name, span.kind): span for span in collector.spans}
     client, server = spans["RenewLease", 3], spans["RenewLease", 2]
@@ -428,15 +428,15 @@ def test_a_request_carries_the_trace_to_its_handler() -> None:
 
 def test_without_a_collector_a_trace_is_passed_on_and_none_is_begun() -> None:
     assert ask_once() == (None, None)
-    with telemetry.attached(PARENT), telemetry.span("not recorded"):
+    with instrumentation.attached(PARENT), instrumentation.span("not recorded"):
         assert ask_once() == (PARENT, PARENT)
-    assert telemetry.current_traceparent() is None
+    assert instrumentation.current_traceparent() is None
 
 
 @pytest.mark.parametrize(
     "hostile", ["", "x" * 4000, PARENT.upper() + "\n", PARENT + "-01", PARENT.replace("00-0", "ff-0")]
 )
 def test_a_malformed_traceparent_is_ignored(hostile: str) -> None:
-    with telemetry.attached(hostile), telemetry.span("work", parent=hostile) as span:
+    with instrumentation.attached(hostile), instrumentation.span("work", parent=hostile) as span:
         assert span.traceparent is None
-    assert telemetry.trace_of(RenewLease(id=uuid.uuid4(), traceparent=hostile)) is None
+    assert instrumentation.trace_of(RenewLease(id=uuid.uuid4(), traceparent=hostile)) is None

@@ -20,10 +20,10 @@ from hypha_net import transfer
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import NetError, StreamResetError
 from hypha_net.events import Transferred
-from hypha_net.transfer import retries
-from hypha_net.transfer.wire import AT_ONCE, MAX_REASON, receive_message, send_message
+from hypha_net.transfer import retry
+from hypha_net.transfer.framing import AT_ONCE, MAX_REASON, receive_message, send_message
 from hypha_proto.ids import PeerId
-from hypha_proto.protocol import PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER
+from hypha_proto.protocols import PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER
 from hypha_proto.transfer import MAX_HEADER, PSEUDO_GRADIENT, PullRequest, PushHeader
 
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
@@ -39,7 +39,7 @@ each_kind = pytest.mark.parametrize("kind", ["file", "memory"])
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "PAUSES", (0.02, 0.02))
+    monkeypatch.setattr(retry, "PAUSES", (0.02, 0.02))
 
 
 @pytest.fixture(autouse=True)
@@ -94,18 +94,20 @@ class Receiver:
         async def in_memory(data: bytearray, _digest: str) -> None:
             self.landed.append(bytes(data))
 
-        def landing_at(path: Path) -> transfer.Landing:
+        def landing_at(path: Path) -> transfer.FilePushTarget:
             async def arrived(_size: int, digest: str) -> None:
                 await in_memory(bytearray(await anyio.Path(path).read_bytes()), digest)
                 await anyio.Path(path).unlink()
 
-            return transfer.Landing(path, max_bytes, arrived)
+            return transfer.FilePushTarget(path, max_bytes, arrived)
 
-        async def accept(_peer: PeerId, header: PushHeader | None) -> transfer.Landing | transfer.MemoryLanding:
+        async def accept(
+            _peer: PeerId, header: PushHeader | None
+        ) -> transfer.FilePushTarget | transfer.MemoryPushTarget:
             self.names.append("" if header is None else header.name)
             if kind == "file":
                 return landing_at(folder / str(len(self.names)))
-            return transfer.MemoryLanding(max_bytes, in_memory)
+            return transfer.MemoryPushTarget(max_bytes, in_memory)
 
         transfer.serve_pushes(node, accept)
 
@@ -294,7 +296,7 @@ def test_a_header_that_trickles_is_given_up(
         receiver = Receiver(victim, "memory", tmp_path / "landing")
         transfer.serve_pulls(victim, _never)
         with monkeypatch.context() as patch, pytest.raises(StreamResetError):
-            patch.setattr("hypha_net.transfer.wire.IDLE_TIMEOUT", 0.2)
+            patch.setattr("hypha_net.transfer.framing.IDLE_TIMEOUT", 0.2)
             stream = await liar.open_stream(victim.peer_id, [protocol])
             await stream.send_all((60_000).to_bytes(8, "little"))
             while True:
@@ -305,7 +307,7 @@ def test_a_header_that_trickles_is_given_up(
     run(opener, case)
 
 
-async def _never(_peer: PeerId, _request: PullRequest) -> transfer.Offered:
+async def _never(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
     raise AssertionError("half a request must not be asked about")
 
 
@@ -478,8 +480,8 @@ def test_a_pusher_believes_no_answer_that_makes_no_sense(opener: Opener, tmp_pat
 def test_a_giver_refuses_what_lies_past_the_end(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     (tmp_path / "file").write_bytes(DATA)
 
-    async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.Offered:
-        return transfer.Offered(DATA if kind == "memory" else tmp_path / "file")
+    async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
+        return transfer.PullSource(DATA if kind == "memory" else tmp_path / "file")
 
     async def case(liar: Endpoint, victim: Endpoint) -> None:
         transfer.serve_pulls(victim, resolve)
@@ -506,11 +508,11 @@ def test_a_giver_refuses_what_lies_past_the_end(opener: Opener, tmp_path: Path, 
 def test_a_giver_gives_up_a_peer_that_takes_nothing(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
-    monkeypatch.setattr("hypha_net.transfer.moving.IDLE_TIMEOUT", 0.3)
+    monkeypatch.setattr("hypha_net.transfer.io.stream_copy.IDLE_TIMEOUT", 0.3)
     (tmp_path / "file").write_bytes(DATA * 4)
 
-    async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.Offered:
-        return transfer.Offered(DATA * 4 if kind == "memory" else tmp_path / "file")
+    async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
+        return transfer.PullSource(DATA * 4 if kind == "memory" else tmp_path / "file")
 
     async def case(liar: Endpoint, victim: Endpoint) -> None:
         transfer.serve_pulls(victim, resolve)

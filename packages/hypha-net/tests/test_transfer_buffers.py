@@ -22,16 +22,17 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from hypha_net import transfer
+from hypha_net.bandwidth import BURST
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.events import Followed, Transferred
-from hypha_net.rates import BURST
 from hypha_net.testing import Faults, MemoryNetwork
-from hypha_net.transfer import gathering, retries
-from hypha_net.transfer.arriving import KEEP_FROM, MAX_KEPT
-from hypha_net.transfer.wire import receive_message, send_message
+from hypha_net.transfer import retry
+from hypha_net.transfer.framing import receive_message, send_message
+from hypha_net.transfer.io import partial_buffer
+from hypha_net.transfer.io.partial_file import KEEP_FROM, MAX_KEPT
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
-from hypha_proto.protocol import PULL_WITH_HEADER, PUSH_WITH_HEADER
+from hypha_proto.protocols import PULL_WITH_HEADER, PUSH_WITH_HEADER
 from hypha_proto.transfer import PSEUDO_GRADIENT, GoOn, PullRequest, PushAnswer, PushHeader, Refusal
 
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
@@ -48,7 +49,7 @@ REQUEST = PullRequest(dataset="d", index=2)
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "PAUSES", (0.05, 0.05, 0.05))
+    monkeypatch.setattr(retry, "PAUSES", (0.05, 0.05, 0.05))
 
 
 def run(opener: Opener, case: Case) -> None:
@@ -119,13 +120,13 @@ class Mover:
 
         async def accept(
             _peer: PeerId, header: PushHeader | None
-        ) -> transfer.Landing | transfer.MemoryLanding | Refusal:
+        ) -> transfer.FilePushTarget | transfer.MemoryPushTarget | Refusal:
             assert (header is None) == self.old
             if self.refusal is not None:
                 return self.refusal
             if target == "file":
-                return transfer.Landing(self.folder / "landed", self.max_bytes, in_file)
-            return transfer.MemoryLanding(self.max_bytes, in_memory)
+                return transfer.FilePushTarget(self.folder / "landed", self.max_bytes, in_file)
+            return transfer.MemoryPushTarget(self.max_bytes, in_memory)
 
         transfer.serve_pushes(self.taker, accept)
         if self.old:
@@ -136,9 +137,9 @@ class Mover:
         return sent
 
     async def _pull(self, data: bytes, given: Path | bytes, target: Kind) -> None:
-        async def resolve(_peer: PeerId, request: PullRequest) -> transfer.Offered | Refusal:
+        async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
             assert (request.dataset, request.index) == ("d", 2)
-            return self.refusal or transfer.Offered(given, self.digest)
+            return self.refusal or transfer.PullSource(given, self.digest)
 
         transfer.serve_pulls(self.giver, resolve)
         if self.old:
@@ -261,9 +262,9 @@ def test_a_pusher_cannot_tell_memory_from_a_file(opener: Opener, tmp_path: Path)
     async def arrived(_content: object, _digest: str) -> None:
         pass
 
-    landings: dict[str, transfer.Landing | transfer.MemoryLanding] = {
-        "file": transfer.Landing(tmp_path / "landed", 2000, arrived),
-        "memory": transfer.MemoryLanding(2000, arrived),
+    landings: dict[str, transfer.FilePushTarget | transfer.MemoryPushTarget] = {
+        "file": transfer.FilePushTarget(tmp_path / "landed", 2000, arrived),
+        "memory": transfer.MemoryPushTarget(2000, arrived),
     }
 
     async def case(a: Endpoint, b: Endpoint) -> None:
@@ -271,8 +272,10 @@ def test_a_pusher_cannot_tell_memory_from_a_file(opener: Opener, tmp_path: Path)
         for name, landing in landings.items():
 
             async def accept(
-                _peer: PeerId, _header: PushHeader | None, landing: transfer.Landing | transfer.MemoryLanding = landing
-            ) -> transfer.Landing | transfer.MemoryLanding:
+                _peer: PeerId,
+                _header: PushHeader | None,
+                landing: transfer.FilePushTarget | transfer.MemoryPushTarget = landing,
+            ) -> transfer.FilePushTarget | transfer.MemoryPushTarget:
                 return landing
 
             transfer.serve_pushes(b, accept)
@@ -320,7 +323,7 @@ def test_after_a_cut_it_goes_on_where_it_was(
     monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
 
     async def case(a: Endpoint, b: Endpoint) -> None:
-        transfer.limit_rates(b, transfer.Rates(download=20 << 20))  # slow enough to be cut half way
+        transfer.limit_bandwidth(b, transfer.BandwidthLimits(download=20 << 20))  # slow enough to be cut half way
         for seed, (source, target) in enumerate(WITH_MEMORY):
             mover, offsets, data = Mover(how, a, b, tmp_path / "landing"), list[int](), content(SIZE, seed)
             async with anyio.create_task_group() as tasks:
@@ -368,7 +371,9 @@ def test_equal_content_under_other_names_does_not_disturb_each_other(
     async def case(a: Endpoint, b: Endpoint) -> None:
         landed: list[str] = []
 
-        async def accept(_peer: PeerId, header: PushHeader | None) -> transfer.Landing | transfer.MemoryLanding:
+        async def accept(
+            _peer: PeerId, header: PushHeader | None
+        ) -> transfer.FilePushTarget | transfer.MemoryPushTarget:
             assert header is not None
             name = header.name
 
@@ -376,12 +381,12 @@ def test_equal_content_under_other_names_does_not_disturb_each_other(
                 landed.append(name)
 
             if kind == "file":
-                return transfer.Landing(tmp_path / name, LIMIT, arrived)
-            return transfer.MemoryLanding(LIMIT, arrived)
+                return transfer.FilePushTarget(tmp_path / name, LIMIT, arrived)
+            return transfer.MemoryPushTarget(LIMIT, arrived)
 
         transfer.serve_pushes(b, accept)
         data, sent = content(2 << 20), list[int]()
-        transfer.limit_rates(b, transfer.Rates(download=16 << 20))  # slow enough to be under way at once
+        transfer.limit_bandwidth(b, transfer.BandwidthLimits(download=16 << 20))  # slow enough to be under way at once
 
         async def push(name: str) -> None:
             sent.append(await transfer.push(a, b.peer_id, data, header_of(data, name)))
@@ -418,7 +423,7 @@ def test_however_often_the_link_breaks_what_arrives_is_what_was_sent(
         assert [path.name for path in (folder / "landing").iterdir()] == (["landed"] if target == "file" else [])
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retries, "PAUSES", (0.001,) * 200)
+        patch.setattr(retry, "PAUSES", (0.001,) * 200)
         anyio.run(main, Path(folder), backend="trio")
 
 
@@ -431,7 +436,7 @@ def test_a_cancelled_transfer_ends_at_once_at_both_ends(
 
     async def case(a: Endpoint, b: Endpoint) -> None:
         mover = Mover(how, a, b, tmp_path / "landing")
-        transfer.limit_rates(b, transfer.Rates(download=20 << 20))
+        transfer.limit_bandwidth(b, transfer.BandwidthLimits(download=20 << 20))
         with a.events.follow(Transferred) as at_a, b.events.follow(Transferred) as at_b:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(mover.move, data, "memory", "memory")
@@ -449,7 +454,7 @@ def test_a_cancelled_transfer_ends_at_once_at_both_ends(
         patch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
         began = time.monotonic()
         run(opener, case)
-        assert time.monotonic() - began < gathering.KEPT_FOR / 2
+        assert time.monotonic() - began < partial_buffer.KEPT_FOR / 2
 
 
 # -------------------------------------------------------------------------------------------------------------- refused
@@ -496,8 +501,8 @@ def test_on_the_old_wire_too_no_more_than_the_limit_is_taken(
 
 def test_another_digest_than_the_one_wanted_is_not_taken(opener: Opener) -> None:
     async def case(a: Endpoint, b: Endpoint) -> None:
-        async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.Offered:
-            return transfer.Offered(b"these")
+        async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
+            return transfer.PullSource(b"these")
 
         transfer.serve_pulls(b, resolve)
         wanted = digest_of(b"those")
@@ -516,12 +521,16 @@ def test_another_digest_than_the_one_wanted_is_not_taken(opener: Opener) -> None
 @each_way
 def test_buffers_keep_to_the_limits(opener: Opener, tmp_path: Path, how: Literal["push", "pull"]) -> None:
     size, rate = 1 << 20, 2 << 20
-    unlimited, up, down = transfer.Rates(), transfer.Rates(peer_upload=rate), transfer.Rates(download=rate)
+    unlimited, up, down = (
+        transfer.BandwidthLimits(),
+        transfer.BandwidthLimits(peer_upload=rate),
+        transfer.BandwidthLimits(download=rate),
+    )
 
     async def case(a: Endpoint, b: Endpoint) -> None:
         for giving, taking in ((up, unlimited), (unlimited, down)):
-            transfer.limit_rates(a, giving)
-            transfer.limit_rates(b, taking)
+            transfer.limit_bandwidth(a, giving)
+            transfer.limit_bandwidth(b, taking)
             began = anyio.current_time()
             await Mover(how, a, b, tmp_path / "landing").move(content(size), "memory", "memory")
             assert anyio.current_time() - began >= size / rate - BURST - 0.05
@@ -559,11 +568,11 @@ Step = tuple[int, int, int, float]
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_what_waits_in_memory_is_bounded_in_bytes_number_and_time(steps: list[Step]) -> None:
     async def main() -> None:
-        waiting = gathering.Waiting()
+        waiting = partial_buffer.Waiting()
         async with anyio.create_task_group() as tasks:
             for peer, number, size, pause in steps:
                 digest = f"blake3:{number:064x}"
-                came = gathering.Gathering(1 << 20, digest, bytearray(size))
+                came = partial_buffer.PartialBuffer(1 << 20, digest, bytearray(size))
                 waiting.keep(PEERS[peer], came)
                 assert waiting.bytes <= 1000
                 assert waiting.number <= MAX_KEPT
@@ -573,11 +582,11 @@ def test_what_waits_in_memory_is_bounded_in_bytes_number_and_time(steps: list[St
                 assert (taken is came) == (size <= 1000)  # the last one stays, if there is room for it at all
                 if taken is not None and size % 2:
                     waiting.keep(PEERS[peer], taken)
-            await anyio.sleep(gathering.KEPT_FOR + 0.1)
+            await anyio.sleep(partial_buffer.KEPT_FOR + 0.1)
             assert waiting.number == waiting.bytes == 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "KEPT_BYTES", 1000)
+        patch.setattr(partial_buffer, "KEPT_BYTES", 1000)
         anyio.run(main, backend="trio", backend_options={"clock": MockClock(autojump_threshold=0)})
 
 
@@ -586,7 +595,7 @@ def test_an_incomplete_push_waits_for_its_peer_and_not_for_ever(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float, pause: float
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
-    monkeypatch.setattr(gathering, "KEPT_FOR", kept)
+    monkeypatch.setattr(partial_buffer, "KEPT_FOR", kept)
     data = content(4 << 20)
 
     async def case(a: Endpoint, b: Endpoint) -> None:

@@ -14,23 +14,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hypha_proto.aggregate import ROUND_MEMBERS, UPDATE_REFUSED
 from hypha_proto.codec import from_cbor, from_json, parse_cbor, to_cbor, to_json
+from hypha_proto.datasets import DATA, Manifest
+from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, PARAMETER_PULL, PARAMETER_PUSH
 from hypha_proto.errors import DecodeError, EncodeError, InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId, base58_decode, base58_encode, check_digest
-from hypha_proto.job import JobSpec
-from hypha_proto.jobs import DISPATCH_JOB, JOB_STATUS, PARAMETER_PULL, PARAMETER_PUSH
+from hypha_proto.job_spec import JobSpec
 from hypha_proto.leases import CANCEL_JOB, JOB_END, RELEASE_LEASE, RENEW_LEASE, WHY_NOT
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerRequest, WorkerSpec
 from hypha_proto.progress import REPORT, BatchDone, ProgressRequest, ProgressValue
-from hypha_proto.protocol import Conversation
+from hypha_proto.protocols import RpcMethod
 from hypha_proto.resources import Resources, Timestamp
-from hypha_proto.shapes import FloatKind, IntRange, Mark, Message
-from hypha_proto.slices import DATA, Manifest
+from hypha_proto.round_membership import ROUND_MEMBERS, UPDATE_REFUSED
 from hypha_proto.transfer import PullAnswer, PullRequest, PushHeader
+from hypha_proto.wire_schema import FloatKind, IntRange, Mark, Message
 
-CONVERSATIONS: list[Conversation[Any, Any]] = [
+CONVERSATIONS: list[RpcMethod[Any, Any]] = [
     OFFER, RENEW_LEASE, JOB_STATUS, DISPATCH_JOB, PARAMETER_PULL, PARAMETER_PUSH, DATA, HEALTH_CHECK, REPORT,
     RELEASE_LEASE, CANCEL_JOB, WHY_NOT, JOB_END, ROUND_MEMBERS, UPDATE_REFUSED,
 ]  # fmt: skip

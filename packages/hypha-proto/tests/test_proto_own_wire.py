@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from hypha_proto.aggregate import ROUND_MEMBERS, UPDATE_REFUSED, Member, MembersKnown, RoundMembers, UpdateRefused
 from hypha_proto.codec import to_cbor, to_plain
+from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
-from hypha_proto.heartbeats import heartbeat_key, publisher_named, signed_bytes, split_heartbeat
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import (
     CANCEL_JOB,
@@ -34,9 +33,17 @@ from hypha_proto.leases import (
     WhyNot,
 )
 from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
-from hypha_proto.progress import REPORT, BatchDone, ProgressRequest, Updated
+from hypha_proto.progress import REPORT, BatchDone, OuterStepTaken, ProgressRequest
 from hypha_proto.resources import Resources, Timestamp
-from hypha_proto.slices import DATA, DataRequest, SliceAssigned
+from hypha_proto.round_membership import (
+    ROUND_MEMBERS,
+    UPDATE_REFUSED,
+    Member,
+    MembersKnown,
+    RoundMembers,
+    UpdateRefused,
+)
+from hypha_proto.signed_records import heartbeat_key, publisher_named, signed_bytes, split_heartbeat
 from hypha_proto.transfer import (
     PSEUDO_GRADIENT,
     GoOn,
@@ -78,7 +85,7 @@ REQUESTS: list[tuple[Any, Any]] = [
         REPORT,
         ProgressRequest(job_id=ID[7], progress=BatchDone(batch_size=16, slices={"3": 16}, batch_ms=12.5), lease=ID[1]),
     ),
-    (REPORT, ProgressRequest(job_id=ID[7], progress=Updated(), lease=ID[1], id=ID[2])),
+    (REPORT, ProgressRequest(job_id=ID[7], progress=OuterStepTaken(), lease=ID[1], id=ID[2])),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),

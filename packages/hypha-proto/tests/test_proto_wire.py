@@ -7,24 +7,24 @@ from typing import Any
 import pytest
 
 from hypha_proto.codec import from_json, from_plain, to_json, to_plain
+from hypha_proto.datasets import DATA, DatasetRecord
+from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, PARAMETER_PULL, PARAMETER_PUSH
 from hypha_proto.health import HEALTH_CHECK
 from hypha_proto.ids import PeerId
-from hypha_proto.job import JobSpec
-from hypha_proto.jobs import DISPATCH_JOB, JOB_STATUS, PARAMETER_PULL, PARAMETER_PUSH
+from hypha_proto.job_spec import JobSpec
 from hypha_proto.leases import RENEW_LEASE
 from hypha_proto.offers import OFFER, WORKER_REQUESTS
 from hypha_proto.progress import REPORT
-from hypha_proto.protocol import API, Conversation
-from hypha_proto.slices import DATA, DatasetRecord
+from hypha_proto.protocols import API, RpcMethod
 from hypha_proto.transfer import PullHeader
 
 LINES = [json.loads(line) for line in (Path(__file__).parent / "wire.jsonl").read_text().splitlines()]
-CONVERSATIONS: list[Conversation[Any, Any]] = [
+CONVERSATIONS: list[RpcMethod[Any, Any]] = [
     OFFER, RENEW_LEASE, JOB_STATUS, DISPATCH_JOB, PARAMETER_PULL, PARAMETER_PUSH, DATA, HEALTH_CHECK, REPORT,
 ]  # fmt: skip
 
 
-def conversation(line: dict[str, str]) -> Conversation[Any, Any]:
+def conversation(line: dict[str, str]) -> RpcMethod[Any, Any]:
     variant = line["name"].partition(".")[0] if line["protocol"] == API else None
     [found] = [c for c in CONVERSATIONS if c.protocol == line["protocol"] and c.variant == variant]
     return found

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerOffer, WorkerSpec
 from hypha_proto.resources import Resources, Timestamp
-from hypha_scheduler.auction import DECISION_WINDOW, Auction, Bid, Want, worth_of
+from hypha_scheduler.allocation.auction import DECISION_WINDOW, AcceptedOffer, Auction, RoleRequest, resource_score
 
 TRAIN, AGGREGATE = uuid.UUID(int=1), uuid.UUID(int=2)
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(8)]
@@ -20,8 +20,12 @@ PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(8)]
 def auction(train: int = 3) -> Auction:
     made = Auction(
         [
-            Want("train", WorkerSpec(resources=Resources(cpu=1), executor=(TrainExecutor(name="t"),)), 100, 120, train),
-            Want("aggregate", WorkerSpec(resources=Resources(), executor=(AggregateExecutor(name="p"),)), 100, 120, 1),
+            RoleRequest(
+                "train", WorkerSpec(resources=Resources(cpu=1), executor=(TrainExecutor(name="t"),)), 100, 120, train
+            ),
+            RoleRequest(
+                "aggregate", WorkerSpec(resources=Resources(), executor=(AggregateExecutor(name="p"),)), 100, 120, 1
+            ),
         ]
     )
     made.asked(TRAIN, "train")
@@ -42,7 +46,7 @@ class AuctionMachine(RuleBasedStateMachine):
         self.auction = auction()
         self.now = 10.0
         self.offers = 0
-        self.chosen: list[Bid] = []
+        self.chosen: list[AcceptedOffer] = []
 
     @rule(
         peer=st.sampled_from(PEERS),
@@ -98,7 +102,7 @@ def test_ranking_is_worth_a_token_then_price_then_time() -> None:
     assert [bid.peer for bid in made.decide(1.2)] == [PEERS[2], PEERS[3]]
     assert "more than the job pays" in made.refused[PEERS[4]]
     assert "120" not in made.refused[PEERS[4]].replace("120.1", "")
-    assert worth_of(Resources(gpu=1, cpu=1, memory=10, storage=100)) == 28.0
+    assert resource_score(Resources(gpu=1, cpu=1, memory=10, storage=100)) == 28.0
 
 
 def test_a_free_offer_is_the_best() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hypha_net.node.config_load import load_config
+from hypha_net.node.config.loader import load_config
 from hypha_proto.ids import PeerId
-from hypha_proto.job import (
+from hypha_proto.job_spec import (
     AggregateConfig,
     CosineWithWarmup,
     HuggingFaceReference,

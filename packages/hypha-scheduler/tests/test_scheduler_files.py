@@ -22,21 +22,21 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hypha_net.transfer import Offered
+from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
-from hypha_proto.job import PeersReference
+from hypha_proto.job_spec import PeersReference
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_proto.update import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.cli import main
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.hand_in import read_job, socket_of
 from hypha_scheduler.job_config import JobConfig, ModelTable, PreprocessorTable
 from hypha_scheduler.journal import Journal, read_journal
-from hypha_scheduler.metrics import EventFile, StatusBridge
+from hypha_scheduler.metrics.status_bridge import EventFile, StatusBridge
 from hypha_scheduler.reporting import JobReport
 from hypha_scheduler.results import ResultModel, open_preprocessor, open_start_model, write_result
 from hypha_scheduler.strategies.diloco.rounds import Measured, RoundClosed
-from hypha_scheduler.submissions import serve_submissions, socket_path
+from hypha_scheduler.submission.client import read_job, socket_of
+from hypha_scheduler.submission.server import serve_submissions, socket_path
 
 PEER = PeerId.from_public_key(bytes(32))
 
@@ -246,7 +246,7 @@ def test_a_local_model_is_copied_and_served_file_by_file(tmp_path: Path) -> None
         assert isinstance(start.reference, PeersReference)
         assert start.reference.filenames == ("config.json", "model.safetensors")
         found = start.resolve(PullRequest(dataset=f"{job_id}/model", index=1))
-        assert isinstance(found, Offered)
+        assert isinstance(found, PullSource)
         assert found.source == source / "model.safetensors"
         assert isinstance(start.resolve(PullRequest(dataset=f"{job_id}/model", index=2)), Refusal)
         assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
@@ -268,7 +268,7 @@ def test_a_local_preprocessor_is_served_file_by_file(tmp_path: Path) -> None:
         assert isinstance(opened.reference, PeersReference)
         assert opened.reference.filenames == ("tokenizer.json", "tokenizer_config.json")
         found = opened.resolve(PullRequest(dataset=f"{job_id}/preprocessor", index=0))
-        assert isinstance(found, Offered)
+        assert isinstance(found, PullSource)
         assert isinstance(found.source, Path)
         assert found.source.read_text() == "{}"
         assert await open_preprocessor(None, tmp_path / "none", job_id, PEER) is None

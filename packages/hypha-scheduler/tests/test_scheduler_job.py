@@ -18,16 +18,24 @@ import anyio.abc
 import numpy as np
 import pytest
 
-from hypha_net import directory, gossip, requests, transfer
+from hypha_net import dataset_directory, pubsub, rpc, transfer
 from hypha_net.errors import NetError, TransferRefusedError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
-from hypha_net.testing.memory import Faults
-from hypha_proto.aggregate import ROUND_MEMBERS, MembersKnown, RoundMembers
+from hypha_net.testing.memory_network import Faults
 from hypha_proto.codec import to_json
+from hypha_proto.datasets import DATA, DataRequest, DatasetRecord, Manifest, SliceAssigned, SliceEntry
+from hypha_proto.dispatch import (
+    DISPATCH_JOB,
+    Dispatched,
+    DispatchFailed,
+    DispatchJob,
+    DispatchResult,
+    Failed,
+    JobStatus,
+)
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
-from hypha_proto.job import JobSpec, PeersReference, TrainConfig, executor_class
-from hypha_proto.jobs import DISPATCH_JOB, Dispatched, DispatchFailed, DispatchJob, DispatchResult, Failed, JobStatus
+from hypha_proto.job_spec import JobSpec, PeersReference, TrainConfig, executor_class
 from hypha_proto.leases import (
     JOB_END,
     RELEASE_LEASE,
@@ -48,19 +56,19 @@ from hypha_proto.progress import (
     REPORT,
     BatchDone,
     Done,
+    OuterStepTaken,
     Progress,
     ProgressRequest,
     ProgressResponse,
     RoundMetrics,
     ScheduleUpdate,
-    Update,
-    Updated,
-    UpdateReceived,
+    SendingUpdate,
+    UpdateMerged,
 )
 from hypha_proto.resources import Resources, Timestamp
-from hypha_proto.slices import DATA, DataRequest, DatasetRecord, Manifest, SliceAssigned, SliceEntry
+from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown, RoundMembers
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
-from hypha_proto.update import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.errors import AllocationError, JobFailedError
 from hypha_scheduler.job_config import JobConfig
 from hypha_scheduler.journal import Journal
@@ -150,8 +158,8 @@ class Worker:
             (HEALTH_CHECK, self.health),
             (ROUND_MEMBERS, self.members),
         ):
-            requests.serve(self.endpoint, conversation, handler)  # type: ignore[arg-type]
-        async with gossip.subscribe(self.endpoint, WORKER_REQUESTS) as heard:
+            rpc.serve(self.endpoint, conversation, handler)  # type: ignore[arg-type]
+        async with pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as heard:
             task_status.started()
             async for scheduler, request in heard:
                 self.heard.append(request)
@@ -169,7 +177,7 @@ class Worker:
             timeout=NOW,
             timeout_ms=500,
         )
-        await requests.call(self.endpoint, scheduler, OFFER, offer)
+        await rpc.call(self.endpoint, scheduler, OFFER, offer)
 
     async def renew(self, peer: PeerId, request: RenewLease) -> LeaseRenewal:
         self.renewals_left -= 1
@@ -206,16 +214,16 @@ class Worker:
     async def report(self, peer: PeerId, request: DispatchJob, progress: Progress) -> ProgressResponse:
         message = ProgressRequest(job_id=request.spec.job_id, progress=progress, lease=request.id, id=uuid.uuid4())
         self.batches += isinstance(progress, BatchDone)
-        answer = await requests.call(self.endpoint, peer, REPORT, message)
+        answer = await rpc.call(self.endpoint, peer, REPORT, message)
         if self.says_twice:
             with suppress(NetError):  # after the last the scheduler may be gone
-                assert await requests.call(self.endpoint, peer, REPORT, message) == answer
+                assert await rpc.call(self.endpoint, peer, REPORT, message) == answer
         return answer
 
     async def end(self, peer: PeerId, request: DispatchJob, code: int, reason: str, lines: tuple[str, ...]) -> None:
         outcome = "finished" if code == 0 else self.outcome
         reason = "the owner needs it" if outcome == "cancelled" else reason
-        await requests.call(
+        await rpc.call(
             self.endpoint,
             peer,
             JOB_END,
@@ -264,10 +272,10 @@ class Worker:
                         left = answer.counter
                     elif left is not None:
                         left -= 1
-                await self.report(peer, request, Update())
+                await self.report(peer, request, SendingUpdate())
                 await self.world.step(number).wait()
                 await self.report(peer, request, RoundMetrics(round=number, metrics={"loss": 1.0 / number}))
-                if isinstance(await self.report(peer, request, UpdateReceived()), Done):
+                if isinstance(await self.report(peer, request, UpdateMerged()), Done):
                     break
             await self.end(peer, request, 0, "", ())
 
@@ -283,9 +291,9 @@ class Worker:
     async def take_slice_if_needed(self, peer: PeerId, batches: int) -> bool:
         if batches * 8 % SLICE_SAMPLES == 0:
             request = DataRequest(dataset="digits", id=uuid.uuid4())
-            answer = await requests.call(self.endpoint, peer, DATA, request)
+            answer = await rpc.call(self.endpoint, peer, DATA, request)
             if self.says_twice:
-                assert await requests.call(self.endpoint, peer, DATA, request) == answer
+                assert await rpc.call(self.endpoint, peer, DATA, request) == answer
             if not isinstance(answer, SliceAssigned):
                 return False
             assert answer.digest is not None
@@ -314,7 +322,7 @@ class Worker:
         self.world.step(message.round).set()
         [lease] = [lease for lease in self.leases if self.spec is not None]
         request = DispatchJob(id=lease, spec=self.spec)  # type: ignore[arg-type]
-        if isinstance(await self.report(peer, request, Updated()), Done):
+        if isinstance(await self.report(peer, request, OuterStepTaken()), Done):
             await self.end(peer, request, 0, "", ())
 
 
@@ -324,11 +332,11 @@ async def data_node(endpoint: MemoryEndpoint, tmp: Path) -> None:
     manifest = tmp / "served-manifest.json"
     manifest.write_bytes(to_json(Manifest, Manifest(dataset="digits", slices=entries)))
 
-    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.Offered | Refusal:
-        return transfer.Offered(manifest) if request.name == "manifest" else Refusal(reason="not in this test")
+    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+        return transfer.PullSource(manifest) if request.name == "manifest" else Refusal(reason="not in this test")
 
     transfer.serve_pulls(endpoint, resolve)
-    await directory.announce_dataset(endpoint, "digits", DatasetRecord(num_slices=SLICES))
+    await dataset_directory.announce_dataset(endpoint, "digits", DatasetRecord(num_slices=SLICES))
 
 
 Case = Callable[[SchedulerService, list[Worker], World], Awaitable[None]]

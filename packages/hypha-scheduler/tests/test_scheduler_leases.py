@@ -10,13 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hypha_net import requests
+from hypha_net import rpc
 from hypha_net.testing import MemoryNetwork, simulate
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, Renewed, RenewLease
 from hypha_proto.resources import Timestamp
-from hypha_scheduler.lease_keeper import keep_leases
-from hypha_scheduler.leases import HeldLease, LeaseLedger
+from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
+from hypha_scheduler.allocation.renewal import keep_leases
 
 PEER = PeerId.from_public_key(bytes(32))
 IDS = st.sampled_from([uuid.UUID(int=n) for n in range(4)])
@@ -28,7 +28,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 100.0
-        self.ledger = LeaseLedger()
+        self.ledger = HeldLeases()
         self.in_flight: dict[uuid.UUID, float] = {}
         self.worker_expires: dict[uuid.UUID, float] = {}
 
@@ -75,7 +75,7 @@ test_a_lease_is_never_believed_longer_than_the_worker_keeps_it = LeaseMachine.Te
 
 
 def test_renewal_is_due_after_a_third_of_a_life_and_retried_until_its_end() -> None:
-    ledger, lease = LeaseLedger(), uuid.UUID(int=1)
+    ledger, lease = HeldLeases(), uuid.UUID(int=1)
     ledger.take(lease, PEER, asked_at=0.0, life=9.0)
     assert ledger.begin_renewals(2.9) == ()
     assert [held.lease for held in ledger.begin_renewals(3.0)] == [lease]
@@ -108,8 +108,8 @@ def test_a_worker_that_is_away_for_six_seconds_keeps_its_lease(away: float, kept
             def gone(_held: HeldLease, why: str) -> None:
                 lost.append(why)
 
-            requests.serve(worker, RENEW_LEASE, renew)
-            ledger = LeaseLedger()
+            rpc.serve(worker, RENEW_LEASE, renew)
+            ledger = HeldLeases()
             ledger.take(lease, worker.peer_id, anyio.current_time())
             tasks.start_soon(keep_leases, scheduler, ledger, gone)
             await anyio.sleep(60)

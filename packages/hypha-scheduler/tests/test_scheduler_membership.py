@@ -7,10 +7,10 @@ import uuid
 import anyio
 import pytest
 
-from hypha_net import requests
+from hypha_net import rpc
 from hypha_net.testing import MemoryNetwork
-from hypha_proto.aggregate import ROUND_MEMBERS, MembersKnown, RoundMembers
 from hypha_proto.ids import PeerId
+from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown, RoundMembers
 from hypha_scheduler.membership import RoundMembership
 from hypha_scheduler.strategies.diloco.rounds import Rounds, RoundSettings, Synchronise
 
@@ -36,7 +36,7 @@ def test_a_round_that_the_server_has_closed_already_does_not_fail_when_a_member_
         network = MemoryNetwork()
         with anyio.fail_after(10):
             async with network.endpoint("scheduler") as scheduler, network.endpoint("server") as server:
-                requests.serve(server, ROUND_MEMBERS, answer)
+                rpc.serve(server, ROUND_MEMBERS, answer)
                 rounds = Rounds(RoundSettings(rounds=2, target=8, batch_size=4, min_members=1), [A, B], 0.0)
                 membership = RoundMembership(scheduler, uuid.uuid4(), server.peer_id)
                 await membership.tell(Synchronise(1, ((A, 4), (B, 4))), rounds, failed.append)

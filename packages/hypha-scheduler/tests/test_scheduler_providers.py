@@ -10,15 +10,15 @@ import anyio
 import pytest
 from blake3 import blake3
 
-from hypha_net import directory, requests, transfer
+from hypha_net import dataset_directory, rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import to_json
+from hypha_proto.datasets import DatasetRecord, Manifest, SliceEntry
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
-from hypha_proto.slices import DatasetRecord, Manifest, SliceEntry
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_scheduler.dataset import open_dataset
-from hypha_scheduler.providers import Providers
+from hypha_scheduler.datasets.dataset import open_dataset
+from hypha_scheduler.datasets.providers import Providers
 
 DIGEST = "blake3:" + "1" * 64
 ENTRY = SliceEntry(file="0.safetensors", samples=4, size=1, digest=DIGEST)
@@ -45,12 +45,14 @@ async def serve(node: MemoryEndpoint, slices: int, folder: Path) -> str:
     path.write_bytes(data)
     digest = f"blake3:{blake3(data).hexdigest()}"
 
-    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.Offered | Refusal:
-        return transfer.Offered(path, digest) if request.name == "manifest" else Refusal(reason="not in this test")
+    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+        return transfer.PullSource(path, digest) if request.name == "manifest" else Refusal(reason="not in this test")
 
     transfer.serve_pulls(node, resolve)
-    requests.serve(node, HEALTH_CHECK, healthy)
-    await directory.announce_dataset(node, "digits", DatasetRecord(num_slices=slices, seq=slices, manifest=digest))
+    rpc.serve(node, HEALTH_CHECK, healthy)
+    await dataset_directory.announce_dataset(
+        node, "digits", DatasetRecord(num_slices=slices, seq=slices, manifest=digest)
+    )
     return digest
 
 
@@ -77,7 +79,7 @@ def test_slices_come_in_turn_from_all_who_serve_what_the_job_pinned(tmp_path: Pa
 def test_a_data_node_that_is_gone_is_asked_last_at_once_and_not_at_all_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "RECORD_TTL", 0.05)
+    monkeypatch.setattr(dataset_directory, "RECORD_TTL", 0.05)
 
     async def case(network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
         a, scheduler = nodes
@@ -99,8 +101,8 @@ def test_a_data_node_that_is_gone_is_asked_last_at_once_and_not_at_all_soon(
 def test_a_dataset_without_a_digest_stays_with_the_node_that_gave_it(tmp_path: Path) -> None:
     async def case(_network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
         a, b, scheduler = nodes
-        await directory.announce_dataset(a, "digits", DatasetRecord(num_slices=2))
-        await directory.announce_dataset(b, "digits", DatasetRecord(num_slices=2))
+        await dataset_directory.announce_dataset(a, "digits", DatasetRecord(num_slices=2))
+        await dataset_directory.announce_dataset(b, "digits", DatasetRecord(num_slices=2))
         providers = Providers(scheduler, "digits", None, a.peer_id)
         await providers.watch()
         assert providers.order(1) == (a.peer_id,)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import Continue, Done, Ok, ProgressError, ScheduleUpdate
+from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, ScheduleUpdate
 from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, Late, RoundClosed, Rounds, RoundSettings, Synchronise
 
 PEERS = [PeerId.from_public_key(bytes([n + 1]) * 32) for n in range(5)]
@@ -81,7 +81,7 @@ class Simulation:
 
     def outer_step(self, effect: Synchronise) -> None:
         answer, effects = self.rounds.updated(self.now)
-        assert isinstance(answer, Done if effect.round == self.settings.rounds else Ok)
+        assert isinstance(answer, Done if effect.round == self.settings.rounds else Acknowledged)
         self.take(effects)
         for peer in self.seconds:
             self.after(0.1, lambda peer=peer: self.merge(peer))
@@ -174,7 +174,7 @@ def test_a_lost_member_is_left_out_and_the_parameter_server_is_told_again() -> N
     assert rounds.update(PEERS[1], 2.0) == ()
     assert rounds.update(PEERS[2], 2.0) == (Synchronise(1, tuple((peer, 16) for peer in PEERS[:3])),)
     assert rounds.lost(PEERS[1], "no lease", 3.0) == (Synchronise(1, ((PEERS[0], 16), (PEERS[2], 16))),)
-    assert isinstance(rounds.updated(4.0)[0], Ok)
+    assert isinstance(rounds.updated(4.0)[0], Acknowledged)
 
 
 def test_a_lost_member_that_the_others_waited_for() -> None:
@@ -289,8 +289,8 @@ def test_reports_that_come_again_get_their_answer_again() -> None:
     rounds = make()
     for peer in PEERS[:3]:
         rounds.update(peer, 2.0)
-    assert isinstance(rounds.updated(3.0)[0], Ok)
-    assert isinstance(rounds.updated(3.1)[0], Ok)
+    assert isinstance(rounds.updated(3.0)[0], Acknowledged)
+    assert isinstance(rounds.updated(3.1)[0], Acknowledged)
     assert isinstance(rounds.merged(PEERS[0], 3.2), Continue)
     assert isinstance(rounds.merged(PEERS[0], 3.3), Continue)
     assert rounds.closed == 1

@@ -15,11 +15,11 @@ import anyio
 import pytest
 from hypothesis import settings
 
-from hypha_net import gossip, requests, telemetry, transfer
+from hypha_net import instrumentation, pubsub, rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
-from hypha_proto.aggregate import UPDATE_REFUSED, RefusalKnown, UpdateRefused
+from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, DispatchResult, JobStatus, StatusReceived
 from hypha_proto.ids import PeerId
-from hypha_proto.job import (
+from hypha_proto.job_spec import (
     Adam,
     AggregateConfig,
     AggregateJob,
@@ -34,7 +34,6 @@ from hypha_proto.job import (
     TrainConfig,
     TrainJob,
 )
-from hypha_proto.jobs import DISPATCH_JOB, JOB_STATUS, DispatchJob, DispatchResult, JobStatus, StatusReceived
 from hypha_proto.leases import (
     JOB_END,
     RELEASE_LEASE,
@@ -59,6 +58,7 @@ from hypha_proto.offers import (
 )
 from hypha_proto.progress import REPORT, Continue, ProgressRequest, ProgressResponse
 from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.config import WorkerConfig
 from hypha_worker.service import Worker, open_worker
@@ -107,7 +107,7 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data nodes that are away stay away, but for tests that say something else."""
-    monkeypatch.setattr("hypha_worker.connectors.peers.AWAY", ())
+    monkeypatch.setattr("hypha_worker.connectors.peer_files.AWAY", ())
 
 
 @dataclass
@@ -127,12 +127,12 @@ class Scheduler:
 
     def listen(self, *, old: bool = False) -> None:
         """Answer as schedulers do; an `old` one lacks the protocols of ours."""
-        requests.serve(self.endpoint, OFFER, self._offer)
-        requests.serve(self.endpoint, JOB_STATUS, self._status)
-        requests.serve(self.endpoint, REPORT, self._report)
+        rpc.serve(self.endpoint, OFFER, self._offer)
+        rpc.serve(self.endpoint, JOB_STATUS, self._status)
+        rpc.serve(self.endpoint, REPORT, self._report)
         if not old:
-            requests.serve(self.endpoint, JOB_END, self._end)
-            requests.serve(self.endpoint, UPDATE_REFUSED, self._refused)
+            rpc.serve(self.endpoint, JOB_END, self._end)
+            rpc.serve(self.endpoint, UPDATE_REFUSED, self._refused)
 
     async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
         self.offers[offer.request_id] = (peer, offer)
@@ -183,20 +183,20 @@ class Scheduler:
         with anyio.fail_after(30):
             while True:
                 request = self.request(executor, bid, **(amounts or {"cpu": 1.0}))
-                await gossip.publish(self.endpoint, WORKER_REQUESTS, request)
+                await pubsub.publish(self.endpoint, WORKER_REQUESTS, request)
                 with anyio.move_on_after(3.0):
                     peer, offer = await self.until(lambda wanted=request.id: self.offers.get(wanted))
                     if isinstance(await self.renew(peer, offer.id), Renewed):
                         return offer.id
 
     async def renew(self, peer: PeerId, lease: uuid.UUID) -> LeaseRenewal:
-        return await requests.call(self.endpoint, peer, RENEW_LEASE, RenewLease(id=lease))
+        return await rpc.call(self.endpoint, peer, RENEW_LEASE, RenewLease(id=lease))
 
     async def dispatch(self, peer: PeerId, lease: uuid.UUID, spec: JobSpec) -> DispatchResult:
-        return await requests.call(self.endpoint, peer, DISPATCH_JOB, DispatchJob(id=lease, spec=spec))
+        return await rpc.call(self.endpoint, peer, DISPATCH_JOB, DispatchJob(id=lease, spec=spec))
 
     async def release(self, peer: PeerId, lease: uuid.UUID) -> bool:
-        return (await requests.call(self.endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease))).known
+        return (await rpc.call(self.endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease))).known
 
     async def ended(self, seconds: float = 15.0) -> JobEnd:
         """The end of the latest job."""
@@ -218,7 +218,7 @@ class Pushed:
         self.folder.mkdir(parents=True, exist_ok=True)
         transfer.serve_pushes(self.endpoint, self._accept)
 
-    async def _accept(self, peer: PeerId, header: PushHeader | None) -> transfer.Landing | Refusal:
+    async def _accept(self, peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
         if self.refuse:
             return Refusal(reason=self.refuse)
         path = self.folder / f"{uuid.uuid4()}"
@@ -226,7 +226,7 @@ class Pushed:
         async def arrived(_size: int, _digest: str) -> None:
             self.files.append((peer, header, path.read_bytes()))
 
-        return transfer.Landing(path, 1 << 30, arrived)
+        return transfer.FilePushTarget(path, 1 << 30, arrived)
 
 
 @dataclass
@@ -374,10 +374,10 @@ class Recorded:
     def end(self, error: str | None, kind: str | None) -> None:
         pass
 
-    def measure(self, metric: telemetry.Metric, value: float, attributes: Any) -> None:
+    def measure(self, metric: instrumentation.Metric, value: float, attributes: Any) -> None:
         self.values.append((metric.name, value, dict(attributes)))
 
-    def forget(self, metric: telemetry.Metric, attributes: Any) -> None:
+    def forget(self, metric: instrumentation.Metric, attributes: Any) -> None:
         self.gone.add(metric.name)
 
     def total(self, name: str, **attributes: str) -> float:
@@ -388,6 +388,6 @@ class Recorded:
 @pytest.fixture
 def recorded() -> Iterator[Recorded]:
     recorder = Recorded()
-    telemetry.install(recorder)
+    instrumentation.install(recorder)
     yield recorder
-    telemetry.install(None)
+    instrumentation.install(None)

@@ -24,7 +24,7 @@ from hypha_net import transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import to_plain
 from hypha_proto.ids import PeerId
-from hypha_proto.job import (
+from hypha_proto.job_spec import (
     Adam,
     All,
     Descriptor,
@@ -41,13 +41,13 @@ from hypha_proto.job import (
     UriReference,
 )
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
-from hypha_worker.bridge.faults import BridgeFault
-from hypha_worker.bridge.inbox import Inbox
-from hypha_worker.bridge.references import with_secrets, without_secrets
-from hypha_worker.bridge.resources import JobResources
+from hypha_worker.bridge.backend import JobBridgeBackend
+from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import BridgeStartError, open_bridge
-from hypha_worker.connectors.access import Access
-from hypha_worker.connectors.peers import PeerFiles
+from hypha_worker.connectors.access_policy import Access
+from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.errors import BridgeError
+from hypha_worker.jobs.references import with_secrets, without_secrets
 
 LIMIT = 1 << 20
 
@@ -69,7 +69,7 @@ class Door:
     data: MemoryEndpoint
     stranger: MemoryEndpoint
     spec: JobSpec
-    inbox: Inbox
+    inbox: DeliveryQueue
     work_dir: Path
     socket: Path
     client: httpx.AsyncClient
@@ -129,11 +129,13 @@ async def opened(tmp_path: Path, short: Path, access: Access | None = None, **ch
         spec = make_spec(server, data, **changes)
         work_dir = tmp_path / "job"
         work_dir.mkdir()
-        inbox = Inbox(spec.job_id, work_dir, frozenset({server.peer_id}), LIMIT, OUTER_UPDATE)
+        inbox = DeliveryQueue(spec.job_id, work_dir, frozenset({server.peer_id}), LIMIT, OUTER_UPDATE)
         files = PeerFiles(worker, LIMIT)
-        backend = JobResources(worker, spec, uuid.uuid4(), server.peer_id, work_dir, inbox, access or Access(), files)
+        backend = JobBridgeBackend(
+            worker, spec, uuid.uuid4(), server.peer_id, work_dir, inbox, access or Access(), files
+        )
 
-        async def accept(peer: Any, header: PushHeader | None) -> transfer.Landing | Refusal:
+        async def accept(peer: Any, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
             return inbox.accept(peer, header)
 
         transfer.serve_pushes(worker, accept)
@@ -144,9 +146,9 @@ async def opened(tmp_path: Path, short: Path, access: Access | None = None, **ch
         )
         door = Door(network, worker, server, data, stranger, spec, inbox, work_dir, path, client)
 
-        async def resolve(_peer: Any, request: PullRequest) -> transfer.Offered | Refusal:
+        async def resolve(_peer: Any, request: PullRequest) -> transfer.PullSource | Refusal:
             found = door.served.get((request.dataset, request.index))
-            return transfer.Offered(found) if found else Refusal(reason="not here")
+            return transfer.PullSource(found) if found else Refusal(reason="not here")
 
         transfer.serve_pulls(data, resolve)
         try:
@@ -475,11 +477,11 @@ def test_secrets_stay_with_the_worker(tmp_path: Path) -> None:
 def test_a_data_node_that_restarts_is_waited_for_and_one_that_refuses_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
-    monkeypatch.setattr("hypha_worker.connectors.peers.AWAY", (0.2,) * 50)
+    monkeypatch.setattr("hypha_worker.connectors.peer_files.AWAY", (0.2,) * 50)
     (tmp_path / "slice").write_bytes(b"x" * 1000)
 
-    async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.Offered | Refusal:
-        return transfer.Offered(tmp_path / "slice") if comes_back else Refusal(reason="not here any more")
+    async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource | Refusal:
+        return transfer.PullSource(tmp_path / "slice") if comes_back else Refusal(reason="not here any more")
 
     async def main() -> None:
         network = MemoryNetwork()
@@ -497,7 +499,7 @@ def test_a_data_node_that_restarts_is_waited_for_and_one_that_refuses_is_not(
                     assert peer == data.peer_id
                     assert (tmp_path / "got").read_bytes() == b"x" * 1000
                 else:
-                    with pytest.raises(BridgeFault, match="not here any more"):
+                    with pytest.raises(BridgeError, match="not here any more"):
                         await files.pull([data.peer_id], address, tmp_path / "got")
 
     anyio.run(main, backend="trio")

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hypha_net.node.config_errors import ConfigError
-from hypha_net.node.config_load import Loaded, load_config
+from hypha_net.node.config.errors import ConfigError
+from hypha_net.node.config.loader import Loaded, load_config
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_proto.resources import Resources
-from hypha_worker.capabilities import Device
 from hypha_worker.cli import main
 from hypha_worker.config import WorkerConfig
-from hypha_worker.detection import detect
+from hypha_worker.hardware.detection import detect
+from hypha_worker.leasing.capacity import Device
 
 COMPLETE_EXAMPLE = """
 # TLS Configuration

@@ -14,10 +14,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hypha_proto.job import HuggingFaceReference
-from hypha_worker.bridge.faults import BridgeFault
-from hypha_worker.connectors.access import Access
+from hypha_proto.job_spec import HuggingFaceReference
+from hypha_worker.connectors.access_policy import Access
 from hypha_worker.connectors.downloads import from_hub, from_uri
+from hypha_worker.errors import BridgeError
 
 FILES = {
     "/file.bin": b"content",
@@ -100,7 +100,7 @@ def bring(url: str, folder: Path, access: Access = ACCESS, max_bytes: int = 1000
 
 
 def refused(call: Callable[[], object]) -> tuple[int, str]:
-    with pytest.raises(BridgeFault) as caught:
+    with pytest.raises(BridgeError) as caught:
         call()
     return caught.value.status, caught.value.detail
 

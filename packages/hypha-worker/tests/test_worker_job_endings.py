@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from hypha_worker.executors.execution import ExecutionError, JobContext, Traces
+from hypha_worker.jobs.execution import ExecutionError, ExecutionTrace, JobContext
 
 InLab = Callable[..., None]
 
@@ -18,7 +18,7 @@ class FailsWhenCancelled:
 
     senders: frozenset[Any] = frozenset()
     takes = ""
-    traces = Traces(exit_code=3)
+    traces = ExecutionTrace(exit_code=3)
 
     def __init__(self, context: JobContext) -> None:
         self._context = context

@@ -15,11 +15,12 @@ import anyio
 import psutil
 import pytest
 
-from hypha_net import gossip, requests, transfer
+from hypha_net import pubsub, rpc, transfer
 from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryNetwork
+from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
+from hypha_proto.dispatch import Dispatched, DispatchFailed, NotFound
 from hypha_proto.ids import PeerId
-from hypha_proto.jobs import Dispatched, DispatchFailed, NotFound
 from hypha_proto.leases import (
     CANCEL_JOB,
     RELEASE_LEASE,
@@ -32,9 +33,8 @@ from hypha_proto.leases import (
 )
 from hypha_proto.offers import WORKER_REQUESTS
 from hypha_proto.progress import BatchDone, Done, ProgressRequest, ProgressResponse, ScheduleUpdate
-from hypha_proto.slices import DATA, DataRequest, SliceAssigned
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
-from hypha_worker.executors.process import exit_text, substitute
+from hypha_worker.executors.process.execution import exit_text, substitute
 from hypha_worker.service import clear_work_dir, serve
 
 InLab = Callable[..., None]
@@ -74,12 +74,12 @@ async def serve_slices(lab: Any, count: int) -> None:
             return NotFound()
         return SliceAssigned(data_provider=lab.data.peer_id, index=len(given) - 1, epoch=0)
 
-    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.Offered | Refusal:
+    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
         path = lab.folder / f"slice-{request.index}"
         path.write_bytes(b"slice %d" % request.index)
-        return transfer.Offered(path)
+        return transfer.PullSource(path)
 
-    requests.serve(lab.scheduler.endpoint, DATA, assign)
+    rpc.serve(lab.scheduler.endpoint, DATA, assign)
     transfer.serve_pulls(lab.data, resolve)
 
 
@@ -237,7 +237,7 @@ def test_a_job_ends_with_its_lease_and_its_whole_tree(in_lab: InLab, how: str) -
         if how == "release":
             assert await lab.scheduler.release(lab.peer, lease)
         elif how == "cancel":
-            answer = await requests.call(endpoint, lab.peer, CANCEL_JOB, CancelJob(id=lease, reason="enough"))
+            answer = await rpc.call(endpoint, lab.peer, CANCEL_JOB, CancelJob(id=lease, reason="enough"))
             assert answer.known
         assert lab.worker.ledger.free.resources.cpu == 1.0, "not free before the processes are gone"
         await lab.scheduler.until(lambda: lab.scheduler.ends, 20.0)
@@ -300,7 +300,7 @@ def test_strangers_cannot_use_a_lease(in_lab: InLab) -> None:
         assert isinstance(await stranger.dispatch(lab.peer, lease, lab.train_spec()), DispatchFailed)
         assert not await stranger.release(lab.peer, lease)
         message = CancelJob(id=lease, reason="mischief")
-        assert not (await requests.call(lab.data, lab.peer, CANCEL_JOB, message)).known
+        assert not (await rpc.call(lab.data, lab.peer, CANCEL_JOB, message)).known
         assert lab.worker.jobs.running
         assert isinstance(await lab.scheduler.renew(lab.peer, lease), Renewed)
 
@@ -327,7 +327,7 @@ def test_a_worker_says_why_it_would_not_bid(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         async def reasons(**wanted: float) -> tuple[str, ...]:
             message = WhyNot(request=lab.scheduler.request(**wanted))
-            return (await requests.call(lab.scheduler.endpoint, lab.peer, WHY_NOT, message)).reasons
+            return (await rpc.call(lab.scheduler.endpoint, lab.peer, WHY_NOT, message)).reasons
 
         assert await reasons(cpu=1.0) == ()
         assert await reasons(cpu=8.0, bid=10.0) == (
@@ -363,7 +363,7 @@ def test_the_end_of_a_job_is_told_although_the_scheduler_was_away(in_lab: InLab)
 def test_a_release_without_a_job_frees_the_machine_at_once(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         lease = await lab.scheduler.hire(cpu=2.0)
-        answer = await requests.call(lab.scheduler.endpoint, lab.peer, RELEASE_LEASE, ReleaseLease(id=lease))
+        answer = await rpc.call(lab.scheduler.endpoint, lab.peer, RELEASE_LEASE, ReleaseLease(id=lease))
         assert answer.known
         assert lab.worker.ledger.free.resources.cpu == 2.0
 
@@ -448,7 +448,7 @@ def test_a_worker_is_healthy_when_somebody_is_on_its_topic(tmp_path: Path, make_
                     await anyio.sleep(0.02)
             assert not node.readiness.is_ready
             await gateway.connect(endpoint.addresses[0])
-            async with gossip.subscribe(gateway, WORKER_REQUESTS):
+            async with pubsub.subscribe(gateway, WORKER_REQUESTS):
                 with anyio.fail_after(15):
                     while not node.readiness.is_ready:
                         await anyio.sleep(0.02)
@@ -465,7 +465,7 @@ def test_a_worker_whose_topic_is_peopled_does_not_say_that_it_waits(
         async with (
             network.endpoint("worker") as endpoint,
             network.endpoint("gateway") as gateway,
-            gossip.subscribe(gateway, WORKER_REQUESTS),
+            pubsub.subscribe(gateway, WORKER_REQUESTS),
             anyio.create_task_group() as tasks,
         ):
             await gateway.connect(endpoint.addresses[0])

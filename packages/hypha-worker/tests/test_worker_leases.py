@@ -11,17 +11,17 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from hypha_proto.ids import PeerId
 from hypha_proto.resources import Resources
-from hypha_worker.capabilities import Capacity, Device
-from hypha_worker.leases import LeaseError, LeaseLedger, LeaseState
+from hypha_worker.leasing.capacity import Capacity, Device
+from hypha_worker.leasing.lease_manager import LeaseError, LeaseManager, LeaseState
 
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(3)]
 MINE, OTHER = PEERS[0], PEERS[1]
 ID = uuid.UUID(int=7)
 
 
-def offered(now: float = 0.0) -> LeaseLedger:
+def offered(now: float = 0.0) -> LeaseManager:
     capacity = Capacity(Resources(cpu=4.0))
-    ledger = LeaseLedger(capacity)
+    ledger = LeaseManager(capacity)
     allocation = capacity.fit(Resources(cpu=3.0))
     assert allocation is not None
     ledger.offer(ID, MINE, uuid.UUID(int=1), allocation, 100.0, now)
@@ -118,7 +118,7 @@ class Ledger(RuleBasedStateMachine):
         self.capacity = Capacity(
             Resources(cpu=8.0, memory=16.0, gpu=48.0), (Device(0, 24.0), Device(1, 24.0)) if devices else ()
         )
-        self.ledger = LeaseLedger(self.capacity)
+        self.ledger = LeaseManager(self.capacity)
         self.now = 0.0
         self.running: dict[uuid.UUID, Resources] = {}
         self.count = 0

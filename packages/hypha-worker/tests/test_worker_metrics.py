@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hypha_net import requests, transfer
-from hypha_proto.aggregate import ROUND_MEMBERS, Member, RoundMembers
+from hypha_net import rpc, transfer
+from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.leases import RenewalFailed
 from hypha_proto.progress import Done
-from hypha_proto.slices import DATA, DataRequest, SliceAssigned
+from hypha_proto.round_membership import ROUND_MEMBERS, Member, RoundMembers
 from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
-from hypha_proto.update import UpdateMetadata, write_update
-from hypha_worker.executors import usage
+from hypha_proto.update_file import UpdateMetadata, write_update
+from hypha_worker.hardware import usage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "telemetry.md"
 ELSEWHERE = {"hw.gpu.utilization", "hw.gpu.memory.usage"}
@@ -52,10 +52,10 @@ async def serve_slices(lab: Any) -> None:
         given.append(request)
         return SliceAssigned(data_provider=lab.data.peer_id, index=len(given) - 1)
 
-    async def resolve(_peer: Any, _request: Any) -> transfer.Offered:
-        return transfer.Offered(path)
+    async def resolve(_peer: Any, _request: Any) -> transfer.PullSource:
+        return transfer.PullSource(path)
 
-    requests.serve(lab.scheduler.endpoint, DATA, assign)
+    rpc.serve(lab.scheduler.endpoint, DATA, assign)
     transfer.serve_pulls(lab.data, resolve)
 
 
@@ -98,7 +98,7 @@ async def aggregate(lab: Any, inbox: Any) -> None:
     await transfer.push(lab.server, lab.peer, path, header)
     members = (Member(peer=lab.server.peer_id, samples=1),)
     message = RoundMembers(job_id=spec.job_id, round=1, members=members, deadline_ms=10_000)
-    await requests.call(lab.scheduler.endpoint, lab.peer, ROUND_MEMBERS, message)
+    await rpc.call(lab.scheduler.endpoint, lab.peer, ROUND_MEMBERS, message)
     await lab.scheduler.until(lambda: inbox.files)
 
 
@@ -116,7 +116,7 @@ def test_every_metric_that_is_promised_shows_a_value(
     async def case(lab: Any) -> None:
         await train(lab, recorded)
         await aggregate(lab, take_pushes(lab.server, lab.folder / "inbox"))
-        monkeypatch.setattr("hypha_worker.leases.RENEWED_LEASE", 0.5)
+        monkeypatch.setattr("hypha_worker.leasing.lease_manager.RENEWED_LEASE", 0.5)
         await let_expire(lab, recorded)
 
     in_lab(case)

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hypha_proto.errors import TensorFileError
-from hypha_proto.update import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_worker.executors.parameter_server.outer_step import OuterOptimizer, inspect_update, outer_step
 
 Arrays = dict[str, NDArray[np.float32]]

@@ -13,15 +13,15 @@ import anyio
 import numpy as np
 import pytest
 
-from hypha_net import requests, transfer
+from hypha_net import rpc, transfer
 from hypha_net.errors import TransferError
 from hypha_net.testing import MemoryEndpoint
-from hypha_proto.aggregate import ROUND_MEMBERS, Member, MembersKnown, RoundMembers
-from hypha_proto.job import JobSpec
-from hypha_proto.progress import Continue, Done, ProgressError, Updated
-from hypha_proto.protocol import PUSH_WITH_HEADER
+from hypha_proto.job_spec import JobSpec
+from hypha_proto.progress import Continue, Done, OuterStepTaken, ProgressError
+from hypha_proto.protocols import PUSH_WITH_HEADER
+from hypha_proto.round_membership import ROUND_MEMBERS, Member, MembersKnown, RoundMembers
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
-from hypha_proto.update import TensorFile, UpdateMetadata, write_update
+from hypha_proto.update_file import TensorFile, UpdateMetadata, write_update
 
 InLab = Callable[..., None]
 
@@ -56,7 +56,7 @@ class Group:
     async def name(self, number: int, samples: dict[int, int], deadline_ms: int = 10_000) -> MembersKnown:
         members = tuple(Member(peer=self.peers[who].peer_id, samples=count) for who, count in samples.items())
         message = RoundMembers(job_id=self.spec.job_id, round=number, members=members, deadline_ms=deadline_ms)
-        return await requests.call(self.lab.scheduler.endpoint, self.lab.peer, ROUND_MEMBERS, message)
+        return await rpc.call(self.lab.scheduler.endpoint, self.lab.peer, ROUND_MEMBERS, message)
 
     async def result(self, who: int, count: int) -> tuple[PushHeader | None, float]:
         """The latest outer update at a peer, once it has `count` of them."""
@@ -89,7 +89,7 @@ def done_after(count: int) -> Callable[[Any], Any]:
     heard: list[Any] = []
 
     def answer(report: Any) -> Any:
-        assert isinstance(report.progress, Updated)
+        assert isinstance(report.progress, OuterStepTaken)
         heard.append(report)
         return Done() if len(heard) == count else Continue()
 
@@ -288,10 +288,10 @@ def test_members_of_a_job_that_is_not_here_are_refused(in_lab: InLab, take_pushe
     async def case(lab: Any) -> None:
         async with running(lab, take_pushes) as group:
             message = RoundMembers(job_id=uuid.uuid4(), round=1, members=(), deadline_ms=1)
-            answer = await requests.call(lab.scheduler.endpoint, lab.peer, ROUND_MEMBERS, message)
+            answer = await rpc.call(lab.scheduler.endpoint, lab.peer, ROUND_MEMBERS, message)
             assert not answer.accepted
             message = RoundMembers(job_id=group.spec.job_id, round=1, members=(), deadline_ms=1)
-            answer = await requests.call(lab.data, lab.peer, ROUND_MEMBERS, message)
+            answer = await rpc.call(lab.data, lab.peer, ROUND_MEMBERS, message)
             assert not answer.accepted, "only the job's own scheduler names members"
 
     in_lab(case)

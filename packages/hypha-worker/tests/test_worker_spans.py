@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from otlp_collector import Collector, http_collector
+from support.otlp_collector import Collector, http_collector
 
-from hypha_net import telemetry
-from hypha_net.node.config import NodeConfig
-from hypha_net.node.telemetry import open_export
-from hypha_proto.bridge import ExecutorSpan, SpanReport
+from hypha_net import instrumentation
+from hypha_net.node.config.models import NodeConfig
+from hypha_net.node.telemetry.sdk import open_export
+from hypha_proto.bridge_api import ExecutorSpan, SpanReport
 from hypha_worker.bridge import spans as room
-from hypha_worker.bridge.faults import BridgeFault
 from hypha_worker.bridge.spans import SpanAccount
+from hypha_worker.errors import BridgeError
 
 JOB = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 OTHER = JOB.removesuffix("f-01") + "e-01"
@@ -61,11 +61,11 @@ def exporting() -> Iterator[Collector]:
         keys: dict[str, Any] = {**files, "gateway_addresses": ["/ip4/127.0.0.1/tcp/1"]}
         config = NodeConfig.model_validate({**keys, "telemetry_endpoint": collector.url})
         export = open_export(config, service="hypha-worker", version="1", instance="12D3")
-        telemetry.install(export.recorder)
+        instrumentation.install(export.recorder)
         try:
             yield collector
         finally:
-            telemetry.install(None)
+            instrumentation.install(None)
             export.close()
 
 
@@ -73,7 +73,7 @@ def test_what_an_executor_reports_stands_in_the_trace_of_its_job(in_lab: Any, ca
     caplog.set_level(logging.INFO)
 
     async def case(lab: Any) -> None:
-        with telemetry.span("job"):
+        with instrumentation.span("job"):
             await lab.start(SCRIPT.replace("BAD", repr(BAD)))
         assert (await lab.scheduler.ended()).outcome == "finished"
 
@@ -110,7 +110,7 @@ def test_without_a_collector_or_a_trace_spans_are_taken_and_dropped() -> None:
     with exporting() as collector:
         assert SpanAccount(clock).take(report(), None) == 0
         assert SpanAccount(clock).take(report(traceparent=OTHER), JOB) == 3
-        with pytest.raises(BridgeFault, match="not one of the job's trace"):
+        with pytest.raises(BridgeError, match="not one of the job's trace"):
             SpanAccount(clock).take(report(traceparent=STRANGE), JOB)
     assert {span.parent_span_id.hex() for span in collector.spans} == {OTHER.split("-")[2]}
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hypha_worker.executors.usage import UsageAccount, Use, read_tree
+from hypha_worker.hardware.usage import UsageAccount, Use, read_tree
 
 
 def test_processes_that_come_and_go_are_added_up() -> None:

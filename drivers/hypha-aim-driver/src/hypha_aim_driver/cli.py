@@ -62,8 +62,8 @@ def _serve_aim(host: str, port: int, repo: str) -> None:
     import os
 
     from hypha_aim_driver.app import create_app
-    from hypha_aim_driver.delivery import Delivery
     from hypha_aim_driver.repository import AimRepository
+    from hypha_aim_driver.retry_queue import Delivery
     from hypha_aim_driver.runs import JobRuns
 
     log = logging.getLogger(__name__)

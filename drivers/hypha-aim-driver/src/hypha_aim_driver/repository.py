@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_aim_driver.delivery import NotWrittenError
+from hypha_aim_driver.retry_queue import NotWrittenError
 
 EXPERIMENT: Final = "hypha"
 REMOTE: Final = "aim://"

@@ -13,10 +13,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from hypha_certutil import authority, files
+from hypha_certutil import authority, storage
 from hypha_certutil.authority import ROLES, Authority
 from hypha_certutil.errors import CertutilError
-from hypha_certutil.files import PRIVATE, Output
+from hypha_certutil.storage import PRIVATE, Output
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -63,8 +63,8 @@ def root(name: str, folder: Path, days: int, force: bool, form: str) -> None:
     """Make a root CA, by default called "root", and its empty revocation list."""
     key = Ed25519PrivateKey.generate()
     made = authority.make_root(name, key, days=days, now=_now(), serial=x509.random_serial_number())
-    names = files.names_in(folder, name)
-    certificate = Output(names.certificate, files.bundle_pem([made.certificate]))
+    names = storage.names_in(folder, name)
+    certificate = Output(names.certificate, storage.bundle_pem([made.certificate]))
     _write_authority(names, made, [certificate], force, form)
 
 
@@ -77,12 +77,12 @@ def root(name: str, folder: Path, days: int, force: bool, form: str) -> None:
 @_format
 def org(name: str, root_name: str, folder: Path, days: int, force: bool, form: str) -> None:
     """Make an organisation's CA under the root, by default called "org", and its empty revocation list."""
-    above = files.read_authority(folder, root_name)
+    above = storage.read_authority(folder, root_name)
     key = Ed25519PrivateKey.generate()
     made = authority.make_org(name, key, above, days=days, now=_now(), serial=x509.random_serial_number())
-    names = files.names_in(folder, name)
-    certificate = Output(names.certificate, files.bundle_pem([made.certificate]))
-    _write_authority(names, made, [certificate, Output(names.trust, files.bundle_pem(made.trust))], force, form)
+    names = storage.names_in(folder, name)
+    certificate = Output(names.certificate, storage.bundle_pem([made.certificate]))
+    _write_authority(names, made, [certificate, Output(names.trust, storage.bundle_pem(made.trust))], force, form)
 
 
 @main.command()
@@ -101,13 +101,13 @@ def node(
 
     Where the key must not leave the node's machine, use request there and sign here.
     """
-    issuer = files.read_authority(folder, org)
+    issuer = storage.read_authority(folder, org)
     key = Ed25519PrivateKey.generate()
     made = authority.make_node(
         name, key.public_key(), issuer, role=role, days=days, now=_now(), serial=x509.random_serial_number()
     )
-    names = files.names_in(out or folder, name)
-    secret = Output(names.key, files.key_pem(key), PRIVATE)
+    names = storage.names_in(out or folder, name)
+    secret = Output(names.key, storage.key_pem(key), PRIVATE)
     _write_node(names, issuer, made, [secret], force=force, form=form)
 
 
@@ -121,9 +121,9 @@ def request(name: str, role: str | None, out: Path, force: bool, form: str) -> N
     """Make the key of node NAME and a request for its certificate, on the node's own machine."""
     key = Ed25519PrivateKey.generate()
     made = authority.make_request(name, key, role)
-    names = files.names_in(out, name)
-    outputs = [Output(names.key, files.key_pem(key), PRIVATE), Output(names.request, made.public_bytes(Encoding.PEM))]
-    files.write_all(outputs, force=force)
+    names = storage.names_in(out, name)
+    outputs = [Output(names.key, storage.key_pem(key), PRIVATE), Output(names.request, made.public_bytes(Encoding.PEM))]
+    storage.write_all(outputs, force=force)
     peer = authority.peer_id(key.public_key())
     _show({"name": name, "peer_id": peer, "role": role, "key": names.key, "request": names.request}, form)
 
@@ -144,14 +144,14 @@ def sign(
 
     A role is granted only when --role names it.
     """
-    issuer = files.read_authority(folder, org)
-    wanted = authority.read_request(files.read_request(request))
+    issuer = storage.read_authority(folder, org)
+    wanted = authority.read_request(storage.read_request(request))
     if wanted.role is not None and wanted.role != role:
         raise CertutilError(f"{request}: asks for the role {wanted.role}; grant it with --role {wanted.role}")
     made = authority.make_node(
         wanted.name, wanted.key, issuer, role=role, days=days, now=_now(), serial=x509.random_serial_number()
     )
-    _write_node(files.names_in(out or folder, wanted.name), issuer, made, [], force=force, form=form)
+    _write_node(storage.names_in(out or folder, wanted.name), issuer, made, [], force=force, form=form)
 
 
 @main.command()
@@ -166,19 +166,19 @@ def renew(certificate: Path, org: str, folder: Path, days: int, form: str) -> No
     A running node takes it without a restart. The old one is kept beside it, since it is good until its end: give both
     to revoke to withdraw the node. One that has been revoked is not renewed.
     """
-    issuer = files.read_authority(folder, org)
-    old = files.read_certificates(certificate)[0]
+    issuer = storage.read_authority(folder, org)
+    old = storage.read_certificates(certificate)[0]
     made = authority.renew_node(
         old,
-        files.read_crl(files.names_in(folder, org).crl),
+        storage.read_crl(storage.names_in(folder, org).crl),
         issuer,
         days=days,
         now=_now(),
         serial=x509.random_serial_number(),
     )
     kept = certificate.with_name(f"{certificate.stem}-{f'{old.serial_number:x}'[:8]}.pem")
-    files.write_all([Output(kept, files.bundle_pem([old]))], force=True)
-    files.replace(Output(certificate, files.bundle_pem([made, *issuer.intermediates])))
+    storage.write_all([Output(kept, storage.bundle_pem([old]))], force=True)
+    storage.replace(Output(certificate, storage.bundle_pem([made, *issuer.intermediates])))
     peer = authority.peer_id(authority.ed25519_key(made, "certificate"))
     shown = {"name": authority.common_name(made), "peer_id": peer, "role": authority.role_of(made)}
     _show({**shown, "certificate": certificate, "old": kept, "not_after": made.not_valid_after_utc}, form)
@@ -195,29 +195,29 @@ def revoke(certificates: tuple[Path, ...], ca: str, folder: Path, days: int, for
 
     Without certificates the list is renewed: one that has expired stops a network that checks lists.
     """
-    issuer = files.read_authority(folder, ca)
-    names = files.names_in(folder, ca)
-    withdrawn = [files.read_certificates(path)[0] for path in certificates]
-    crl = authority.revoke(issuer, files.read_crl(names.crl), withdrawn, days=days, now=_now())
-    gathered = files.write_crl(names, crl)
+    issuer = storage.read_authority(folder, ca)
+    names = storage.names_in(folder, ca)
+    withdrawn = [storage.read_certificates(path)[0] for path in certificates]
+    crl = authority.revoke(issuer, storage.read_crl(names.crl), withdrawn, days=days, now=_now())
+    gathered = storage.write_crl(names, crl)
     result = {"ca": ca, "revoked": [authority.common_name(one) for one in withdrawn], "on_list": len(list(crl))}
     _show({**result, "crl": names.crl, "crls": gathered, "next_update": crl.next_update_utc}, form)
 
 
-def _write_authority(names: files.Names, made: Authority, outputs: list[Output], force: bool, form: str) -> None:
-    secret = Output(names.key, files.key_pem(made.key), PRIVATE)
-    files.write_all([secret, *outputs], force=force)
+def _write_authority(names: storage.Names, made: Authority, outputs: list[Output], force: bool, form: str) -> None:
+    secret = Output(names.key, storage.key_pem(made.key), PRIVATE)
+    storage.write_all([secret, *outputs], force=force)
     crl = authority.make_crl(made, [], number=1, days=365, now=_now())
-    gathered = files.write_crl(names, crl)
+    gathered = storage.write_crl(names, crl)
     shown = {"name": names.name, "certificate": names.certificate, "key": names.key, "crl": names.crl, "crls": gathered}
     _show({**shown, "not_after": made.certificate.not_valid_after_utc}, form)
 
 
 def _write_node(
-    names: files.Names, issuer: Authority, made: x509.Certificate, outputs: list[Output], *, force: bool, form: str
+    names: storage.Names, issuer: Authority, made: x509.Certificate, outputs: list[Output], *, force: bool, form: str
 ) -> None:
-    chain = Output(names.certificate, files.bundle_pem([made, *issuer.intermediates]))
-    files.write_all([*outputs, chain, Output(names.trust, files.bundle_pem(issuer.trust))], force=force)
+    chain = Output(names.certificate, storage.bundle_pem([made, *issuer.intermediates]))
+    storage.write_all([*outputs, chain, Output(names.trust, storage.bundle_pem(issuer.trust))], force=force)
     shown: dict[str, object] = {
         "name": names.name,
         "peer_id": authority.peer_id(authority.ed25519_key(made, "certificate")),

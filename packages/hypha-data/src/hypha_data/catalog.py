@@ -15,9 +15,9 @@ from blake3 import blake3
 
 from hypha_data.errors import DatasetError
 from hypha_proto.codec import from_json, to_json
+from hypha_proto.datasets import Manifest, SliceEntry
 from hypha_proto.errors import DecodeError, TensorFileError
-from hypha_proto.slices import Manifest, SliceEntry
-from hypha_proto.tensor_files import TensorFile
+from hypha_proto.safetensors_io import TensorFile
 
 _log = logging.getLogger(__name__)
 

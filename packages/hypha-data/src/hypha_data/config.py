@@ -7,7 +7,7 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hypha_net.node.config import NodeConfig
+from hypha_net.node.config.models import NodeConfig
 
 _MAX_NAME: Final = 255
 

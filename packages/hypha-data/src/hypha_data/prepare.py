@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from hypha_data.catalog import MANIFEST, count_samples, measure
 from hypha_data.errors import DatasetError
 from hypha_proto.codec import to_json
-from hypha_proto.slices import Manifest
-from hypha_proto.tensor_files import TensorFile, TensorFileWriter, TensorInfo
+from hypha_proto.datasets import Manifest
+from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
 
 MAX_SLICES: Final = 99_999
 

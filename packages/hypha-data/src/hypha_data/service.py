@@ -7,10 +7,10 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from hypha_data.announce import keep_announced
+from hypha_data.announcer import keep_announced
 from hypha_data.catalog import open_catalog
 from hypha_data.config import DataConfig
-from hypha_data.serve import slice_resolver
+from hypha_data.slice_resolver import slice_resolver
 from hypha_net import transfer
 from hypha_net.node.lifecycle import Node
 

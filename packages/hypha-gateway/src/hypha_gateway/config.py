@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from hypha_net.node.config import DialAddress, ListenAddress, NodeConfig, Section
+from hypha_net.node.config.models import DialAddress, ListenAddress, NodeConfig, Section
 
 
 class RelayConfig(Section):

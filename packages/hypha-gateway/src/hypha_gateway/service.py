@@ -10,7 +10,7 @@ import logging
 from typing import Final
 
 from hypha_gateway.config import GatewayConfig
-from hypha_net import telemetry
+from hypha_net import instrumentation
 from hypha_net.endpoint import GossipMessage
 from hypha_net.node.lifecycle import Node
 from hypha_proto.errors import DecodeError
@@ -18,7 +18,7 @@ from hypha_proto.offers import WORKER_REQUESTS
 
 _log = logging.getLogger(__name__)
 
-_REQUESTS: Final = telemetry.Counter("hypha.gateway.requests", "{request}", "Requests for workers that passed.")
+_REQUESTS: Final = instrumentation.Counter("hypha.gateway.requests", "{request}", "Requests for workers that passed.")
 
 
 async def serve(config: GatewayConfig, node: Node) -> None:
@@ -29,7 +29,7 @@ async def serve(config: GatewayConfig, node: Node) -> None:
         node.ready()
         async for request in requests:
             _log.debug("request of %d bytes from %s passed on", len(request.data), request.source)
-            if telemetry.enabled():
+            if instrumentation.enabled():
                 _record(request)
 
 
@@ -39,5 +39,5 @@ def _record(passed: GossipMessage) -> None:
         request = WORKER_REQUESTS.decode(passed.data)
     except DecodeError:
         return  # those whom it is for say so
-    with telemetry.serving("pass request on", request, {"hypha.peer.id": str(passed.source)}):
+    with instrumentation.serving("pass request on", request, {"hypha.peer.id": str(passed.source)}):
         pass  # the endpoint has done it already: only the moment counts

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509 import random_serial_number
 
 from hypha_certutil.authority import Authority, make_node, make_org, make_root
-from hypha_certutil.files import PRIVATE, Output, bundle_pem, key_pem, names_in, write_all
-from hypha_local.plan import NodePlan
+from hypha_certutil.storage import PRIVATE, Output, bundle_pem, key_pem, names_in, write_all
+from hypha_local.network_layout import NodePlan
 
 DAYS: Final = 30
 OWN_NAME: Final = "local"

@@ -12,8 +12,8 @@ from typing import Final
 import anyio
 import click
 
+from hypha_local.demo_tasks import DIGITS, TASKS
 from hypha_local.errors import LocalError
-from hypha_local.tasks import DIGITS, TASKS
 
 _SIGNALLED: Final = 128
 """Exit status of a run that a signal ended: this and the signal's number, as shells count."""
@@ -73,7 +73,7 @@ def demo(
     from rich.console import Console
 
     from hypha_local.demo import run_demo
-    from hypha_local.plan import Folders, Training
+    from hypha_local.network_layout import Folders, Training
 
     console = Console(stderr=True, no_color=no_color, force_terminal=False if no_color else None)
     folders = Folders(folder.resolve())

@@ -20,12 +20,12 @@ import anyio.to_thread
 from rich.console import Console
 
 from hypha_local.certificates import write_certificates
+from hypha_local.display import Display, EventLog
 from hypha_local.errors import ProcessFailedError
-from hypha_local.plan import HELD_OUT, Folders, NodePlan, Training, plan_nodes, write_configuration
+from hypha_local.network_layout import HELD_OUT, Folders, NodePlan, Training, plan_nodes, write_configuration
 from hypha_local.plot import plot_loss
 from hypha_local.probe import wait_until_healthy
 from hypha_local.processes import Processes, local_processes, script
-from hypha_local.progress import Display, EventLog
 from hypha_local.summary import Summary, summarise
 
 START_TIMEOUT: Final = 60.0

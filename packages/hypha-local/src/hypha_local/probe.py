@@ -12,8 +12,8 @@ from hypha_net import open_endpoint
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, RefusedError
 from hypha_net.identity import load_identity
-from hypha_net.open import EndpointSettings
-from hypha_net.requests import call
+from hypha_net.rpc import call
+from hypha_net.settings import EndpointSettings
 from hypha_proto.health import HEALTH_CHECK, HealthRequest
 
 PAUSE: Final = 0.1

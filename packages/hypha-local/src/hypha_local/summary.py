@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_proto.tensor_files import TensorFile
+from hypha_proto.safetensors_io import TensorFile
 
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 

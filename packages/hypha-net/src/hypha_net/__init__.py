@@ -1,5 +1,34 @@
-"""Who says it to whom: identity, mutual TLS, the libp2p endpoint, transfer, and the chassis of every Hypha daemon."""
+"""Networking of Hypha: identity, mutual TLS, the libp2p endpoint, file transfer, and the frame of every daemon."""
 
-from hypha_net.open import EndpointSettings, open_endpoint
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from hypha_net.settings import EndpointSettings
+
+if TYPE_CHECKING:
+    from hypha_net._libp2p.endpoint import Libp2pEndpoint
+    from hypha_net.identity import Identity
 
 __all__ = ["EndpointSettings", "open_endpoint"]
+
+
+@asynccontextmanager
+async def open_endpoint(identity: Identity, settings: EndpointSettings) -> AsyncIterator[Libp2pEndpoint]:
+    """Listen, connect to the gateways and stay connected while the context is open.
+
+    Must run under trio. Gateways are dialled in the background, again and again: use `wait_for_gateway` to wait.
+    py-libp2p is imported here, when it is first needed, because the import takes most of a second.
+
+    Raises:
+        AddressError: an address cannot be used.
+        NetError: a listening port is taken.
+    """
+    from hypha_net._libp2p.endpoint import run_engine
+    from hypha_net.bandwidth import limit_bandwidth
+
+    async with run_engine(identity, settings) as endpoint:
+        limit_bandwidth(endpoint, settings.rates)
+        yield endpoint

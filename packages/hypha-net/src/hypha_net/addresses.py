@@ -10,7 +10,7 @@ from typing import Final
 import psutil
 
 from hypha_net.errors import AddressError
-from hypha_net.host_names import check_host_name
+from hypha_net.hostnames import check_host_name
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 

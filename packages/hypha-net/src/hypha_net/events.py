@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import anyio
 
-from hypha_net import telemetry
+from hypha_net import instrumentation
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger(__name__)
@@ -23,14 +23,18 @@ _log = logging.getLogger(__name__)
 QUEUE: Final = 1024
 """Events that wait for one follower; when there are more the oldest are dropped, and it is told how many."""
 
-_CONNECTIONS: Final = telemetry.Counter("hypha.connections", "{connection}", "Connections that began or ended.")
-_DIALS: Final = telemetry.Counter("hypha.dials", "{dial}", "Attempts to reach a peer, by outcome and route.")
-_DIAL_TIME: Final = telemetry.Histogram("hypha.dial.duration", "s", "Time that an attempt to reach a peer took.")
-_REFUSED: Final = telemetry.Counter("hypha.peers.refused", "{peer}", "Peers that this node refused, by reason.")
-_TRANSFERS: Final = telemetry.Counter("hypha.transfers", "{transfer}", "Files moved between peers, by outcome.")
-_LOST: Final = telemetry.Counter("hypha.gossip.lost", "{message}", "Gossip messages dropped here, by reason.")
-_CIRCUITS: Final = telemetry.Counter("hypha.relay.circuits", "{circuit}", "Circuits through this relay, by outcome.")
-_PUNCHED: Final = telemetry.Counter("hypha.hole_punches", "{attempt}", "Attempts at a direct way past NAT, by outcome.")
+_CONNECTIONS: Final = instrumentation.Counter("hypha.connections", "{connection}", "Connections that began or ended.")
+_DIALS: Final = instrumentation.Counter("hypha.dials", "{dial}", "Attempts to reach a peer, by outcome and route.")
+_DIAL_TIME: Final = instrumentation.Histogram("hypha.dial.duration", "s", "Time that an attempt to reach a peer took.")
+_REFUSED: Final = instrumentation.Counter("hypha.peers.refused", "{peer}", "Peers that this node refused, by reason.")
+_TRANSFERS: Final = instrumentation.Counter("hypha.transfers", "{transfer}", "Files moved between peers, by outcome.")
+_LOST: Final = instrumentation.Counter("hypha.gossip.lost", "{message}", "Gossip messages dropped here, by reason.")
+_CIRCUITS: Final = instrumentation.Counter(
+    "hypha.relay.circuits", "{circuit}", "Circuits through this relay, by outcome."
+)
+_PUNCHED: Final = instrumentation.Counter(
+    "hypha.hole_punches", "{attempt}", "Attempts at a direct way past NAT, by outcome."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialled:
+class DialFinished:
     """An attempt to reach a peer ended."""
 
     address: str
@@ -63,7 +67,7 @@ class Dialled:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class PeerRejected:
     """This node refused a peer, or ended its connection, for what it is: revoked, expired, of the wrong role."""
 
     peer: PeerId | None
@@ -87,7 +91,7 @@ class Transferred:
 
 
 @dataclass(frozen=True, slots=True)
-class GossipLost:
+class GossipDropped:
     """Gossip messages were dropped here."""
 
     topic: str
@@ -116,7 +120,9 @@ class HolePunched:
     seconds: float
 
 
-Event = Connected | Disconnected | Dialled | Refused | Transferred | GossipLost | CircuitEnded | HolePunched
+Event = (
+    Connected | Disconnected | DialFinished | PeerRejected | Transferred | GossipDropped | CircuitEnded | HolePunched
+)
 
 
 class Followed:
@@ -186,15 +192,15 @@ def _count(event: Event) -> None:
             _CONNECTIONS.add(1, {"hypha.change": "up", "hypha.direction": direction, "hypha.relayed": relayed})
         case Disconnected():
             _CONNECTIONS.add(1, {"hypha.change": "down"})
-        case Dialled(outcome=outcome, relayed=relayed, seconds=seconds):
+        case DialFinished(outcome=outcome, relayed=relayed, seconds=seconds):
             _DIALS.add(1, {"hypha.outcome": outcome, "hypha.relayed": relayed})
             _DIAL_TIME.record(seconds, {"hypha.outcome": outcome})
-        case Refused(reason=reason):
+        case PeerRejected(reason=reason):
             _REFUSED.add(1, {"hypha.reason": reason})
         case Transferred(state=state, direction=direction):
             if state in ("done", "failed"):
                 _TRANSFERS.add(1, {"hypha.outcome": state, "hypha.direction": direction})
-        case GossipLost(reason=reason, topic=topic, count=count):
+        case GossipDropped(reason=reason, topic=topic, count=count):
             _LOST.add(count, {"hypha.reason": reason, "messaging.destination.name": topic})
         case CircuitEnded(outcome=outcome):
             _CIRCUITS.add(1, {"hypha.outcome": outcome})

@@ -15,7 +15,7 @@ import cbor2
 import msgspec
 
 from hypha_proto.errors import DecodeError
-from hypha_proto.shapes import CBOR, JSON, Single, compile_shape
+from hypha_proto.wire_schema import CBOR, JSON, Single, compile_shape
 
 Floats = Literal["double", "shortest"]
 """How floats of no fixed width are written: requests use double, gossip the shortest that keeps the value."""

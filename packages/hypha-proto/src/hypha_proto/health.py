@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from hypha_proto.protocol import HEALTH, Conversation
-from hypha_proto.shapes import OMIT, U64, Message
+from hypha_proto.protocols import HEALTH, RpcMethod
+from hypha_proto.wire_schema import OMIT, U64, Message
 
 
 class HealthRequest(Message, frozen=True):
@@ -25,4 +25,4 @@ class Health(Message, frozen=True):
     bytes_received: Annotated[U64 | None, OMIT] = None
 
 
-HEALTH_CHECK: Final = Conversation[HealthRequest, Health](HEALTH, HealthRequest, Health)
+HEALTH_CHECK: Final = RpcMethod[HealthRequest, Health](HEALTH, HealthRequest, Health)

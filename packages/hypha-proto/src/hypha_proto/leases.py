@@ -9,9 +9,9 @@ import uuid
 from typing import Annotated, Final, Literal
 
 from hypha_proto.offers import WorkerRequest
-from hypha_proto.protocol import API, LEASE, Conversation
+from hypha_proto.protocols import API, LEASE, RpcMethod
 from hypha_proto.resources import Timestamp
-from hypha_proto.shapes import EXTERNAL, I64, OMIT, U64, Message, Unit
+from hypha_proto.wire_schema import EXTERNAL, I64, OMIT, U64, Message, Unit
 
 TEMPORARY_LEASE: Final = 0.5
 """Life of an offer's lease, seconds."""
@@ -112,10 +112,10 @@ class JobEndReceived(Message, frozen=True):
     """The scheduler knows."""
 
 
-RENEW_LEASE: Final = Conversation[RenewLease, LeaseRenewal](
+RENEW_LEASE: Final = RpcMethod[RenewLease, LeaseRenewal](
     API, RenewLease, Annotated[LeaseRenewal, EXTERNAL], "RenewLease"
 )
-RELEASE_LEASE: Final = Conversation[ReleaseLease, LeaseReleased](LEASE, ReleaseLease, LeaseReleased, "ReleaseLease")
-CANCEL_JOB: Final = Conversation[CancelJob, JobCancelled](LEASE, CancelJob, JobCancelled, "CancelJob")
-WHY_NOT: Final = Conversation[WhyNot, Reasons](LEASE, WhyNot, Reasons, "WhyNot")
-JOB_END: Final = Conversation[JobEnd, JobEndReceived](LEASE, JobEnd, JobEndReceived, "JobEnd")
+RELEASE_LEASE: Final = RpcMethod[ReleaseLease, LeaseReleased](LEASE, ReleaseLease, LeaseReleased, "ReleaseLease")
+CANCEL_JOB: Final = RpcMethod[CancelJob, JobCancelled](LEASE, CancelJob, JobCancelled, "CancelJob")
+WHY_NOT: Final = RpcMethod[WhyNot, Reasons](LEASE, WhyNot, Reasons, "WhyNot")
+JOB_END: Final = RpcMethod[JobEnd, JobEndReceived](LEASE, JobEnd, JobEndReceived, "JobEnd")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Final, Literal
 
-from hypha_proto.protocol import API, WORKER_REQUESTS_TOPIC, Conversation, Topic
+from hypha_proto.protocols import API, WORKER_REQUESTS_TOPIC, RpcMethod, Topic
 from hypha_proto.resources import Resources, Timestamp
-from hypha_proto.shapes import OMIT, U64, Amount, Message
+from hypha_proto.wire_schema import OMIT, U64, Amount, Message
 
 ExecutorClass = Literal["train", "aggregate"]
 
@@ -66,7 +66,7 @@ class OfferReceived(Message, frozen=True):
 
 
 WORKER_REQUESTS: Final = Topic[WorkerRequest](WORKER_REQUESTS_TOPIC, WorkerRequest)
-OFFER: Final = Conversation[WorkerOffer, OfferReceived](API, WorkerOffer, OfferReceived, "WorkerOffer")
+OFFER: Final = RpcMethod[WorkerOffer, OfferReceived](API, WorkerOffer, OfferReceived, "WorkerOffer")
 
 OFFER_WINDOW: Final = 5.0
 """Seconds for which offers are collected at most."""

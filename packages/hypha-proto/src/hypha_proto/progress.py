@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Final
 
-from hypha_proto.protocol import PROGRESS, Conversation
-from hypha_proto.shapes import EXTERNAL, F32, OMIT, U32, Message, Unit
+from hypha_proto.protocols import PROGRESS, RpcMethod
+from hypha_proto.wire_schema import EXTERNAL, F32, OMIT, U32, Message, Unit
 
 
 class BatchDone(Message, frozen=True, tag="status"):
@@ -27,19 +27,19 @@ class RoundMetrics(Message, frozen=True, tag="metrics"):
     metrics: dict[str, F32]
 
 
-class Update(Unit, frozen=True, tag="update"):
+class SendingUpdate(Unit, frozen=True, tag="update"):
     """A training worker starts to send its pseudo-gradient."""
 
 
-class Updated(Unit, frozen=True, tag="updated"):
+class OuterStepTaken(Unit, frozen=True, tag="updated"):
     """The parameter server has taken an outer step."""
 
 
-class UpdateReceived(Unit, frozen=True, tag="update-received"):
+class UpdateMerged(Unit, frozen=True, tag="update-received"):
     """A training worker has merged the outer update."""
 
 
-Progress = BatchDone | RoundMetrics | Update | Updated | UpdateReceived
+Progress = BatchDone | RoundMetrics | SendingUpdate | OuterStepTaken | UpdateMerged
 ProgressValue = Annotated[Progress, EXTERNAL]
 
 
@@ -55,7 +55,7 @@ class ProgressRequest(Message, frozen=True):
     """Of this request: the same when it is sent again because no answer came, so that it counts once."""
 
 
-class Ok(Message, frozen=True, tag="Ok"):
+class Acknowledged(Message, frozen=True, tag="Ok"):
     """Noted."""
 
 
@@ -77,6 +77,6 @@ class ProgressError(Message, frozen=True, tag="Error"):
     """The report does not fit; the executor should end."""
 
 
-ProgressResponse = Ok | Continue | ScheduleUpdate | Done | ProgressError
+ProgressResponse = Acknowledged | Continue | ScheduleUpdate | Done | ProgressError
 
-REPORT: Final = Conversation[ProgressRequest, ProgressResponse](PROGRESS, ProgressRequest, ProgressResponse)
+REPORT: Final = RpcMethod[ProgressRequest, ProgressResponse](PROGRESS, ProgressRequest, ProgressResponse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypha_proto.shapes import U32, U64, Amount, Message
+from hypha_proto.wire_schema import U32, U64, Amount, Message
 
 _FIELDS = ("gpu", "cpu", "storage", "memory")
 _SLACK = 1e-9  # sums of decimal fractions must not make a machine too small for what it just gave back

@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Final
 
-from hypha_proto.shapes import EXTERNAL, OMIT, U32, U64, Digest, Message, Newtype
+from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Digest, Message, Newtype
 
 MAX_HEADER: Final = 1 << 20
 PSEUDO_GRADIENT: Final = "pseudo-gradient"

@@ -14,7 +14,7 @@ KEPT: Final = 32
 """Answers of each peer; it asks for a few things at a time, and again within seconds."""
 
 
-class Answers(Generic[Answer]):
+class ResponseCache(Generic[Answer]):
     """The last answers to each peer, by the ids of its requests."""
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ def submit(job: Path, file: Path | None, socket: Path | None, detach: bool) -> N
     """
     import json
 
-    from hypha_scheduler.hand_in import JobFileError, NoSchedulerError, hand_in, read_job, socket_of
+    from hypha_scheduler.submission.client import JobFileError, NoSchedulerError, hand_in, read_job, socket_of
 
     accepted = False
     try:
@@ -78,8 +78,8 @@ def export_metrics(run_dir: Path, out: Path) -> None:
     RUN_DIR is a job's directory under output_dir, or the run directory of `hypha-local demo`. A job that still runs is
     exported as far as it has come. Look at them with `tensorboard --logdir`; it is not needed here.
     """
-    from hypha_scheduler.tensorboard import MetricsFileError
-    from hypha_scheduler.tensorboard import export_metrics as export
+    from hypha_scheduler.metrics.tensorboard import MetricsFileError
+    from hypha_scheduler.metrics.tensorboard import export_metrics as export
 
     try:
         count = export(run_dir, out)

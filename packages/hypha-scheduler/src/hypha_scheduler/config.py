@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from hypha_net.node.config import NodeConfig
+from hypha_net.node.config.models import NodeConfig
 from hypha_scheduler.job_config import JobConfig, Table, not_yet
 
 

@@ -11,11 +11,11 @@ from typing import Final
 
 import anyio
 
-from hypha_net import requests, telemetry
+from hypha_net import instrumentation, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
-from hypha_proto.job import JobSpec
-from hypha_proto.jobs import DISPATCH_JOB, Dispatched, DispatchJob, DispatchResult
+from hypha_proto.dispatch import DISPATCH_JOB, Dispatched, DispatchJob, DispatchResult
+from hypha_proto.job_spec import JobSpec
 from hypha_scheduler.tasks import Task, TaskGraph
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ async def _dispatch(
 ) -> None:
     about = {"hypha.task": task.name, "hypha.peer.id": str(task.peer)}
     try:
-        with telemetry.span("dispatch", about):
+        with instrumentation.span("dispatch", about):
             answer = await _ask(endpoint, task, DispatchJob(id=task.lease, spec=spec), graph)
     except NetError as error:
         failed(task, f"task {task.name} could not be handed to worker {task.peer}: {error}")
@@ -60,7 +60,7 @@ async def _ask(endpoint: Endpoint, task: Task, message: DispatchJob, graph: Task
     """Hand a task over, a few times if need be: a worker confirms what it has begun already."""
     for pause in _PAUSES:
         try:
-            return await requests.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
+            return await rpc.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
         except UnsupportedProtocolError:
             raise
         except NetError as error:
@@ -68,4 +68,4 @@ async def _ask(endpoint: Endpoint, task: Task, message: DispatchJob, graph: Task
             await anyio.sleep(pause)
             if graph.state(task.name).over:  # its lease was lost, or its executor has ended already
                 raise
-    return await requests.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
+    return await rpc.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
-from hypha_net.node.config import Section
-from hypha_proto.job import PREPROCESSOR_TASKS, TASKS
+from hypha_net.node.config.models import Section
+from hypha_proto.job_spec import PREPROCESSOR_TASKS, TASKS
 from hypha_proto.resources import Resources
 
 ALIASES: Final = {"vision-classification": "image-classification"}

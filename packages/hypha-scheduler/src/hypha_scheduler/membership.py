@@ -10,11 +10,11 @@ from typing import Final
 
 import anyio
 
-from hypha_net import requests, telemetry
+from hypha_net import instrumentation, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
-from hypha_proto.aggregate import ROUND_MEMBERS, Member, RoundMembers
 from hypha_proto.ids import PeerId
+from hypha_proto.round_membership import ROUND_MEMBERS, Member, RoundMembers
 from hypha_scheduler.strategies.diloco.rounds import Rounds, Synchronise
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class RoundMembership:
     _newest: Synchronise | None = None
     _accepted: int = 0
     """The last round whose members the parameter server has accepted."""
-    _trace: str | None = field(default_factory=telemetry.current_traceparent)
+    _trace: str | None = field(default_factory=instrumentation.current_traceparent)
     """The job's, whoever's report it is that makes a round complete."""
 
     async def tell(self, members: Synchronise, rounds: Rounds, fail: Callable[[str], None]) -> None:
@@ -52,7 +52,7 @@ class RoundMembership:
             if self._newest is not members:
                 return
             about = {"hypha.round": members.round, "hypha.members": len(members.members)}
-            with telemetry.span("name members", about, parent=self._trace):
+            with instrumentation.span("name members", about, parent=self._trace):
                 why = await self._ask(members)
         if why is None:
             self._accepted = members.round
@@ -72,7 +72,7 @@ class RoundMembership:
         why = ""
         for attempt in range(_ATTEMPTS):
             try:
-                answer = await requests.call(self.endpoint, self.server, ROUND_MEMBERS, message)
+                answer = await rpc.call(self.endpoint, self.server, ROUND_MEMBERS, message)
             except UnsupportedProtocolError:
                 _log.info("the parameter server %s aggregates whoever sends: it is not told members", self.server)
                 return None

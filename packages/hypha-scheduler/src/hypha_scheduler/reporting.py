@@ -9,17 +9,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from hypha_net import telemetry
+from hypha_net import instrumentation
 from hypha_proto.ids import PeerId
-from hypha_scheduler.auction import Bid
+from hypha_scheduler.allocation.auction import AcceptedOffer
 from hypha_scheduler.journal import Journal
-from hypha_scheduler.metrics import EventFile, StatusBridge
+from hypha_scheduler.metrics.status_bridge import EventFile, StatusBridge
 from hypha_scheduler.strategies.diloco.rounds import Late, Measured, RoundClosed
 
 _COUNTED: Final = frozenset({"samples", "batch_size", "utilisation"})
 """What the scheduler posts from its own account of a round, for workers of every make."""
-_ROUND_SECONDS: Final = telemetry.Histogram("hypha.scheduler.round.duration", "s", "Duration of a job's rounds.")
-_SAMPLES: Final = telemetry.Counter("hypha.scheduler.samples", "{sample}", "Samples that went into closed rounds.")
+_ROUND_SECONDS: Final = instrumentation.Histogram("hypha.scheduler.round.duration", "s", "Duration of a job's rounds.")
+_SAMPLES: Final = instrumentation.Counter(
+    "hypha.scheduler.samples", "{sample}", "Samples that went into closed rounds."
+)
 
 
 class JobReport:
@@ -60,7 +62,7 @@ class JobReport:
         self.keep("accepted", job_id=str(job_id), job=job)
         self.tell("accepted", job_id=str(job_id), directory=str(self._directory))
 
-    def placed(self, bids: tuple[Bid, ...], seconds: float) -> None:
+    def placed(self, bids: tuple[AcceptedOffer, ...], seconds: float) -> None:
         """All leases are held, `seconds` after the first request."""
         told = [{"peer": str(bid.peer), "role": bid.role, "price": bid.price} for bid in bids]
         self.tell("placement", seconds=round(seconds, 4), workers=told)

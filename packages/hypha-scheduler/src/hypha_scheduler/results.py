@@ -20,10 +20,10 @@ from typing import Final
 import anyio
 import anyio.to_thread
 
-from hypha_net.transfer import Offered, describe
+from hypha_net.transfer import PullSource, describe
 from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
-from hypha_proto.job import HuggingFaceReference, One, PeersReference, Reference, SliceAddress
+from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Reference, SliceAddress
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import ModelTable, PreprocessorTable
@@ -43,7 +43,7 @@ class ModelFile:
     """One file of a start model that this scheduler serves."""
 
     name: str
-    offered: Offered
+    offered: PullSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class StartModel:
     reference: Reference
     files: tuple[ModelFile, ...] = ()
 
-    def resolve(self, request: PullRequest) -> Offered | Refusal:
+    def resolve(self, request: PullRequest) -> PullSource | Refusal:
         """The file that a worker asks for."""
         if request.index >= len(self.files):
             return Refusal(reason=f"the model has {len(self.files)} files, there is no number {request.index}")
@@ -81,7 +81,7 @@ async def open_preprocessor(
     if table is None or table.path is None:
         return None
     names = await anyio.to_thread.run_sync(_copy_preprocessor, table.path, table.filenames, copy)
-    files = [ModelFile(name, Offered(copy / name, (await describe(copy / name))[1])) for name in names]
+    files = [ModelFile(name, PullSource(copy / name, (await describe(copy / name))[1])) for name in names]
     reference = PeersReference(
         peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset=preprocessor_dataset(job_id), index=0),
         filenames=tuple(names),
@@ -114,7 +114,7 @@ async def open_start_model(model: ModelTable, copy: Path, job_id: uuid.UUID, sch
     files = []
     for name in names:
         path = model.path / name
-        files.append(ModelFile(name, Offered(path, (await describe(path))[1])))
+        files.append(ModelFile(name, PullSource(path, (await describe(path))[1])))
     reference = PeersReference(
         peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset=model_dataset(job_id), index=0),
         filenames=tuple(names),
@@ -209,7 +209,7 @@ class ResultModel:
             await anyio.to_thread.run_sync(_synchronise, *(p for p in self.directory.rglob("*") if p.is_file()))
 
     async def _add(self) -> None:
-        from hypha_proto.update import apply_update_to_dir  # here: numpy takes 0.1 s to import
+        from hypha_proto.update_file import apply_update_to_dir  # here: numpy takes 0.1 s to import
 
         for update in list(self._waiting):
             try:

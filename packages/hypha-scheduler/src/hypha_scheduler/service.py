@@ -9,32 +9,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from hypha_net import requests, telemetry, transfer
+from hypha_net import instrumentation, rpc, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.node.lifecycle import Node
-from hypha_proto.aggregate import UPDATE_REFUSED, RefusalKnown, UpdateRefused
+from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
+from hypha_proto.dispatch import JOB_STATUS, JobStatus, NotFound, StatusReceived, WireError
 from hypha_proto.ids import PeerId
-from hypha_proto.jobs import JOB_STATUS, JobStatus, NotFound, StatusReceived, WireError
 from hypha_proto.leases import JOB_END, JobEnd, JobEndReceived
 from hypha_proto.offers import OFFER, OfferReceived, WorkerOffer
 from hypha_proto.progress import REPORT, ProgressError, ProgressRequest, ProgressResponse
-from hypha_proto.slices import DATA, DataRequest, SliceAssigned
+from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import JobConfig
-from hypha_scheduler.metrics import StatusBridge
+from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.results import model_dataset, preprocessor_dataset
-from hypha_scheduler.submissions import serve_submissions
+from hypha_scheduler.submission.server import serve_submissions
 from hypha_scheduler.training import TrainingRun
 
 _log = logging.getLogger(__name__)
 
 _LAST_METRICS: Final = 2.0
 """Seconds for the last metrics to reach the bridge when all jobs are done."""
-_ACTIVE: Final = telemetry.UpDownCounter("hypha.scheduler.jobs.active", "{job}", "Jobs that run.")
-_ENDED: Final = telemetry.Counter("hypha.scheduler.jobs.ended", "{job}", "Jobs that have ended, by outcome.")
-_OFFERS: Final = telemetry.Counter("hypha.scheduler.offers", "{offer}", "Offers that came from workers.")
+_ACTIVE: Final = instrumentation.UpDownCounter("hypha.scheduler.jobs.active", "{job}", "Jobs that run.")
+_ENDED: Final = instrumentation.Counter("hypha.scheduler.jobs.ended", "{job}", "Jobs that have ended, by outcome.")
+_OFFERS: Final = instrumentation.Counter("hypha.scheduler.offers", "{offer}", "Offers that came from workers.")
 
 
 async def serve(config: SchedulerConfig, node: Node) -> None:
@@ -86,12 +86,12 @@ class SchedulerService:
         self._runs_dir = runs
         self._bridge = bridge
         self._runs: dict[uuid.UUID, TrainingRun] = {}
-        requests.serve(endpoint, OFFER, self._offer)
-        requests.serve(endpoint, DATA, self._data)
-        requests.serve(endpoint, REPORT, self._report)
-        requests.serve(endpoint, JOB_END, self._job_end)
-        requests.serve(endpoint, JOB_STATUS, self._job_status)
-        requests.serve(endpoint, UPDATE_REFUSED, self._refused)
+        rpc.serve(endpoint, OFFER, self._offer)
+        rpc.serve(endpoint, DATA, self._data)
+        rpc.serve(endpoint, REPORT, self._report)
+        rpc.serve(endpoint, JOB_END, self._job_end)
+        rpc.serve(endpoint, JOB_STATUS, self._job_status)
+        rpc.serve(endpoint, UPDATE_REFUSED, self._refused)
         transfer.serve_pulls(endpoint, self._pull)
         transfer.serve_pushes(endpoint, self._push)
 
@@ -105,7 +105,7 @@ class SchedulerService:
         self._runs[run.job_id] = run
         about = {"hypha.job.id": str(run.job_id), "hypha.dataset": job.dataset.dataset}
         try:
-            with telemetry.span("job", about), _counted():
+            with instrumentation.span("job", about), _counted():
                 return await run.run()
         finally:
             del self._runs[run.job_id]
@@ -147,12 +147,12 @@ class SchedulerService:
             run.on_refused(peer, refused)
         return RefusalKnown()
 
-    async def _pull(self, peer: PeerId, request: PullRequest) -> transfer.Offered | Refusal:
+    async def _pull(self, peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
         for job_id, run in self._runs.items():
             if request.dataset in (model_dataset(job_id), preprocessor_dataset(job_id)) and run.concerns(peer):
                 return run.on_pull(request)
         return Refusal(reason=f"nothing called {request.dataset[:80]!r} is served here")
 
-    async def _push(self, peer: PeerId, header: PushHeader | None) -> transfer.Landing | Refusal:
+    async def _push(self, peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
         run = self._of_peer(peer, None if header is None else header.job_id)
         return Refusal(reason="this scheduler runs no such job") if run is None else run.on_push(peer, header)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hypha_proto.ids import PeerId
-from hypha_proto.job import (
+from hypha_proto.job_spec import (
     Adam,
     AggregateConfig,
     AggregateJob,
@@ -36,7 +36,7 @@ from hypha_proto.job import (
     WarmupStableDecay,
 )
 from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerSpec
-from hypha_scheduler.auction import Want
+from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.job_config import JobConfig, PriceTable, Requirement, amounts, kinds
 from hypha_scheduler.strategies.diloco.rounds import RoundSettings
 
@@ -49,7 +49,7 @@ _EVALUATION: Final = 86400.0
 _DECAY_SHARE: Final = 10  # a wsd schedule without decay_steps decays in the last tenth
 
 
-def wants(job: JobConfig) -> tuple[Want, Want]:
+def wants(job: JobConfig) -> tuple[RoleRequest, RoleRequest]:
     """What the job looks for: its training workers and its parameter server."""
     resources = job.resources
     return (
@@ -58,11 +58,11 @@ def wants(job: JobConfig) -> tuple[Want, Want]:
     )
 
 
-def _want(role: str, requirements: tuple[Requirement, ...], price: PriceTable, count: int) -> Want:
+def _want(role: str, requirements: tuple[Requirement, ...], price: PriceTable, count: int) -> RoleRequest:
     kind, default = (TrainExecutor, TRAIN_KIND) if role == TRAIN else (AggregateExecutor, AGGREGATE_KIND)
     executors = tuple(kind(name=name) for name in kinds(requirements, default))
     spec = WorkerSpec(resources=amounts(requirements), executor=executors)
-    return Want(role, spec, bid=price.bid, max_price=price.max, count=count)
+    return RoleRequest(role, spec, bid=price.bid, max_price=price.max, count=count)
 
 
 def round_settings(job: JobConfig, workers: int) -> RoundSettings:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hypha_proto.ids import PeerId
+from hypha_scheduler.metrics.traffic import Carried
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator
-from hypha_scheduler.traffic import Carried
 
 
 def summarise(

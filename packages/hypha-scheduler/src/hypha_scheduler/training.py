@@ -20,28 +20,29 @@ import anyio.abc
 
 from hypha_net.endpoint import Endpoint
 from hypha_net.node.lifecycle import leaves
-from hypha_net.transfer import Landing, Offered
-from hypha_proto.aggregate import UpdateRefused
+from hypha_net.transfer import FilePushTarget, PullSource
+from hypha_proto.datasets import DataRequest, SliceAssigned
+from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireError
 from hypha_proto.ids import PeerId
-from hypha_proto.job import JobSpec, Reference
-from hypha_proto.jobs import Failed, Finished, JobStatus, NotFound, WireError
+from hypha_proto.job_spec import JobSpec, Reference
 from hypha_proto.leases import JobEnd
 from hypha_proto.offers import WorkerOffer
 from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
-from hypha_proto.slices import DataRequest, SliceAssigned
+from hypha_proto.round_membership import UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
-from hypha_scheduler.answers import Answers
-from hypha_scheduler.auction import Bid
-from hypha_scheduler.dataset import Dataset, open_dataset
+from hypha_scheduler.allocation.allocator import Allocator, release
+from hypha_scheduler.allocation.auction import AcceptedOffer
+from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
+from hypha_scheduler.allocation.renewal import keep_leases
+from hypha_scheduler.answers import ResponseCache
+from hypha_scheduler.datasets.dataset import Dataset, open_dataset
+from hypha_scheduler.datasets.providers import Providers
 from hypha_scheduler.dispatch import dispatch_ready
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import JobConfig
-from hypha_scheduler.lease_keeper import keep_leases
-from hypha_scheduler.leases import HeldLease, LeaseLedger
 from hypha_scheduler.membership import RoundMembership
-from hypha_scheduler.metrics import StatusBridge
-from hypha_scheduler.placement import Placement, release
-from hypha_scheduler.providers import Providers
+from hypha_scheduler.metrics.status_bridge import StatusBridge
+from hypha_scheduler.metrics.traffic import Carried, measure_traffic
 from hypha_scheduler.reporting import JobReport
 from hypha_scheduler.results import (
     ResultModel,
@@ -59,7 +60,6 @@ from hypha_scheduler.strategies.diloco.slices import LedgerFullError, SliceLedge
 from hypha_scheduler.submit import AGGREGATE, TRAIN, PlacedJob, evaluation_shares, round_settings, wants
 from hypha_scheduler.summary import summarise
 from hypha_scheduler.tasks import Task, TaskGraph, TaskState
-from hypha_scheduler.traffic import Carried, measure_traffic
 
 _log = logging.getLogger(__name__)
 
@@ -101,18 +101,18 @@ class TrainingRun:
         self._endpoint = endpoint
         self._job = job
         self._bridge = bridge
-        self._leases = LeaseLedger()
+        self._leases = HeldLeases()
         self._result = ResultModel(self.directory / "model", job.rounds.checkpoint_every)
         self._gate = StartGate(0)
-        self._placement: Placement | None = None
+        self._placement: Allocator | None = None
         self._running: _Running | None = None
         self._dataset: Dataset | None = None
         self._providers: Providers | None = None
         self._model: StartModel | None = None
         self._preprocessor: StartModel | None = None
         self._evaluation: Dataset | None = None
-        self._answered: Answers[ProgressResponse] = Answers()
-        self._assigned: Answers[SliceAssigned] = Answers()
+        self._answered: ResponseCache[ProgressResponse] = ResponseCache()
+        self._assigned: ResponseCache[SliceAssigned] = ResponseCache()
         self._failure: str | None = None
         self._over = anyio.Event()
         self._ended = False
@@ -211,9 +211,9 @@ class TrainingRun:
         write_result(result, summary)
         self._report.finished(summary)
 
-    async def _place(self) -> tuple[tuple[Bid, ...], float]:
+    async def _place(self) -> tuple[tuple[AcceptedOffer, ...], float]:
         resources = self._job.resources
-        placement = self._placement = Placement(
+        placement = self._placement = Allocator(
             self._endpoint, wants(self._job), self._leases,
             least={TRAIN: resources.least_workers, AGGREGATE: 1}, timeout=resources.allocation_timeout,
         )  # fmt: skip
@@ -222,7 +222,7 @@ class TrainingRun:
         self._report.placed(bids, placement.seconds)
         return bids, placement.seconds
 
-    def _prepare(self, bids: tuple[Bid, ...], dataset: Dataset, model: StartModel) -> _Running:
+    def _prepare(self, bids: tuple[AcceptedOffer, ...], dataset: Dataset, model: StartModel) -> _Running:
         trains = sorted(((bid.peer, bid.lease) for bid in bids if bid.role == TRAIN), key=lambda pair: pair[0])
         [server] = [(bid.peer, bid.lease) for bid in bids if bid.role == AGGREGATE]
         peers = tuple(peer for peer, _ in trains)
@@ -387,14 +387,14 @@ class TrainingRun:
                 self._report.tell("update_refused", round=number, worker=str(member), reason=why)
                 self._carry_out(self._running.operator.refused(number, member, why, anyio.current_time()))
 
-    def on_pull(self, request: PullRequest) -> Offered | Refusal:
+    def on_pull(self, request: PullRequest) -> PullSource | Refusal:
         """A worker fetches the start model, or the preprocessor."""
         wanted = self._model if request.dataset == model_dataset(self.job_id) else None
         if request.dataset == preprocessor_dataset(self.job_id):
             wanted = self._preprocessor
         return Refusal(reason="there is no such model") if wanted is None else wanted.resolve(request)
 
-    def on_push(self, peer: PeerId, header: PushHeader | None) -> Landing | Refusal:
+    def on_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """The parameter server sends an outer update."""
         if self._running is None or peer != self._running.placed.server:
             return Refusal(reason="only the job's parameter server sends here")
@@ -416,7 +416,7 @@ class TrainingRun:
                 self.fail(str(error))
             self._check_over()
 
-        return Landing(path, self._result.largest_update(), arrived, slot=str(self.directory))
+        return FilePushTarget(path, self._result.largest_update(), arrived, slot=str(self.directory))
 
     def on_job_end(self, peer: PeerId, end: JobEnd) -> None:
         """A worker tells how an executor ended, its processes gone."""

@@ -24,7 +24,7 @@ async def _serve(config: WorkerConfig, node: Node) -> None:
 
 def example() -> dict[str, Any]:
     """What ``init`` fills in: the resources that are found, and both kinds of executor."""
-    from hypha_worker.detection import detect
+    from hypha_worker.hardware.detection import detect
 
     found = detect(Path(WORK_DIR))
     resources: dict[str, Any] = {"cpu": float(found.cpu), "memory": found.memory, "storage": found.storage}

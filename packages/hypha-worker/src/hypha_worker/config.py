@@ -11,13 +11,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from hypha_net.node.config import NOT_YET, NodeConfig, Section
+from hypha_net.node.config.models import NOT_YET, NodeConfig, Section
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
 from hypha_proto.resources import Resources
-from hypha_worker.capabilities import Capabilities, Capacity, Device
-from hypha_worker.offers import Evaluation, OfferPolicy, Strategy
+from hypha_worker.bidding.arbiter import Evaluation, OfferPolicy, Strategy
+from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
 
 
 def _peer(text: str) -> str:

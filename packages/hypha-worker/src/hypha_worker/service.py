@@ -25,12 +25,11 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-from hypha_net import gossip, requests, telemetry, transfer
+from hypha_net import instrumentation, pubsub, rpc, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
-from hypha_proto.aggregate import ROUND_MEMBERS
+from hypha_proto.dispatch import DISPATCH_JOB
 from hypha_proto.ids import PeerId
-from hypha_proto.jobs import DISPATCH_JOB
 from hypha_proto.leases import (
     CANCEL_JOB,
     LEASE_SWEEP,
@@ -50,14 +49,15 @@ from hypha_proto.leases import (
 )
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, ExecutorDescriptor, WorkerOffer, WorkerRequest
 from hypha_proto.resources import Timestamp
+from hypha_proto.round_membership import ROUND_MEMBERS
+from hypha_worker.bidding.arbiter import Advertisement, Arbiter, PlannedOffer, RequestBatch
 from hypha_worker.config import ExecutorSection, WorkerConfig
-from hypha_worker.connectors.access import Access
-from hypha_worker.executors.execution import ExecutionFactory, JobContext
+from hypha_worker.connectors.access_policy import Access
 from hypha_worker.executors.parameter_server.server import ParameterServer
-from hypha_worker.executors.process import ProcessExecution, ProcessSettings
-from hypha_worker.jobs import JobManager
-from hypha_worker.leases import Lease, LeaseError, LeaseLedger, LeaseState
-from hypha_worker.offers import Advertisement, Arbiter, Batch, PlannedOffer
+from hypha_worker.executors.process.execution import ProcessExecution, ProcessSettings
+from hypha_worker.jobs.execution import ExecutionFactory, JobContext
+from hypha_worker.jobs.job_manager import JobManager
+from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager, LeaseState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,10 +75,14 @@ TOPIC_PATIENCE = 10.0
 _TOPIC_SOON = 0.5
 """Seconds of them that pass unsaid: a peer says that it is on the topic a moment after it connected."""
 _TOPIC_POLL = 0.05
-_REQUESTS = telemetry.Counter("hypha.worker.requests", "{request}", "Requests decided, by whether an offer was made.")
-_LEASES = telemetry.Level("hypha.worker.leases.active", "{lease}", "Leases, by state.")
-_RENEWALS = telemetry.Counter("hypha.worker.lease.renewals", "{renewal}", "Renewals that were asked for, by outcome.")
-_ENDS = telemetry.Counter("hypha.worker.lease.ends", "{lease}", "Leases that ended, by how: expired or released.")
+_REQUESTS = instrumentation.Counter(
+    "hypha.worker.requests", "{request}", "Requests decided, by whether an offer was made."
+)
+_LEASES = instrumentation.Level("hypha.worker.leases.active", "{lease}", "Leases, by state.")
+_RENEWALS = instrumentation.Counter(
+    "hypha.worker.lease.renewals", "{renewal}", "Renewals that were asked for, by outcome."
+)
+_ENDS = instrumentation.Counter("hypha.worker.lease.ends", "{lease}", "Leases that ended, by how: expired or released.")
 SOCKET_FOLDER_LIMIT = 90
 """Bytes of the folder's path that leave room for a socket's name."""
 
@@ -115,7 +119,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
         await anyio.to_thread.run_sync(clear_work_dir, config.work_dir, held)
         async with anyio.create_task_group() as tasks:
             capabilities = config.capabilities()
-            ledger = LeaseLedger(capabilities.capacity)
+            ledger = LeaseManager(capabilities.capacity)
             jobs = JobManager(endpoint, ledger, make_factories(config, sockets), config.work_dir, tasks)
             worker = Worker(endpoint, Arbiter(config.offer.policy(), capabilities), ledger, jobs)
             worker.listen()
@@ -208,26 +212,26 @@ class Worker:
 
     endpoint: Endpoint
     arbiter: Arbiter
-    ledger: LeaseLedger
+    ledger: LeaseManager
     jobs: JobManager
-    _batch: Batch = field(default_factory=Batch)
+    _batch: RequestBatch = field(default_factory=RequestBatch)
     _changed: anyio.Event = field(default_factory=anyio.Event)
 
     def listen(self) -> None:
         """Answer what schedulers ask and take what peers push."""
-        requests.serve(self.endpoint, RENEW_LEASE, self.renew)
-        requests.serve(self.endpoint, RELEASE_LEASE, self.release)
-        requests.serve(self.endpoint, CANCEL_JOB, self.cancel)
-        requests.serve(self.endpoint, WHY_NOT, self.explain)
-        requests.serve(self.endpoint, DISPATCH_JOB, self.jobs.dispatch)
-        requests.serve(self.endpoint, ROUND_MEMBERS, self.jobs.name_members)
+        rpc.serve(self.endpoint, RENEW_LEASE, self.renew)
+        rpc.serve(self.endpoint, RELEASE_LEASE, self.release)
+        rpc.serve(self.endpoint, CANCEL_JOB, self.cancel)
+        rpc.serve(self.endpoint, WHY_NOT, self.explain)
+        rpc.serve(self.endpoint, DISPATCH_JOB, self.jobs.dispatch)
+        rpc.serve(self.endpoint, ROUND_MEMBERS, self.jobs.name_members)
         transfer.serve_pushes(self.endpoint, self.jobs.accept_push)
 
     # --------------------------------------------------------------------------------------------------------- bidding
 
     async def bid(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Listen for requests and answer the good ones, batch by batch."""
-        async with gossip.subscribe(self.endpoint, WORKER_REQUESTS) as messages, anyio.create_task_group() as tasks:
+        async with pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as messages, anyio.create_task_group() as tasks:
             tasks.start_soon(self._decide_batches, tasks)
             task_status.started()
             async for scheduler, request in messages:
@@ -267,8 +271,8 @@ class Worker:
             timeout_ms=timeout_ms,
         )
         try:
-            with telemetry.span("offer", {"hypha.price": lease.price}, parent=trace):
-                await requests.call(self.endpoint, lease.scheduler, OFFER, offer, timeout=OFFER_TIMEOUT)
+            with instrumentation.span("offer", {"hypha.price": lease.price}, parent=trace):
+                await rpc.call(self.endpoint, lease.scheduler, OFFER, offer, timeout=OFFER_TIMEOUT)
         except NetError as error:
             self.ledger.withdraw(lease.id)
             _log.warning("offer for request %s did not reach %s: %s", lease.request_id, lease.scheduler, error)
@@ -285,7 +289,7 @@ class Worker:
         before, over = self.ledger.leases, self.ledger.sweep(now)
         for lease in over:
             self.jobs.cancel(lease.id, lease.scheduler, "the lease was not renewed in time")
-        if telemetry.enabled():
+        if instrumentation.enabled():
             _tell_leases(before, over, self.ledger.leases)
 
     async def renew(self, scheduler: PeerId, message: RenewLease) -> LeaseRenewal:
@@ -332,9 +336,9 @@ def _tell_evaluations(
     for advertisement in batch:
         request = advertisement.request
         _REQUESTS.add(1, {"hypha.offered": request.id in offered})
-        about: telemetry.Attributes = {"hypha.peer.id": str(advertisement.scheduler), "hypha.bid": request.bid}
-        parent, waited = telemetry.trace_of(request), now - advertisement.received
-        with telemetry.span("evaluate", about, parent=parent, kind="consumer", ago=waited) as span:
+        about: instrumentation.Attributes = {"hypha.peer.id": str(advertisement.scheduler), "hypha.bid": request.bid}
+        parent, waited = instrumentation.trace_of(request), now - advertisement.received
+        with instrumentation.span("evaluate", about, parent=parent, kind="consumer", ago=waited) as span:
             span.set({"hypha.offered": request.id in offered})
         traces[request.id] = span.traceparent
     return traces

@@ -39,7 +39,7 @@ def create(
     out: Path,
 ) -> None:
     """Write a model directory with random weights."""
-    from hypha.accelerate_executor.create_model import create_model, create_torch_model, read_config
+    from hypha.accelerate_executor.modeling.create import create_model, create_torch_model, read_config
 
     try:
         if torch_class is not None:
@@ -77,12 +77,12 @@ def alone(
     """Train on SLICES without a network: what one worker would reach by itself."""
     import torch
 
-    from hypha.accelerate_executor.solo import train_alone
+    from hypha.accelerate_executor.local_training import train_locally
 
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        loss = train_alone(
+        loss = train_locally(
             task, model, slices, out, learning_rate=learning_rate, batch_size=batch_size, steps=steps, seed=seed
         )
     except (ExecutorError, OSError) as error:
@@ -98,7 +98,7 @@ def alone(
 @click.option("--allow-module", multiple=True, metavar="NAME", help="A module whose classes task torch may use.")
 def measure(task: str, model: Path, data: Path, batch_size: int, allow_module: tuple[str, ...]) -> None:
     """Print accuracy and loss of a model on a file of samples, as one JSON line."""
-    from hypha.accelerate_executor.evaluate import evaluate
+    from hypha.accelerate_executor.modeling.evaluation import evaluate
 
     try:
         result = evaluate(task, model, data, batch_size, allow_module)

@@ -19,17 +19,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from hypha.accelerate_executor.bridge import Bridge, Fetched
-from hypha.accelerate_executor.choices import Choices, Files
-from hypha.accelerate_executor.data import Batches
+from hypha.accelerate_executor.bridge.client import Bridge, Fetched
+from hypha.accelerate_executor.bridge.redaction import Redaction, hide, secrets_of
+from hypha.accelerate_executor.bridge.spans import TRACE_VARIABLE, Spans
+from hypha.accelerate_executor.data.batches import Batches
+from hypha.accelerate_executor.data.preprocess import preprocessed_columns
 from hypha.accelerate_executor.errors import ExecutorError, JobError
-from hypha.accelerate_executor.model import model_directory
-from hypha.accelerate_executor.preprocess import preprocessed_columns
-from hypha.accelerate_executor.secrets import Redaction, hide, secrets_of
-from hypha.accelerate_executor.spans import TRACE_VARIABLE, Spans
+from hypha.accelerate_executor.modeling.hf import model_directory
+from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha_proto.codec import from_json
 from hypha_proto.errors import DecodeError, ProtoError
-from hypha_proto.job import JobSpec, TrainConfig, TrainJob
+from hypha_proto.job_spec import JobSpec, TrainConfig, TrainJob
 
 logger = logging.getLogger("hypha.accelerate_executor.training")
 
@@ -148,9 +148,9 @@ def _train(options: argparse.Namespace, started: float) -> None:
     # `python -m` looks for modules where it was started: in the job's directory, where the job's files are put
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != work_dir]
     if _follows():
-        from hypha.accelerate_executor.loop import Pace, follow
+        from hypha.accelerate_executor.diloco.loop import LoopTiming, follow
 
-        follow(config, _choices(options), Pace(update_timeout, delay))
+        follow(config, _choices(options), LoopTiming(update_timeout, delay))
         return
     with Bridge(options.socket, work_dir, timeout) as bridge:
         batches = Batches(_slices(bridge, config), config.batch_size, config.seed or 0, preprocessed_columns(config))
@@ -164,10 +164,10 @@ def _train(options: argparse.Namespace, started: float) -> None:
                 files = thread.submit(_files, bridge, config)
                 # takes seconds, in which the files arrive
                 with spans.span("import torch"):
-                    from hypha.accelerate_executor.loop import Pace, make_loop
+                    from hypha.accelerate_executor.diloco.loop import LoopTiming, build_loop
 
-                pace = Pace(update_timeout, delay)
-                loop = make_loop(bridge, config, _choices(options), files.result, batches, pace, spans)
+                pace = LoopTiming(update_timeout, delay)
+                loop = build_loop(bridge, config, _choices(options), files.result, batches, pace, spans)
             logger.info("ready after %.1f s", time.perf_counter() - started)
             loop.run()
         finally:
@@ -175,19 +175,19 @@ def _train(options: argparse.Namespace, started: float) -> None:
             batches.close()
 
 
-def _choices(options: argparse.Namespace) -> Choices:
-    return Choices(frozenset(options.allow_module), options.device_map)
+def _choices(options: argparse.Namespace) -> OwnerOptions:
+    return OwnerOptions(frozenset(options.allow_module), options.device_map)
 
 
-def _files(bridge: Bridge, config: TrainConfig) -> Files:
+def _files(bridge: Bridge, config: TrainConfig) -> ModelFiles:
     model = model_directory([fetched.path for fetched in bridge.fetch(config.model.artifact, "model")])
     if config.preprocessor is None:
-        return Files(model)
+        return ModelFiles(model)
     paths = [fetched.path for fetched in bridge.fetch(config.preprocessor.artifact, "preprocessor")]
     if not paths:
         raise JobError("the preprocessor's artifact holds no file")
     top = min(paths, key=lambda path: len(path.parts))
-    return Files(model, top if top.is_dir() else top.parent)
+    return ModelFiles(model, top if top.is_dir() else top.parent)
 
 
 def _slices(bridge: Bridge, config: TrainConfig) -> Callable[[], list[Fetched]]:

@@ -19,11 +19,11 @@ from typing import Any, Final, TypeVar
 import click
 from click.core import ParameterSource
 
-from hypha_net.node.config import NodeConfig
-from hypha_net.node.config_errors import ConfigError
-from hypha_net.node.config_load import Loaded, load_config
+from hypha_net.node.config.errors import ConfigError
+from hypha_net.node.config.loader import Loaded, load_config
+from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.lifecycle import DONE, FAILED, INTERRUPTED, Serve, early_signals, run_daemon
-from hypha_net.node.logs import LEVELS, configure_logs
+from hypha_net.node.logging_setup import LEVELS, configure_logs
 
 _log = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ def _init(program: _Program) -> click.Command:
     @click.option("--force", is_flag=True, help="Replace the file if it exists.")
     def init(out: Path, lan: bool, force: bool) -> None:
         """Write a commented configuration to start from."""
-        from hypha_net.node.config_init import render_config
+        from hypha_net.node.config.template import render_config
 
         text = render_config(program.config, _example(program, lan=lan), program.name)
         try:
@@ -313,7 +313,7 @@ def _config(program: _Program) -> click.Command:
     @format_option
     def show(file: Path | None, settings: tuple[str, ...], form: str) -> None:
         """Print the merged configuration with the origin of each value; secrets are hidden."""
-        from hypha_net.node.config_show import rows
+        from hypha_net.node.config.dump import rows
 
         loaded = program.load(file, settings)
         for warning in loaded.warnings:

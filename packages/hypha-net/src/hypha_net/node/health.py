@@ -50,11 +50,11 @@ def health_now(readiness: Readiness, endpoint: Endpoint, *, role: str, version: 
 
 def serve_health(endpoint: Endpoint, readiness: Readiness, *, role: str, version: str) -> None:
     """Answer every peer that asks, for as long as the endpoint is open."""
-    from hypha_net import requests
+    from hypha_net import rpc
     from hypha_proto.health import HEALTH_CHECK, HealthRequest
     from hypha_proto.ids import PeerId
 
     async def answer(peer: PeerId, request: HealthRequest) -> Health:
         return health_now(readiness, endpoint, role=role, version=version)
 
-    requests.serve(endpoint, HEALTH_CHECK, answer)
+    rpc.serve(endpoint, HEALTH_CHECK, answer)

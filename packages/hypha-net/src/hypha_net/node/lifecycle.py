@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, runti
 import anyio
 from anyio.abc import TaskGroup
 
-from hypha_net import telemetry
+from hypha_net import instrumentation
 from hypha_net.errors import NetError
-from hypha_net.node.config import NodeConfig
+from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.health import Readiness, serve_health
-from hypha_net.node.telemetry_targets import targets
+from hypha_net.node.telemetry.otlp_config import targets
 from hypha_proto.errors import ProtoError
 
 if TYPE_CHECKING:
     from hypha_net.endpoint import Endpoint
-    from hypha_net.node.telemetry import Export
+    from hypha_net.node.telemetry.sdk import Export
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ GRACE: Final = 5.0
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 
-_PEERS: Final = telemetry.Level("hypha.peers.connected", "{peer}", "Peers that a node is connected to.")
+_PEERS: Final = instrumentation.Level("hypha.peers.connected", "{peer}", "Peers that a node is connected to.")
 _PEERS_EVERY: Final = 5.0
 
 
@@ -196,7 +196,7 @@ class _Run:
         # own handlers rather than the event loop's: they start the countdown even when the loop is blocked
         with _handling(self._on_signal, self._on_hangup):
             if self._exports:
-                from hypha_net.node.telemetry import preload
+                from hypha_net.node.telemetry.sdk import preload
 
                 preload(self.config)
             try:
@@ -209,17 +209,17 @@ class _Run:
         return bool(targets(self.config, os.environ))
 
     def _begin_export(self, instance: str) -> None:
-        from hypha_net.node.telemetry import open_export
+        from hypha_net.node.telemetry.sdk import open_export
 
         service = f"hypha-{self.role}"
         self._export = open_export(self.config, service=service, version=self.version, instance=instance)
-        telemetry.install(self._export.recorder)
+        instrumentation.install(self._export.recorder)
 
     def _end_export(self) -> None:
         if self._export is not None:
             self.ended.set()  # the last export is bounded by itself
             self._export.close()
-            telemetry.install(None)
+            instrumentation.install(None)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.exit_code = _exit_code(number)
@@ -310,9 +310,9 @@ def _kill_children() -> None:
 
 def open_configured(config: NodeConfig, role: str) -> AbstractAsyncContextManager[Endpoint]:
     """The real endpoint, over mutual TLS."""
-    import hypha_net._libp2p.engine  # noqa: F401 - takes seconds: better now than when the event loop runs
+    import hypha_net._libp2p.endpoint  # noqa: F401 - takes seconds: better now than when the event loop runs
+    from hypha_net import open_endpoint
     from hypha_net.identity import load_identity
-    from hypha_net.open import open_endpoint
 
     identity = load_identity(config.cert_pem, config.key_pem, config.trust_pem, config.crls_pem)
     if identity.certificate.role not in (None, role):
@@ -329,8 +329,8 @@ def open_configured(config: NodeConfig, role: str) -> AbstractAsyncContextManage
 
 def endpoint_settings(config: NodeConfig, role: str) -> Any:
     """The endpoint's part of a configuration."""
-    from hypha_net.open import EndpointSettings, RelayLimits
-    from hypha_net.rates import Rates
+    from hypha_net.bandwidth import BandwidthLimits
+    from hypha_net.settings import EndpointSettings, RelayLimits
 
     limits = config.limits
     state: Path | None = getattr(config, "state_dir", None)
@@ -345,7 +345,9 @@ def endpoint_settings(config: NodeConfig, role: str) -> Any:
         max_connections=config.limits.max_connections,
         state_dir=state,
         relay=RelayLimits() if relay is None else RelayLimits(**relay.model_dump()),
-        rates=Rates(limits.upload_rate, limits.download_rate, limits.peer_upload_rate, limits.peer_download_rate),
+        rates=BandwidthLimits(
+            limits.upload_rate, limits.download_rate, limits.peer_upload_rate, limits.peer_download_rate
+        ),
         require_roles=config.require_roles,
     )
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from hypha_net.node.config import NodeConfig
+from hypha_net.node.config.models import NodeConfig
 
 if TYPE_CHECKING:
     from hypha_net.endpoint import Endpoint
@@ -48,10 +48,11 @@ async def probe(config: NodeConfig, address: str, timeout: float) -> Probed:
     """
     import anyio
 
+    from hypha_net import open_endpoint
     from hypha_net.errors import UnreachableError
     from hypha_net.identity import load_identity
-    from hypha_net.open import EndpointSettings, open_endpoint
-    from hypha_net.requests import call
+    from hypha_net.rpc import call
+    from hypha_net.settings import EndpointSettings
     from hypha_proto.health import HEALTH_CHECK, HealthRequest
 
     identity = load_identity(config.cert_pem, config.key_pem, config.trust_pem, config.crls_pem)
@@ -83,7 +84,7 @@ async def _agent(endpoint: Endpoint, peer: PeerId) -> str:
     """What program the peer says it is; empty when it keeps that back for `IDENTIFY_WAIT` seconds."""
     import anyio
 
-    from hypha_net.node.identify import ask_agent
+    from hypha_net.node.identify_client import ask_agent
 
     left = anyio.current_effective_deadline() - anyio.current_time()  # a peer that is well has answered in time
     wait = min(IDENTIFY_WAIT, left - _POLL)

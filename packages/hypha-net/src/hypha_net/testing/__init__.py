@@ -8,8 +8,8 @@ Nothing here knows a wall clock: `simulate` runs it on a virtual one, where an h
 delay, breaks and the order of tasks come from seeded generators, so the same seed gives the same history.
 """
 
-from hypha_net.testing.links import Faults
-from hypha_net.testing.memory import MemoryEndpoint, MemoryNetwork
+from hypha_net.testing.fault_injection import Faults
+from hypha_net.testing.memory_network import MemoryEndpoint, MemoryNetwork
 from hypha_net.testing.simulation import simulate
 
 __all__ = ["Faults", "MemoryEndpoint", "MemoryNetwork", "simulate"]

@@ -12,27 +12,27 @@ bytes come from and go, `moving` the bytes, `arriving` the incomplete file and `
 patience.
 """
 
+from hypha_net.bandwidth import MIN_RATE, BandwidthLimits, limit_bandwidth
 from hypha_net.errors import TransferError, TransferRefusedError
-from hypha_net.rates import MIN_RATE, Rates, limit_rates
-from hypha_net.transfer.landing import Landing, MemoryLanding
-from hypha_net.transfer.pull import Offered, Pulled, pull, pull_bytes, serve_pulls
+from hypha_net.transfer.framing import IDLE_TIMEOUT
+from hypha_net.transfer.io.sources import Buffer, describe
+from hypha_net.transfer.pull import PullResult, PullSource, pull, pull_bytes, serve_pulls
 from hypha_net.transfer.push import push, serve_pushes
-from hypha_net.transfer.sources import Buffer, describe
-from hypha_net.transfer.wire import IDLE_TIMEOUT
+from hypha_net.transfer.push_target import FilePushTarget, MemoryPushTarget
 
 __all__ = [
     "IDLE_TIMEOUT",
     "MIN_RATE",
+    "BandwidthLimits",
     "Buffer",
-    "Landing",
-    "MemoryLanding",
-    "Offered",
-    "Pulled",
-    "Rates",
+    "FilePushTarget",
+    "MemoryPushTarget",
+    "PullResult",
+    "PullSource",
     "TransferError",
     "TransferRefusedError",
     "describe",
-    "limit_rates",
+    "limit_bandwidth",
     "pull",
     "pull_bytes",
     "push",

@@ -9,11 +9,11 @@ from typing import Final, Literal
 
 import anyio
 
-from hypha_net import telemetry
+from hypha_net import instrumentation
+from hypha_net.bandwidth import Direction, TransferPacer, pace_of
 from hypha_net.endpoint import Endpoint
 from hypha_net.events import Transferred
-from hypha_net.rates import Direction, Pace, pace_of
-from hypha_net.transfer.wire import IDLE_TIMEOUT, BrokenOffError
+from hypha_net.transfer.framing import IDLE_TIMEOUT, TransferInterruptedError
 from hypha_proto.ids import PeerId
 
 EVERY: Final = 1.0
@@ -21,8 +21,8 @@ EVERY: Final = 1.0
 SLOWEST: Final = 16 << 10
 """Bytes within `IDLE_TIMEOUT` below which a transfer is given up: sixty may share the smallest limit (`MIN_RATE`)."""
 
-_MOVED: Final = telemetry.Counter("hypha.transfer.io", "By", "Bytes of files moved between peers.")
-_IO: Final[dict[Direction, telemetry.Attributes]] = {
+_MOVED: Final = instrumentation.Counter("hypha.transfer.io", "By", "Bytes of files moved between peers.")
+_IO: Final[dict[Direction, instrumentation.Attributes]] = {
     "sent": {"network.io.direction": "transmit"},
     "received": {"network.io.direction": "receive"},
 }
@@ -47,7 +47,7 @@ class Progress:
     _moved_then: int = 0
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> TransferPacer:
         """How fast this one may go."""
         return pace_of(self.endpoint, self.peer, self.direction)
 
@@ -76,7 +76,7 @@ class Progress:
     def _look(self, now: float) -> None:
         moved, took = self.moved_in_all - self._moved_then, now - self._looked_at
         if moved < SLOWEST and self.done != self.size:
-            raise BrokenOffError(f"only {moved} bytes moved in {took:.0f} s")
+            raise TransferInterruptedError(f"only {moved} bytes moved in {took:.0f} s")
         self._looked_at, self._moved_then = now, self.moved_in_all
 
     @contextmanager

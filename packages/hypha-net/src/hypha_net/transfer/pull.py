@@ -7,17 +7,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hypha_net import telemetry
+from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import TransferError, TransferRefusedError
-from hypha_net.transfer.destinations import Destination, ToFile, ToMemory
-from hypha_net.transfer.moving import receive_whole
-from hypha_net.transfer.progress import Progress
-from hypha_net.transfer.retries import Drops, see_through
-from hypha_net.transfer.sources import Buffer, source_of
-from hypha_net.transfer.wire import (
+from hypha_net.per_peer_limiter import PerPeerLimiter
+from hypha_net.transfer.framing import (
     AT_ONCE,
-    BrokenOffError,
+    TransferInterruptedError,
     behind_length,
     ending,
     guarded,
@@ -26,17 +22,21 @@ from hypha_net.transfer.wire import (
     refused,
     send_message,
 )
-from hypha_net.turns import Turns
+from hypha_net.transfer.io.sinks import FileSink, MemorySink, Sink
+from hypha_net.transfer.io.sources import Buffer, source_of
+from hypha_net.transfer.io.stream_copy import receive_whole
+from hypha_net.transfer.progress import Progress
+from hypha_net.transfer.retry import Drops, retry_with_deadline
 from hypha_proto.codec import from_cbor, from_json, to_cbor, to_json
 from hypha_proto.ids import PeerId
-from hypha_proto.protocol import PULL, PULL_WITH_HEADER
+from hypha_proto.protocols import PULL, PULL_WITH_HEADER
 from hypha_proto.transfer import PullAnswer, PullHeader, PullRequest, PullStart, Refusal
 
 _log = logging.getLogger("hypha_net.transfer")
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PullResult:
     """A file that has arrived."""
 
     size: int
@@ -44,7 +44,7 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class PullSource:
     """A file or a buffer that may be pulled; `digest` (``blake3:…``) is computed when it is not known."""
 
     source: Path | Buffer
@@ -61,7 +61,7 @@ async def pull(
     max_bytes: int = 1 << 40,
     digest: str | None = None,
     timeout: float = 600.0,
-) -> Pulled:
+) -> PullResult:
     """Pull a file from `peer` to `target`, which appears only when it is whole.
 
     A pull that breaks off is taken up again a few times, from where it was; what an earlier call left beside `target`
@@ -79,8 +79,8 @@ async def pull(
         TransferError: cut, wrong length or digest, too large, no room, or too slow.
         OSError: the file cannot be written.
     """
-    incoming = _Incoming(endpoint, peer, request, ToFile(target), max_bytes, digest)
-    return await see_through(incoming.attempt, incoming.what, incoming.progress, timeout)
+    incoming = _Incoming(endpoint, peer, request, FileSink(target), max_bytes, digest)
+    return await retry_with_deadline(incoming.attempt, incoming.what, incoming.progress, timeout)
 
 
 async def pull_bytes(
@@ -102,9 +102,9 @@ async def pull_bytes(
         TransferRefusedError: it does not give this, and says why.
         TransferError: cut, wrong length or digest, too large, no memory, or too slow.
     """
-    into = ToMemory()
+    into = MemorySink()
     incoming = _Incoming(endpoint, peer, request, into, max_bytes, digest)
-    await see_through(incoming.attempt, incoming.what, incoming.progress, timeout)
+    await retry_with_deadline(incoming.attempt, incoming.what, incoming.progress, timeout)
     return into.data
 
 
@@ -113,7 +113,7 @@ class _Incoming:
     endpoint: Endpoint
     peer: PeerId
     request: PullRequest
-    into: Destination
+    into: Sink
     max_bytes: int
     wanted: str | None
     known: str | None = None
@@ -131,7 +131,7 @@ class _Incoming:
     def what(self) -> str:
         return f"pull of {_name(self.request)} from {self.peer}"
 
-    async def attempt(self) -> Pulled:
+    async def attempt(self) -> PullResult:
         offset = 0 if self.anew else await self.into.left_behind(self.known)
         stream = await self.drops.open_stream(self.endpoint, self.peer, [PULL_WITH_HEADER, PULL])
         if stream.protocol == PULL:
@@ -139,7 +139,7 @@ class _Incoming:
         async with ending(stream, self.what):
             return await self._headed(stream, offset)
 
-    async def _bare(self, stream: Stream) -> Pulled:
+    async def _bare(self, stream: Stream) -> PullResult:
         try:
             async with ending(stream, self.what):
                 if self.request.name is not None:
@@ -149,12 +149,12 @@ class _Incoming:
                 # a small file is on its way before an end that follows the header
                 await stream.send_eof(behind_length(to_json(PullHeader, header)))
                 return await self._receive(stream, None, self.wanted, 0)
-        except BrokenOffError as error:
+        except TransferInterruptedError as error:
             cut = TransferError(str(error))  # an old peer would send all of it again
             raise (cut if self.progress.moved_in_all else self.drops.bear(error, cut)) from error
 
-    async def _headed(self, stream: Stream, offset: int) -> Pulled:
-        request = telemetry.with_trace(_from(self.request, offset))
+    async def _headed(self, stream: Stream, offset: int) -> PullResult:
+        request = instrumentation.with_trace(_from(self.request, offset))
         await send_message(stream, to_cbor(PullRequest, request))
         await stream.send_eof()
         answer = from_cbor(PullAnswer, await receive_message(stream))
@@ -162,7 +162,7 @@ class _Incoming:
             if not offset:
                 raise refused(answer)
             self.anew = True  # it may have become shorter than what is here of it
-            raise BrokenOffError(f"{self.what} cannot go on at byte {offset}: {refused(answer)}")
+            raise TransferInterruptedError(f"{self.what} cannot go on at byte {offset}: {refused(answer)}")
         self._check(answer, offset)
         return await self._receive(stream, answer.size, answer.digest, offset)
 
@@ -173,15 +173,15 @@ class _Incoming:
             raise TransferError(f"the peer has {answer.digest} where {self.wanted} is wanted")
         before, self.known = self.known, answer.digest
         if offset and answer.digest != before:
-            raise BrokenOffError(f"{self.what}: the file has changed there since {offset} bytes of it came")
+            raise TransferInterruptedError(f"{self.what}: the file has changed there since {offset} bytes of it came")
 
-    async def _receive(self, stream: Stream, size: int | None, digest: str | None, offset: int) -> Pulled:
+    async def _receive(self, stream: Stream, size: int | None, digest: str | None, offset: int) -> PullResult:
         async with self.into.arriving(size, digest) as arriving:
             if arriving.received != offset:
                 self.anew = arriving.received == 0
-                raise BrokenOffError(f"{self.what} can go on at byte {arriving.received}, not {offset}")
+                raise TransferInterruptedError(f"{self.what} can go on at byte {arriving.received}, not {offset}")
             self.progress.begin(offset, size)
-            return Pulled(*await receive_whole(stream, arriving, self.max_bytes, self.progress))
+            return PullResult(*await receive_whole(stream, arriving, self.max_bytes, self.progress))
 
 
 def _from(request: PullRequest, offset: int) -> PullRequest:
@@ -201,13 +201,13 @@ def _name(request: PullRequest) -> str:
 # --------------------------------------------------------------------------------------------------------------- giving
 
 
-def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awaitable[Offered | Refusal]]) -> None:
+def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awaitable[PullSource | Refusal]]) -> None:
     """Give files and buffers to peers, as `resolve(peer, request)` finds them, over both protocols."""
 
     async def headed(stream: Stream) -> None:
         async with ending(stream, f"pull by {stream.peer}"):
             request: PullRequest = from_cbor(PullRequest, await receive_message(stream))
-            with telemetry.serving("give file", request, {"hypha.peer.id": str(stream.peer)}):
+            with instrumentation.serving("give file", request, {"hypha.peer.id": str(stream.peer)}):
                 offered = await resolve(stream.peer, request)
                 if isinstance(offered, Refusal):
                     await refuse(stream, PullAnswer, offered)
@@ -229,12 +229,12 @@ def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awa
                 await source.send(stream, 0, size, progress)
                 await stream.send_eof()
 
-    turns = Turns(AT_ONCE)
+    turns = PerPeerLimiter(AT_ONCE)
     endpoint.handle(PULL_WITH_HEADER, guarded(headed, turns))
     endpoint.handle(PULL, guarded(bare, turns))
 
 
-async def _give(endpoint: Endpoint, stream: Stream, request: PullRequest, offered: Offered) -> None:
+async def _give(endpoint: Endpoint, stream: Stream, request: PullRequest, offered: PullSource) -> None:
     source = source_of(offered.source)
     size, digest = await source.describe() if offered.digest is None else (source.measure(), offered.digest)
     if request.offset > size:

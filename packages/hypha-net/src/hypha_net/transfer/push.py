@@ -10,19 +10,13 @@ from typing import Final
 
 import anyio
 
-from hypha_net import telemetry
+from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import StreamResetError, TransferError, TransferRefusedError
-from hypha_net.transfer.gathering import Waiting
-from hypha_net.transfer.holding import Holders
-from hypha_net.transfer.landing import Berth, Landing, MemoryLanding, berth_of
-from hypha_net.transfer.moving import receive_whole
-from hypha_net.transfer.progress import Progress
-from hypha_net.transfer.retries import Drops, see_through
-from hypha_net.transfer.sources import Buffer, Source, source_of
-from hypha_net.transfer.wire import (
+from hypha_net.per_peer_limiter import PerPeerLimiter
+from hypha_net.transfer.framing import (
     AT_ONCE,
-    BrokenOffError,
+    TransferInterruptedError,
     ending,
     guarded,
     receive_message,
@@ -30,10 +24,16 @@ from hypha_net.transfer.wire import (
     refused,
     send_message,
 )
-from hypha_net.turns import Turns
+from hypha_net.transfer.io.partial_buffer import Waiting
+from hypha_net.transfer.io.sources import Buffer, Source, source_of
+from hypha_net.transfer.io.stream_copy import receive_whole
+from hypha_net.transfer.progress import Progress
+from hypha_net.transfer.push_slots import PushSlots
+from hypha_net.transfer.push_target import FilePushTarget, MemoryPushTarget, PushSink, berth_of
+from hypha_net.transfer.retry import Drops, retry_with_deadline
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
-from hypha_proto.protocol import PUSH, PUSH_WITH_HEADER
+from hypha_proto.protocols import PUSH, PUSH_WITH_HEADER
 from hypha_proto.transfer import GoOn, PushAnswer, PushHeader, PushReceipt, Receipt, Refusal
 
 _log = logging.getLogger("hypha_net.transfer")
@@ -44,7 +44,7 @@ END_TIMEOUT: Final = 5.0
 """Seconds that a peer of the old wire may take to end the stream, once it has the file, before it is believed to."""
 
 
-Accept = Callable[[PeerId, PushHeader | None], Awaitable[Landing | MemoryLanding | Refusal]]
+Accept = Callable[[PeerId, PushHeader | None], Awaitable[FilePushTarget | MemoryPushTarget | Refusal]]
 
 
 async def push(
@@ -64,7 +64,7 @@ async def push(
         OSError: the file cannot be read.
     """
     outgoing = _Outgoing(endpoint, peer, source_of(content), header)
-    return await see_through(outgoing.attempt, outgoing.what, outgoing.progress, timeout)
+    return await retry_with_deadline(outgoing.attempt, outgoing.what, outgoing.progress, timeout)
 
 
 @dataclass(slots=True)
@@ -100,14 +100,14 @@ class _Outgoing:
                 await stream.send_eof()
                 with anyio.move_on_after(END_TIMEOUT):  # it drops the stream once it has the file, or at once
                     await stream.receive_some()
-        except BrokenOffError as error:
+        except TransferInterruptedError as error:
             lost = TransferError(str(error))  # with its connection: whether it has the file nobody knows
             dropped = self.peer in self.endpoint.connected_peers()  # a reset: it has not read to the end
             raise (self.drops.bear(error, lost) if dropped else lost) from error
         return self.progress.moved_in_all
 
     async def _headed(self, stream: Stream) -> None:
-        await send_message(stream, to_cbor(PushHeader, telemetry.with_trace(self.header)))
+        await send_message(stream, to_cbor(PushHeader, instrumentation.with_trace(self.header)))
         answer = from_cbor(PushAnswer, await receive_message(stream))
         if isinstance(answer, Refusal):
             raise refused(answer)
@@ -134,13 +134,13 @@ def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
     place and renamed only when it is whole and its digest is right. What a broken push has brought waits there, and the
     next push of the same content into the same folder goes on from it; in memory it waits for half a minute.
     """
-    holders, waiting = Holders(), Waiting()
+    holders, waiting = PushSlots(), Waiting()
 
     async def headed(stream: Stream) -> None:
         async with ending(stream, f"push from {stream.peer}"):
             header: PushHeader = from_cbor(PushHeader, await receive_message(stream))
-            about: dict[str, telemetry.Value] = {"hypha.peer.id": str(stream.peer), "hypha.round": header.round}
-            with telemetry.serving(f"receive {header.kind[:40]}", header, about):
+            about: dict[str, instrumentation.Value] = {"hypha.peer.id": str(stream.peer), "hypha.round": header.round}
+            with instrumentation.serving(f"receive {header.kind[:40]}", header, about):
                 landing = await accept(stream.peer, header)
                 if not isinstance(landing, Refusal) and header.size > landing.max_bytes:
                     landing = Refusal(reason=f"{header.size} bytes are over the limit of {landing.max_bytes}")
@@ -164,7 +164,7 @@ def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
                     size, digest = await receive_whole(stream, arriving, berth.max_bytes, progress)
                 await berth.arrived(size, digest)
 
-    turns = Turns(AT_ONCE)
+    turns = PerPeerLimiter(AT_ONCE)
     in_turn = guarded(headed, turns)
 
     async def headed_then_tidied(stream: Stream) -> None:
@@ -176,13 +176,13 @@ def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
 
 
 async def _land(
-    endpoint: Endpoint, stream: Stream, berth: Berth, header: PushHeader, let_go: Callable[[], None]
+    endpoint: Endpoint, stream: Stream, berth: PushSink, header: PushHeader, let_go: Callable[[], None]
 ) -> None:
     progress = Progress(endpoint, stream.peer, header.name[:200], "received")
     try:
         with progress.told():
             size = await _take(stream, berth, header, progress, let_go)
-    except (StreamResetError, BrokenOffError):
+    except (StreamResetError, TransferInterruptedError):
         raise
     except (TransferError, OSError) as error:
         _log.warning("push of %s from %s refused: %s", header.name[:200], stream.peer, error)
@@ -194,7 +194,7 @@ async def _land(
 
 
 async def _take(
-    stream: Stream, berth: Berth, header: PushHeader, progress: Progress, let_go: Callable[[], None]
+    stream: Stream, berth: PushSink, header: PushHeader, progress: Progress, let_go: Callable[[], None]
 ) -> int:
     async with berth.arriving(header.size, header.digest) as arriving:
         await send_message(stream, to_cbor(PushAnswer, GoOn(offset=arriving.received)))

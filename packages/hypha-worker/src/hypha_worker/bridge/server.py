@@ -19,9 +19,9 @@ import anyio
 import anyio.from_thread
 import anyio.to_thread
 
-from hypha_worker.bridge.faults import BridgeFault, ending
-from hypha_worker.bridge.resources import BridgeBackend
-from hypha_worker.executors.execution import ExecutionError
+from hypha_worker.bridge.backend import BridgeBackend
+from hypha_worker.errors import BridgeError, ending
+from hypha_worker.jobs.execution import ExecutionError
 
 if TYPE_CHECKING:
     import uvicorn
@@ -42,7 +42,7 @@ def preload() -> None:
     """Import what a bridge needs, so that the first job does not wait for it."""
     import uvicorn  # noqa: F401
 
-    from hypha_worker.bridge import app  # noqa: F401
+    from hypha_worker.bridge import routes  # noqa: F401
 
 
 @asynccontextmanager
@@ -101,7 +101,7 @@ def _unbind(listener: socket.socket, path: Path) -> None:
 def _make_server(backend: BridgeBackend, portal: anyio.from_thread.BlockingPortal) -> uvicorn.Server:
     import uvicorn
 
-    from hypha_worker.bridge.app import make_app
+    from hypha_worker.bridge.routes import make_app
 
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it tells of every start and end
     logging.getLogger("uvicorn.error").addFilter(_is_worth_telling)
@@ -139,7 +139,7 @@ def _into(portal: anyio.from_thread.BlockingPortal) -> Callable[..., Awaitable[A
                 raise
             raise ending() from None  # the worker's side was cancelled, not this one
         except OSError as error:
-            raise BridgeFault(500, "worker-failed", f"the worker's disk: {error}") from error
+            raise BridgeError(500, "worker-failed", f"the worker's disk: {error}") from error
 
     return call
 

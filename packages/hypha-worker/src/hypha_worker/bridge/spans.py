@@ -1,7 +1,8 @@
 """An executor's spans: checked, and recorded by its worker in the trace of their job.
 
-Before this room: `bridge.app` has read a report within its bounds. After it: `hypha_net.telemetry`. The executor needs
-no clock that agrees with ours, and no OpenTelemetry: what it reports is over, and is placed by how long ago it began.
+Before this room: `bridge.app` has read a report within its bounds. After it: `hypha_net.instrumentation`. The executor
+needs no clock that agrees with ours, and no OpenTelemetry: what it reports is over, and is placed by how long ago it
+began.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Final
 
 import anyio
 
-from hypha_net import telemetry
-from hypha_proto.bridge import ExecutorSpan, SpanReport
-from hypha_worker.bridge.faults import bad_request
+from hypha_net import instrumentation
+from hypha_proto.bridge_api import ExecutorSpan, SpanReport
+from hypha_worker.errors import bad_request
 
 MAX_SPANS_A_JOB: Final = 20_000
 """What an executor reports beyond is answered and not recorded."""
@@ -48,9 +49,13 @@ class SpanAccount:
                     f"spans: {span.name!r} began {span.ago_ms:g} ms ago, before the job ({longest:.0f} ms)"
                 )
         parent = report.traceparent or job
-        if report.traceparent is not None and job is not None and not telemetry.same_trace(report.traceparent, job):
+        if (
+            report.traceparent is not None
+            and job is not None
+            and not instrumentation.same_trace(report.traceparent, job)
+        ):
             raise bad_request("spans: traceparent is not one of the job's trace, which TRACEPARENT names")
-        if job is None or not telemetry.enabled():
+        if job is None or not instrumentation.enabled():
             return 0
         before = self._recorded
         self._record(report.spans, parent)
@@ -63,7 +68,7 @@ class SpanAccount:
             self._recorded += 1
             ago, seconds = span.ago_ms / _MS, span.duration_ms / _MS
             about = {"hypha.executor": True, **span.attributes}
-            own = telemetry.record(span.name, about, parent=parent, ago=ago, seconds=seconds, error=span.error)
+            own = instrumentation.record(span.name, about, parent=parent, ago=ago, seconds=seconds, error=span.error)
             self._record(span.inside, own)
 
 

@@ -17,10 +17,10 @@ from urllib.parse import urljoin, urlsplit
 import anyio
 import anyio.to_thread
 
-from hypha_proto.job import HuggingFaceReference
-from hypha_worker.bridge.faults import BridgeFault, bad_request, not_found, peer_failed, timed_out
-from hypha_worker.bridge.paths import check_relative, safe_name
-from hypha_worker.connectors.access import Access
+from hypha_proto.job_spec import HuggingFaceReference
+from hypha_worker.connectors.access_policy import Access
+from hypha_worker.errors import BridgeError, bad_request, not_found, peer_failed, timed_out
+from hypha_worker.paths import check_relative, safe_name
 
 if TYPE_CHECKING:
     import httpx
@@ -106,7 +106,7 @@ def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path,
         raise peer_failed(f"{where}: {str(error)[:400]}") from error
     except ValueError as error:  # a repository name that is none
         raise bad_request(f"{where}: {str(error)[:400]}") from error
-    except BridgeFault:
+    except BridgeError:
         raise
     except Exception as error:  # which HTTP library raises its connection errors here differs by the hub's version
         raise peer_failed(f"{where}: {error!r:.400}") from error
@@ -181,7 +181,7 @@ async def _store(response: httpx.Response, target: Path, max_bytes: int) -> None
             await file.write(block)
 
 
-def _status_fault(url: str, status: int) -> BridgeFault:
+def _status_fault(url: str, status: int) -> BridgeError:
     if status in (404, 410):
         return not_found(f"{url[:120]} answers {status}")
     return peer_failed(f"{url[:120]} answers {status}")

@@ -15,15 +15,15 @@ from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import (
+    Acknowledged,
     BatchDone,
     Done,
-    Ok,
+    OuterStepTaken,
     Progress,
     ProgressError,
     ProgressResponse,
     RoundMetrics,
-    Update,
-    Updated,
+    SendingUpdate,
 )
 from hypha_scheduler.strategies.diloco.rounds import Effect, Measured, RoundClosed, Rounds
 from hypha_scheduler.strategies.diloco.slices import Assignment, SliceLedger
@@ -83,9 +83,9 @@ class DilocoOperator:
         return answer, self._count(effects)
 
     def _server_report(self, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
-        if isinstance(progress, Updated):
+        if isinstance(progress, OuterStepTaken):
             return self.rounds.updated(now)
-        return (Ok() if isinstance(progress, RoundMetrics) else ProgressError()), ()
+        return (Acknowledged() if isinstance(progress, RoundMetrics) else ProgressError()), ()
 
     def _worker_report(
         self, peer: PeerId, progress: Progress, now: float
@@ -93,11 +93,11 @@ class DilocoOperator:
         if isinstance(progress, BatchDone):
             self.slices.report(peer, _slice_counts(progress.slices))
             return self.rounds.batch(peer, progress.batch_size, now), ()
-        if isinstance(progress, Update):
-            return Done() if self.rounds.excused(peer) else Ok(), self.rounds.update(peer, now)
+        if isinstance(progress, SendingUpdate):
+            return Done() if self.rounds.excused(peer) else Acknowledged(), self.rounds.update(peer, now)
         if isinstance(progress, RoundMetrics):
-            return Ok(), self._measured(peer, progress)
-        if isinstance(progress, Updated):
+            return Acknowledged(), self._measured(peer, progress)
+        if isinstance(progress, OuterStepTaken):
             return ProgressError(), ()
         return self.rounds.merged(peer, now), ()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import Continue, Done, Ok, ProgressError, ProgressResponse, ScheduleUpdate
+from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, ProgressResponse, ScheduleUpdate
 from hypha_scheduler.strategies.diloco.forecast import Shares, Speed, Standing, divide
 
 DECIDED_SHARE: Final = 0.5
@@ -312,7 +312,7 @@ class Rounds:
         return self._after_step(), late + self._tell(current, only_whole=True)
 
     def _after_step(self) -> ProgressResponse:
-        return Done() if self._closed >= self._settings.rounds else Ok()
+        return Done() if self._closed >= self._settings.rounds else Acknowledged()
 
     def refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
         """The parameter server could not use a member's update: the round goes on without it."""

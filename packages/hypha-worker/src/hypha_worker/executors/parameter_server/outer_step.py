@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypha_proto.errors import TensorFileError
-from hypha_proto.update import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, open_update
+from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, open_update
 
 BLOCK: Final = 1 << 16
 """Numbers computed at once: the float64 block and its operands stay in the processor's cache."""
@@ -43,13 +43,13 @@ class OuterOptimizer:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """What every update of a job has in common."""
 
     tensors: Mapping[str, TensorInfo]
     statistics: frozenset[str]
 
-    def difference(self, other: Layout) -> str:
+    def difference(self, other: TensorLayout) -> str:
         """The first way in which `other` is not this layout, for people; empty when it is the same."""
         for name, info in self.tensors.items():
             if name not in other.tensors:
@@ -68,7 +68,7 @@ class Layout:
         return ""
 
 
-def inspect_update(path: Path) -> Layout:
+def inspect_update(path: Path) -> TensorLayout:
     """Check a file that a peer sent: well formed, at least one tensor, and every number finite.
 
     Raises:
@@ -85,7 +85,7 @@ def inspect_update(path: Path) -> Layout:
             # a sum of finite numbers of one sign overflows only when they are useless; a NaN never hides in one
             if not all(np.isfinite(block).all() for block in file.blocks(name, _CHECK_BLOCK)):
                 raise TensorFileError(f"tensor {name[:80]!r} holds NaN or infinity")
-        return Layout(dict(file.tensors), metadata.statistics)
+        return TensorLayout(dict(file.tensors), metadata.statistics)
 
 
 def outer_step(

@@ -18,35 +18,35 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-from hypha_net import telemetry, transfer
+from hypha_net import instrumentation, transfer
 from hypha_net.errors import NetError, TransferRefusedError
-from hypha_net.transfer import Landing
-from hypha_proto.aggregate import UPDATE_REFUSED, MembersKnown, RoundMembers, UpdateRefused
+from hypha_net.transfer import FilePushTarget
 from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
-from hypha_proto.job import AggregateJob
-from hypha_proto.progress import REPORT, Done, ProgressError, ProgressRequest, ProgressResponse, Updated
+from hypha_proto.job_spec import AggregateJob
+from hypha_proto.progress import REPORT, Done, OuterStepTaken, ProgressError, ProgressRequest, ProgressResponse
+from hypha_proto.round_membership import UPDATE_REFUSED, MembersKnown, RoundMembers, UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
-from hypha_worker.bridge.references import reference_peers
-from hypha_worker.bridge.resources import REPORT_PAUSES
-from hypha_worker.connectors.peers import PeerFiles, ask
-from hypha_worker.executors.execution import ExecutionError, JobContext, Traces
-from hypha_worker.executors.parameter_server.collection import (
-    Collection,
+from hypha_worker.bridge.backend import REPORT_PAUSES
+from hypha_worker.connectors.peer_files import PeerFiles, ask
+from hypha_worker.executors.parameter_server.round_collector import (
     CompleteRound,
     EmptyRoundError,
+    RoundCollector,
     UpdateRefusedError,
 )
+from hypha_worker.jobs.execution import ExecutionError, ExecutionTrace, JobContext
+from hypha_worker.jobs.references import reference_peers
 
 if TYPE_CHECKING:
-    from hypha_worker.executors.parameter_server.outer_step import Layout
+    from hypha_worker.executors.parameter_server.outer_step import TensorLayout
 
 _log = logging.getLogger(__name__)
 
 _REFUSALS: Final = 64
 _HEADER_ROOM: Final = 1 << 20
 _CODECS: Final = ("fp32",)
-_STEP_SECONDS: Final = telemetry.Histogram("hypha.worker.outer_step.duration", "s", "Duration of outer steps.")
+_STEP_SECONDS: Final = instrumentation.Histogram("hypha.worker.outer_step.duration", "s", "Duration of outer steps.")
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class ParameterServer:
         config = context.spec.executor.config
         self._context = context
         self._config = config
-        self._collection = Collection(set(reference_peers([config.updates])), named=bool(config.members))
+        self._collection = RoundCollector(set(reference_peers([config.updates])), named=bool(config.members))
         self._layouts = _Layouts()
         self._files = PeerFiles(context.endpoint, context.max_bytes)
         self._changed = anyio.Event()
@@ -84,13 +84,13 @@ class ParameterServer:
         return PSEUDO_GRADIENT
 
     @property
-    def traces(self) -> Traces:
+    def traces(self) -> ExecutionTrace:
         """See `Execution.traces`."""
-        return Traces()
+        return ExecutionTrace()
 
     # ------------------------------------------------------------------------------------------------- taking updates
 
-    async def accept_push(self, peer: PeerId, header: PushHeader | None) -> Landing | Refusal:
+    async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """See `Execution.accept_push`."""
         self._count += 1
         if header is not None and self._collection.is_late(peer, header.round):
@@ -105,15 +105,15 @@ class ParameterServer:
         async def arrived(size: int, _digest: str) -> None:
             await self._arrived(peer, number, path, size)
 
-        return Landing(path, self._limit(), arrived, slot=str(self._context.work_dir))
+        return FilePushTarget(path, self._limit(), arrived, slot=str(self._context.work_dir))
 
-    def _discard(self, peer: PeerId, header: PushHeader) -> Landing:
+    def _discard(self, peer: PeerId, header: PushHeader) -> FilePushTarget:
         path = self._context.work_dir / f"late-{self._count}.safetensors"
 
         async def arrived(_size: int, _digest: str) -> None:
             self._drop_late(peer, header.round, path)
 
-        return Landing(path, self._limit(), arrived, slot=str(self._context.work_dir))
+        return FilePushTarget(path, self._limit(), arrived, slot=str(self._context.work_dir))
 
     def _drop_late(self, peer: PeerId, number: int, path: Path) -> None:
         _log.warning("round %d went on without the update of %s, which came late and does not count", number, peer)
@@ -147,11 +147,11 @@ class ParameterServer:
         self._changed.set()
 
     async def _check_layout(self, path: Path, size: int) -> None:
-        from hypha_worker.executors.parameter_server.outer_step import Layout, inspect_update
+        from hypha_worker.executors.parameter_server.outer_step import TensorLayout, inspect_update
 
         layout = await anyio.to_thread.run_sync(inspect_update, path, abandon_on_cancel=True)
         first = self._layouts.first
-        if not isinstance(first, Layout):
+        if not isinstance(first, TensorLayout):
             self._layouts = _Layouts(layout, size)
         elif difference := first.difference(layout):
             raise UpdateRefusedError(f"the update does not fit the first of this job: {difference}")
@@ -218,17 +218,17 @@ class ParameterServer:
                 await self._changed.wait()
 
     async def _step(self, done: CompleteRound) -> Path:
-        from hypha_worker.executors.parameter_server.outer_step import Layout
+        from hypha_worker.executors.parameter_server.outer_step import TensorLayout
 
         layout = self._layouts.first
-        if not isinstance(layout, Layout):
+        if not isinstance(layout, TensorLayout):
             raise ExecutionError("an outer step is due and no update was ever checked")
         about = {"hypha.round": done.round, "hypha.updates": len(done.updates)}
-        with telemetry.span("outer step", about):
+        with instrumentation.span("outer step", about):
             return await self._step_aloud(done, layout)
 
-    async def _step_aloud(self, done: CompleteRound, layout: Layout) -> Path:
-        from hypha_proto.update import UpdateMetadata
+    async def _step_aloud(self, done: CompleteRound, layout: TensorLayout) -> Path:
+        from hypha_proto.update_file import UpdateMetadata
         from hypha_worker.executors.parameter_server.outer_step import OuterOptimizer, outer_step
 
         settings, started = self._config.optimizer, anyio.current_time()
@@ -269,7 +269,7 @@ class ParameterServer:
             raise ExecutionError(f"the outer update of round {done.round} reached none of {len(taking_part)} peers")
 
     async def _push_and_remove(self, peers: Sequence[PeerId], path: Path, header: PushHeader) -> bool:
-        with telemetry.span("send outer update", {"hypha.round": header.round, "hypha.peers": len(peers)}):
+        with instrumentation.span("send outer update", {"hypha.round": header.round, "hypha.peers": len(peers)}):
             sent, failed = await self._files.push_each(peers, path, header)
         for peer, error in failed.items():
             _log.warning("outer update of round %d did not reach %s: %s", header.round, peer, error)
@@ -286,7 +286,9 @@ class ParameterServer:
 
     async def _tell_updated(self) -> ProgressResponse:
         context = self._context
-        request = ProgressRequest(job_id=context.spec.job_id, progress=Updated(), lease=context.lease, id=uuid.uuid4())
+        request = ProgressRequest(
+            job_id=context.spec.job_id, progress=OuterStepTaken(), lease=context.lease, id=uuid.uuid4()
+        )
         return await ask(context.endpoint, context.scheduler, REPORT, request, timeout=30.0, pauses=REPORT_PAUSES)
 
     async def _report_refusals(self) -> None:

@@ -1,0 +1,1 @@
+"""Client of the worker's job bridge, trace spans, redaction of secrets."""

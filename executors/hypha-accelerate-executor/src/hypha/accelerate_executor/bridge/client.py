@@ -1,0 +1,292 @@
+"""The executor's only door: its worker, as HTTP over a Unix socket.
+
+Before it stands `training`, which opens it; behind it the worker fetches and sends files and passes reports on to the
+scheduler. Nothing else of this package talks to anyone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from hypha.accelerate_executor.errors import (
+    BridgeClosed,
+    BridgeRefused,
+    BridgeTimeout,
+    ExecutorError,
+    NoMoreData,
+    SchedulerRefused,
+)
+from hypha_proto import bridge_api as routes
+from hypha_proto.codec import from_json, to_json, to_plain
+from hypha_proto.errors import DecodeError
+from hypha_proto.job_spec import Reference
+from hypha_proto.progress import Progress, ProgressError, ProgressResponse, ProgressValue
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_SECONDS: Final = 10.0
+_RETRY_SECONDS: Final = 0.5
+_SPANS_SECONDS: Final = 2.0
+"""What reporting spans may hold training up, once: it is not tried again."""
+_GONE: Final = 410
+_UNAVAILABLE: Final = 503
+_LINE_LIMIT: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A file that the worker has put into the work directory."""
+
+    path: Path
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """An outer update that has arrived in the work directory."""
+
+    path: Path
+    round: int | None
+    """None when the sender did not say (peers of other makes)."""
+
+
+class Bridge:
+    """One job's connection to its worker."""
+
+    def __init__(self, socket: Path, work_dir: Path, timeout: float) -> None:
+        """Prepare the connection; nothing is sent yet.
+
+        Args:
+            socket: path of the worker's Unix socket.
+            work_dir: the job's directory; paths in answers are relative to it.
+            timeout: seconds that any one request may take.
+        """
+        self.work_dir = work_dir
+        self._timeout = timeout
+        self._socket = socket
+        self._client = self._connect(timeout)
+
+    def __enter__(self) -> Bridge:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def fetch(self, reference: Reference, out_dir: str) -> list[Fetched]:
+        """Have the worker bring what `reference` names into `out_dir`; a `data` reference gives one further slice.
+
+        Raises:
+            NoMoreData: the scheduler has no further slice.
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker is gone, silent or unwilling.
+        """
+        # the reference itself with one more key: understood also by workers that know no `out_dir`
+        body = to_plain(Reference, reference) | {"out_dir": out_dir}
+        answer = self._json("fetch", self._patiently(routes.FETCH, body))
+        entries = answer if isinstance(answer, list) else [answer]
+        return [Fetched(self._inside(entry), _metadata(entry)) for entry in entries]
+
+    def send(self, reference: Reference, path: Path, round_number: int, samples: int) -> None:
+        """Push a file to the peers of `reference`; returns when they have it.
+
+        Raises:
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker is gone, silent or unwilling.
+        """
+        body = {
+            "resource": to_plain(Reference, reference),
+            "path": path.relative_to(self.work_dir).as_posix(),
+            "round": round_number,
+            "samples": samples,
+        }
+        self._patiently(routes.SEND, body)
+
+    def report(self, progress: Progress) -> ProgressResponse:
+        """Tell the scheduler how training goes, and hear what to do next.
+
+        Raises:
+            SchedulerRefused: it answered with an error.
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker is gone, silent or unwilling.
+        """
+        response = self._post(routes.STATUS, to_json(ProgressValue, progress))
+        try:
+            answer: ProgressResponse = from_json(ProgressResponse, response.content)
+        except DecodeError as error:
+            raise BridgeRefused("status", response.status_code, "malformed-answer", str(error)) from None
+        if isinstance(answer, ProgressError):
+            raise SchedulerRefused(f"the scheduler refused the report {progress!r:.200}; its log says why")
+        return answer
+
+    def report_spans(self, report: routes.SpanReport) -> None:
+        """Give the worker what was done, for the trace of the job; it is not waited for long.
+
+        Raises:
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker is gone, too slow or knows no such report.
+        """
+        self._post(routes.SPANS, msgspec.json.encode(report), _SPANS_SECONDS)
+
+    def updates(self, reference: Reference, out_dir: str) -> OuterUpdates:
+        """Open the stream of outer updates that the peers of `reference` send; they are put into `out_dir`."""
+        return OuterUpdates(self, {"resource": to_plain(Reference, reference), "path": out_dir})
+
+    def stream(self, route: str, body: Any) -> Iterator[str]:
+        """Post and give the lines of the answer as they come, without a time limit between them.
+
+        Raises:
+            BridgeClosed, BridgeRefused: the worker is gone or unwilling.
+        """
+        with (
+            _translated(route, self._timeout),
+            self._connect(None) as client,  # its own: closing the bridge must not pull it from under its reader
+            client.stream("POST", route, json=body) as answer,
+        ):
+            if answer.is_error:
+                answer.read()
+                _check(route, answer)
+            yield from answer.iter_lines()
+
+    def _connect(self, read_timeout: float | None) -> httpx.Client:
+        return httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(self._socket)),
+            base_url="http://worker",
+            timeout=httpx.Timeout(self._timeout, connect=_CONNECT_SECONDS, read=read_timeout),
+        )
+
+    def _patiently(self, route: str, body: Any) -> httpx.Response:
+        """Post, and again while the worker says that it cannot serve this just now."""
+        deadline = time.monotonic() + self._timeout
+        content = json.dumps(body).encode()
+        while True:
+            try:
+                return self._post(route, content)
+            except BridgeRefused as refusal:
+                if refusal.status != _UNAVAILABLE or time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+
+    def _post(self, route: str, content: bytes, timeout: float | None = None) -> httpx.Response:
+        seconds = self._timeout if timeout is None else min(timeout, self._timeout)
+        headers = {"content-type": "application/json"}
+        with _translated(route, seconds):
+            response = self._client.post(route, content=content, headers=headers, timeout=seconds)
+        _check(route, response)
+        return response
+
+    def _json(self, what: str, response: httpx.Response) -> Any:
+        try:
+            return response.json()
+        except ValueError:
+            raise BridgeRefused(what, response.status_code, "malformed-answer", "not JSON") from None
+
+    def _inside(self, entry: Any) -> Path:
+        """Give where a file lies, which must be inside the work directory."""
+        name = entry.get("path") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not name or ".." in PurePosixPath(name).parts or name.startswith("/"):
+            raise BridgeRefused("file", 200, "malformed-answer", f"no path inside the work directory: {name!r:.200}")
+        return self.work_dir / name
+
+    def received(self, entry: Any) -> Received:
+        """Read one event of the stream of outer updates.
+
+        Raises:
+            BridgeRefused: it names no file inside the work directory.
+        """
+        number = entry.get("round") if isinstance(entry, dict) else None
+        return Received(self._inside(entry), number if type(number) is int else None)
+
+
+class OuterUpdates:
+    """The stream of outer updates, read by one thread for the whole job and sorted by round."""
+
+    def __init__(self, bridge: Bridge, body: Any) -> None:
+        self._bridge = bridge
+        self._arrived: queue.Queue[Received | Exception] = queue.Queue()
+        self._early: dict[int, Received] = {}
+        self._failure: Exception | None = None
+        # a daemon: a blocked read must not hold back the end of the process
+        threading.Thread(target=self._listen, args=(body,), name="outer-updates", daemon=True).start()
+
+    def wait(self, round_number: int, timeout: float) -> Path:
+        """Wait for the outer update of a round; files of rounds before it are deleted.
+
+        Raises:
+            BridgeTimeout: none came within `timeout` seconds.
+            BridgeClosed, BridgeRefused: the stream has ended.
+        """
+        deadline = time.monotonic() + timeout
+        while round_number not in self._early:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                arrived = self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise BridgeTimeout(f"no outer update of round {round_number} came within {timeout:g} s") from None
+            self._sort(arrived, round_number)
+        return self._early.pop(round_number).path
+
+    def _sort(self, arrived: Received | Exception, round_number: int) -> None:
+        if isinstance(arrived, Exception):
+            self._failure = arrived
+        elif arrived.round is not None and arrived.round < round_number:
+            logger.info("dropping the outer update of round %d, which is over", arrived.round)
+            arrived.path.unlink(missing_ok=True)
+        else:
+            self._early[round_number if arrived.round is None else arrived.round] = arrived
+
+    def _listen(self, body: Any) -> None:
+        try:
+            for line in self._bridge.stream(routes.RECEIVE, body):
+                if line.startswith("data:") and len(line) < _LINE_LIMIT:
+                    self._take(line.removeprefix("data:"))
+            self._arrived.put(BridgeClosed("the worker closed the stream of outer updates"))
+        except ExecutorError as error:
+            self._arrived.put(error)
+
+    def _take(self, text: str) -> None:
+        try:
+            event = json.loads(text)
+        except ValueError:
+            raise BridgeRefused("receive", 200, "malformed-answer", f"not JSON: {text[:200]!r}") from None
+        for entry in event if isinstance(event, list) else [event]:
+            self._arrived.put(self._bridge.received(entry))
+
+
+def _metadata(entry: Any) -> dict[str, str]:
+    metadata = entry.get("metadata")
+    return {str(key): str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
+
+
+@contextmanager
+def _translated(route: str, timeout: float) -> Iterator[None]:
+    try:
+        yield
+    except httpx.TimeoutException:
+        raise BridgeTimeout(f"{route}: the worker did not answer within {timeout:g} s") from None
+    except httpx.TransportError as error:
+        raise BridgeClosed(f"{route}: the worker closed the bridge ({error or type(error).__name__})") from None
+
+
+def _check(route: str, response: httpx.Response) -> None:
+    if response.is_success:
+        return
+    try:
+        body = response.json()
+        kind, detail = str(body["error"]), str(body["detail"])
+    except (ValueError, KeyError, TypeError):
+        kind, detail = "error", response.text[:500]
+    if response.status_code == _GONE:
+        raise NoMoreData(detail)
+    raise BridgeRefused(route, response.status_code, kind, detail)

@@ -1,0 +1,1 @@
+"""From slices to model inputs: batches, preprocessing, micro-batches."""

@@ -1,0 +1,219 @@
+"""Slices of the dataset become batches.
+
+Before it stands `bridge`, which brings slices (safetensors files whose tensors share their first dimension, the
+samples); after it `trainer`, which gives batches to the model. Samples are shuffled within a slice, by (seed, epoch,
+slice) alone, and batches run on over the border of two slices. The next slice is fetched while the current one is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hypha.accelerate_executor.bridge.client import Fetched
+from hypha.accelerate_executor.errors import DataError, NoMoreData
+from hypha_proto.errors import TensorFileError
+from hypha_proto.update_file import FLOAT_DTYPES, TensorFile, to_float32
+
+logger = logging.getLogger(__name__)
+
+_FLOAT_INPUTS: Final = ("pixel_values", "input_values", "input_features")
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples for one step of the inner optimiser."""
+
+    tensors: Arrays
+    """Name as in the slice -> float32 or int64 array (as stored, for a preprocessor) of samples first."""
+    samples: int
+    slices: Mapping[str, int]
+    """Index of a slice -> how many of the samples came from it; empty when the worker names no slices."""
+
+
+class Slice:
+    """One fetched slice: tensors of a file in a shuffled order, taken from the front."""
+
+    def __init__(
+        self, path: Path, index: str | None, order: Callable[[int], NDArray[np.int64]], raw: Collection[str] = ()
+    ) -> None:
+        """Open the file.
+
+        Args:
+            path: a safetensors file.
+            index: the slice's index in its dataset; none when unknown.
+            order: gives a permutation of that many sample numbers.
+            raw: tensors that are taken as they are stored.
+
+        Raises:
+            DataError: the file is malformed, or its tensors do not share their first dimension.
+        """
+        self.path = path
+        self.index = index
+        try:
+            self._file = TensorFile(path)
+        except TensorFileError as error:
+            raise DataError(f"slice {error}") from None
+        self.samples = count_samples(self._file)
+        self._order = order(self.samples)
+        self._raw = raw
+        self._used = 0
+
+    @property
+    def left(self) -> int:
+        """Samples not taken yet."""
+        return self.samples - self._used
+
+    def take(self, samples: int) -> dict[str, NDArray[Any]]:
+        """Take the next samples, every tensor of them, fewer when fewer are left."""
+        rows = self._order[self._used : self._used + samples]
+        self._used += len(rows)
+        return {name: read_rows(self._file, name, rows, name in self._raw) for name in self._file.tensors}
+
+    def drop(self) -> None:
+        """Close the file and delete it."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+def count_samples(file: TensorFile) -> int:
+    """Give the first dimension that all tensors of a slice share.
+
+    Raises:
+        DataError: they do not, or there is none.
+    """
+    counts = {info.shape[0] if info.shape else None for info in file.tensors.values()}
+    count = counts.pop() if len(counts) == 1 else None
+    if not count:
+        shapes = {name: list(info.shape) for name, info in file.tensors.items()}
+        raise DataError(f"slice {file.path.name}: tensors do not share a first dimension of samples: {shapes!r:.300}")
+    return count
+
+
+def read_rows(file: TensorFile, name: str, rows: NDArray[np.int64], raw: bool = False) -> NDArray[Any]:
+    """Read samples of one tensor by number: floats as float32, integers as int64, or float32 for images and sound.
+
+    With `raw` integers stay as they are stored.
+    """
+    stored, dtype = file.stored(name)[rows], file.tensors[name].dtype
+    if dtype in FLOAT_DTYPES:
+        return to_float32(stored, dtype)
+    if raw:
+        return stored
+    return stored.astype(np.float32 if name in _FLOAT_INPUTS else np.int64)
+
+
+def shuffled(samples: int, seed: int, epoch: int, index: int) -> NDArray[np.int64]:
+    """Give the order of a slice's samples: a permutation that (seed, epoch, index) alone decide."""
+    return np.random.default_rng([seed, epoch, index]).permutation(samples)
+
+
+class Batches:
+    """An endless row of batches, as long as the scheduler hands out slices."""
+
+    def __init__(
+        self, fetch: Callable[[], list[Fetched]], batch_size: int, seed: int, raw: Collection[str] = ()
+    ) -> None:
+        """Prepare; the first slice is asked for by `prefetch` or by the first batch.
+
+        Args:
+            fetch: brings the next slice; raises `NoMoreData` when there is none.
+            batch_size: samples in a batch; the last one of all may have fewer.
+            seed: of the order of samples.
+            raw: tensors whose integers stay as they are stored: what a preprocessor takes.
+        """
+        self._fetch = fetch
+        self._raw = frozenset(raw)
+        self._batch_size = batch_size
+        self._seed = seed
+        self._open: list[Slice] = []
+        self._seen: dict[int, int] = {}
+        self._fetched = 0
+        self._ended = False
+        self._coming: Future[list[Fetched]] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="slices")
+
+    def prefetch(self) -> None:
+        """Start to fetch a slice, unless one is coming already or there is none left."""
+        if self._coming is None and not self._ended:
+            self._coming = self._thread.submit(self._fetch)
+
+    def close(self) -> None:
+        """Forget what is coming and delete the slices that were fetched."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for opened in self._open:
+            opened.drop()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """Give the next batch, waiting for its slices.
+
+        Raises:
+            StopIteration: no sample is left and the scheduler hands out no further slice.
+            DataError: a slice is malformed.
+            ExecutorError: it could not be fetched.
+        """
+        parts: list[dict[str, NDArray[Any]]] = []
+        taken: dict[str, int] = {}
+        missing = self._batch_size
+        while missing and self._refill():
+            current = self._open[0]
+            count = min(missing, current.left)
+            parts.append(current.take(count))
+            missing -= count
+            if current.index is not None:
+                taken[current.index] = taken.get(current.index, 0) + count
+            self._after_taking(current)
+        if not parts:
+            raise StopIteration
+        return Batch(_join(parts), self._batch_size - missing, taken)
+
+    def _refill(self) -> bool:
+        """Have an open slice with samples left; false when there is no more."""
+        while not self._open and not self._ended:
+            self.prefetch()
+            assert self._coming is not None
+            try:
+                files = self._coming.result()
+            except NoMoreData as end:
+                logger.info("no further slice: %s", end)
+                self._ended = True
+            else:
+                self._open.extend(self._opened(fetched) for fetched in files)
+            self._coming = None
+        return bool(self._open)
+
+    def _after_taking(self, current: Slice) -> None:
+        if len(self._open) == 1 and current.left * 2 <= current.samples:
+            self.prefetch()
+        if not current.left:
+            self._open.pop(0).drop()
+
+    def _opened(self, fetched: Fetched) -> Slice:
+        name = fetched.metadata.get("slice")
+        index = int(name) if name is not None and name.isdecimal() else self._fetched
+        self._fetched += 1
+        again = self._seen.get(index, 0)
+        self._seen[index] = again + 1
+        told = fetched.metadata.get("epoch", "")
+        epoch = int(told) if told.isdecimal() else again
+        return Slice(fetched.path, name, lambda samples: shuffled(samples, self._seed, epoch, index), self._raw)
+
+
+def _join(parts: list[dict[str, NDArray[Any]]]) -> Arrays:
+    if len(parts) == 1:
+        return parts[0]
+    for part in parts[1:]:
+        if part.keys() != parts[0].keys():
+            raise DataError(f"two slices hold different tensors: {sorted(parts[0])} and {sorted(part)}")
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

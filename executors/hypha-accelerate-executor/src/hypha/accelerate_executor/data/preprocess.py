@@ -1,0 +1,163 @@
+"""What a job applies to each batch before the model: a tokenizer, an image processor, a feature extractor.
+
+Between `data`, which makes batches, and `trainer`. The preprocessor's columns of a slice go in and are replaced by what
+comes out; the other columns (labels) stay. Text stands in a slice as bytes: a uint8 tensor of shape (samples, bytes),
+UTF-8, filled up with zeros at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hypha.accelerate_executor.data.batches import Arrays
+from hypha.accelerate_executor.errors import DataError, JobError, ModelError
+from hypha_proto.job_spec import TrainConfig
+
+AUTO_CLASSES: Final[Mapping[str, str]] = {
+    "auto": "AutoProcessor",
+    "tokenizer": "AutoTokenizer",
+    "feature": "AutoFeatureExtractor",
+    "image": "AutoImageProcessor",
+    "video": "AutoVideoProcessor",
+}
+"""Wire name of a preprocessor -> class of transformers."""
+DEFAULT_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "auto": (),
+    "tokenizer": ("text",),
+    "feature": ("audio",),
+    "image": ("image",),
+    "video": ("video",),
+}
+"""Columns that are taken when the job names none."""
+_TEXT_NAMES: Final = ("text", "text_pair", "text_target")
+_LONGEST: Final = 1 << 20
+"""A tokenizer whose limit is larger than this has none."""
+
+
+class Preprocessor:
+    """Replaces columns of a batch by what the model takes."""
+
+    def __init__(self, kind: str, process: Callable[..., Any], columns: Sequence[str], longest: int | None) -> None:
+        """Take a processor of transformers.
+
+        Args:
+            kind: wire name, which decides how columns are handed over.
+            process: what is called on a batch.
+            columns: columns of a slice that it takes, in order.
+            longest: tokens that the model takes; none when it does not say.
+        """
+        self.columns = tuple(columns)
+        self._kind = kind
+        self._process = process
+        self._is_text = kind == "tokenizer" or hasattr(process, "tokenize")
+        limits = [each for each in (longest, getattr(process, "model_max_length", None)) if each and each < _LONGEST]
+        self._longest = min(limits, default=None)
+
+    def __call__(self, arrays: Arrays) -> Arrays:
+        """Process one batch.
+
+        Args:
+            arrays: columns of the batch as they are stored.
+
+        Returns:
+            The columns that were not taken, and the preprocessor's.
+
+        Raises:
+            DataError: a column is missing, or the preprocessor cannot take it.
+        """
+        missing = [name for name in self.columns if name not in arrays]
+        if missing:
+            raise DataError(
+                f"a slice lacks the tensor {missing[0]!r} that the preprocessor takes; there are {sorted(arrays)}: "
+                "name those that it shall take in the job's preprocessor.input_names"
+            )
+        columns = [arrays[name] for name in self.columns]
+        try:
+            made = self._text(columns) if self._is_text else self._other(columns)
+            found = {str(name): np.asarray(value) for name, value in dict(made).items()}
+        except (ValueError, TypeError, KeyError, RuntimeError, IndexError) as error:
+            shapes = {name: list(arrays[name].shape) for name in self.columns}
+            raise DataError(f"the preprocessor cannot take a batch of {shapes!r:.300}: {str(error)[:300]}") from error
+        samples = len(columns[0])
+        odd = [name for name, value in found.items() if value.ndim == 0 or len(value) != samples]
+        if odd:
+            raise DataError(f"the preprocessor made {odd[0]!r} with other than one row a sample")
+        rest = {name: value for name, value in arrays.items() if name not in self.columns}
+        return rest | {name: _plain(value) for name, value in found.items()}
+
+    def _text(self, columns: Sequence[NDArray[Any]]) -> Any:
+        texts = dict(zip(_TEXT_NAMES, map(decode_text, columns), strict=False))
+        bound = {"truncation": True, "max_length": self._longest} if self._longest else {}
+        return self._process(**texts, padding=True, return_tensors="np", **bound)
+
+    def _other(self, columns: Sequence[NDArray[Any]]) -> Any:
+        rate = getattr(self._process, "sampling_rate", None)
+        extra = {"sampling_rate": rate} if self._kind == "feature" and rate is not None else {}
+        return self._process(*(list(column) for column in columns), return_tensors="np", **extra)
+
+
+def decode_text(rows: NDArray[Any]) -> list[str]:
+    """Read strings: each row's bytes up to the zeros that fill it up, as UTF-8.
+
+    Raises:
+        TypeError: the tensor is not of bytes.
+    """
+    if rows.dtype != np.uint8 or rows.ndim != 2:
+        raise TypeError(f"text must be a uint8 tensor of (samples, bytes), this is {rows.dtype} {list(rows.shape)}")
+    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def preprocessed_columns(config: TrainConfig) -> tuple[str, ...]:
+    """Name the tensors of a slice that the job's preprocessor takes; none without one.
+
+    Raises:
+        JobError: the preprocessor is not known, or nothing says what it takes.
+    """
+    if config.preprocessor is None:
+        return ()
+    task = config.preprocessor.task
+    if task not in AUTO_CLASSES:
+        raise JobError(f"preprocessor {task!r:.80} is not known; known are {', '.join(AUTO_CLASSES)}")
+    columns = config.preprocessor.input_names or DEFAULT_INPUTS[task]
+    if not columns:
+        raise JobError(f"preprocessor {task!r} needs input-names: the tensors of a slice that it takes")
+    return tuple(columns)
+
+
+def load_preprocessor(task: str, folder: Path, columns: Sequence[str], longest: int | None) -> Preprocessor:
+    """Load a preprocessor from its files; code that comes with them is never run.
+
+    Args:
+        task: wire name.
+        folder: its files.
+        columns: of a slice, in order.
+        longest: tokens that the model takes.
+
+    Raises:
+        JobError: it needs a library that is not installed.
+        ModelError: the files are not such a preprocessor.
+    """
+    import transformers
+
+    try:
+        process = getattr(transformers, AUTO_CLASSES[task]).from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    except ImportError as error:
+        raise JobError(f"preprocessor {task!r} needs a library that is not installed: {_words(error)}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"the preprocessor cannot be loaded as {task!r}: {_words(error)}") from error
+    return Preprocessor(task, process, columns, longest)
+
+
+def _plain(value: NDArray[Any]) -> NDArray[Any]:
+    return value.astype(np.float32 if value.dtype.kind == "f" else np.int64)
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,161 @@
+"""This worker's copy of the model beside the one that all workers agreed on last.
+
+Before it stands `model`, which loads the module, and `weights`, which reads and sets it; `loop` asks it for the
+pseudo-gradient `theta_local - theta_global` at the end of a round and has it merge the outer update that answers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+from hypha.accelerate_executor.distributed.process_group import SingleProcess
+from hypha.accelerate_executor.distributed.state_dict import Weights, WholeWeights
+from hypha.accelerate_executor.errors import ModelError
+from hypha_proto.errors import TensorFileError
+from hypha_proto.update_file import Float32Array, TensorFile, UpdateMetadata, model_files, open_update, write_update
+
+STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
+"""Last parts of the names of buffers that follow the data: averaged over workers, then added without momentum."""
+
+
+class Replica:
+    """The tensors of a module that travel, and their agreed values.
+
+    Attributes:
+        parameters: name as in the model's files -> parameter that is trained; tied ones once.
+        statistics: name -> running statistic, float32 or an integer count.
+    """
+
+    def __init__(self, module: torch.nn.Module, model_dir: Path, keep: bool = True) -> None:
+        """Take the module's present values as agreed on.
+
+        Args:
+            module: just loaded from `model_dir`, in float32.
+            model_dir: whose files give the names.
+            keep: whether to keep a copy of the agreed values; a process that follows another needs none.
+
+        Raises:
+            ModelError: a trained tensor is not in the files under its name.
+        """
+        names = names_in_files(model_dir)
+        self.parameters = _trained_parameters(module, names)
+        self.statistics = {name: buffer for name, buffer in module.named_buffers() if _is_statistic(name, names)}
+        local = self.local if keep else {}
+        self._global = {name: tensor.detach().to("cpu", copy=True) for name, tensor in local.items()}
+        self._weights: Weights = WholeWeights(self.local, SingleProcess())
+
+    def hold(self, weights: Weights) -> None:
+        """Read and set the module through `weights` from now on: it has been placed."""
+        self._weights = weights
+
+    @property
+    def local(self) -> dict[str, torch.Tensor]:
+        """The module's own tensors that travel, as they were when it was loaded: parameters, then statistics."""
+        return {**self.parameters, **self.statistics}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors that travel."""
+        return frozenset(self.local)
+
+    def write_update(self, path: Path, round_number: int, samples: int) -> None:
+        """Write the pseudo-gradient `theta_local - theta_global` as an update file.
+
+        Args:
+            path: where to.
+            round_number: the round it ends.
+            samples: how many it was learned from.
+
+        Raises:
+            TensorFileError, OSError: it cannot be written.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._global.items()}
+        metadata = UpdateMetadata(round=round_number, samples=samples, statistics=frozenset(self.statistics))
+        write_update(path, shapes, self._differences(), metadata)
+
+    def merge(self, path: Path) -> None:
+        """Add an outer update to the agreed values and make them this worker's own.
+
+        Raises:
+            ModelError: the file is malformed, does not hold exactly the tensors that travel, or holds a NaN or an
+                infinity; nothing has changed then.
+        """
+        try:
+            file, _ = open_update(path)
+        except TensorFileError as error:
+            raise ModelError(f"outer update {error}") from None
+        with file:
+            self._check(file)
+            for name in self._global:
+                self._add(name, torch.from_numpy(file.tensor(name)))
+        self._weights.take(self._global)
+
+    def _differences(self) -> Iterator[tuple[str, Float32Array]]:
+        tensors = self._weights.gather()
+        for name, agreed in self._global.items():
+            difference = tensors[name].detach().to("cpu") - agreed
+            yield name, difference.to(torch.float32).numpy()
+
+    def _check(self, file: TensorFile) -> None:
+        if file.tensors.keys() != self._global.keys():
+            odd = sorted(file.tensors.keys() ^ self._global.keys())
+            fault = "names the unknown tensor" if odd[0] in file.tensors else "lacks the tensor"
+            raise ModelError(f"outer update {file.path.name} {fault} {odd[0]!r:.200} ({len(odd)} such in all)")
+        for name, info in file.tensors.items():
+            shape = tuple(self._global[name].shape)
+            if info.shape != shape:
+                raise ModelError(
+                    f"outer update {file.path.name}: {name!r} has shape {info.shape}, the model's is {shape}"
+                )
+            if not all(np.isfinite(block).all() for block in file.blocks(name)):
+                raise ModelError(f"outer update {file.path.name}: {name!r} holds a NaN or an infinity")
+
+    def _add(self, name: str, update: torch.Tensor) -> None:
+        agreed = self._global[name]
+        if agreed.is_floating_point():
+            agreed += update
+        else:
+            # as `hypha_proto.update_file.apply_update` does, so that the scheduler's copy stays the same
+            agreed.copy_((agreed.to(torch.float64) + update.to(torch.float64)).round())
+
+
+def names_in_files(model_dir: Path) -> frozenset[str]:
+    """Give the names of all tensors in a model's files.
+
+    Raises:
+        ModelError: a file is malformed.
+    """
+    names: set[str] = set()
+    try:
+        for path in model_files(model_dir):
+            with TensorFile(path) as file:
+                names |= file.tensors.keys()
+    except TensorFileError as error:
+        raise ModelError(f"model {error}") from None
+    return frozenset(names)
+
+
+def _trained_parameters(module: torch.nn.Module, names: frozenset[str]) -> dict[str, torch.nn.Parameter]:
+    """Name every trained parameter as the files do; one that is tied has several names and is in the files once."""
+    aliases: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            aliases.setdefault(parameter, []).append(name)
+    found: dict[str, torch.nn.Parameter] = {}
+    for parameter, known in aliases.items():
+        stored = next((name for name in known if name in names), None)
+        if stored is None:
+            raise ModelError(
+                f"the model's files hold no tensor {known[0]!r}; save it once with save_pretrained of this transformers"
+            )
+        found[stored] = parameter
+    return found
+
+
+def _is_statistic(name: str, names: frozenset[str]) -> bool:
+    return name.rpartition(".")[2] in STATISTICS and name in names

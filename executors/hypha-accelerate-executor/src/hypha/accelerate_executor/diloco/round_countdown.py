@@ -1,0 +1,54 @@
+"""When a round ends, decided from the scheduler's answers; pure.
+
+A worker trains batch after batch until an answer names how many more there are to do before the round's update; it then
+sends its pseudo-gradient, merges the outer update, and begins the next round unless told that the job is done.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from hypha_proto.progress import Done, ProgressResponse, ScheduleUpdate
+
+
+class NextStep(Enum):
+    """What to do now."""
+
+    TRAIN = "another batch"
+    SYNCHRONISE = "send the update of this round"
+    STOP = "leave; the job is done"
+
+
+class RoundCountdown:
+    """Counts a round's batches down to its update.
+
+    Attributes:
+        round: number of the current round, from 1.
+    """
+
+    def __init__(self, first_round: int = 1) -> None:
+        """Start before the first batch of `first_round`."""
+        self.round = first_round
+        self._left: int | None = None
+
+    def after_batch(self, answer: ProgressResponse) -> NextStep:
+        """Decide after the answer to a batch's report; a newer count replaces the one before it."""
+        if isinstance(answer, Done):
+            return NextStep.STOP
+        if isinstance(answer, ScheduleUpdate):
+            self._left = answer.counter
+        elif self._left is not None:
+            self._left -= 1
+        return NextStep.SYNCHRONISE if self._left is not None and self._left <= 0 else NextStep.TRAIN
+
+    def without_data(self) -> NextStep:
+        """Decide when no sample is left: a round whose end was announced is still owed its update."""
+        return NextStep.STOP if self._left is None else NextStep.SYNCHRONISE
+
+    def after_merge(self, answer: ProgressResponse) -> NextStep:
+        """Decide after the answer to the report that the outer update was merged: the next round, or the end."""
+        if isinstance(answer, Done):
+            return NextStep.STOP
+        self.round += 1
+        self._left = None
+        return NextStep.TRAIN

@@ -1,0 +1,87 @@
+"""Train on files of this machine by plain AdamW, without rounds and without a network: what `train-alone` runs.
+
+The measure for a job: what one worker would have reached with its part of the data and nobody to learn from. Model,
+batches, inputs and optimiser are those of a job, so that the exchange of updates is all that differs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from hypha.accelerate_executor.bridge.client import Fetched
+from hypha.accelerate_executor.data.batches import Batches
+from hypha.accelerate_executor.data.model_inputs import ModelInputs
+from hypha.accelerate_executor.diloco.metrics import RoundTally
+from hypha.accelerate_executor.distributed.accelerator import CpuBackend, trained
+from hypha.accelerate_executor.errors import JobError
+from hypha.accelerate_executor.modeling.hf import load_model
+from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer
+from hypha.accelerate_executor.train.trainer import Trainer
+from hypha_proto.job_spec import Adam
+
+
+def train_locally(
+    task: str,
+    model_dir: Path,
+    slices: Sequence[Path],
+    out: Path,
+    *,
+    learning_rate: float,
+    batch_size: int,
+    steps: int,
+    seed: int,
+) -> float:
+    """Train a model on slices, again and again, and save it.
+
+    Args:
+        task: wire name of the task.
+        model_dir: the model to start from; it is not changed.
+        slices: safetensors files; they are not changed.
+        out: directory for the trained model.
+        learning_rate: of AdamW, constant.
+        batch_size: samples a step.
+        steps: how many.
+        seed: of the order of samples.
+
+    Returns:
+        The mean loss over all samples, each before its step.
+
+    Raises:
+        JobError: `out` holds something already.
+        ModelError, DataError: the model or a slice is malformed.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise JobError(f"--out {out} exists and is not an empty directory")
+    torch.manual_seed(seed)
+    module = load_model(task, model_dir)
+    device = CpuBackend()
+    optimizer = InnerOptimizer(trained(module), Adam(learning_rate=learning_rate))
+    trainer = Trainer(module, ModelInputs(task, (), module), optimizer, device)
+    tally = RoundTally()
+    with tempfile.TemporaryDirectory(prefix="hypha-alone-") as scratch:
+        batches = Batches(_endless(slices, Path(scratch)), batch_size, seed)
+        for batch in itertools.islice(batches, steps):
+            tally.add(trainer.step(batch), batch.samples, 0.0)
+        batches.close()
+    module.save_pretrained(out)  # type: ignore[operator]
+    return tally.metrics(1).metrics["loss"]
+
+
+def _endless(slices: Sequence[Path], scratch: Path) -> Callable[[], list[Fetched]]:
+    """Hand out copies of slices in turn: what is used up is deleted."""
+    numbers = itertools.count()
+
+    def fetch() -> list[Fetched]:
+        epoch, index = divmod(next(numbers), len(slices))
+        folder = scratch / f"{epoch}-{index}"
+        folder.mkdir()
+        copy = Path(shutil.copy(slices[index], folder))
+        return [Fetched(copy, {"slice": str(index), "epoch": str(epoch)})]
+
+    return fetch

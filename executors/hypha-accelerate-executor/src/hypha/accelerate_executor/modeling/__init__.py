@@ -1,0 +1,1 @@
+"""Loading, creating and evaluating models."""

@@ -1,0 +1,171 @@
+"""The model: from a directory of files to a module that trains, by the job's task.
+
+Before it stands `bridge`, which brought the files; after it `replica`, which compares the module with what all workers
+agreed on last. Only the class that the model's own config names is imported, and no code from the model's files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hypha.accelerate_executor.errors import JobError, ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+# where the Auto class is not simply `AutoModelFor` and the task's words
+_AUTO_CLASSES: Final = {
+    "auto": "AutoModel",
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2-seq-lm": "AutoModelForSeq2SeqLM",
+    "speech-seq2-seq": "AutoModelForSpeechSeq2Seq",
+    "vision2-seq": "AutoModelForImageTextToText",
+    "ctc": "AutoModelForCTC",
+    "audio-x-vector": "AutoModelForAudioXVector",
+    "audio-tokenization": "AutoModelForAudioTokenization",
+    "masked-generation": "AutoModelForMaskGeneration",
+    "backbone": "AutoBackbone",
+    "pre-training": "AutoModelForPreTraining",
+}
+# transformers imports these when they are installed; models of these tasks do not use them, and they cost half a second
+_NEEDLESS: Final = ("scipy", "sklearn", "torchvision", "tensorboard")
+_LEAN_TASKS: Final = frozenset({"image-classification", "causal-lm", "masked-lm", "sequence-classification"})
+_CONFIG: Final = "config.json"
+TORCH: Final = "torch"
+"""The task whose models are classes of the worker's owner."""
+
+
+def auto_class_name(task: str) -> str:
+    """Name the Auto class of transformers for a task's wire name.
+
+    Raises:
+        JobError: the task is not supported.
+    """
+    if task == TORCH:
+        raise JobError("task 'torch' has no Auto class: its model's config.json names a class of the worker's owner")
+    words = "".join(word.capitalize() for word in task.split("-"))
+    return _AUTO_CLASSES.get(task, f"AutoModelFor{words}")
+
+
+def auto_class(task: str) -> Any:
+    """Import the Auto class for a task, and nothing that models of this task do not need.
+
+    Raises:
+        JobError: the task is not supported by this version of transformers.
+    """
+    name = auto_class_name(task)
+    import transformers
+
+    try:
+        return getattr(transformers, name)
+    except AttributeError:
+        raise JobError(f"task {task!r}: transformers {transformers.__version__} has no {name}") from None
+
+
+@contextlib.contextmanager
+def lean_imports(task: str) -> Iterator[None]:
+    """Hide packages that transformers would import though models of this task do not use them."""
+    wanted = _NEEDLESS if task in _LEAN_TASKS else ()
+    hidden = [name for name in wanted if name not in sys.modules and not _counted_on(name)]
+    absent = dict.fromkeys(hidden)
+    sys.modules.update(absent)  # type: ignore[arg-type]  # None is the documented way to refuse an import
+    try:
+        yield
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)
+
+
+def _counted_on(name: str) -> bool:
+    """Whether transformers has looked for a package already and will import it whenever it likes."""
+    looked = getattr(sys.modules.get("transformers.utils.import_utils"), f"is_{name}_available", None)
+    return looked is not None and hasattr(looked, "cache_info") and looked.cache_info().currsize > 0 and bool(looked())
+
+
+def load_model(
+    task: str, model_dir: Path, *, allowed: Collection[str] = (), device_map: str | None = None
+) -> torch.nn.Module:
+    """Load a model in float32, ready to train.
+
+    Args:
+        task: wire name of the task.
+        model_dir: config.json and safetensors files.
+        allowed: modules whose classes a model of task `torch` may name.
+        device_map: how to lay the model's layers over several devices, as transformers takes it; none loads it whole.
+
+    Raises:
+        JobError: the task is not supported.
+        ModelError: the files are not a whole model of that task. A head that they lack would start from other random
+            numbers on every worker, so it is refused rather than made up.
+    """
+    if not (model_dir / _CONFIG).is_file():
+        raise ModelError(f"the model has no {_CONFIG}")
+    if task == TORCH:
+        from hypha.accelerate_executor.modeling.torch import load_torch_model
+
+        if device_map is not None:
+            raise JobError("--device-map needs a model of transformers; task 'torch' has none")
+        module = load_torch_model(model_dir, allowed)
+    else:
+        module = _load_transformers(task, model_dir, device_map)
+    module.float()
+    module.train()
+    return module
+
+
+def _load_transformers(task: str, model_dir: Path, device_map: str | None) -> torch.nn.Module:
+    with lean_imports(task):
+        kind = auto_class(task)
+        quieten_transformers()
+        try:
+            module, info = kind.from_pretrained(
+                model_dir,
+                trust_remote_code=False,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                **({} if device_map is None else {"device_map": device_map}),
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            raise ModelError(f"the model cannot be loaded for task {task!r}: {_first_line(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the model's files lack {len(missing)} tensors that task {task!r} needs, first {missing[0]!r}"
+        )
+    loaded: torch.nn.Module = module
+    return loaded
+
+
+def model_directory(paths: list[Path]) -> Path:
+    """Find the directory of a model among fetched files: where its config.json lies.
+
+    Raises:
+        ModelError: none of them is a config.json.
+    """
+    for path in paths:
+        if path.name == _CONFIG:
+            return path.parent
+        if path.is_dir() and (path / _CONFIG).is_file():
+            return path
+    raise ModelError(f"the model's artifact holds no {_CONFIG}, only {[path.name for path in paths]!r:.300}")
+
+
+def quieten_transformers() -> None:
+    """Keep transformers from writing hints and progress bars among our own lines."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:400]

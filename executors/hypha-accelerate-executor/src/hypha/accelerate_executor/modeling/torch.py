@@ -1,0 +1,115 @@
+"""Models of task `torch`: a class of the worker's owner, and weights from safetensors. Nothing is unpickled.
+
+The model's `config.json` names the class: ``{"torch_class": "module:Class", "kwargs": {...}}``. The module must be
+installed where the executor runs and allowed by the worker's owner (`--allow-module`); it never comes with the job.
+Its `forward` takes tensors of a slice by name and gives the loss: a scalar, or something with a `loss`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_model
+
+from hypha.accelerate_executor.errors import JobError, ModelError
+from hypha_proto.errors import TensorFileError
+from hypha_proto.update_file import model_files
+
+CONFIG: Final = "config.json"
+_CLASS: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+def load_torch_model(model_dir: Path, allowed: Collection[str]) -> torch.nn.Module:
+    """Make the class that a model directory names and load its weights.
+
+    Args:
+        model_dir: config.json and safetensors files.
+        allowed: names of modules whose classes may be used.
+
+    Raises:
+        JobError: the module is not allowed, or not installed.
+        ModelError: the class cannot be made of its kwargs, or the files do not hold its tensors.
+    """
+    name, kwargs = _read_config(model_dir / CONFIG)
+    module = make_module(name, kwargs, allowed)
+    _load_weights(module, model_dir)
+    return module
+
+
+def make_module(name: str, kwargs: Mapping[str, Any], allowed: Collection[str]) -> torch.nn.Module:
+    """Make a class, given as ``module:Class``.
+
+    Raises:
+        JobError: the module is not allowed or not installed, or holds no such class.
+        ModelError: the class does not take these kwargs.
+    """
+    if _CLASS.fullmatch(name) is None:
+        raise JobError(f"torch_class: {name!r:.200} is not of the form module:Class")
+    module_name, _, class_name = name.partition(":")
+    if module_name not in allowed:
+        raise JobError(
+            f"torch_class: module {module_name!r:.200} is not allowed on this worker; its owner can allow it with "
+            f"--allow-module {module_name} in the executor's args"
+        )
+    try:
+        kind = getattr(importlib.import_module(module_name), class_name)
+    except ImportError as error:
+        raise JobError(f"torch_class: module {module_name!r} cannot be imported: {error}") from None
+    except AttributeError:
+        raise JobError(f"torch_class: module {module_name!r} has no {class_name!r}") from None
+    if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
+        raise JobError(f"torch_class: {name!r} is not a class of torch.nn.Module")
+    try:
+        return kind(**kwargs)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"torch_class: {name} cannot be made with kwargs {sorted(kwargs)!r:.200}: {error}") from error
+
+
+def write_torch_model(name: str, kwargs: Mapping[str, Any], seed: int, out: Path) -> int:
+    """Write a model directory with the class's own random weights, decided by a seed; gives its parameters.
+
+    Raises:
+        JobError, ModelError: there is no such class, or it cannot be made.
+    """
+    torch.manual_seed(seed)
+    module = make_module(name, kwargs, {name.partition(":")[0]})
+    out.mkdir(parents=True, exist_ok=True)
+    save_model(module, str(out / "model.safetensors"), metadata={"format": "pt"})
+    (out / CONFIG).write_text(json.dumps({"torch_class": name, "kwargs": dict(kwargs)}, indent=2) + "\n")
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model's {CONFIG} cannot be read: {error}") from None
+    name = config.get("torch_class") if isinstance(config, dict) else None
+    kwargs = config.get("kwargs", {}) if isinstance(config, dict) else None
+    if not isinstance(name, str) or not isinstance(kwargs, dict):
+        raise ModelError(f'the model\'s {CONFIG} does not hold {{"torch_class": "module:Class", "kwargs": {{...}}}}')
+    return name, kwargs
+
+
+def _load_weights(module: torch.nn.Module, model_dir: Path) -> None:
+    """Load every tensor; one that is tied to another may be in the files under one of its names only."""
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        for path in model_files(model_dir):
+            tensors |= load_file(path)
+        result = module.load_state_dict(tensors, strict=False)
+    except (TensorFileError, SafetensorError, OSError, RuntimeError) as error:
+        raise ModelError(f"the model cannot be loaded for task 'torch': {str(error).strip()[:400]}") from error
+    state = module.state_dict()
+    loaded = {state[name].data_ptr() for name in tensors if name in state}
+    missing = sorted(name for name in result.missing_keys if state[name].data_ptr() not in loaded)
+    if missing or result.unexpected_keys:
+        fault = f"lack the tensor {missing[0]!r}" if missing else f"hold the unknown {result.unexpected_keys[0]!r:.200}"
+        raise ModelError(f"the model's files {fault}, so that they do not fit {type(module).__name__}")

@@ -1,0 +1,110 @@
+"""The inner optimiser: AdamW, and the learning rate over the steps of the whole job.
+
+Its state lives as long as the process: an outer update changes the parameters in place and leaves the moments alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import torch
+
+from hypha_proto.job_spec import Adam, CosineWithWarmup, LearningRateSchedule, LinearWithWarmup, WarmupStableDecay
+
+_BETAS: Final = (0.9, 0.999)
+_EPSILON: Final = 1e-8
+_WEIGHT_DECAY: Final = 0.01
+
+
+def learning_rate_factor(schedule: LearningRateSchedule | None) -> Callable[[int], float]:
+    """Give the factor on the learning rate as a function of the steps taken so far (0 before the first).
+
+    The curves are those of `transformers.optimization`. A `wsd` without `training_steps` has no end to decay towards:
+    it stays at 1 after its warmup.
+    """
+    match schedule:
+        case CosineWithWarmup(warmup_steps=warmup, training_steps=total):
+            return _warmed(warmup, lambda step: _cosine(_progress(step, warmup, total)))
+        case LinearWithWarmup(warmup_steps=warmup, training_steps=end):
+            return _warmed(warmup, lambda step: 1.0 - _progress(step, warmup, end))
+        case WarmupStableDecay(warmup_steps=warmup, decay_steps=decay, training_steps=last):
+            start = None if last is None else max(warmup, last - decay)
+            return _warmed(warmup, lambda step: _decay(step, start, decay))
+        case None:
+            return lambda step: 1.0
+
+
+class InnerOptimizer:
+    """AdamW with gradient clipping and a learning rate that follows the job's schedule."""
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        config: Adam,
+        schedule: LearningRateSchedule | None = None,
+        first_step: int = 0,
+    ) -> None:
+        """Make the optimiser; what the job leaves out has the defaults of `torch.optim.AdamW`.
+
+        Args:
+            parameters: what it changes.
+            config: learning rate, betas, epsilon, weight decay, limit of the gradient's norm.
+            schedule: of the learning rate; none keeps it constant.
+            first_step: steps that the schedule has behind it already: of a worker that joins a job late.
+        """
+        self.parameters = list(parameters)
+        self.max_norm = config.max_grad_norm
+        self._rate = config.learning_rate
+        self._factor = learning_rate_factor(schedule)
+        self._steps = first_step
+        self.adamw: torch.optim.Optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=config.learning_rate,
+            betas=config.betas or _BETAS,
+            eps=_EPSILON if config.epsilon is None else config.epsilon,
+            weight_decay=_WEIGHT_DECAY if config.weight_decay is None else config.weight_decay,
+        )
+
+    def adopt(self, adamw: torch.optim.Optimizer) -> None:
+        """Go on with AdamW as a device has rearranged it, before the first step: its parameters are shards now."""
+        self.adamw = adamw
+        self.parameters = [parameter for group in adamw.param_groups for parameter in group["params"]]
+
+    def step(self, apply: Callable[[InnerOptimizer], None] | None = None) -> None:
+        """Change the parameters by their gradients, and forget those.
+
+        Args:
+            apply: clips the gradients and has `adamw` step, for a device that has its own ways; none does it plainly.
+        """
+        rate = self._rate * self._factor(self._steps)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        (apply or clip_and_step)(self)
+        self.adamw.zero_grad(set_to_none=True)
+        self._steps += 1
+
+
+def clip_and_step(optimizer: InnerOptimizer) -> None:
+    """Clip the gradients where the job says so, and have AdamW step."""
+    if optimizer.max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(optimizer.parameters, optimizer.max_norm)
+    optimizer.adamw.step()
+
+
+def _warmed(warmup: int, after: Callable[[int], float]) -> Callable[[int], float]:
+    """Put a linear warmup before a curve. The very first step has factor 0, as in transformers."""
+    return lambda step: step / warmup if step < warmup else after(step)
+
+
+def _progress(step: int, warmup: int, total: int) -> float:
+    return min(1.0, (step - warmup) / max(1, total - warmup))
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _decay(step: int, start: int | None, decay: int) -> float:
+    return 1.0 if start is None or step < start else _cosine(_progress(step, start, start + decay))

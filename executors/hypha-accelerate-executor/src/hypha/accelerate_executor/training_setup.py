@@ -1,0 +1,98 @@
+"""From a model's files to everything that a process trains with; the same in a leader and its followers.
+
+Between `training`, which has the files brought, and `loop`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hypha.accelerate_executor.data.batches import Arrays
+from hypha.accelerate_executor.data.model_inputs import ModelInputs
+from hypha.accelerate_executor.data.preprocess import load_preprocessor, preprocessed_columns
+from hypha.accelerate_executor.diloco.replica import Replica
+from hypha.accelerate_executor.distributed.accelerator import Device
+from hypha.accelerate_executor.distributed.process_group import ProcessGroup
+from hypha.accelerate_executor.distributed.state_dict import ShardedWeights, Weights, WholeWeights
+from hypha.accelerate_executor.errors import JobError
+from hypha.accelerate_executor.modeling.evaluation import Evaluation, measure
+from hypha.accelerate_executor.modeling.hf import load_model
+from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
+from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer
+from hypha.accelerate_executor.train.trainer import Trainer
+from hypha_proto.job_spec import TrainConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What one process trains with."""
+
+    trainer: Trainer
+    replica: Replica
+    weights: Weights
+    team: ProcessGroup
+    measure: Callable[[Sequence[Path], int], Evaluation] | None
+    """Measures the model on files, so many samples at once; none where it cannot be computed by this process alone."""
+
+
+def build_setup(
+    config: TrainConfig, choices: OwnerOptions, files: ModelFiles, device: Device, team: ProcessGroup
+) -> Setup:
+    """Load the model, place it and make its optimiser; the leader loads the preprocessor too.
+
+    Raises:
+        ExecutorError: the model cannot be loaded, or the job asks for what is not supported.
+    """
+    if choices.device_map is not None and team.size > 1:
+        raise JobError("--device-map lays one model over all devices: launch it with --num_processes 1")
+    torch.manual_seed(config.seed or 0)
+    model = load_model(config.model.task, files.model, allowed=choices.modules, device_map=choices.device_map)
+    inputs = ModelInputs(config.model.task, config.model.input_names, model)
+    preprocess = _preprocessor(config, files.preprocessor, model) if team.leads else None
+    before = Replica(model, files.model, team.leads) if device.is_sharded else None  # then nobody has whole tensors
+    placed, optimizer = device.prepare(
+        model,
+        lambda parameters: InnerOptimizer(parameters, config.optimizer, config.scheduler, config.first_step or 0),
+    )
+    replica = before or Replica(model, files.model, team.leads)
+    weights: Weights = ShardedWeights(placed, replica.names) if before else WholeWeights(replica.local, team)
+    replica.hold(weights)
+    logger.info(
+        "training %s: %d tensors, %d statistics, on %s%s",
+        type(model).__name__,
+        len(replica.parameters),
+        len(replica.statistics),
+        device.torch_device,
+        f", {team.size} processes" if team.size > 1 else "",
+    )
+    trainer = Trainer(placed, inputs, optimizer, device, preprocess)
+    whole = team.leads and not device.is_sharded
+    measuring = _measuring(config, model, inputs, device, preprocess) if whole else None
+    return Setup(trainer, replica, weights, team, measuring)
+
+
+def _measuring(
+    config: TrainConfig,
+    model: torch.nn.Module,
+    inputs: ModelInputs,
+    device: Device,
+    preprocess: Callable[[Arrays], Arrays] | None,
+) -> Callable[[Sequence[Path], int], Evaluation]:
+    place, raw = device.torch_device, preprocessed_columns(config)
+    return lambda files, batch_size: measure(model, inputs, files, batch_size, place, preprocess, raw)
+
+
+def _preprocessor(
+    config: TrainConfig, folder: Path | None, model: torch.nn.Module
+) -> Callable[[Arrays], Arrays] | None:
+    if config.preprocessor is None or folder is None:
+        return None
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return load_preprocessor(config.preprocessor.task, folder, preprocessed_columns(config), longest)

@@ -1,0 +1,291 @@
+"""What a local network consists of, as values: its nodes, their addresses, folders and TOML files. No process yet.
+
+First room of the demo's way: `plan` → `certificates` → `processes` → `demo`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hypha_local.demo_tasks import DIGITS, Task
+from hypha_local.errors import RunDirectoryError
+
+MARKER: Final = ".hypha-local"
+PARAMETER_SERVER: Final = "parameter-server"
+HELD_OUT: Final = "held-out"
+"""Dataset of the samples that no worker trains on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where a run keeps its things."""
+
+    root: Path
+
+    @property
+    def certificates(self) -> Path:
+        """Certificates and keys of all nodes."""
+        return self.root / "certs"
+
+    @property
+    def configuration(self) -> Path:
+        """One TOML file a node."""
+        return self.root / "config"
+
+    @property
+    def data(self) -> Path:
+        """Source files and the dataset's folder."""
+        return self.root / "data"
+
+    @property
+    def test_set(self) -> Path:
+        """Samples that no worker sees."""
+        return self.root / "test.safetensors"
+
+    @property
+    def start_model(self) -> Path:
+        """The model before training."""
+        return self.root / "start-model"
+
+    @property
+    def work(self) -> Path:
+        """Work directories of the workers."""
+        return self.root / "work"
+
+    @property
+    def runs(self) -> Path:
+        """The scheduler's output directory."""
+        return self.root / "runs"
+
+    @property
+    def logs(self) -> Path:
+        """One log a process."""
+        return self.root / "logs"
+
+    @property
+    def model(self) -> Path:
+        """The trained model."""
+        return self.root / "model"
+
+    @property
+    def metrics(self) -> Path:
+        """The scheduler's events, a JSON object a line."""
+        return self.root / "metrics.jsonl"
+
+    def make(self) -> None:
+        """Make the run directory, in place of what an earlier run left there.
+
+        Raises:
+            RunDirectoryError: the folder holds something that no run of ours has put there.
+        """
+        if self.root.exists() and (not self.root.is_dir() or (any(self.root.iterdir()) and not self._is_ours())):
+            raise RunDirectoryError(f"--dir {self.root}: not empty and not a run directory; name another folder")
+        if self.root.exists():
+            shutil.rmtree(self.root)
+        for folder in (self.certificates, self.configuration, self.data, self.work, self.runs, self.logs):
+            folder.mkdir(parents=True)
+        self.certificates.chmod(0o700)
+        self.work.chmod(0o750)
+        (self.root / MARKER).write_text("A run directory of hypha-local: replaced by the next run in it.\n")
+
+    def _is_ours(self) -> bool:
+        return (self.root / MARKER).is_file()
+
+    def tidy(self) -> None:
+        """Remove what only the run itself needed: keys, configuration, slices, work directories."""
+        for folder in (self.certificates, self.configuration, self.data, self.work, self.runs, self.start_model):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One program of the network."""
+
+    name: str
+    """Unique in the run: names its certificate, TOML and log."""
+    program: str
+    """Console script: ``hypha-gateway``, ``hypha-worker``, …"""
+    role: str
+    port: int
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return f"/ip4/127.0.0.1/tcp/{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What the demo's job asks for."""
+
+    workers: int = 3
+    rounds: int = DIGITS.rounds
+    seed: int = 0
+    task: Task = DIGITS
+    evaluate_every: int = 0
+    """Rounds after which the workers measure the model on the dataset `HELD_OUT`; 0: never."""
+
+    @property
+    def samples_a_round(self) -> int:
+        """Samples of all workers between two synchronisations."""
+        return self.task.batch_size * self.task.steps * self.workers
+
+    @property
+    def steps_a_worker(self) -> int:
+        """Batches that a worker processes in the whole job, on average."""
+        return self.rounds * self.task.steps
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that are free now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def plan_nodes(workers: int) -> list[NodePlan]:
+    """A gateway, a data node, `workers` training workers, a parameter server and a scheduler, in starting order."""
+    kinds = [("gateway", "hypha-gateway", "gateway"), ("data", "hypha-data", "data")]
+    kinds += [(f"worker-{i}", "hypha-worker", "worker") for i in range(1, workers + 1)]
+    kinds += [(PARAMETER_SERVER, "hypha-worker", "worker"), ("scheduler", "hypha-scheduler", "scheduler")]
+    ports = free_ports(len(kinds))
+    return [NodePlan(name, program, role, port) for (name, program, role), port in zip(kinds, ports, strict=True)]
+
+
+def write_configuration(folders: Folders, nodes: Iterable[NodePlan], training: Training, python: str) -> None:
+    """Write one TOML file a node into the run directory."""
+    nodes = list(nodes)
+    gateways = [node.address for node in nodes if node.role == "gateway"]
+    for node in nodes:
+        text = _network(node, [] if node.role == "gateway" else gateways) + _own(folders, node, training, python)
+        (folders.configuration / f"{node.name}.toml").write_text(text, encoding="utf-8")
+
+
+def _network(node: NodePlan, gateways: list[str]) -> str:
+    lines: dict[str, str | list[str]] = {
+        "cert_pem": f"../certs/{node.name}-cert.pem",
+        "key_pem": f"../certs/{node.name}-key.pem",
+        "trust_pem": f"../certs/{node.name}-trust.pem",
+        "listen_addresses": [node.address],
+        "gateway_addresses": gateways,
+        "exclude_cidr": [],
+    }
+    return "".join(f"{key} = {_toml(value)}\n" for key, value in lines.items())
+
+
+def _own(folders: Folders, node: NodePlan, training: Training, python: str) -> str:
+    if node.role == "gateway":
+        return 'state_dir = "../work"\n'
+    if node.role == "data":
+        names = [training.task.name, *([HELD_OUT] if training.evaluate_every else [])]
+        return "".join(f"\n[[datasets]]\nname = {_toml(name)}\npath = {_toml(f'../data/{name}')}\n" for name in names)
+    if node.role == "scheduler":
+        return _job(training)
+    if node.name == PARAMETER_SERVER:
+        return _worker(node) + _PARAMETER_SERVER
+    return (_worker(node) + _trainer(python)) if node.role == "worker" else ""
+
+
+def _worker(node: NodePlan) -> str:
+    return f"""work_dir = {_toml(f"../work/{node.name}")}
+
+[resources]
+cpu = 1
+memory = 2
+storage = 1
+gpu = 0
+"""
+
+
+_PARAMETER_SERVER: Final = """
+[[executors]]
+class = "aggregate"
+name = "parameter-server"
+runtime = "parameter-server"
+"""
+
+
+def _trainer(python: str) -> str:
+    return f"""
+[[executors]]
+class = "train"
+name = "diloco-transformer"
+runtime = "process"
+cmd = {_toml(python)}
+args = [
+    "-m", "hypha.accelerate_executor.training",
+    "--socket", "{{SOCKET_PATH}}",
+    "--work-dir", "{{WORK_DIR}}",
+    "--job", "{{JOB_JSON}}",
+]
+"""
+
+
+def _job(training: Training) -> str:
+    task = training.task
+    evaluation = f"evaluation = {_toml(HELD_OUT)}\n" if training.evaluate_every else ""
+    return f"""output_dir = "../runs"
+
+[scheduler.job]
+type = "diloco"
+seed = {training.seed}
+
+[scheduler.job.dataset]
+dataset = {_toml(task.name)}
+{evaluation}
+[scheduler.job.model]
+path = "../start-model"
+type = {_toml(task.type)}
+
+[scheduler.job.inner_optimizer]
+learning_rate = {task.learning_rate}
+
+[scheduler.job.outer_optimizer]
+learning_rate = {task.outer_learning_rate}
+momentum = {task.outer_momentum}
+
+[scheduler.job.rounds]
+update_rounds = {training.rounds}
+avg_samples_between_updates = {training.samples_a_round}
+batch_size = {task.batch_size}
+evaluate_every = {training.evaluate_every}
+
+[scheduler.job.resources]
+num_workers = {training.workers}
+
+[[scheduler.job.resources.worker]]
+type = "CPU"
+min = 1.0
+
+[[scheduler.job.resources.worker]]
+kind = "diloco-transformer"
+
+[[scheduler.job.resources.parameter_server]]
+type = "CPU"
+min = 1.0
+
+[[scheduler.job.resources.parameter_server]]
+kind = "parameter-server"
+
+[scheduler.job.resources.worker_price]
+bid = 100.0
+max = 120.0
+
+[scheduler.job.resources.parameter_server_price]
+bid = 100.0
+max = 120.0
+"""
+
+
+def _toml(value: str | list[str]) -> str:
+    """A TOML string or array of strings: their escapes are those of JSON, but for its surrogate pairs."""
+    return json.dumps(value, ensure_ascii=False)

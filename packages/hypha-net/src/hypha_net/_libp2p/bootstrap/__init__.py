@@ -1,0 +1,1 @@
+"""Staying connected to the gateways and published in their directories."""

@@ -1,0 +1,1 @@
+"""Connections: dialling, accepting, upgrading, choosing and pruning them."""

@@ -1,0 +1,1 @@
+"""Gossipsub on py-libp2p: set-up, validation, flood publishing, subscriptions."""

@@ -1,0 +1,1 @@
+"""The identify protocol: what peers report of themselves, and asking again."""

@@ -1,0 +1,1 @@
+"""Kademlia DHT: client, server, record store, messages (https://github.com/libp2p/specs/tree/master/kad-dht)."""

@@ -1,0 +1,207 @@
+"""The directory's asking half: a look-up is one question to each gateway, so a frozen peer elsewhere costs nothing.
+
+A record is put under its plain key, where every peer finds the newest, and once more, signed, as a heartbeat under a
+key of its own (`hypha_proto.signed_records`): several publishers of one key are all found, and those that are gone are
+not. What answers is `kad_server`, at gateways with what `kad_store` keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import anyio
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from hypha_net._libp2p.kad.messages import PROTOCOL, Kind, Message
+from hypha_net._libp2p.kad.server import CLOSEST, KadServer
+from hypha_net._libp2p.kad.store import MAX_PROVIDERS, sequence
+from hypha_net._libp2p.wire.delimited import read_message, write_message
+from hypha_net.endpoint import Endpoint, Record
+from hypha_net.errors import NetError, StreamResetError, UnreachableError
+from hypha_proto.errors import InvalidIdError
+from hypha_proto.ids import PeerId
+from hypha_proto.signed_records import heartbeat_key, signed_bytes, split_heartbeat
+
+ASK_TIMEOUT: Final = 5.0
+GRACE: Final = 0.5
+"""Seconds that the other gateways have once one has answered."""
+
+Answers = Mapping[PeerId, Any]
+
+
+class KadClient:
+    """Asks gateways."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        gateways: Callable[[], Iterable[PeerId]],
+        sign: Callable[[bytes], bytes],
+        local: KadServer | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._gateways = gateways
+        self._sign = sign
+        """Signs with the key of which this node's peer id is made."""
+        self._local = local
+        """A gateway's own part of the directory."""
+
+    async def put(self, key: bytes, value: bytes, ttl: float, among: Sequence[PeerId] | None = None) -> None:
+        """Store a record at every gateway, or at those `among` them. Raises `UnreachableError` when none took it."""
+        own = self._endpoint.peer_id
+        signature = self._sign(signed_bytes(own, key, value))
+        await self._ask_all(self._record(key, value, ttl), ASK_TIMEOUT, among)
+        provider = Message(type=Kind.ADD_PROVIDER, key=key)
+        provider.provider_peers.add(id=own.raw)
+        await self._ask_all(provider, ASK_TIMEOUT, among)
+        await self._ask_all(self._record(heartbeat_key(own, key), signature + value, ttl), ASK_TIMEOUT, among)
+
+    def _record(self, key: bytes, value: bytes, ttl: float) -> Any:
+        message = Message(type=Kind.PUT_VALUE, key=key)
+        message.record.key, message.record.value = key, value
+        message.record.publisher, message.record.ttl = self._endpoint.peer_id.raw, max(1, int(ttl))
+        return message
+
+    async def find(self, key: bytes, timeout: float) -> list[Record]:
+        """Records of a key, one a publisher, highest `seq` first. Raises `UnreachableError` when no gateway answered.
+
+        What a publisher says in its heartbeat counts more than what stands under the plain key in its name.
+        """
+        deadline = anyio.current_time() + timeout
+        found: dict[PeerId | None, Record] = {}
+        heard: dict[PeerId | None, Record] = {}
+
+        async def find_plain() -> None:
+            answers = await self._ask_all(Message(type=Kind.GET_VALUE, key=key), timeout)
+            for record in _records(answers, key):
+                publisher = _peer_id(record.publisher)
+                old = found.get(publisher)
+                if old is None or sequence(old.value) < sequence(record.value):
+                    found[publisher] = Record(key, bytes(record.value), publisher)
+
+        async def find_heartbeats() -> None:
+            try:
+                answers = await self._ask_all(Message(type=Kind.GET_PROVIDERS, key=key), timeout)
+            except UnreachableError:
+                return  # the other question fails as well, and says so
+            providers = _providers(answers)
+            async with anyio.create_task_group() as tasks:
+                for provider in list(providers)[:MAX_PROVIDERS]:
+                    left = max(0.1, deadline - anyio.current_time())
+                    tasks.start_soon(self._hear, provider, key, left, list(answers), heard)
+
+        failure: UnreachableError | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(find_heartbeats)
+            try:
+                await find_plain()
+            except UnreachableError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        found.update(heard)
+        return sorted(found.values(), key=lambda record: -sequence(record.value))
+
+    async def _hear(
+        self, provider: PeerId, key: bytes, timeout: float, gateways: list[PeerId], heard: dict[PeerId | None, Record]
+    ) -> None:
+        """What a provider's heartbeat says, if it goes on and is the provider's own."""
+        wanted = heartbeat_key(provider, key)
+        try:
+            answers = await self._ask_all(Message(type=Kind.GET_VALUE, key=wanted), timeout, gateways)
+        except UnreachableError:
+            return
+        for record in _records(answers, wanted):
+            signature, value = split_heartbeat(bytes(record.value))
+            if not _is_signed(provider, key, value, signature):
+                continue
+            old = heard.get(provider)
+            if old is None or sequence(old.value) < sequence(value):
+                heard[provider] = Record(key, value, provider)
+
+    async def find_addresses(self, peer: PeerId, timeout: float) -> list[bytes]:
+        """Addresses of a peer, as multiaddr bytes, from what gateways know."""
+        answers = await self._ask_all(Message(type=Kind.FIND_NODE, key=peer.raw), timeout)
+        found: dict[bytes, None] = {}
+        for answer in answers.values():
+            for closer in answer.closer_peers:
+                if closer.id == peer.raw:
+                    found.update(dict.fromkeys(bytes(address) for address in closer.addrs[:32]))
+        return list(found)
+
+    async def neighbours(self, timeout: float) -> dict[PeerId, list[bytes]]:
+        """Peers near this node that gateways know, with their addresses."""
+        answers = await self._ask_all(Message(type=Kind.FIND_NODE, key=self._endpoint.peer_id.raw), timeout)
+        found: dict[PeerId, list[bytes]] = {}
+        for answer in answers.values():
+            for closer in answer.closer_peers[: 4 * CLOSEST]:
+                if (peer := _peer_id(closer.id)) is not None and peer != self._endpoint.peer_id:
+                    found.setdefault(peer, [bytes(address) for address in closer.addrs[:32]])
+        return found
+
+    async def _ask_all(self, message: Any, timeout: float, among: Iterable[PeerId] | None = None) -> Answers:
+        """Ask every gateway, or those `among` them; gives the answers, none being one to what is not answered."""
+        answers: dict[PeerId, Any] = {}
+        failures: list[str] = []
+        own = self._endpoint.peer_id
+        if self._local is not None:
+            answers[own] = self._local.answer(own, message)
+
+        async def ask(gateway: PeerId) -> None:
+            try:
+                answers[gateway] = await self._ask(gateway, message, timeout)
+            except NetError as error:
+                failures.append(f"{gateway}: {error}")
+                return
+            tasks.cancel_scope.deadline = min(tasks.cancel_scope.deadline, anyio.current_time() + GRACE)
+
+        gateways = [peer for peer in (self._gateways() if among is None else among) if peer != own]
+        async with anyio.create_task_group() as tasks:
+            tasks.cancel_scope.deadline = anyio.current_time() + timeout
+            for gateway in gateways:
+                tasks.start_soon(ask, gateway)
+        failures += [f"{gateway}: no answer within {timeout:g} s" for gateway in gateways if gateway not in answers]
+        if not answers:
+            raise UnreachableError("no gateway answered: " + ("; ".join(failures) or "none is connected"))
+        return answers
+
+    async def _ask(self, gateway: PeerId, message: Any, timeout: float) -> Any:
+        stream = await self._endpoint.open_stream(gateway, [PROTOCOL], timeout=timeout)
+        try:
+            await write_message(stream, message)
+            await stream.send_eof()
+            if message.type == Kind.ADD_PROVIDER:
+                return None
+            answer = await read_message(stream, Message)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await stream.aclose()
+        if answer is None or answer.type != message.type:
+            raise StreamResetError("the gateway's answer makes no sense")
+        return answer
+
+
+def _records(answers: Answers, key: bytes) -> list[Any]:
+    return [answer.record for answer in answers.values() if answer.HasField("record") and answer.record.key == key]
+
+
+def _providers(answers: Answers) -> dict[PeerId, None]:
+    named = (_peer_id(peer.id) for answer in answers.values() for peer in answer.provider_peers[:MAX_PROVIDERS])
+    return dict.fromkeys(peer for peer in named if peer is not None)
+
+
+def _is_signed(publisher: PeerId, key: bytes, value: bytes, signature: bytes) -> bool:
+    try:
+        Ed25519PublicKey.from_public_bytes(publisher.public_key).verify(signature, signed_bytes(publisher, key, value))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _peer_id(raw: bytes) -> PeerId | None:
+    try:
+        return PeerId(bytes(raw))
+    except InvalidIdError:
+        return None

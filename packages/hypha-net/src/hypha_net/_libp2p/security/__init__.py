@@ -1,0 +1,1 @@
+"""Mutual TLS: handshake, certificate contexts, monitoring of live certificates."""

@@ -1,0 +1,74 @@
+"""Streams that this node opens: a connection, then a protocol that the peer agrees to. The counterpart of `inbound`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import anyio
+from libp2p.abc import IPeerStore
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.peer.id import ID
+from libp2p.stream_muxer.exceptions import MuxedConnError, MuxedStreamError
+
+from hypha_net._libp2p.compat.host import protocols_of
+from hypha_net._libp2p.dial.dialer import Dialer
+from hypha_net._libp2p.streams.inbound import NEGOTIATE_TIMEOUT
+from hypha_net._libp2p.streams.multistream_select import NoMultistreamError, NotSpokenError, propose
+from hypha_net._libp2p.streams.stream import Libp2pStream
+from hypha_net._libp2p.yamux.session import YamuxSession
+from hypha_net.errors import NetError, StreamDroppedError, UnreachableError, UnsupportedProtocolError
+from hypha_proto.ids import PeerId
+
+
+class Outbound:
+    """The streams that one endpoint opens."""
+
+    def __init__(self, dialer: Dialer, peerstore: IPeerStore) -> None:
+        self._dialer = dialer
+        self._peerstore = peerstore
+
+    async def open(self, peer: PeerId, protocols: Sequence[str], request: bytes | None, timeout: float) -> Libp2pStream:
+        """See `Endpoint.open_stream`."""
+        with anyio.move_on_after(timeout):
+            connection = await self._dialer.ensure(peer)
+            try:
+                return await self._negotiate(connection, peer, protocols, request)
+            except NetError:
+                # tried again where the connection had just broken off, unless what a request brought may have arrived
+                if connection.muxed_conn.is_established or request is not None:
+                    raise
+            connection = await self._dialer.ensure(peer)
+            return await self._negotiate(connection, peer, protocols, request)
+        raise UnreachableError(f"{peer} did not answer within {timeout:g} s")
+
+    async def _negotiate(
+        self, connection: SwarmConn, peer: PeerId, protocols: Sequence[str], request: bytes | None
+    ) -> Libp2pStream:
+        try:
+            muxed = await cast(YamuxSession, connection.muxed_conn).open_stream(announce=False)
+        except (MuxedConnError, MuxedStreamError) as error:
+            raise UnreachableError(f"{peer}: {error}") from error
+        known = protocols_of(self._peerstore, ID(peer.raw))
+        at_once = request if len(protocols) == 1 and protocols[0] in known else None
+        opened = False
+        try:
+            with anyio.fail_after(NEGOTIATE_TIMEOUT):
+                stream = Libp2pStream(muxed, await propose(muxed, protocols, at_once))
+            if request is not None and at_once is None:
+                await stream.send_eof(request)
+            opened = True
+            return stream
+        except NotSpokenError as error:
+            raise UnsupportedProtocolError(f"{peer} speaks none of {error}") from error
+        except NoMultistreamError as error:
+            raise UnsupportedProtocolError(f"{peer} does not negotiate protocols: {error}") from error
+        except (MuxedStreamError, MuxedConnError, TimeoutError) as error:
+            if self._dialer.connection(peer) is None:
+                raise UnreachableError(f"{peer}: the connection broke off") from error
+            what = f"{peer} reset a stream of {', '.join(protocols)}, or does not answer"
+            raise StreamDroppedError(f"{what}; does this node's role let it ask that?") from error
+        finally:
+            if not opened:
+                with anyio.CancelScope(shield=True):
+                    await muxed.reset()

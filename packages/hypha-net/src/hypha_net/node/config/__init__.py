@@ -1,0 +1,1 @@
+"""Configuration of a daemon: layers, validation, error positions, template and dump."""

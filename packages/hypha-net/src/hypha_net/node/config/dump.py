@@ -1,0 +1,53 @@
+"""What a configuration has become, key by key with the origin of each value; secrets stay hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hypha_net.node.config.loader import DEFAULT, Loaded
+from hypha_net.node.config.models import NodeConfig, masked
+from hypha_net.node.config.template import key_text, to_toml
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One value and where it comes from."""
+
+    key: str
+    value: Any
+    origin: str
+    written: str
+    """The key as TOML has it: a part with a dot in quotes."""
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"# {self.written} is not set  # {self.origin}"
+        return f"{self.written} = {to_toml(self.value, width=None)}  # {self.origin}"
+
+
+def rows(loaded: Loaded[NodeConfig]) -> list[Row]:
+    """Every key of a configuration, in the model's order."""
+    data = masked(loaded.config.model_dump(mode="json", by_alias=True))
+    return [Row(key, value, _origin(loaded, key), written) for key, written, value in _flat(data, "", "")]
+
+
+def _flat(value: Any, at: str, written: str) -> Iterator[tuple[str, str, Any]]:
+    if isinstance(value, dict) and (value or not at):
+        for name, part in value.items():
+            dot = "." if at else ""
+            yield from _flat(part, f"{at}{dot}{name}", f"{written}{dot}{key_text(name)}")
+    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        for index, part in enumerate(value):
+            yield from _flat(part, f"{at}[{index}]", f"{written}[{index}]")
+    else:
+        yield at, written, value
+
+
+def _origin(loaded: Loaded[NodeConfig], key: str) -> str:
+    """The origin of the key, of a part of it (a masked table), or of what holds it."""
+    for known, origin in loaded.origins.items():
+        if known == key or known.startswith((f"{key}.", f"{key}[")) or key.startswith((f"{known}.", f"{known}[")):
+            return origin
+    return DEFAULT

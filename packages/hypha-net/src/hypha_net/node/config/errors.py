@@ -1,0 +1,110 @@
+"""What is wrong with a configuration, all of it, in words that lead to the line and to the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from hypha_net.node.config.introspection import described, dotted, field_at
+from hypha_net.node.config.models import masked
+from hypha_net.node.config.toml_positions import Key
+
+_ABSENT: Final = object()
+_VALUE_LIMIT: Final = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong."""
+
+    where: str
+    """``file:line``, the name of a variable, or a flag; empty for what stands nowhere."""
+    key: str = ""
+    value: object = _ABSENT
+    """The value as it may be shown: secrets are masked already."""
+    reason: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        what = self.key
+        if self.value is not _ABSENT:
+            shown = repr(self.value)
+            what += f" = {shown if len(shown) <= _VALUE_LIMIT else shown[:_VALUE_LIMIT] + '…'}"
+        text = ": ".join(part for part in (self.where, what, self.reason) if part)
+        return f"{text}\n    {self.remedy}" if self.remedy else text
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used; its text lists every problem.
+
+    Attributes:
+        problems: the same, one by one.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+def validation_problems(
+    model: type[BaseModel], error: ValidationError, data: dict[str, Any], where: Callable[[Key], str | None]
+) -> list[Problem]:
+    """One problem a key of what pydantic found; the branches of a union are told together."""
+    found: dict[str, list[tuple[Key, ErrorDetails]]] = {}
+    for details in error.errors(include_url=False):
+        key = _present(model, details["loc"], data) if details["type"] != "missing" else tuple(details["loc"])
+        found.setdefault(dotted(key), []).append((key, details))
+    return [_problem(model, entries, data, where) for entries in found.values()]
+
+
+def _problem(
+    model: type[BaseModel],
+    entries: list[tuple[Key, ErrorDetails]],
+    data: dict[str, Any],
+    where: Callable[[Key], str | None],
+) -> Problem:
+    key = entries[0][0]
+    name = dotted(key)
+    about = described(model, key)
+    if entries[0][1]["type"] == "missing":
+        variable = "HYPHA_" + "__".join(str(part).upper() for part in key)
+        origin = (where(key[:-1]) if key[:-1] else None) or ""
+        remedy = f"set {name} in the file, or {variable}" + (f". {about}" if about else "")
+        return Problem(origin, name, reason="is missing", remedy=remedy)
+    # of a union's branches, one that wants a whole table says nothing to a person who wrote a plain value
+    plain = [details for _, details in entries if details["type"] != "model_type"]
+    reasons = list(dict.fromkeys(map(_reason, plain or [details for _, details in entries])))
+    value = _shown(data, key) if key and where(key) else _ABSENT
+    return Problem(where(key) or "", name, value, "; or ".join(reasons), about)
+
+
+def _reason(details: ErrorDetails) -> str:
+    message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    return message[:1].lower() + message[1:] if message.startswith(("Input", "Extra", "Field")) else message
+
+
+def _present(model: type[BaseModel], location: Sequence[str | int], data: Any) -> Key:
+    """As much of pydantic's location as leads through the data, or to a field: it also names branches of unions."""
+    key: Key = ()
+    for part in location:
+        data = _inside(data, part)
+        if data is _ABSENT and (isinstance(part, int) or field_at(model, (*key, part)) is None):
+            break
+        key = (*key, part)
+    return key
+
+
+def _inside(data: Any, part: str | int) -> Any:
+    if isinstance(data, dict):
+        return data.get(part, _ABSENT)
+    return data[part] if isinstance(data, list) and isinstance(part, int) and part < len(data) else _ABSENT
+
+
+def _shown(data: Any, key: Key) -> object:
+    for part in key:
+        data = _inside(data, part)
+    return _ABSENT if isinstance(data, dict) else masked(data, dotted(key))

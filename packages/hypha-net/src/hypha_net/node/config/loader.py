@@ -1,0 +1,152 @@
+"""Fills a program's model from its layers: flags over ``OTEL_*`` over ``HYPHA_*`` over TOML over defaults.
+
+Every layer becomes a tree of plain values and a note of where each came from; the trees are merged and pydantic
+validates the result. All that is wrong, in whichever layer, is reported at once by one `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from hypha_net.node.config.errors import ConfigError, Problem, validation_problems
+from hypha_net.node.config.introspection import default_at, dotted
+from hypha_net.node.config.models import NodeConfig, masked
+from hypha_net.node.config.sources import Layer, read_environment, read_flags, read_open_telemetry, read_toml_layer
+from hypha_net.node.config.toml_positions import Document, Key, TomlError, read_toml
+
+_log = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=NodeConfig)
+
+DEFAULT: Final = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[C]):
+    """A configuration that holds, and how it came about."""
+
+    config: C
+    warnings: tuple[str, ...]
+    """What was accepted but should be known, one sentence each, with file and line where there is one."""
+    origins: Mapping[str, str]
+    """Dotted key → where its value stands (``worker.toml:12``, ``HYPHA_WORK_DIR``); keys left at default are absent."""
+
+
+def load_config(model: type[C], file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> Loaded[C]:
+    """Merge the layers and validate the result.
+
+    Args:
+        model: the program's configuration.
+        file: its TOML file, if there is one. Relative paths in it are relative to its folder; all others to the
+            working directory.
+        env: the environment, from which ``HYPHA_*`` and ``OTEL_*`` are taken.
+        flags: dotted keys and their values, text as from a command line or typed.
+
+    Raises:
+        ConfigError: something is wrong; it lists every problem.
+    """
+    document = _document(file)
+    layers = [
+        read_toml_layer(model, document),
+        read_environment(model, env),
+        read_open_telemetry(env),
+        read_flags(model, flags),
+    ]
+    merged = _Merged()
+    for layer in layers:
+        merged.add(layer)
+    problems = [problem for layer in layers for problem in layer.problems]
+    problems += _not_yet(model, merged)
+    config: C | None = None
+    try:
+        config = model.model_validate(merged.data)
+    except ValidationError as error:
+        whole = str(file) if file else None
+        problems += validation_problems(model, error, merged.data, lambda key: merged.where(key) if key else whole)
+    if problems or config is None:
+        raise ConfigError(problems)
+    warnings = [warning for layer in layers for warning in layer.warnings]
+    return Loaded(config, (*warnings, *config.notices()), {dotted(key): at for key, at in merged.origins.items()})
+
+
+def _document(file: Path | None) -> Document:
+    if file is None:
+        return Document({}, {}, Path())
+    try:
+        return read_toml(file.read_text(encoding="utf-8"), file)
+    except OSError as error:
+        raise ConfigError([Problem(str(file), reason=f"cannot be read: {error.strerror or error}")]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem(str(file), reason=f"is not UTF-8 text: {error}")]) from error
+    except TomlError as error:
+        raise ConfigError([Problem(f"{file}:{error.line}", reason=f"is not TOML: {error}")]) from error
+
+
+@dataclass(slots=True)
+class _Merged:
+    """Layers on top of each other, lowest first."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Key, str] = field(default_factory=dict)
+
+    def add(self, layer: Layer) -> None:
+        self._put(self.data, layer.data, layer, ())
+
+    def _put(self, below: dict[str, Any], above: Mapping[str, Any], layer: Layer, at: Key) -> None:
+        for name, value in above.items():
+            key = (*at, name)
+            if isinstance(value, dict) and isinstance(below.get(name), dict):
+                self._put(below[name], value, layer, key)
+                continue
+            self.origins = {known: origin for known, origin in self.origins.items() if known[: len(key)] != key}
+            below[name] = _copied(value)
+            self._note(value, layer, key)
+
+    def _note(self, value: Any, layer: Layer, key: Key) -> None:
+        if isinstance(value, dict) and value:
+            for name, part in value.items():
+                self._note(part, layer, (*key, name))
+        elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+            for index, part in enumerate(value):
+                self._note(part, layer, (*key, index))
+        else:
+            self.origins[key] = layer.where(key)
+
+    def where(self, key: Key) -> str | None:
+        """Where the value at `key` comes from, or one inside or around it; None if no layer says anything of it."""
+        for end in range(len(key), 0, -1):
+            for known, origin in self.origins.items():
+                if known[:end] == key[:end]:
+                    return origin
+        return None
+
+
+def _copied(value: Any) -> Any:
+    """The containers anew: a layer is merged into, never changed."""
+    if isinstance(value, dict):
+        return {name: _copied(part) for name, part in value.items()}
+    return [_copied(part) for part in value] if isinstance(value, list) else value
+
+
+def _not_yet(model: type[NodeConfig], merged: _Merged) -> list[Problem]:
+    problems = []
+    for key, origin in merged.origins.items():
+        name = dotted(key, indices=False)
+        reason = next((text for known, text in model.not_yet.items() if f"{name}.".startswith(f"{known}.")), None)
+        value = _value_at(merged.data, key)
+        if reason is not None and value != default_at(model, key):
+            shown = masked(value, dotted(key))
+            problems.append(Problem(origin, dotted(key), shown, f"not yet: {reason}", "leave it out for now"))
+    return problems
+
+
+def _value_at(data: Any, key: Key) -> Any:
+    for part in key:
+        data = data[part]
+    return data

@@ -1,0 +1,213 @@
+"""What every daemon can be told, as a pydantic model that each program extends with its own keys.
+
+`config_load` fills these models from flags, environment and TOML and reports every error at once; `config_init` turns
+their field descriptions into the commented file that ``init`` writes. So a description here is the documentation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from hypha_net.bandwidth import MIN_RATE
+from hypha_net.node.config.address_types import check_dial_address, check_listen_address
+
+NOT_YET: Final[Mapping[str, str]] = {}
+"""Keys that are known and validated but whose feature is still to come: setting one is refused with these words.
+
+Each entry goes when its feature comes. A program adds its own through `NodeConfig.not_yet`.
+"""
+
+RESERVED_NETWORKS: Final = (
+    "0.0.0.0/8",
+    "10.0.0.0/8",
+    "100.64.0.0/10",
+    "127.0.0.0/8",
+    "169.254.0.0/16",
+    "172.16.0.0/12",
+    "192.0.0.0/24",
+    "192.0.2.0/24",
+    "192.168.0.0/16",
+    "198.18.0.0/15",
+    "198.51.100.0/24",
+    "203.0.113.0/24",
+    "224.0.0.0/4",
+    "240.0.0.0/4",
+    "::/128",
+    "::1/128",
+    "100::/64",
+    "2001:db8::/32",
+    "fc00::/7",
+    "fe80::/10",
+    "ff00::/8",
+)
+"""Networks that are not part of the public internet (IANA special-purpose registries)."""
+
+
+def _network(text: str) -> str:
+    try:
+        return str(ip_network(text))
+    except ValueError as error:
+        raise ValueError(f"{error}; write a network such as 10.0.0.0/8") from None
+
+
+def _pairs(value: object) -> object:
+    """``"k=v,k2=v2"`` as a table; tables pass. The text may be a secret, so errors do not repeat it."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+    if any(not sign or not key.strip() for key, sign, _ in pairs):
+        raise ValueError('must be "key=value,key2=value2" or a table')
+    return {key.strip(): text.strip() for key, _, text in pairs}
+
+
+def _endpoint(text: str) -> str:
+    if not is_web_url(text):
+        raise ValueError(WEB_URL_WANTED)
+    return text
+
+
+WEB_URL_WANTED: Final = "must be a URL that starts with http:// or https:// and names a host"
+
+
+def is_web_url(text: str) -> bool:
+    """Whether text is a URL whose scheme, host and port can be used."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not match, a port that is none
+        return False
+
+
+_SECRET: Final = re.compile(
+    r"(^|[._])(telemetry_headers|tokens?|secrets?|passwords?|credentials?|api_?keys?|authorization)($|[._\[])"
+)
+_USER: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+"""Name and password in a URL."""
+
+ListenAddress = Annotated[str, AfterValidator(check_listen_address)]
+DialAddress = Annotated[str, AfterValidator(check_dial_address)]
+Network = Annotated[str, AfterValidator(_network)]
+Pairs = Annotated[dict[str, str], BeforeValidator(_pairs)]
+
+Sampler = Literal[
+    "always_on",
+    "always_off",
+    "traceidratio",
+    "parentbased_always_on",
+    "parentbased_always_off",
+    "parentbased_traceidratio",
+]
+
+
+class Section(BaseModel):
+    """A table of a configuration file: unknown keys are errors. Programs derive their tables from it."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+
+Rate = Annotated[int, Field(ge=MIN_RATE)] | None
+
+
+class Limits(Section):
+    """``[limits]``."""
+
+    max_connections: int = Field(default=1024, ge=1, description="Connections to peers, in and out, at the same time.")
+    upload_rate: Rate = Field(default=None, description="Bytes a second that files may take to all peers together.")
+    download_rate: Rate = Field(default=None, description="Bytes a second that files may take from all peers together.")
+    peer_upload_rate: Rate = Field(default=None, description="Bytes a second that files may take to any one peer.")
+    peer_download_rate: Rate = Field(default=None, description="Bytes a second that files may take from any one peer.")
+
+
+class NodeConfig(Section):
+    """The keys of every daemon."""
+
+    needs_gateway: ClassVar[bool] = True
+    """Whether at least one gateway address must be given; a gateway itself says no."""
+    not_yet: ClassVar[Mapping[str, str]] = NOT_YET
+    """Dotted keys of this program that are refused, with the reason; list indices are left out of a key."""
+
+    cert_pem: Path = Field(description="This node's certificate, followed by the intermediate CAs (PEM).")
+    key_pem: Path = Field(description="The certificate's Ed25519 private key (PKCS#8 PEM).")
+    trust_pem: Path = Field(description="CAs whose nodes are trusted: the organisation's and the root (PEM).")
+    crls_pem: Path | None = Field(
+        default=None, description="Revocation lists of all CAs in one file (PEM). With it, revoked peers are refused."
+    )
+    listen_addresses: list[ListenAddress] = Field(
+        default=["/ip4/0.0.0.0/tcp/0"], description="Multiaddrs to listen on; port 0 takes any free port."
+    )
+    external_addresses: list[DialAddress] = Field(
+        default=[], description="Multiaddrs at which others reach this node, when they differ from where it listens."
+    )
+    gateway_addresses: list[DialAddress] = Field(
+        default=[],
+        validate_default=True,
+        description="Multiaddrs of gateways through which the network is joined, with or without /p2p/<id>.",
+    )
+    exclude_cidr: list[Network] = Field(
+        default=list(RESERVED_NETWORKS),
+        description="Networks whose addresses are neither dialled nor passed on when peers report them. "
+        "The default holds every reserved range, which includes loopback and every LAN: "
+        "in a local network write exclude_cidr = [].",
+    )
+    relay_circuit: bool = Field(
+        default=True, description="Be reachable through a gateway's relay when nobody can dial this node directly."
+    )
+    require_roles: bool = Field(
+        default=False,
+        description="Take what only a scheduler, worker or data node may send from peers whose certificate names that "
+        "role, and not from peers without a role. Another role is refused in either case.",
+    )
+    telemetry_endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(
+        default=None,
+        description="Base URL of an OpenTelemetry collector; /v1/traces, /v1/metrics and /v1/logs are appended (HTTP).",
+    )
+    telemetry_headers: Pairs = Field(
+        default={}, description='Headers for the collector, as a table or as "key=value,key2=value2". Kept secret.'
+    )
+    telemetry_protocol: Literal["http/protobuf", "grpc"] = Field(
+        default="http/protobuf", description="How the collector is spoken to: http/protobuf or grpc."
+    )
+    telemetry_sampler: Sampler = Field(
+        default="parentbased_always_on", description=f"Which traces are recorded: {', '.join(get_args(Sampler))}."
+    )
+    telemetry_sample_ratio: float = Field(
+        default=1.0, ge=0, le=1, description="Share of traces that a traceidratio sampler records, 0 to 1."
+    )
+    telemetry_attributes: Pairs = Field(
+        default={}, description='Attributes of everything exported, as a table or as "key=value,key2=value2".'
+    )
+    limits: Limits = Field(default=Limits(), description="Bounds on what this node uses of its network.")
+
+    @field_validator("gateway_addresses")
+    @classmethod
+    def _knows_a_gateway(cls, value: list[str]) -> list[str]:
+        if cls.needs_gateway and not value:
+            raise ValueError("names no gateway: give the multiaddr of at least one")
+        return value
+
+    def notices(self) -> list[str]:
+        """What is accepted but has no effect yet, in words for the log; programs extend it."""
+        return []
+
+
+def is_secret(key: str) -> bool:
+    """Whether the value at a dotted key must not be shown."""
+    return bool(_SECRET.search(key.lower()))
+
+
+def masked(value: Any, key: str = "") -> Any:
+    """A configuration value with every secret in it replaced by ``***``; `key` is where it stands."""
+    if key and is_secret(key):
+        return value if value is None or value == {} else "***"  # nothing is set, and that is no secret
+    if isinstance(value, Mapping):
+        return {name: masked(part, f"{key}.{name}" if key else str(name)) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [masked(part, key) for part in value]
+    return _USER.sub("***", value) if isinstance(value, str) else value

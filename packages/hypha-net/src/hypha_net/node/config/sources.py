@@ -1,0 +1,234 @@
+"""The layers of a configuration: TOML, ``HYPHA_*``, ``OTEL_*`` and flags, each as a tree of plain values.
+
+What a layer alone can tell is settled here: keys that stand under the wrong table header, unknown keys, relative paths,
+and text that must become a list or a table. Types are pydantic's business, after the merge in `config_load`.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote
+
+from pydantic import BaseModel
+
+from hypha_net.node.config.errors import Problem
+from hypha_net.node.config.introspection import (
+    accepts,
+    annotation_at,
+    dotted,
+    fields_by_key,
+    is_free,
+    items,
+    nearest,
+    tables,
+    with_absolute_paths,
+)
+from hypha_net.node.config.models import NodeConfig, is_secret
+from hypha_net.node.config.toml_positions import Document, Key
+from hypha_net.node.telemetry.otlp_config import wrong_variables
+
+PREFIX: Final = "HYPHA_"
+
+_OPEN_TELEMETRY: Final = {
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "telemetry_endpoint",
+    "OTEL_EXPORTER_OTLP_HEADERS": "telemetry_headers",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "telemetry_protocol",
+    "OTEL_TRACES_SAMPLER": "telemetry_sampler",
+    "OTEL_RESOURCE_ATTRIBUTES": "telemetry_attributes",
+}
+
+
+@dataclass(slots=True)
+class Layer:
+    """One source of values."""
+
+    where: Callable[[Key], str]
+    """Where the value at a key stands, for people."""
+    data: dict[str, Any] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_toml_layer(model: type[NodeConfig], document: Document) -> Layer:
+    """The values of a TOML document; keys that slipped under a table header are brought back to the top."""
+    hoisted: dict[str, Key] = {}
+
+    def where(key: Key) -> str:
+        return document.where((*hoisted[str(key[0])], *key[1:]) if key and key[0] in hoisted else key)
+
+    layer = Layer(where)
+    _Toml(model, document, layer, hoisted).read()
+    layer.data = with_absolute_paths(layer.data, model, document.path.absolute().parent)
+    _split_pairs(layer.data)
+    return layer
+
+
+@dataclass(slots=True)
+class _Toml:
+    """The walk through a document beside its model."""
+
+    model: type[NodeConfig]
+    document: Document
+    layer: Layer
+    hoisted: dict[str, Key]
+
+    def read(self) -> None:
+        lifted: dict[str, Any] = {}
+        own = self._table(self.document.data, [self.model], (), lifted)
+        self.layer.data = {**lifted, **own}
+
+    def _table(self, data: dict[str, Any], models: list[type[BaseModel]], at: Key, lifted: dict[str, Any]) -> Any:
+        known: dict[str, list[Any]] = {}
+        for model in models:
+            for name, info in fields_by_key(model).items():
+                known.setdefault(name, []).append(info.annotation)
+        kept: dict[str, Any] = {}
+        for name, value in data.items():
+            if name in known:
+                kept[name] = self._value(value, known[name], (*at, name), lifted)
+            elif at and name in fields_by_key(self.model):
+                self._hoist(name, value, at, lifted)
+            else:
+                remedy = nearest(name, self.model, list(known))
+                self._problem((*at, name), f"is not a key{f' of [{dotted(at)}]' if at else ''}", remedy)
+        return kept
+
+    def _value(self, value: Any, annotations: list[Any], at: Key, lifted: dict[str, Any]) -> Any:
+        if isinstance(value, dict) and not any(map(is_free, annotations)):
+            models = [table for annotation in annotations for table in tables(annotation)]
+            return self._table(value, models, at, lifted) if models else value
+        if isinstance(value, list):
+            inner = [item for annotation in annotations for item in items(annotation)]
+            return (
+                [self._value(part, inner, (*at, index), lifted) for index, part in enumerate(value)] if inner else value
+            )
+        return value
+
+    def _hoist(self, name: str, value: Any, at: Key, lifted: dict[str, Any]) -> None:
+        if name in self.document.data or name in lifted:
+            other = self.document.where(self.hoisted.get(name, (name,)))
+            self._problem((*at, name), f"stands here and at {other}", "keep one, above the first [table]")
+            return
+        self.hoisted[name] = (*at, name)
+        lifted[name] = self._value(value, [fields_by_key(self.model)[name].annotation], (*at, name), lifted)
+        self.layer.warnings.append(
+            f"{self.document.where((*at, name))}: {name} stands under [{dotted(at, indices=False)}] and is taken as a "
+            "top-level key; write it above the first [table]"
+        )
+
+    def _problem(self, key: Key, reason: str, remedy: str) -> None:
+        self.layer.problems.append(Problem(self.document.where(key), dotted(key), reason=reason, remedy=remedy))
+
+
+def read_environment(model: type[NodeConfig], env: Mapping[str, str]) -> Layer:
+    """``HYPHA_*``: two underscores lead into a table. An unknown variable is a warning: it may be another program's."""
+    names: dict[Key, str] = {}
+    layer = Layer(lambda key: _origin(names, key))
+    for name in sorted(env):
+        if not name.startswith(PREFIX):
+            continue
+        key = tuple(name.removeprefix(PREFIX).lower().split("__"))
+        if _knows(model, key):
+            names[key] = name
+            _set(model, layer, key, env[name], name)
+        else:
+            layer.warnings.append(f"{name} is not a key of this program: {_guess(model, key)}")
+    return _finished(model, layer)
+
+
+def read_flags(model: type[NodeConfig], flags: Mapping[str, object]) -> Layer:
+    """Dotted keys as a command line gives them."""
+    layer = Layer(lambda key: f"--set {dotted(key)}")
+    for name, value in flags.items():
+        key = tuple(name.split("."))
+        if _knows(model, key):
+            _set(model, layer, key, value, f"--set {name}")
+        else:
+            layer.problems.append(Problem(f"--set {name}", reason="is not a key", remedy=_guess(model, key)))
+    return _finished(model, layer)
+
+
+def read_open_telemetry(env: Mapping[str, str]) -> Layer:
+    """The standard ``OTEL_*`` variables that have a key of ours; an empty one counts as not set."""
+    names: dict[Key, str] = {}
+    layer = Layer(lambda key: _origin(names, key))
+    for name, key in _OPEN_TELEMETRY.items():
+        if text := env.get(name, "").strip():
+            layer.data[key] = text
+            names[(key,)] = name
+    if (ratio := env.get("OTEL_TRACES_SAMPLER_ARG", "").strip()) and "ratio" in env.get("OTEL_TRACES_SAMPLER", ""):
+        layer.data["telemetry_sample_ratio"] = ratio
+        names[("telemetry_sample_ratio",)] = "OTEL_TRACES_SAMPLER_ARG"
+    _split_pairs(layer.data, decode=True)
+    if service := env.get("OTEL_SERVICE_NAME", "").strip():
+        if isinstance(layer.data.setdefault("telemetry_attributes", {}), dict):
+            layer.data["telemetry_attributes"]["service.name"] = service
+        names[("telemetry_attributes", "service.name")] = "OTEL_SERVICE_NAME"
+    layer.problems += [Problem(name, reason=reason, remedy=remedy) for name, reason, remedy in wrong_variables(env)]
+    return layer
+
+
+def _origin(names: Mapping[Key, str], key: Key) -> str:
+    return next((names[key[:end]] for end in range(len(key), 0, -1) if key[:end] in names), dotted(key))
+
+
+def _knows(model: type[NodeConfig], key: Key) -> bool:
+    """Whether a key, or the free table that it is in, is known."""
+    if annotation_at(model, key) is not None:
+        return True
+    return any((found := annotation_at(model, key[:end])) is not None and is_free(found) for end in range(1, len(key)))
+
+
+def _guess(model: type[NodeConfig], key: Key) -> str:
+    holder = annotation_at(model, key[:-1])
+    here = [name for table in tables(holder) for name in fields_by_key(table)] or list(fields_by_key(model))
+    return nearest(str(key[-1]), model, here)
+
+
+def _set(model: type[NodeConfig], layer: Layer, key: Key, value: object, origin: str) -> None:
+    try:
+        parsed = _parsed(value, annotation_at(model, key)) if isinstance(value, str) else value
+    except ValueError as error:
+        shown = "***" if is_secret(dotted(key)) else value
+        layer.problems.append(Problem(origin, dotted(key), shown, f"cannot be read: {error}", "write JSON or TOML"))
+        return
+    table = layer.data
+    for part in key[:-1]:
+        table = table.setdefault(str(part), {})
+    table[str(key[-1])] = parsed
+
+
+def _parsed(text: str, annotation: Any) -> Any:
+    """Text as a list or table where one is wanted; everything else stays text, which pydantic converts."""
+    structured = bool(items(annotation) or tables(annotation) or is_free(annotation))
+    if structured and text.lstrip().startswith(("[", "{")):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return tomllib.loads(f"value = {text}")["value"]
+    if items(annotation) and not accepts(annotation, str):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    if text == "" and accepts(annotation, type(None)):
+        return None
+    return text
+
+
+def _finished(model: type[NodeConfig], layer: Layer) -> Layer:
+    layer.data = with_absolute_paths(layer.data, model, Path.cwd())
+    _split_pairs(layer.data)
+    return layer
+
+
+def _split_pairs(data: dict[str, Any], *, decode: bool = False) -> None:
+    """``"k=v,k2=v2"`` as tables, so that layers merge key by key; what is malformed is left for pydantic to refuse."""
+    for key in ("telemetry_headers", "telemetry_attributes"):
+        if isinstance(text := data.get(key), str):
+            pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+            if all(sign and name.strip() for name, sign, _ in pairs):
+                read = unquote if decode else str
+                data[key] = {read(name.strip()): read(value.strip()) for name, _, value in pairs}

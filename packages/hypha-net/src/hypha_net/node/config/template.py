@@ -1,0 +1,127 @@
+"""Writes the file that ``init`` leaves behind: every option of a program, explained by its own description."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from hypha_net.node.config.introspection import fields_by_key, items, tables
+from hypha_net.node.config.models import NodeConfig
+
+_WIDTH: Final = 110
+
+
+def render_config(model: type[NodeConfig], values: Mapping[str, Any], program: str) -> str:
+    """A commented TOML document.
+
+    Args:
+        values: what to fill in, nested as in the file; a list of tables becomes one ``[[table]]`` each. Every other
+            option is written as a comment with its default.
+    """
+    head = [
+        f"# Configuration of {program}. Every option is listed; those behind a # are at their default.",
+        f"# Start with: {program} run --config FILE. Check without starting: {program} run --check --config FILE.",
+    ]
+    return "\n".join([*head, *_table(model, values, (), model.not_yet)]) + "\n"
+
+
+def _table(
+    model: type[BaseModel], values: Mapping[str, Any], at: tuple[str, ...], not_yet: Mapping[str, str]
+) -> Iterator[str]:
+    """The keys of a table first, then the tables in it: TOML gives a key to the header above it."""
+    later: list[tuple[str, FieldInfo]] = []
+    for name, info in fields_by_key(model).items():
+        if _is_table(info, values.get(name)):
+            later.append((name, info))
+        else:
+            yield ""
+            refused = not_yet.get(".".join((*at, name)))
+            yield from _comment(f"{info.description} Refused so far: {refused}." if refused else info.description)
+            yield from _assignment(name, info, values)
+    for name, info in later:
+        yield from _inner(name, info, values.get(name), (*at, name), not_yet)
+
+
+def _is_table(info: FieldInfo, value: Any) -> bool:
+    if isinstance(value, Mapping) or (isinstance(value, list) and value and isinstance(value[0], Mapping)):
+        return True
+    only_tables = bool(tables(info.annotation)) and not isinstance(_default(info), (str, int, float, bool))
+    return only_tables or any(tables(item) for item in items(info.annotation))
+
+
+def _inner(name: str, info: FieldInfo, value: Any, at: tuple[str, ...], not_yet: Mapping[str, str]) -> Iterator[str]:
+    array = any(tables(item) for item in items(info.annotation))
+    found = [table for item in items(info.annotation) for table in tables(item)] if array else tables(info.annotation)
+    given = (value if isinstance(value, list) else [value]) if value else []
+    for index, entry in enumerate(given or [{}]):
+        yield ""
+        yield from _comment(info.description if not index else None)
+        header = f"[[{'.'.join(at)}]]" if array else f"[{'.'.join(at)}]"
+        body = (
+            list(_table(found[0], entry, at, not_yet))
+            if found
+            else [f"{key} = {to_toml(part)}" for key, part in entry.items()]
+        )
+        yield from ([header, *body] if given else _commented([header, *body]))
+
+
+def _commented(lines: list[str]) -> Iterator[str]:
+    for line in lines:
+        yield f"# {line}" if line and not line.startswith("#") else line
+
+
+def _comment(description: str | None) -> Iterator[str]:
+    for paragraph in (description or "").splitlines():
+        yield from (f"# {line}" for line in textwrap.wrap(paragraph, _WIDTH))
+
+
+def _assignment(name: str, info: FieldInfo, values: Mapping[str, Any]) -> Iterator[str]:
+    if name in values:
+        yield f"{name} = {to_toml(values[name])}"
+        return
+    default = _default(info)
+    if default is None:
+        yield f"# {name} ="
+    else:
+        yield from (f"# {line}" for line in f"{name} = {to_toml(default)}".splitlines())
+
+
+def _default(info: FieldInfo) -> Any:
+    if info.is_required():
+        return None
+    return info.get_default(call_default_factory=True, validated_data={})
+
+
+def to_toml(value: Any, *, width: int | None = _WIDTH) -> str:
+    """A plain value as TOML; a list wider than `width` over several lines."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", exclude_none=True)
+    if isinstance(value, Mapping):
+        return (
+            "{ " + ", ".join(f"{key_text(key)} = {to_toml(part)}" for key, part in value.items()) + " }"
+            if value
+            else "{}"
+        )
+    if isinstance(value, (list, tuple)):
+        parts = [to_toml(part) for part in value]
+        line = f"[{', '.join(parts)}]"
+        return (
+            line if width is None or len(line) <= width else "[\n" + "".join(f"    {part},\n" for part in parts) + "]"
+        )
+    # the escapes of JSON strings are TOML's
+    return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False, default=str)
+
+
+def key_text(name: str) -> str:
+    """A bare key, or a quoted one where TOML needs it."""
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else json.dumps(name)

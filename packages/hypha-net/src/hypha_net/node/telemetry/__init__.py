@@ -1,0 +1,1 @@
+"""OpenTelemetry set-up and export for daemons."""

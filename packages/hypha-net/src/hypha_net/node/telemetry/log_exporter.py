@@ -1,0 +1,75 @@
+"""Log records of a daemon as OpenTelemetry's, beside the lines that `logs` writes. Imports the SDK; see `telemetry`.
+
+A record knows the span that it was logged in, so a collector shows it within its trace. What the exporters and their
+libraries log is not exported: it would tell of itself for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final
+
+from opentelemetry._logs import LoggerProvider, LogRecord, SeverityNumber
+from opentelemetry.trace import TraceFlags
+
+from hypha_net import instrumentation
+
+_TEXT_LIMIT: Final = 16_384
+"""Characters of one message, or of one traceback."""
+_OWN: Final = ("opentelemetry", "grpc", "urllib3", "requests", "hypha_net.node.telemetry")
+"""Who takes part in exporting."""
+_SEVERITIES: Final = (
+    (logging.CRITICAL, SeverityNumber.FATAL, "FATAL"),
+    (logging.ERROR, SeverityNumber.ERROR, "ERROR"),
+    (logging.WARNING, SeverityNumber.WARN, "WARN"),
+    (logging.INFO, SeverityNumber.INFO, "INFO"),
+    (logging.NOTSET, SeverityNumber.DEBUG, "DEBUG"),
+)
+
+
+class LogExport(logging.Handler):
+    """Hands every log record to a provider of the SDK, which keeps it in a bounded queue."""
+
+    def __init__(self, provider: LoggerProvider) -> None:
+        super().__init__()
+        self._provider = provider
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler.emit`."""
+        if record.name.startswith(_OWN):
+            return
+        try:
+            self._provider.get_logger(record.name).emit(_translated(record))
+        except Exception:  # noqa: BLE001 - as every handler: told on stderr by logging's own rule, never to the caller
+            self.handleError(record)
+
+
+def _translated(record: logging.LogRecord) -> LogRecord:
+    number, text = next((number, text) for least, number, text in _SEVERITIES if record.levelno >= least)
+    made = LogRecord(
+        timestamp=int(record.created * 1e9),
+        observed_timestamp=time.time_ns(),
+        severity_number=number,
+        severity_text=text,
+        body=_clean(record.getMessage()),
+        attributes=_attributes(record),
+    )
+    if (here := instrumentation.current_traceparent()) is not None:
+        _, trace, span, flags = here.split("-")
+        made.trace_id, made.span_id, made.trace_flags = int(trace, 16), int(span, 16), TraceFlags(int(flags, 16))
+    return made
+
+
+def _attributes(record: logging.LogRecord) -> dict[str, str | int]:
+    about: dict[str, str | int] = {"code.function.name": record.funcName, "code.line.number": record.lineno}
+    if record.exc_info and record.exc_info[0] is not None:
+        about["exception.type"] = record.exc_info[0].__name__
+        about["exception.message"] = _clean(str(record.exc_info[1]))
+        about["exception.stacktrace"] = _clean(logging.Formatter().formatException(record.exc_info))
+    return about
+
+
+def _clean(text: str) -> str:
+    """Text that protobuf can hold: bounded, and without the halves of characters that odd bytes leave."""
+    return text[:_TEXT_LIMIT].encode(errors="replace").decode()

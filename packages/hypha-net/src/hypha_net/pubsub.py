@@ -1,0 +1,46 @@
+"""Tell many: typed messages on a topic. What cannot be decoded is dropped, counted and logged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from hypha_net import instrumentation
+from hypha_net.endpoint import Endpoint, GossipMessage
+from hypha_net.events import GossipDropped
+from hypha_proto.errors import DecodeError
+from hypha_proto.ids import PeerId
+from hypha_proto.protocols import Topic
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+async def publish(endpoint: Endpoint, topic: Topic[T], message: T) -> None:
+    """Tell everyone who subscribes to `topic`. Raises `EncodeError` for a message that is not the topic's."""
+    await endpoint.publish(topic.name, topic.encode(instrumentation.with_trace(message)))
+
+
+@asynccontextmanager
+async def subscribe(endpoint: Endpoint, topic: Topic[T]) -> AsyncIterator[AsyncIterator[tuple[PeerId, T]]]:
+    """Receive what others say on `topic`, as (who published it, message), while the context is open."""
+    async with endpoint.subscribe(topic.name) as messages:
+        yield _decoded(endpoint, messages, topic)
+
+
+async def _decoded(
+    endpoint: Endpoint, messages: AsyncIterator[GossipMessage], topic: Topic[T]
+) -> AsyncIterator[tuple[PeerId, T]]:
+    dropped = 0
+    async for message in messages:
+        try:
+            decoded = topic.decode(message.data)
+        except DecodeError as error:
+            dropped += 1
+            endpoint.events.emit(GossipDropped(topic.name, "undecodable", message.source))
+            _log.warning("message %d dropped on %s, from %s: %s", dropped, topic.name, message.source, error)
+            continue
+        yield message.source, decoded

@@ -1,0 +1,1 @@
+"""Moving bytes between streams, files and buffers, with digests."""

@@ -1,0 +1,71 @@
+"""Multiaddrs as text: what is none is said to be none, by an error that names it, wherever it came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from support.waiting import run
+
+from hypha_net import EndpointSettings, open_endpoint
+from hypha_net.addresses import split_peer
+from hypha_net.errors import AddressError
+from hypha_net.node.config.models import NodeConfig
+
+ODD_NAMES = {
+    "an underscore": "my_host",
+    "a hyphen in front": "-host",
+    "an empty label": "a..b",
+    "a label that is too long": "a" * 64,
+    "a name that is too long": "a." * 150,
+    "rubbish after xn--": "xn--a",
+    "a direction that the resolver does not take": "א1",
+    "nothing": "",
+}
+"""Names that the multiaddr's codec or the system's resolver refuses, with errors of their own."""
+
+
+@pytest.mark.parametrize("why", ODD_NAMES)
+def test_a_host_name_that_cannot_be_looked_up_is_no_address(why: str) -> None:
+    with pytest.raises(AddressError, match="/dns4/"):
+        split_peer(f"/dns4/{ODD_NAMES[why]}/tcp/4001")
+
+
+@pytest.mark.parametrize("why", ODD_NAMES)
+def test_a_configuration_does_not_take_one_either(why: str) -> None:
+    address = f"/dns4/{ODD_NAMES[why]}/tcp/4001"
+    with pytest.raises(ValidationError, match="gateway_addresses"):
+        NodeConfig(cert_pem="c", key_pem="k", trust_pem="t", gateway_addresses=[address])
+
+
+@pytest.mark.parametrize(
+    "name", ["localhost", "gw.example", "gw.example.", "GW", "münchen.example", "xn--mnchen-3ya.de"]
+)
+def test_host_names_of_the_usual_kinds_are_taken(name: str) -> None:
+    address = f"/dns4/{name}/tcp/4001"
+    assert split_peer(address) == (address, None)
+    config = NodeConfig(cert_pem="c", key_pem="k", trust_pem="t", gateway_addresses=[address])
+    assert config.gateway_addresses == [address]
+
+
+@pytest.mark.parametrize("port", ["", "x", "-1", "65536", "²", "٣", "1" * 5000])
+def test_a_port_is_a_number_in_plain_digits(port: str) -> None:
+    with pytest.raises(AddressError, match="is not a number up to 65535"):
+        split_peer(f"/ip4/192.0.2.1/tcp/{port}")
+
+
+def test_an_address_with_a_zone_is_none() -> None:
+    with pytest.raises(AddressError, match="within one link only"):
+        split_peer("/ip6/fe80::1%eth0/tcp/4001")
+    with pytest.raises(ValidationError, match="is not an ip6 address"):
+        NodeConfig(cert_pem="c", key_pem="k", trust_pem="t", gateway_addresses=["/ip6/fe80::1%eth0/tcp/4001"])
+
+
+def test_dialling_a_name_that_is_none_is_an_address_error(authority: Any) -> None:
+    async def main() -> None:
+        async with open_endpoint(authority.identity("node"), EndpointSettings()) as node:
+            with pytest.raises(AddressError, match="my_host"):
+                await node.connect("/dns4/my_host/tcp/4001")
+
+    run(main)

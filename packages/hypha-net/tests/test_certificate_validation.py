@@ -1,0 +1,341 @@
+"""Certificates that change while a node runs: renewed, revoked, expired, unusable; and peers that lose their place."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from support.endpoint_helpers import echo_at_once
+from support.waiting import run, until
+
+from hypha_net import EndpointSettings, open_endpoint
+from hypha_net._libp2p.endpoint import Libp2pEndpoint
+from hypha_net._libp2p.security import certificate_monitor
+from hypha_net.certificate_validation import WARN_AT, CertificateVerifier, EndWarnings, chain_of
+from hypha_net.errors import RefusedError, StreamResetError, UnreachableError
+from hypha_net.events import Disconnected, PeerRejected
+from hypha_net.identity import Identity, load_identity
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+ECHO = "/test/echo/1"
+DAY = dt.timedelta(days=1)
+QUICK = 0.1
+
+
+@asynccontextmanager
+async def opened(identity: Identity, *gateways: str, **changes: Any) -> AsyncIterator[Libp2pEndpoint]:
+    """A node that looks at its certificates ten times a second."""
+    settings = EndpointSettings((LOOPBACK,), gateway_addresses=gateways, certificate_interval=QUICK, **changes)
+    async with open_endpoint(identity, settings) as node:
+        yield node
+
+
+# ------------------------------------------------------------------------------------------------------------ reloading
+
+
+def test_a_renewed_certificate_is_shown_to_peers_without_a_restart(authority: Any, caplog: Any) -> None:
+    async def main() -> None:
+        gateway = authority.identity("gateway", "gateway")
+        async with opened(gateway, role="gateway") as one, opened(authority.identity("leaf")) as two:
+            await two.connect(one.addresses[0])
+            before = two.connected_peers()[one.peer_id].certificate_not_after
+            authority.renew("gateway", 60 * DAY)
+            await until(lambda: "certificates reloaded" in caplog.text)
+            assert one.peer_id == gateway.peer_id
+            assert one.connected_peers(), "a connection that is still good stays"
+            await two.disconnect(one.peer_id)
+            await two.connect(one.addresses[0])
+            after = two.connected_peers()[one.peer_id].certificate_not_after
+            assert before is not None
+            assert after is not None
+            assert after - before > 20 * 86400
+
+    with caplog.at_level(logging.INFO):
+        run(main)
+
+
+def test_files_of_another_key_are_not_taken_and_the_log_says_what_to_do(authority: Any, caplog: Any) -> None:
+    async def main() -> None:
+        async with opened(authority.identity("gateway"), role="gateway") as one:
+            authority.files("gateway")
+            await until(lambda: "are not reloaded" in caplog.text)
+            assert "another key" in caplog.text
+            assert "restart the node" in caplog.text
+            async with opened(authority.identity("leaf")) as two:
+                assert await two.connect(one.addresses[0]) == one.peer_id
+            await anyio.sleep(5 * QUICK)
+        assert caplog.text.count("are not reloaded") == 1
+
+    run(main)
+
+
+@pytest.mark.parametrize("damage", [b"", b"-----BEGIN CERTIFICATE-----\nMIIB", None], ids=["empty", "cut", "gone"])
+def test_files_that_cannot_be_used_change_nothing(authority: Any, caplog: Any, damage: bytes | None) -> None:
+    async def main() -> None:
+        identity = authority.identity("gateway")
+        whole = identity.trust_pem.read_bytes()
+        async with opened(identity, role="gateway") as one, opened(authority.identity("leaf")) as two:
+            if damage is None:
+                identity.trust_pem.unlink()
+            else:
+                identity.trust_pem.write_bytes(damage)
+            await until(lambda: "are not reloaded" in caplog.text)
+            assert f"trust_pem {identity.trust_pem}" in caplog.text
+            assert await two.connect(one.addresses[0]) == one.peer_id
+            identity.trust_pem.write_bytes(whole)
+            await until(lambda: "certificates reloaded" in caplog.text)
+
+    with caplog.at_level(logging.INFO):
+        run(main)
+
+
+def test_a_file_that_is_still_being_written_is_waited_for(authority: Any, caplog: Any) -> None:
+    async def main() -> None:
+        identity = authority.identity("gateway")
+        whole = identity.cert_pem.read_bytes()
+        async with opened(identity, role="gateway"):
+            with identity.cert_pem.open("wb", buffering=0) as file:
+                for at in range(0, len(whole), 64):
+                    file.write(whole[at : at + 64])
+                    await anyio.sleep(QUICK / 2)
+            await until(lambda: "certificates reloaded" in caplog.text)
+        assert "are not reloaded" not in caplog.text
+
+    with caplog.at_level(logging.INFO):
+        run(main)
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_where_trust_ends_at_the_organisation_connections_are_judged_by_that(authority: Any, lists: bool) -> None:
+    def org_only(name: str, crls: Any = None) -> Identity:
+        cert, key, trust = authority.files(name)
+        trust.write_bytes(cert.read_bytes())  # as the Rust tool writes it: the node's own and the organisation's
+        return load_identity(cert, key, trust, crls)
+
+    async def main() -> None:
+        crls = authority.revocations() if lists else None
+        leaf = org_only("leaf", crls)
+        async with opened(org_only("gateway", crls), role="gateway") as one, opened(leaf) as two:
+            with two.events.follow(Disconnected) as ended:
+                await two.connect(one.addresses[0])
+                with anyio.move_on_after(10 * QUICK):
+                    await anext(ended)
+                    raise AssertionError("a good connection was ended")
+            if lists:
+                with one.events.follow(PeerRejected) as refused:
+                    authority.revocations(leaf.certificate.serial)
+                    told = await anext(refused)
+                assert isinstance(told, PeerRejected)
+                assert told.reason == "revoked"
+
+    run(main)
+
+
+@pytest.mark.parametrize("readable", [True, False], ids=["readable", "not readable"])
+def test_files_that_change_while_they_are_read_are_read_again(
+    authority: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    identity = authority.identity("gateway")
+    whole = identity.trust_pem.read_bytes()
+    original = certificate_monitor.TlsContexts if readable else certificate_monitor.reload_identity
+    calls = []
+
+    def meddle(given: Identity) -> Any:
+        calls.append(given)
+        try:
+            return original(given)  # type: ignore[operator]
+        finally:
+            if len(calls) == 1:
+                identity.trust_pem.write_bytes(whole)
+
+    async def main() -> None:
+        async with opened(identity, role="gateway"):
+            name = "TlsContexts" if readable else "reload_identity"
+            monkeypatch.setattr(certificate_monitor, name, meddle)
+            identity.trust_pem.write_bytes(whole + b"\n" if readable else b"")
+            await until(lambda: "certificates reloaded" in caplog.text)
+        assert len(calls) == 2
+
+    with caplog.at_level(logging.INFO):
+        run(main)
+
+
+# ------------------------------------------------------------------------------------------------------- losing trust
+
+
+def test_a_peer_that_is_revoked_while_connected_loses_its_connections(authority: Any, caplog: Any) -> None:
+    async def main() -> None:
+        crls = authority.revocations()
+        bad = authority.identity("bad")
+        gateway = load_identity(*authority.files("gateway"), crls)
+        async with (
+            opened(gateway, role="gateway") as one,
+            opened(authority.identity("good")) as good,
+            opened(bad, one.addresses[0]) as two,
+        ):
+            one.handle(ECHO, echo_at_once)
+            await good.connect(one.addresses[0])
+            await two.wait_for_gateway()
+            await until(lambda: bool(two.addresses) and "p2p-circuit" in two.addresses[-1])
+            stream = await two.open_stream(one.peer_id, [ECHO])
+            await stream.send_all(b"x")
+            assert await stream.receive_some() == b"x"
+            with one.events.follow(PeerRejected) as events:
+                authority.revocations(bad.certificate.serial)
+                refused = await anext(events)
+            assert isinstance(refused, PeerRejected)
+            assert (refused.peer, refused.reason) == (bad.peer_id, "revoked")
+            assert "acme org" in refused.detail
+            with pytest.raises(StreamResetError):
+                await stream.receive_some()
+            await until(lambda: bad.peer_id not in one.connected_peers())
+            assert one._hop is not None
+            assert not one._hop.has_reservation(bad.peer_id)
+            assert good.peer_id in one.connected_peers()
+            # it comes back by itself, is refused, and is told why
+            await until(lambda: "ours is revoked: ask the organisation" in caplog.text)
+            assert bad.peer_id not in one.connected_peers()
+
+    run(main)
+
+
+def test_a_revoked_peer_loses_relayed_connections_too(authority: Any) -> None:
+    async def main() -> None:
+        crls = authority.revocations()
+        bad = authority.identity("bad")
+        settings = {"exclude_cidr": ("0.0.0.0/0",)}
+        async with opened(authority.identity("gateway"), role="gateway") as hub:
+            judge = load_identity(*authority.files("judge"), crls)
+            async with opened(judge, hub.addresses[0], **settings) as one, opened(bad, hub.addresses[0]) as two:
+                await two.wait_for_gateway()
+                await until(lambda: "p2p-circuit" in two.addresses[-1])
+                one.handle(ECHO, echo_at_once)
+                two.handle(ECHO, echo_at_once)
+                await one.wait_for_gateway()
+                await one.open_stream(two.peer_id, [ECHO])
+                assert not one.is_direct(two.peer_id)
+                authority.revocations(bad.certificate.serial)
+                await until(lambda: two.peer_id not in one.connected_peers())
+                with pytest.raises(UnreachableError):
+                    await one.open_stream(two.peer_id, [ECHO], timeout=5)
+                assert two.peer_id in hub.connected_peers(), "the gateway has no lists and keeps it"
+
+    run(main)
+
+
+def test_a_peer_that_expires_while_connected_loses_its_connection(authority: Any) -> None:
+    async def main() -> None:
+        identity = load_identity(*authority.files("brief", valid=(-DAY, DAY)))
+        async with opened(authority.identity("gateway"), role="gateway") as one, opened(identity) as two:
+            await two.connect(one.addresses[0])
+            with one.events.follow(PeerRejected) as events:
+                one._certificates._clock = lambda: identity.certificate.not_after + 1
+                refused = await anext(events)
+            assert isinstance(refused, PeerRejected)
+            assert (refused.peer, refused.reason) == (identity.peer_id, "expired")
+            await until(lambda: not one.connected_peers())
+
+    run(main)
+
+
+@pytest.mark.slow
+def test_a_certificate_that_runs_out_by_the_real_clock_ends_its_connections(authority: Any) -> None:
+    async def main() -> None:
+        brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=6))))
+        async with (
+            opened(authority.identity("gateway"), role="gateway") as one,
+            opened(brief) as two,
+        ):
+            await two.connect(one.addresses[0])
+            with one.events.follow(PeerRejected) as events:
+                refused = await anext(events)
+            assert isinstance(refused, PeerRejected)
+            assert (refused.peer, refused.reason) == (brief.peer_id, "expired")
+            await until(lambda: not one.connected_peers())
+            with pytest.raises(RefusedError, match="ours has expired"):
+                await two.connect(one.addresses[0])
+
+    run(main)
+
+
+def test_a_ca_that_is_taken_out_of_the_trust_bundle_takes_its_nodes_along(
+    authority: Any, foreign_authority: Any
+) -> None:
+    async def main() -> None:
+        gateway, leaf = authority.identity("gateway"), authority.identity("leaf")
+        stranger = foreign_authority.identity("stranger")
+        both = authority.org.pem() + authority.root.pem() + foreign_authority.org.pem() + foreign_authority.root.pem()
+        for identity in (gateway, stranger):
+            identity.trust_pem.write_bytes(both)
+        gateway = load_identity(gateway.cert_pem, gateway.key_pem, gateway.trust_pem)
+        stranger = load_identity(stranger.cert_pem, stranger.key_pem, stranger.trust_pem)
+        async with opened(gateway, role="gateway") as one, opened(stranger) as two, opened(leaf) as three:
+            for node in (two, three):
+                await node.connect(one.addresses[0])
+            gateway.trust_pem.write_bytes(authority.org.pem() + authority.root.pem())
+            await until(lambda: two.peer_id not in one.connected_peers())
+            assert three.peer_id in one.connected_peers()
+
+    run(main)
+
+
+def test_a_node_is_told_that_its_own_certificate_is_revoked(authority: Any, caplog: Any) -> None:
+    async def main() -> None:
+        crls = authority.revocations()
+        own = load_identity(*authority.files("gateway"), crls)
+        async with opened(own, role="gateway"):
+            authority.revocations(own.certificate.serial)
+            await until(lambda: "peers refuse this node" in caplog.text)
+        assert "have a new certificate issued for its key" in caplog.text
+
+    run(main)
+
+
+# ------------------------------------------------------------------------------------------------------------ verdicts
+
+
+def test_a_list_that_another_key_signed_revokes_nobody(authority: Any, tmp_path: Path) -> None:
+    leaf = authority.identity("leaf")
+    forger = type(authority)(tmp_path / "forger", authority.name)  # its CAs have the same names
+    crls = forger.revocations(leaf.certificate.serial)
+    trust = CertificateVerifier(load_identity(*authority.files("judge"), crls))
+    chain = chain_of((*leaf.chain, authority.root.certificate))
+    assert trust.verdict(chain, leaf.certificate.not_before + 1) is None
+    genuine = CertificateVerifier(
+        load_identity(*authority.files("judge"), authority.revocations(leaf.certificate.serial))
+    )
+    verdict = genuine.verdict(chain, leaf.certificate.not_before + 1)
+    assert verdict is not None
+    assert verdict.reason == "revoked"
+
+
+def test_an_intermediate_that_is_revoked_takes_its_nodes_along(authority: Any) -> None:
+    leaf = authority.identity("leaf")
+    crls = authority.revocations(of_root=(authority.org.certificate.serial_number,))
+    trust = CertificateVerifier(load_identity(*authority.files("judge"), crls))
+    verdict = trust.verdict(chain_of(leaf.chain), leaf.certificate.not_before + 1)
+    assert verdict is not None
+    assert (verdict.reason, "acme root" in verdict.detail) == ("revoked", True)
+
+
+def test_the_end_of_certificates_and_lists_is_told_early_and_again(authority: Any, caplog: Any) -> None:
+    identity = load_identity(*authority.files("node"), authority.revocations())
+    trust, warnings = CertificateVerifier(identity), EndWarnings()
+    end = identity.certificate.not_after
+    for before in (20 * 86400.0, *(limit - 1 for limit in WARN_AT for _ in range(3))):
+        warnings.tell(trust, end - before)
+    lines = [
+        record for record in caplog.records if f"cert_pem {identity.cert_pem}: certificate 'node'" in record.message
+    ]
+    assert len(lines) == len(WARN_AT)
+    assert [record.levelno for record in lines] == [logging.WARNING] * (len(WARN_AT) - 1) + [logging.ERROR]
+    assert "have it renewed for the same key" in lines[0].message
+    assert "the list of 'acme org'" in caplog.text
+    assert os.fspath(identity.crls_pem or "") in caplog.text

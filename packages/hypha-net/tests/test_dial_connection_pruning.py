@@ -1,0 +1,317 @@
+"""Peers that are connected twice: both ends use the same connection, the other goes, and nothing is lost meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+from support.endpoint_helpers import echo_at_once
+from support.waiting import run, until
+
+from hypha_net import EndpointSettings, open_endpoint
+from hypha_net._libp2p.dial import connection_pruning
+from hypha_net._libp2p.dial.upgrade import dial
+from hypha_net._libp2p.endpoint import Libp2pEndpoint
+from hypha_net._libp2p.relay.messages import HopKind, HopMessage, Status
+from hypha_net.events import CircuitEnded
+from hypha_proto.ids import PeerId
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+ECHO = "/test/echo/1"
+TOPIC = "merging"
+
+
+async def check_echo(node: Libp2pEndpoint, peer: Libp2pEndpoint, text: bytes = b"there and back") -> None:
+    stream = await node.open_stream(peer.peer_id, [ECHO])
+    await stream.send_all(text)
+    assert await stream.receive_some() == text
+    await stream.aclose()
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that are not used go after half a second."""
+    monkeypatch.setattr(connection_pruning, "GRACE", 0.5)
+    monkeypatch.setattr(connection_pruning, "INTERVAL", 0.1)
+
+
+def between(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> int:
+    return len(node._dialer.connections(peer.peer_id))
+
+
+def initiators(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> list[bool]:
+    """Of each connection, whether `node` dialled it."""
+    return [bool(each.muxed_conn.is_initiator) for each in node._dialer.connections(peer.peer_id)]
+
+
+def where(address: str) -> Multiaddr:
+    """An address without its peer: it is dialled although there is a connection."""
+    return Multiaddr(address.partition("/p2p/")[0])
+
+
+async def dial_each_other(one: Libp2pEndpoint, two: Libp2pEndpoint, both: int = 2) -> None:
+    """A connection from either side, as if both had dialled before they heard of the other's."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(dial, one._swarm, where(two.addresses[0]), two.peer_id)
+        tasks.start_soon(dial, two._swarm, where(one.addresses[0]), one.peer_id)
+    await until(lambda: between(one, two) == between(two, one) == both)
+
+
+@asynccontextmanager
+async def pair(authority: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint]]:
+    """Two nodes, the one with the smaller id first."""
+    settings = EndpointSettings((LOOPBACK,))
+    async with (
+        open_endpoint(authority.identity("one"), settings) as one,
+        open_endpoint(authority.identity("two"), settings) as two,
+    ):
+        for node in (one, two):
+            node.handle(ECHO, echo_at_once)
+        smaller, larger = sorted((one, two), key=lambda node: node.peer_id.raw)
+        yield smaller, larger
+
+
+class Talk:
+    """Requests and gossip both ways for as long as it is open; every message has a number of its own."""
+
+    def __init__(self, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        self._nodes = (one, two)
+        self.answered = 0
+        self.said: Counter[bytes] = Counter()
+        self.heard: Counter[bytes] = Counter()
+        self._over = False
+
+    async def ask(self, node: Libp2pEndpoint, peer: Libp2pEndpoint) -> None:
+        while not self._over:
+            await check_echo(node, peer, f"{self.answered}".encode())
+            self.answered += 1
+            await anyio.sleep(0.005)
+
+    async def say(self, node: Libp2pEndpoint) -> None:
+        number = 0
+        while not self._over:
+            text = f"{node.peer_id} {number}".encode()
+            self.said[text] += 1
+            await node.publish(TOPIC, text)
+            number += 1
+            await anyio.sleep(0.02)
+
+    async def hear(self, messages: Any) -> None:
+        async for message in messages:
+            self.heard[message.data] += 1
+
+    @asynccontextmanager
+    async def going_on(self) -> AsyncIterator[None]:
+        one, two = self._nodes
+        async with one.subscribe(TOPIC) as of_one, two.subscribe(TOPIC) as of_two:
+            for node, peer in ((one, two), (two, one)):
+                await until(lambda node=node, peer=peer: peer.peer_id in node.topic_peers(TOPIC))  # type: ignore[misc]
+                await until(lambda node=node, peer=peer: in_mesh(node, peer))  # type: ignore[misc]
+            async with anyio.create_task_group() as tasks:
+                for messages in (of_one, of_two):
+                    tasks.start_soon(self.hear, messages)
+                for node, peer in ((one, two), (two, one)):
+                    tasks.start_soon(self.ask, node, peer)
+                    tasks.start_soon(self.say, node)
+                yield
+                self._over = True
+                await until(lambda: self.heard.total() >= self.said.total())
+                tasks.cancel_scope.cancel()
+
+
+def in_mesh(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> bool:
+    return ID(peer.peer_id.raw) in node._gossip[1].mesh.get(TOPIC, set())
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_of_two_connections_both_ends_keep_what_the_smaller_id_dialled(authority: Any, soon: None, times: int) -> None:
+    async def main() -> None:
+        async with pair(authority) as (smaller, larger):
+            await dial(larger._swarm, where(smaller.addresses[0]), smaller.peer_id)
+            talk = Talk(smaller, larger)
+            async with talk.going_on():
+                await dial(smaller._swarm, where(larger.addresses[0]), larger.peer_id)
+                await until(lambda: between(larger, smaller) == 2)
+                for node, peer in ((smaller, larger), (larger, smaller)):
+                    used = node._dialer.connection(peer.peer_id)
+                    assert used is not None
+                    assert used.muxed_conn.is_initiator is (node is smaller), "from the first stream on"
+                await only_what_the_smaller_dialled(smaller, larger)
+                for _ in range(1, times):
+                    kept = smaller._dialer.connection(larger.peer_id)
+                    await dial_each_other(smaller, larger, 3)
+                    await only_what_the_smaller_dialled(smaller, larger)
+                    assert smaller._dialer.connection(larger.peer_id) is not kept, "the newest"
+                before = talk.answered
+                await until(lambda: talk.answered > before + 10)
+            assert talk.heard == talk.said, "each message once, none lost"
+            assert talk.said.total() > 10 * times
+
+    run(main, 100)
+
+
+async def only_what_the_smaller_dialled(smaller: Libp2pEndpoint, larger: Libp2pEndpoint) -> None:
+    await until(lambda: between(smaller, larger) == between(larger, smaller) == 1)
+    assert (initiators(smaller, larger), initiators(larger, smaller)) == ([True], [False])
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_two_that_connect_at_once_end_with_one_connection(authority: Any, soon: None, times: int) -> None:
+    async def main() -> None:
+        twice = 0
+        async with pair(authority) as (one, two):
+            for _ in range(times):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(one.connect, two.addresses[0])
+                    tasks.start_soon(two.connect, one.addresses[0])
+                twice += between(one, two) == 2
+                async with anyio.create_task_group() as tasks:
+                    for node, peer in ((one, two), (two, one)):
+                        for _ in range(5):
+                            tasks.start_soon(check_echo, node, peer)
+                await until(lambda: between(one, two) == between(two, one) == 1)
+                await check_echo(one, two)
+                await check_echo(two, one)
+                await one.disconnect(two.peer_id)
+                await until(lambda: not one.connected_peers() and not two.connected_peers())
+        assert twice, "the two never had two connections: this has shown nothing"
+
+    run(main)
+
+
+def test_what_is_open_on_the_other_connection_stays_to_its_end(authority: Any, soon: None) -> None:
+    async def main() -> None:
+        async with pair(authority) as (smaller, larger):
+            await dial(larger._swarm, where(smaller.addresses[0]), smaller.peer_id)
+            await until(lambda: between(smaller, larger) == 1)
+            streams = [
+                await larger.open_stream(smaller.peer_id, [ECHO]),
+                await smaller.open_stream(larger.peer_id, [ECHO]),
+            ]
+            await dial(smaller._swarm, where(larger.addresses[0]), larger.peer_id)
+            await anyio.sleep(3 * connection_pruning.GRACE)
+            for stream in streams:
+                assert between(smaller, larger) == between(larger, smaller) == 2
+                await stream.send_all(b"still there")
+                assert await stream.receive_some() == b"still there"
+                await stream.aclose()
+            await only_what_the_smaller_dialled(smaller, larger)
+
+    run(main)
+
+
+def test_what_a_peer_has_dialled_is_the_peer_s_to_close(authority: Any, soon: None) -> None:
+    async def main() -> None:
+        async with pair(authority) as (smaller, larger):
+            larger._merger._may_go = lambda *_: False  # type: ignore[method-assign]  # as one that keeps what it has
+            await dial_each_other(smaller, larger)
+            await anyio.sleep(3 * connection_pruning.GRACE)
+            assert between(smaller, larger) == between(larger, smaller) == 2
+            await check_echo(smaller, larger)
+            await check_echo(larger, smaller)
+
+    run(main)
+
+
+# ---------------------------------------------------------------------------------------------------- places, circuits
+
+
+@asynccontextmanager
+async def behind_gateway(authority: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint]]:
+    """A gateway that relays, and two nodes that have a place there."""
+    settings = EndpointSettings((LOOPBACK,), role="gateway", relay_circuit=False)
+    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+        leaf = EndpointSettings((LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
+        async with (
+            open_endpoint(authority.identity("one"), leaf) as one,
+            open_endpoint(authority.identity("two"), leaf) as two,
+        ):
+            for node in (one, two):
+                node.handle(ECHO, echo_at_once)
+                await until(lambda node=node: any("p2p-circuit" in each for each in node.addresses))  # type: ignore[misc]
+            yield gateway, one, two
+
+
+def test_a_place_at_a_relay_moves_before_its_connection_goes(authority: Any, soon: None) -> None:
+    async def main() -> None:
+        async with behind_gateway(authority) as (gateway, leaf, other):
+            hop = gateway._hop
+            assert hop is not None
+            [first] = gateway._dialer.connections(leaf.peer_id)
+            await dial(leaf._swarm, where(gateway.addresses[0]), gateway.peer_id)
+            await until(lambda: between(gateway, leaf) == 2)
+            assert hop.rests_on(leaf.peer_id, first)
+            await until(lambda: first not in gateway._dialer.connections(leaf.peer_id))
+            assert between(gateway, leaf) == between(leaf, gateway) == 1
+            assert hop.has_reservation(leaf.peer_id)
+            [circuit] = [address for address in leaf.addresses if "p2p-circuit" in address]
+            assert await other.connect(circuit) == leaf.peer_id
+
+    run(main)
+
+
+def test_a_connection_stays_when_the_place_on_it_cannot_be_moved(authority: Any, soon: None) -> None:
+    async def main() -> None:
+        async with behind_gateway(authority) as (gateway, leaf, _other):
+            hop = gateway._hop
+            assert hop is not None
+            [first] = gateway._dialer.connections(leaf.peer_id)
+            hop._reserve = lambda _peer: HopMessage(type=HopKind.STATUS, status=Status.RESERVATION_REFUSED)  # type: ignore[method-assign]
+            for node, peer in ((leaf, gateway), (gateway, leaf)):
+                await dial(node._swarm, where(peer.addresses[0]), peer.peer_id)
+            await until(lambda: between(gateway, leaf) == between(leaf, gateway) == 3)
+            of_gateway = gateway._dialer.connections(leaf.peer_id)
+            assert [hop.rests_on(leaf.peer_id, each) for each in of_gateway] == [True, False, False]
+            await anyio.sleep(3 * connection_pruning.GRACE)
+            assert first in gateway._dialer.connections(leaf.peer_id)
+            assert hop.has_reservation(leaf.peer_id)
+
+    run(main)
+
+
+def test_a_direct_way_takes_over_from_the_circuit_which_leaves_its_place(authority: Any, soon: None) -> None:
+    async def main() -> None:
+        async with behind_gateway(authority) as (gateway, one, two):
+            find_a_way = two._puncher.punch
+            two._puncher.punch = later  # type: ignore[method-assign]
+            [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
+            await one.connect(circuit)
+            await until(lambda: between(one, two) == between(two, one) == 1)
+            hop = gateway._hop
+            assert hop is not None
+            assert hop._circuits.total() == 1
+            talk = Talk(one, two)
+            with gateway.events.follow(CircuitEnded) as ended:
+                async with talk.going_on():
+                    held = await one.open_stream(two.peer_id, [ECHO])
+                    assert not one.is_direct(two.peer_id)
+                    await find_a_way(one.peer_id)
+                    await until(lambda: one.is_direct(two.peer_id) and two.is_direct(one.peer_id))
+                    await anyio.sleep(3 * connection_pruning.GRACE)
+                    assert hop._circuits.total() == 1, "a stream is open on it"
+                    await held.send_all(b"through the gateway")
+                    assert await held.receive_some() == b"through the gateway"
+                    await held.aclose()
+                    event = await anext(aiter(ended))
+                    assert isinstance(event, CircuitEnded)
+                    assert (event.source, event.target, event.outcome) == (one.peer_id, two.peer_id, "done")
+                    await until(lambda: between(one, two) == between(two, one) == 1)
+                    assert hop._circuits.total() == 0
+                    before = talk.answered
+                    await until(lambda: talk.answered > before + 10)
+            assert talk.heard == talk.said, "each message once, none lost"
+            assert one.is_direct(two.peer_id)
+            assert two.is_direct(one.peer_id)
+            assert len(one.addresses) == len(two.addresses) == 2, "both kept their places"
+
+    run(main)
+
+
+async def later(_peer: PeerId) -> None:
+    """Instead of looking for a direct way at once."""

@@ -1,0 +1,431 @@
+"""Ways to a peer: over IPv6, by names, past dead addresses, from both sides at once; and how dials are told of."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, cast
+
+import anyio
+import anyio.lowlevel
+import pytest
+import trio
+import trio.testing
+from libp2p.custom_types import TProtocol
+from libp2p.network.exceptions import SwarmException
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from hypha_net import EndpointSettings, open_endpoint
+from hypha_net._libp2p.dial import dialer
+from hypha_net._libp2p.dial.happy_eyeballs import run_staggered
+from hypha_net._libp2p.dial.upgrade import dial
+from hypha_net._libp2p.endpoint import Libp2pEndpoint
+from hypha_net.addresses import is_excluded_host, split_peer
+from hypha_net.backoff import JITTER, MAX_KEPT, Backoff
+from hypha_net.endpoint import Stream
+from hypha_net.errors import NetError, UnreachableError
+from hypha_net.events import Connected, DialFinished, Disconnected
+from hypha_proto.ids import PeerId
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+ECHO = "/test/echo/1"
+
+
+def run(main: Callable[[], Awaitable[None]], limit: float = 30) -> None:
+    async def bounded() -> None:
+        with anyio.fail_after(limit):
+            await main()
+
+    anyio.run(bounded, backend="trio")
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    with anyio.fail_after(seconds):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Names(trio.abc.HostnameResolver):
+    """Answers for one machine, ``node.test``."""
+
+    def __init__(self, *hosts: str) -> None:
+        self.hosts = hosts
+
+    async def getaddrinfo(self, host: Any, port: Any, family: int = 0, *others: Any) -> Any:
+        """The addresses of a family."""
+        assert host == b"node.test"
+        kinds = {each: socket.AF_INET6 if ":" in each else socket.AF_INET for each in self.hosts}
+        return [(kind, socket.SOCK_STREAM, 6, "", (each, port)) for each, kind in kinds.items() if family in (kind, 0)]
+
+    async def getnameinfo(self, sockaddr: Any, flags: int) -> Any:
+        """Nobody here has a name to be found by its address: who asks is told so, as by a resolver that finds none."""
+        raise socket.gaierror(socket.EAI_NONAME, f"{sockaddr} has no name here")
+
+
+async def _echo(stream: Stream) -> None:
+    while data := await stream.receive_some():
+        await stream.send_all(data)
+    await stream.send_eof()
+
+
+async def check_echo(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> None:
+    """A stream carries bytes there and back."""
+    stream = await node.open_stream(peer.peer_id, [ECHO])
+    await stream.send_all(b"there and back")
+    assert await stream.receive_some() == b"there and back"
+    await stream.aclose()
+
+
+@asynccontextmanager
+async def opened(authority: Any, name: str, *listen: str, **changes: Any) -> AsyncIterator[Libp2pEndpoint]:
+    settings = EndpointSettings(listen, **changes)
+    async with open_endpoint(authority.identity(name), settings) as node:
+        node.handle(ECHO, _echo)
+        yield node
+
+
+# ------------------------------------------------------------------------------------------------------ IPv6 and names
+
+
+@pytest.mark.parametrize("listen", ["/ip6/::1/tcp/0", "/ip6/::/tcp/0"])
+def test_a_node_is_reached_over_ipv6(authority: Any, listen: str) -> None:
+    async def main() -> None:
+        async with opened(authority, "gateway", listen, role="gateway") as one:
+            assert all(address.startswith("/ip6/") and "/ip6/::/" not in address for address in one.addresses)
+            port = one.addresses[0].split("/")[4]
+            own = f"/ip6/::1/tcp/{port}"
+            async with opened(authority, "two", LOOPBACK, gateway_addresses=(own,)) as two:
+                await two.wait_for_gateway(10)
+                await check_echo(two, one)
+                await until(lambda: "p2p-circuit" in two.addresses[-1])
+                assert two.addresses[-1].startswith("/ip6/")
+            trio.socket.set_custom_hostname_resolver(Names("::1", "127.0.0.1"))
+            async with opened(authority, "three") as three:
+                assert await three.connect(f"/dns6/node.test/tcp/{port}/p2p/{one.peer_id}") == one.peer_id
+
+    run(main)
+
+
+def test_both_families_on_one_port(authority: Any) -> None:
+    async def main() -> None:
+        port = closed_port()
+        listen = (f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}")
+        async with opened(authority, "gateway", *listen, role="gateway") as one:
+            trio.socket.set_custom_hostname_resolver(Names("::1", "127.0.0.1"))
+            for place in ("ip4/127.0.0.1", "ip6/::1", "dns4/node.test", "dns6/node.test", "dns/node.test"):
+                async with opened(authority, "two") as two:
+                    assert await two.connect(f"/{place}/tcp/{port}") == one.peer_id
+                    await check_echo(two, one)
+            with pytest.raises(NetError, match=str(port)):
+                async with opened(authority, "late", f"/ip6/::1/tcp/{port}"):
+                    pass
+
+    run(main)
+
+
+@pytest.mark.parametrize("first", ["127.0.0.2", "::1"], ids=["refuses", "other family"])
+def test_a_name_is_tried_at_all_of_its_addresses(authority: Any, first: str) -> None:
+    async def main() -> None:
+        trio.socket.set_custom_hostname_resolver(Names(first, "127.0.0.1"))
+        async with opened(authority, "gateway", LOOPBACK, role="gateway") as one, opened(authority, "two") as two:
+            port = one.addresses[0].split("/")[4]
+            assert await two.connect(f"/dns/node.test/tcp/{port}") == one.peer_id
+
+    run(main)
+
+
+def test_an_address_is_excluded_however_it_is_written() -> None:
+    private = [ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("fd00::/8")]
+    for host in ("10.1.2.3", "::ffff:10.1.2.3", "fd00::1", "fd00::1%eth0"):
+        assert is_excluded_host(host, private), host
+    for host in ("11.1.2.3", "::ffff:11.1.2.3", "2001:db8::1"):
+        assert not is_excluded_host(host, private), host
+
+
+def test_a_name_that_a_peer_reports_leads_to_no_excluded_address(authority: Any) -> None:
+    async def main() -> None:
+        async with opened(authority, "gateway", LOOPBACK, role="gateway") as hub:
+            port = closed_port()
+            joined = {"gateway_addresses": (hub.addresses[0],), "relay_circuit": False}
+            named = f"/dns4/localhost/tcp/{port}"
+            listen = f"/ip4/127.0.0.1/tcp/{port}"
+            async with (
+                opened(authority, "named", listen, external_addresses=(named,), **joined) as target,
+                opened(authority, "careful", exclude_cidr=("127.0.0.0/8",), **joined) as careful,
+                opened(authority, "careless", exclude_cidr=("10.0.0.0/8",), **joined) as careless,
+            ):
+                for node in (target, careful, careless):
+                    await node.wait_for_gateway(10)
+                await check_echo(careless, target)
+                with pytest.raises(UnreachableError, match=r"localhost of a peer leads to .*exclude_cidr"):
+                    await careful.open_stream(target.peer_id, [ECHO], timeout=5)
+
+    run(main)
+
+
+# ------------------------------------------------------------------------------------------ dead and late addresses
+
+
+def test_dead_addresses_before_the_living_one_do_not_keep_a_peer_from_being_reached(authority: Any) -> None:
+    async def main() -> None:
+        async with opened(authority, "gateway", LOOPBACK, role="gateway") as hub:
+            # one refuses, one answers to nobody: the second takes what comes and never says a word
+            silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            dead = (f"/ip4/127.0.0.1/tcp/{closed_port()}", f"/ip4/127.0.0.1/tcp/{silent[0].socket.getsockname()[1]}")
+            joined = {"gateway_addresses": (hub.addresses[0],)}
+            async with (
+                opened(authority, "target", LOOPBACK, external_addresses=dead, relay_circuit=False, **joined) as target,
+                opened(authority, "asking", LOOPBACK, **joined) as asking,
+            ):
+                for node in (target, asking):
+                    await node.wait_for_gateway(10)
+                assert target.addresses[0].startswith(dead[0])
+                with anyio.fail_after(15):
+                    await check_echo(asking, target)
+                assert asking.is_direct(target.peer_id)
+            await silent[0].aclose()
+
+    run(main)
+
+
+def test_attempts_are_staggered_and_a_failure_does_not_wait(authority: Any) -> None:
+    async def main() -> None:
+        begun: list[float] = []
+
+        async def attempt(lasting: float) -> None:
+            begun.append(anyio.current_time())
+            await anyio.sleep(lasting)
+
+        start = anyio.current_time()
+        await run_staggered([partial(attempt, lasting) for lasting in (9.0, 0.0, 9.0, 0.01)], 0.25)
+        assert [round(at - start, 2) for at in begun] == [0.0, 0.25, 0.25, 0.5]
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_peer_that_cannot_be_reached_is_left_alone_for_a_while(authority: Any) -> None:
+    async def main() -> None:
+        async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two", LOOPBACK) as two:
+            with one.events.follow(DialFinished) as events:
+                began = anyio.current_time()
+                async with anyio.create_task_group() as tasks:
+
+                    async def ask() -> None:
+                        while True:
+                            with suppress(UnreachableError):
+                                await one.open_stream(two.peer_id, [ECHO])
+
+                    tasks.start_soon(ask)
+                    for _ in range(4):
+                        await anext(events)
+                    tasks.cancel_scope.cancel()
+            assert anyio.current_time() - began >= JITTER[0] * sum(dialer.PEER_PAUSES[:3])
+
+    run(main)
+
+
+def test_a_peer_that_is_left_alone_may_come_by_itself(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # so long that no second search falls into the moment in which it comes
+    monkeypatch.setattr(dialer, "PEER_PAUSES", (60.0,))
+
+    async def main() -> None:
+        async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two", LOOPBACK) as two:
+            with pytest.raises(UnreachableError):
+                await one.open_stream(two.peer_id, [ECHO])
+            with anyio.fail_after(10):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(check_echo, one, two)
+                    await anyio.sleep(0.05)
+                    await two.connect(one.addresses[0])
+
+    run(main)
+
+
+def test_a_peer_that_comes_by_itself_ends_attempts_at_addresses_that_say_nothing(authority: Any) -> None:
+    async def main() -> None:
+        silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nowhere = f"/ip4/127.0.0.1/tcp/{silent[0].socket.getsockname()[1]}"
+        async with opened(authority, "gateway", LOOPBACK, role="gateway") as hub:
+            joined = {"gateway_addresses": (hub.addresses[0],), "relay_circuit": False}
+            async with (
+                opened(authority, "one", LOOPBACK, **joined) as one,
+                opened(authority, "two", external_addresses=(nowhere,), **joined) as two,
+            ):
+                for node in (one, two):
+                    await node.wait_for_gateway(10)
+                with anyio.fail_after(8):
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(check_echo, one, two)
+                        stream = await silent[0].accept()
+                        await two.connect(one.addresses[0])
+                await stream.aclose()
+        await silent[0].aclose()
+
+    run(main)
+
+
+def test_an_address_is_dialled_although_a_search_for_its_peer_fails(authority: Any) -> None:
+    async def main() -> None:
+        async def search(node: Libp2pEndpoint, peer: PeerId) -> None:
+            with suppress(UnreachableError):
+                await node.open_stream(peer, [ECHO])
+
+        async with (
+            opened(authority, "one", LOOPBACK) as one,
+            opened(authority, "two") as two,
+            anyio.create_task_group() as tasks,
+        ):
+            for _ in range(3):
+                tasks.start_soon(search, two, one.peer_id)
+                await anyio.lowlevel.checkpoint()
+            assert await two.connect(one.addresses[0]) == one.peer_id
+
+    run(main)
+
+
+def test_failures_are_counted_and_forgotten() -> None:
+    now = 0.0
+    backoff: Backoff[str] = Backoff((1.0, 2.0, 4.0), lambda: now)
+    for pause in (1.0, 2.0, 4.0, 4.0):
+        backoff.failed("a")
+        assert 0.6 * pause <= backoff.left("a") <= 1.4 * pause
+        now += 6
+        assert backoff.left("a") == 0
+    assert backoff.failed_at("a") == now - 6
+    assert backoff.failed_at("b") == backoff.left("b") == 0
+    backoff.succeeded("a")
+    backoff.failed("a")
+    assert backoff.left("a") <= 1.4
+    now += 61
+    assert backoff.failed_at("a") == 0
+    for number in range(2 * MAX_KEPT):
+        backoff.failed(str(number))
+    assert len(backoff) == MAX_KEPT
+
+
+# ------------------------------------------------------------------------------------------------ both sides at once
+
+
+def test_of_two_that_dial_each_other_at_once_no_stream_is_lost(authority: Any) -> None:
+    async def main() -> None:
+        async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two", LOOPBACK) as two:
+            for _ in range(8):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(one.connect, two.addresses[0])
+                    tasks.start_soon(two.connect, one.addresses[0])
+                async with anyio.create_task_group() as tasks:
+                    for node, peer in ((one, two), (two, one)):
+                        for _ in range(5):
+                            tasks.start_soon(check_echo, node, peer)
+                for node, peer in ((one, two), (two, one)):
+                    assert 1 <= len(node._dialer.connections(peer.peer_id)) <= 2
+                    assert list(node.connected_peers()) == [peer.peer_id]
+                await one.disconnect(two.peer_id)
+                await until(lambda: not one.connected_peers() and not two.connected_peers())
+
+    run(main)
+
+
+def test_many_who_want_the_same_peer_share_one_dial(authority: Any) -> None:
+    async def main() -> None:
+        async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two") as two:
+            with two.events.follow(DialFinished, Connected) as events:
+                async with anyio.create_task_group() as tasks:
+                    for _ in range(20):
+                        tasks.start_soon(two.connect, one.addresses[0])
+                first, second = await anext(events), await anext(events)
+                with anyio.move_on_after(0.3) as scope:
+                    await anext(events)
+                assert scope.cancelled_caught, "one connection, one dial"
+            assert {type(first), type(second)} == {DialFinished, Connected}
+
+    run(main)
+
+
+def test_py_libp2p_dials_nobody_by_itself(authority: Any) -> None:
+    async def main() -> None:
+        async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two", LOOPBACK) as two:
+            await one.connect(two.addresses[0])
+            await until(lambda: bool(one.connected_peers()[two.peer_id].addresses))
+            await one.disconnect(two.peer_id)
+            await until(lambda: not one.connected_peers() and not two.connected_peers())
+            with two.events.follow(Connected) as events:
+                with pytest.raises(SwarmException, match="is not connected"):
+                    await one._host.new_stream(ID(two.peer_id.raw), [TProtocol(ECHO)])
+                with anyio.move_on_after(0.3) as scope:
+                    await anext(events)
+                assert scope.cancelled_caught
+
+    run(main)
+
+
+# ----------------------------------------------------------------------------------------------------- telling
+
+
+async def dial_event(node: Libp2pEndpoint, attempt: Callable[[], Awaitable[object]]) -> DialFinished:
+    with node.events.follow(DialFinished) as events:
+        with suppress(NetError):
+            await attempt()
+        return cast(DialFinished, await anext(events))
+
+
+def test_every_dial_is_told_with_outcome_and_time(authority: Any, foreign_authority: Any) -> None:
+    async def main() -> None:
+        silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nobody = f"/ip4/127.0.0.1/tcp/{silent[0].socket.getsockname()[1]}"
+        async with (
+            opened(authority, "gateway", LOOPBACK, role="gateway") as hub,
+            opened(foreign_authority, "foreign", LOOPBACK) as foreign,
+            opened(authority, "hidden", gateway_addresses=(hub.addresses[0],)) as hidden,
+            opened(authority, "leaf", gateway_addresses=(hub.addresses[0],)) as leaf,
+        ):
+            await leaf.wait_for_gateway(10)
+            await until(lambda: bool(hidden.addresses))
+            gone = f"/ip4/127.0.0.1/tcp/{closed_port()}/p2p/{hub.peer_id.from_public_key(bytes(32))}"
+            for address, outcome in (
+                (foreign.addresses[0], "refused"),
+                (gone, "unreachable"),
+                (nobody, "timeout"),
+            ):
+                told = await dial_event(leaf, partial(leaf.connect, address, timeout=0.5 if address == nobody else 10))
+                assert (told.address, told.outcome, told.relayed) == (address, outcome, False)
+                assert 0 <= told.seconds < 5
+                assert told.reason or outcome == "timeout"
+            told = await dial_event(leaf, partial(leaf.open_stream, hidden.peer_id, [ECHO]))
+            assert (told.address, told.outcome, told.relayed) == (str(hidden.peer_id), "connected", True)
+            with leaf.events.follow(Disconnected) as events:
+                await leaf.disconnect(hidden.peer_id)
+                ended = await anext(events)
+            assert isinstance(ended, Disconnected)
+            assert ended.peer == hidden.peer_id
+        await silent[0].aclose()
+
+    run(main)
+
+
+def test_a_connection_that_is_made_while_the_node_ends_is_given_up_quietly(
+    authority: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with opened(authority, "one", LOOPBACK) as one:
+            async with opened(authority, "two") as two:
+                swarm = two._swarm
+            transport, _ = split_peer(one.addresses[0])
+            # what it had begun to dial before
+            with pytest.raises(UnreachableError, match="this node is ending"):
+                await dial(swarm, Multiaddr(transport), one.peer_id)
+
+    run(main)
+    own = [record for record in caplog.records if record.name.startswith("hypha_net")]
+    assert not [record for record in own if record.levelno >= logging.ERROR]

@@ -1,0 +1,312 @@
+"""Bytes from a fuzzer at every parser end in a closed stream or connection, never in a dead node.
+
+The victim is a node in a process of its own that serves every protocol (tests/support/fuzz_target.py). Each case is a
+valid message, spoilt by a seeded generator, so a failure names the seed that plays it again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import ssl
+import struct
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import psutil
+import pytest
+import trio
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.kad_dht.pb.kademlia_pb2 import Message as KadMessage
+from libp2p.pubsub.pb.rpc_pb2 import RPC
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, StopMessage
+from support import fuzz_target
+from support.process_ready import first_line
+from support.waiting import run
+from support.wire_peer import line
+
+from hypha_net import EndpointSettings, open_endpoint, rpc
+from hypha_net._libp2p.endpoint import Libp2pEndpoint
+from hypha_net.errors import NetError
+from hypha_proto.codec import to_cbor, to_json
+from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
+from hypha_proto.ids import PeerId
+from hypha_proto.protocols import PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER
+from hypha_proto.transfer import PSEUDO_GRADIENT, PullHeader, PullRequest, PushHeader
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+Spoil = Callable[[bytes, random.Random], bytes]
+
+
+# ------------------------------------------------------------------------------------------------------------ spoiling
+
+
+def spoilt(data: bytes, chance: random.Random) -> bytes:
+    """A message after one to four changes."""
+    changed = bytearray(data)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(changed) + 1)
+        match chance.randrange(6):
+            case 0 if changed:
+                changed[at % len(changed)] ^= 1 << chance.randrange(8)
+            case 1:
+                del changed[at:]
+            case 2:
+                changed[at:at] = chance.randbytes(chance.randint(1, 64))
+            case 3:
+                changed[at : at + chance.randint(1, 16)] = b""
+            case 4:
+                changed[at : at + 8] = chance.choice((b"\xff", b"\x00", b"\x80", b"\x7f")) * 8
+            case _:
+                changed[at:at] = changed[: chance.randint(0, 256)]
+    return bytes(changed)
+
+
+def framed(message: Any) -> bytes:
+    """A protobuf as libp2p sends it: its length as a varint before it."""
+    data = message.SerializeToString()
+    length, prefix = len(data), bytearray()
+    while length > 127:
+        prefix.append(length & 127 | 128)
+        length >>= 7
+    return bytes([*prefix, length]) + data
+
+
+def with_length(data: bytes) -> bytes:
+    """A header of a transfer."""
+    return len(data).to_bytes(8, "little") + data
+
+
+def corpus(peer: PeerId) -> Iterator[tuple[str, bytes]]:
+    """Protocols, and what is rightly said on them."""
+    for entry in _wire():
+        if entry["kind"] in ("request", "header") and entry["protocol"].startswith("/"):
+            yield entry["protocol"], bytes.fromhex(entry["hex"])
+    push = PushHeader(
+        job_id=uuid.UUID(int=1),
+        round=1,
+        attempt=1,
+        kind=PSEUDO_GRADIENT,
+        name="x",
+        size=100,
+        digest="blake3:" + "00" * 32,
+    )
+    yield PUSH_WITH_HEADER, with_length(to_cbor(PushHeader, push)) + bytes(100)
+    yield PULL_WITH_HEADER, with_length(to_cbor(PullRequest, PullRequest(dataset="d", index=1)))
+    yield PULL, with_length(to_json(PullHeader, PullHeader(dataset="d", index=1)))
+    yield PUSH, bytes(1000)
+    yield "/ipfs/ping/1.0.0", bytes(range(32))
+    identify = Identify(
+        protocol_version="x", agent_version="y", listen_addrs=[b"\x04\x7f\0\0\1\x06\0\1"], public_key=b"k"
+    )
+    yield "/ipfs/id/push/1.0.0", framed(identify)
+    rpc_message = RPC()
+    rpc_message.subscriptions.add(subscribe=True, topicid="hypha/worker")
+    rpc_message.publish.add(
+        from_id=peer.raw, seqno=b"12345678", data=b"x", topicIDs=["hypha/worker"], signature=b"s", key=b"k"
+    )
+    rpc_message.control.graft.add(topicID="hypha/worker")
+    rpc_message.control.ihave.add(topicID="hypha/worker", messageIDs=[b"1"])
+    yield "/meshsub/1.1.0", framed(rpc_message)
+    for kind in range(6):
+        message = KadMessage(type=kind, key=b"set")
+        message.record.key, message.record.value = b"set", b'{"num_slices": 1}'
+        message.closerPeers.add(id=peer.raw, addrs=[b"\x04\x7f\0\0\1\x06\0\1"])
+        yield "/ipfs/kad/1.0.0", framed(message)
+    for hop in range(3):
+        asked = HopMessage(type=hop)
+        asked.peer.id = peer.raw
+        yield "/libp2p/circuit/relay/0.2.0/hop", framed(asked)
+    stop = StopMessage(type=0)
+    stop.peer.id = peer.raw
+    yield "/libp2p/circuit/relay/0.2.0/stop", framed(stop)
+    yield "/libp2p/dcutr", framed(stop)
+
+
+def _wire() -> Iterator[dict[str, Any]]:
+    folder = Path(__file__).parents[2] / "hypha-proto" / "tests"
+    for name in ("wire.jsonl", "own_wire.jsonl"):
+        for text in (folder / name).read_text().splitlines():
+            yield json.loads(text)
+
+
+# -------------------------------------------------------------------------------------------------------------- victim
+
+
+@dataclass
+class Victim:
+    """The node that is attacked."""
+
+    address: str
+    peer: PeerId
+    process: psutil.Process
+    errors: Path
+
+    @property
+    def port(self) -> int:
+        return int(self.address.split("/")[4])
+
+    def use(self) -> tuple[int, int]:
+        """Descriptors, and MiB of memory."""
+        return self.process.num_fds(), self.process.memory_info().rss >> 20
+
+
+@asynccontextmanager
+async def opened(authority: Any, folder: Path) -> AsyncIterator[Victim]:
+    files = [str(path) for path in authority.files("victim", "gateway")]
+    command = [sys.executable, fuzz_target.__file__, *files, str(folder)]
+    errors = folder / "errors"
+    with errors.open("wb") as log:
+        process = subprocess.Popen(  # noqa: ASYNC220 - it is started before anything else runs
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    try:
+        address = await anyio.to_thread.run_sync(first_line, process, 20, errors)
+        peer = PeerId.parse(address.rsplit("/", 1)[1])
+        yield Victim(address, peer, psutil.Process(process.pid), errors)
+        assert process.poll() is None, errors.read_text()[-4000:]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def check_serves(victim: Victim, authority: Any) -> None:
+    """A node in good standing is still served, and quickly."""
+    with anyio.fail_after(10):
+        async with open_endpoint(authority.identity("good"), EndpointSettings()) as good:
+            assert await good.connect(victim.address) == victim.peer
+            assert await rpc.call(good, victim.peer, HEALTH_CHECK, HealthRequest()) == Health(healthy=True)
+
+
+def play(authority: Any, folder: Path, attack: Callable[[Victim], Any]) -> None:
+    """Attack, and see the victim serve on, without a traceback, and without having used anything up."""
+
+    async def main() -> None:
+        async with opened(authority, folder) as victim:
+            await check_serves(victim, authority)
+            before = victim.use()
+            await attack(victim)
+            await check_serves(victim, authority)
+            with anyio.move_on_after(20):  # connections that are half open end by their own time
+                while victim.use()[0] > before[0] + 8:
+                    await anyio.sleep(0.2)
+            after = victim.use()
+            assert after[0] <= before[0] + 8, (before, after)
+            assert after[1] <= before[1] + 100, (before, after)
+            told = victim.errors.read_text()
+            assert "Traceback" not in told, told[told.index("Traceback") - 500 :][:4000]
+
+    run(main, 280)
+
+
+# ------------------------------------------------------------------------------------------------------------- attacks
+
+
+HELLO = line("/multistream/1.0.0")
+
+
+async def drain(stream: Any, seconds: float) -> None:
+    """Read what comes, for a moment."""
+    with anyio.move_on_after(seconds), suppress(trio.BrokenResourceError, ssl.SSLError):
+        while await stream.receive_some(65536):
+            pass
+
+
+def test_the_handshake_and_the_tls_below_it(authority: Any, tmp_path: Path) -> None:
+    context = authority.identity("base").client_context()
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing).do_handshake()
+    valid = HELLO + line("/tls/1.0.0") + outgoing.read()
+
+    async def attack(victim: Victim) -> None:
+        for seed in range(300):
+            chance = random.Random(seed)
+            stream = await trio.open_tcp_stream("127.0.0.1", victim.port)
+            with suppress(trio.BrokenResourceError):
+                await stream.send_all(spoilt(valid, chance))
+            await drain(stream, 0.01)
+            await stream.aclose()
+
+    play(authority, tmp_path, attack)
+
+
+def test_yamux(authority: Any, tmp_path: Path) -> None:
+    context = authority.identity("attacker").client_context()
+    data = HELLO + line("/ipfs/ping/1.0.0") + bytes(32)
+    frame = struct.Struct(">BBHII").pack
+    valid = b"".join(
+        (
+            frame(0, 1, 1, 1, 0),
+            frame(0, 0, 0, 1, len(data)) + data,
+            frame(0, 2, 1, 0, 7),
+            frame(0, 1, 0, 1, 65536),
+            frame(0, 0, 4, 1, 0),
+            frame(0, 3, 0, 0, 0),
+        )
+    )
+
+    async def attack(victim: Victim) -> None:
+        for seed in range(200):
+            stream = await trio.open_tcp_stream("127.0.0.1", victim.port)
+            await stream.send_all(HELLO + line("/tls/1.0.0"))
+            await read_exactly(stream, len(HELLO + line("/tls/1.0.0")))
+            secured = trio.SSLStream(stream, context, https_compatible=True)
+            chance = random.Random(seed)
+            # every second one spoils the negotiation of the muxer as well
+            begin = HELLO + line("/yamux/1.0.0")
+            with suppress(trio.BrokenResourceError):
+                await secured.do_handshake()
+                await secured.send_all((spoilt(begin, chance) if seed % 2 else begin) + spoilt(valid, chance))
+            await drain(secured, 0.01)
+            await stream.aclose()
+
+    play(authority, tmp_path, attack)
+
+
+async def read_exactly(stream: Any, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = await stream.receive_some(size - len(data))
+        assert part, data
+        data += part
+    return data
+
+
+def test_every_protocol(authority: Any, tmp_path: Path) -> None:
+    async def attack(victim: Victim) -> None:
+        async with open_endpoint(authority.identity("attacker"), EndpointSettings()) as attacker:
+            tried = 0
+            for number, (protocol, valid) in enumerate(corpus(attacker.peer_id)):
+                for seed in range(40):
+                    tried += await say(attacker, victim, protocol, spoilt(valid, random.Random(f"{number}/{seed}")))
+            assert tried > 1500, tried
+
+    play(authority, tmp_path, attack)
+
+
+async def say(attacker: Libp2pEndpoint, victim: Victim, protocol: str, data: bytes) -> bool:
+    """Say something on a protocol, reconnecting if need be; whether it could be said."""
+    with anyio.fail_after(10):
+        await attacker.connect(victim.address)
+        try:
+            stream = await attacker.open_stream(victim.peer, [protocol])
+        except NetError:
+            return False
+        with suppress(NetError):
+            await stream.send_all(data)
+            await stream.send_eof()
+            with anyio.move_on_after(0.05):
+                while await stream.receive_some():
+                    pass
+        await stream.reset()
+        return True

@@ -1,0 +1,47 @@
+"""Followers of an endpoint's events: each hears what it asked for, in order, to the end, and holds nobody up."""
+
+from __future__ import annotations
+
+import anyio
+from support.waiting import run
+
+from hypha_net.events import QUEUE, Connected, Disconnected, Event, Events
+from hypha_proto.ids import PeerId
+
+PEER = PeerId.from_public_key(bytes(32))
+
+
+def test_a_follower_hears_its_kinds_and_the_end() -> None:
+    heard: list[Event] = []
+    events = Events()
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            with events.follow(Disconnected) as followed:
+
+                async def listen() -> None:
+                    heard.extend([event async for event in followed])
+
+                tasks.start_soon(listen)
+                await anyio.wait_all_tasks_blocked()
+                events.emit(Connected(PEER, "inbound"))
+                events.emit(Disconnected(PEER, "first"))
+                await anyio.wait_all_tasks_blocked()
+                events.emit(Disconnected(PEER, "last"))  # before the end, and heard before it
+            events.emit(Disconnected(PEER, "after the end"))
+
+    run(main)
+    assert heard == [Disconnected(PEER, "first"), Disconnected(PEER, "last")]
+
+
+def test_who_does_not_listen_loses_the_oldest_and_is_told_how_many() -> None:
+    events = Events()
+
+    async def main() -> None:
+        with events.follow() as followed:
+            for number in range(QUEUE + 3):
+                events.emit(Disconnected(PEER, str(number)))
+            assert followed.dropped == 3
+            assert await anext(followed) == Disconnected(PEER, "3")
+
+    run(main)

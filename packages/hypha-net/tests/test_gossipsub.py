@@ -1,0 +1,526 @@
+"""What a gateway takes of gossip: signed, small and not too much; a hostile neighbour costs the others nothing."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import anyio
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.host.exceptions import StreamFailure
+from libp2p.network.stream.exceptions import StreamReset
+from libp2p.peer.id import ID
+from libp2p.pubsub.pb import rpc_pb2
+from libp2p.pubsub.rpc_queue import RpcQueue
+from multiaddr import Multiaddr
+from support.endpoint_helpers import publish_until_heard
+from support.waiting import run, until
+
+from hypha_net import EndpointSettings, open_endpoint, pubsub
+from hypha_net._libp2p.dial.upgrade import dial
+from hypha_net._libp2p.endpoint import Libp2pEndpoint
+from hypha_net._libp2p.gossipsub import validation
+from hypha_net._libp2p.gossipsub.validation import MAX_DATA, MAX_RPC, ORIGIN_BURST, KeyedTokenBucket, SeenMessages
+from hypha_net._libp2p.wire.delimited import write_message
+from hypha_net._libp2p.yamux.session import YamuxSession
+from hypha_net.endpoint import GossipMessage, Stream
+from hypha_net.errors import MessageTooLargeError, NetError
+from hypha_net.events import GossipDropped
+from hypha_net.subscription_queue import SIZE, SubscriptionQueue
+from hypha_net.testing import MemoryNetwork
+from hypha_proto.ids import PeerId
+from hypha_proto.offers import WORKER_REQUESTS
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+TOPIC = "test/topic"
+MESHSUB = "/meshsub/1.1.0"
+PEER_AWAY = ID(PeerId.from_public_key(bytes(32)).raw)
+
+
+@dataclass
+class Star:
+    """A gateway, a leaf in good standing, and one that writes what it likes on its gossip stream."""
+
+    gateway: Libp2pEndpoint
+    good: Libp2pEndpoint
+    evil: Libp2pEndpoint
+    stream: Stream
+    lost: Counter[str] = field(default_factory=Counter)
+    topics: set[str] = field(default_factory=set)
+    """Topics by which losses were counted."""
+    heard: list[GossipMessage] = field(default_factory=list)
+    """What the gateway took."""
+    number: int = 0
+
+    def message(self, data: bytes = b"x", **changes: Any) -> Any:
+        """A message that is in order, but for `changes`; signed by the evil leaf's key whatever it says."""
+        self.number += 1
+        fields = {
+            "from_id": self.evil.peer_id.raw,
+            "seqno": self.number.to_bytes(8, "big"),
+            "topicIDs": [TOPIC],
+            "data": data,
+            **changes,
+        }
+        made = rpc_pb2.Message(**fields)
+        made.signature = self.evil._identity.key.sign(b"libp2p-pubsub:" + made.SerializeToString())
+        return made
+
+    async def say(self, *messages: Any) -> None:
+        await write_message(self.stream, rpc_pb2.RPC(publish=messages))
+
+    async def check_serves(self) -> None:
+        """A message of the good leaf passes."""
+        before = len(self.heard)
+        await self.good.publish(TOPIC, b"good")
+        await until(lambda: any(message.data == b"good" for message in self.heard[before:]))
+
+
+@asynccontextmanager
+async def star(authority: Any) -> AsyncIterator[Star]:
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+        leaf = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
+        async with (
+            open_endpoint(authority.identity("good", "worker"), leaf) as good,
+            open_endpoint(authority.identity("evil", "worker"), leaf) as evil,
+            gateway.subscribe(TOPIC) as heard,
+            good.subscribe(TOPIC),
+            anyio.create_task_group() as tasks,
+        ):
+            for node in (good, evil):
+                await node.wait_for_gateway(10)
+            made = Star(gateway, good, evil, await evil.open_stream(gateway.peer_id, [MESHSUB]))
+            with gateway.events.follow(GossipDropped) as lost:
+                tasks.start_soon(_count, lost, made.lost, made.topics)
+                tasks.start_soon(_hear, heard, made.heard)
+                await until(lambda: gateway.peer_id in good.topic_peers(TOPIC))
+                yield made
+            tasks.cancel_scope.cancel()
+
+
+async def _count(lost: Any, into: Counter[str], topics: set[str]) -> None:
+    async for event in lost:
+        into[event.reason] += event.count
+        topics.add(event.topic)
+
+
+async def _hear(messages: AsyncIterator[GossipMessage], into: list[GossipMessage]) -> None:
+    while True:
+        into.append(await anext(messages))
+
+
+def play(authority: Any, case: Callable[[Star], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with star(authority) as made:
+            await case(made)
+
+    run(main)
+
+
+def test_a_flood_from_one_origin_is_dropped_and_counted_and_others_pass(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        await star.say(star.message())
+        await until(lambda: [message.source for message in star.heard] == [star.evil.peer_id])
+        for _ in range(20):
+            await star.say(*(star.message() for _ in range(100)))
+        await star.check_serves()
+        await until(lambda: star.lost["rate"] > 1000)
+        taken = sum(message.source == star.evil.peer_id for message in star.heard)
+        assert ORIGIN_BURST <= taken < 2 * ORIGIN_BURST
+
+    play(authority, case)
+
+
+def test_what_is_not_its_origin_s_own_is_dropped_and_costs_the_origin_nothing(authority: Any, caplog: Any) -> None:
+    async def case(star: Star) -> None:
+        unsigned = star.message(b"unsigned")
+        unsigned.ClearField("signature")
+        forged = star.message(b"forged", from_id=star.good.peer_id.raw)
+        with_key = star.message(b"with key", from_id=star.good.peer_id.raw)
+        with_key.key = b"\x08\x01\x12\x20" + star.evil.peer_id.public_key
+        changed = star.message(b"changed")
+        changed.data += b"!"
+        nobody = star.message(b"nobody", from_id=b"\x12\x20" + bytes(32))
+        await star.say(unsigned, forged, with_key, changed, nobody)
+        await star.say(*(star.message(b"forged", from_id=star.good.peer_id.raw) for _ in range(int(2 * ORIGIN_BURST))))
+        await star.check_serves()
+        await until(lambda: star.lost["unsigned"] == 5 + 2 * ORIGIN_BURST)
+        assert {message.source for message in star.heard} == {star.good.peer_id}
+
+    play(authority, case)
+    told = [record.getMessage() for record in caplog.records if "unsigned" in record.getMessage()]
+    assert len(told) == 4  # the 1st, 10th, 100th and 1000th
+
+
+def test_messages_of_other_shapes_are_dropped(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        await star.say(
+            star.message(seqno=bytes(1000)),
+            star.message(topicIDs=[TOPIC, "another"]),
+            star.message(from_id=star.gateway.peer_id.raw),
+        )
+        await until(lambda: star.lost["other"] == 3)
+        await star.say(star.message(topicIDs=["another"]))  # nobody is in it here
+        again = star.message()
+        await star.say(again, again)
+        await until(lambda: bool(star.heard))
+        await star.check_serves()
+        assert len([message for message in star.heard if message.source == star.evil.peer_id]) == 1
+        assert star.lost == {"other": 3}
+
+    play(authority, case)
+
+
+def test_what_is_too_large_is_dropped_and_whoever_sends_more_is_not_listened_to(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        await star.say(star.message(bytes(MAX_DATA)), star.message(bytes(MAX_DATA + 1)))
+        await until(lambda: star.lost["oversize"] == 1 and len(star.heard) == 1)
+        control = rpc_pb2.RPC()
+        control.control.ihave.add(topicID=TOPIC, messageIDs=[b"00"] * (validation.MAX_IDS + 1))
+        await write_message(star.stream, control)
+        await until(lambda: star.lost["oversize"] == 2)
+        await star.check_serves()
+        await star.stream.send_all(b"\xff\xff\xff\x7f" + bytes(1000))
+        await until(lambda: star.lost["oversize"] == 3)
+        await star.check_serves()
+        with pytest.raises(MessageTooLargeError, match=str(MAX_DATA)):
+            await star.good.publish(TOPIC, bytes(MAX_DATA + 1))
+        assert MAX_RPC < 1 << 28
+
+    play(authority, case)
+
+
+@pytest.mark.parametrize(
+    "rubbish", [b"\x05\xff\xff\xff\xff\xff", b"\xff" * 11, os.urandom(600)], ids=["pb", "len", "?"]
+)
+def test_rubbish_ends_that_stream_and_nothing_else(authority: Any, rubbish: bytes, caplog: Any) -> None:
+    async def case(star: Star) -> None:
+        await star.stream.send_all(rubbish)
+        await star.stream.send_eof()
+        await star.check_serves()
+        again = await star.evil.open_stream(star.gateway.peer_id, [MESHSUB])
+        await write_message(again, rpc_pb2.RPC(publish=[star.message(b"again")]))
+        await until(lambda: any(message.data == b"again" for message in star.heard))
+        await again.aclose()
+
+    play(authority, case)
+    assert "Traceback" not in caplog.text
+
+
+def test_control_of_any_kind_harms_nobody(authority: Any, caplog: Any) -> None:
+    async def case(star: Star) -> None:
+        rpc = rpc_pb2.RPC()
+        for text in ("", "no such topic", "\0" * 5000):
+            rpc.subscriptions.add(subscribe=True, topicid=text)
+            rpc.control.graft.add(topicID=text)
+            rpc.control.prune.add(topicID=text, backoff=(1 << 64) - 1).peers.add(peerID=b"?", signedPeerRecord=b"?")
+            rpc.control.ihave.add(topicID=text, messageIDs=[b"", b"zz", b"\xff\xfe", b"00"])
+            rpc.control.iwant.add(messageIDs=[b"", b"zz", b"\xff"])
+            rpc.control.idontwant.add(messageIDs=[b"", b"zz"])
+        await write_message(star.stream, rpc)
+        await star.check_serves()
+
+    play(authority, case)
+    assert "Traceback" not in caplog.text
+
+
+def test_gossip_goes_on_over_a_second_connection_when_the_first_is_given_up(authority: Any) -> None:
+    """As after a gateway was stopped for long: its leaves are back before it notices that they had left."""
+
+    async def case(star: Star) -> None:
+        async with star.good.subscribe(TOPIC) as back:
+            old = star.good._dialer.connections(star.gateway.peer_id)
+            assert len(old) == 1
+            await dial(star.good._swarm, Multiaddr(star.gateway.addresses[0].partition("/p2p/")[0]), None)
+            await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 2)
+            await anyio.sleep(0.5)
+            await old[0].close()
+            await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 1)
+            await until(lambda: star.gateway.peer_id in star.good.topic_peers(TOPIC))
+            await until(lambda: star.good.peer_id in star.gateway.topic_peers(TOPIC))
+            await publish_until_heard(star.gateway, TOPIC, b"to the leaf", back)
+            before = len(star.heard)
+            with anyio.fail_after(10):
+                while not any(message.data == b"to the gateway" for message in star.heard[before:]):
+                    await star.good.publish(TOPIC, b"to the gateway")
+                    await anyio.sleep(0.2)
+
+    play(authority, case)
+
+
+@pytest.mark.slow
+def test_gossip_that_broke_off_or_failed_to_begin_is_set_up_anew(authority: Any, monkeypatch: Any) -> None:
+    async def case(star: Star) -> None:
+        router = star.gateway._gossip[0]
+        leaf = ID(star.good.peer_id.raw)
+        async with star.good.subscribe(TOPIC) as back:
+            await router.peers[leaf].reset()
+            await said_back(star, back, b"after a reset")
+
+            async def too_slow(*_: Any) -> Any:
+                raise StreamFailure("negotiating took too long")
+
+            with monkeypatch.context() as patched:
+                patched.setattr(router.host, "new_stream", too_slow)
+                router._handle_dead_peer(leaf)
+                await anyio.sleep(0.5)
+                assert leaf not in router.peers
+            await until(lambda: leaf in router.peers)
+            router.handle_subscription(leaf, rpc_pb2.RPC.SubOpts(subscribe=True, topicid=TOPIC))
+            await said_back(star, back, b"after a failure")
+
+    play(authority, case)
+
+
+def test_a_topic_joined_while_a_peer_is_being_registered_is_told_to_it(authority: Any, monkeypatch: Any) -> None:
+    async def main() -> None:
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+        async with (
+            open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
+            open_endpoint(authority.identity("leaf", "worker"), EndpointSettings()) as leaf,
+            anyio.create_task_group() as tasks,
+        ):
+            router = gateway._gossip[0]
+            open_stream, joined = router.host.new_stream, anyio.Event()
+
+            async def hear() -> None:
+                async with gateway.subscribe(TOPIC) as messages:
+                    joined.set()
+                    await anext(messages)
+
+            async def slowly(peer: ID, protocols: Any) -> Any:
+                stream = await open_stream(peer, protocols)
+                write = stream.write
+
+                async def write_later(data: bytes) -> None:
+                    tasks.start_soon(hear)  # the list of topics is made by now, without this one
+                    await joined.wait()
+                    await write(data)
+                    monkeypatch.setattr(stream, "write", write)
+
+                monkeypatch.setattr(stream, "write", write_later)
+                return stream
+
+            monkeypatch.setattr(router.host, "new_stream", slowly)
+            await leaf.connect(gateway.addresses[0])
+            await until(lambda: gateway.peer_id in leaf.topic_peers(TOPIC))
+            tasks.cancel_scope.cancel()
+
+    run(main)
+
+
+async def said_back(star: Star, heard: AsyncIterator[GossipMessage], text: bytes) -> None:
+    """Wait until the gateway's gossip stream is another one, which needs no publish, and what it says is heard."""
+    router = star.gateway._gossip[0]
+    leaf = ID(star.good.peer_id.raw)
+    await until(lambda: leaf in router.peers and not router.peers[leaf].muxed_stream.over)  # type: ignore[attr-defined]
+    await publish_until_heard(star.gateway, TOPIC, text, heard)
+
+
+def test_made_up_origins_count_against_who_brings_them(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "FORWARDER_BURST", 20.0)
+    monkeypatch.setattr(validation, "FORWARDER_RATE", 1.0)
+
+    async def case(star: Star) -> None:
+        await star.say(*(made_up(n) for n in range(100)))
+        await until(lambda: star.lost["rate"] >= 70)
+        await star.check_serves()
+        assert 20 <= sum(message.data == b"made up" for message in star.heard) < 30
+
+    play(authority, case)
+
+
+def test_forgeries_cost_who_brings_them_and_are_not_even_looked_at_when_there_are_many(
+    authority: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "FORWARDER_BURST", 20.0)
+    monkeypatch.setattr(validation, "FORWARDER_RATE", 1.0)
+
+    async def case(star: Star) -> None:
+        await star.say(*(star.message(from_id=star.good.peer_id.raw) for _ in range(100)))
+        await until(lambda: star.lost.total() >= 100)
+        assert 20 <= star.lost["unsigned"] < 30
+        await star.check_serves()
+
+    play(authority, case)
+
+
+def test_nothing_is_remembered_of_topics_that_are_made_up(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        rpc = rpc_pb2.RPC()
+        for number in range(1000):
+            rpc.control.prune.add(topicID=f"made up {number}", backoff=1 << 60)
+            rpc.control.graft.add(topicID=f"made up {number}")
+        await write_message(star.stream, rpc)
+        await star.say(star.message(b"after"))
+        await until(lambda: any(message.data == b"after" for message in star.heard))
+        _, router = star.gateway._gossip
+        assert set(router.back_off) <= {TOPIC}
+        assert {topic for tracked in router.graft_flood_tracking.values() for topic in tracked} <= {TOPIC}
+        await star.say(star.message(topicIDs=["made up", TOPIC]))
+        await until(lambda: star.lost["other"] == 1)
+        assert "made up" not in star.topics
+
+    play(authority, case)
+
+
+def test_peers_named_in_a_prune_are_not_dialled(authority: Any) -> None:
+    """Their addresses would pass by `exclude_cidr`; whom to meet is the directory's to say."""
+
+    async def case(star: Star) -> None:
+        dialled: list[Any] = []
+
+        async def dial(found: Any) -> None:
+            dialled.append(found)
+
+        vars(star.gateway._host)["connect"] = dial
+        rpc = rpc_pb2.RPC()
+        away = PEER_AWAY
+        star.gateway._host.peerstore.add_addrs(away, [Multiaddr("/ip4/10.0.0.1/tcp/1")], 60)
+        rpc.control.prune.add(topicID=TOPIC).peers.add(peerID=away.to_bytes())
+        await write_message(star.stream, rpc)
+        await star.say(star.message(b"after"))
+        await until(lambda: any(message.data == b"after" for message in star.heard))
+        assert not dialled
+
+    play(authority, case)
+
+
+def made_up(number: int) -> Any:
+    key = Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
+    origin = PeerId.from_public_key(key.public_key().public_bytes_raw())
+    made = rpc_pb2.Message(from_id=origin.raw, seqno=bytes(8), topicIDs=[TOPIC], data=b"made up")
+    made.signature = key.sign(b"libp2p-pubsub:" + made.SerializeToString())
+    return made
+
+
+def test_a_message_that_cannot_be_read_is_told() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("a") as a, network.endpoint("b") as b:
+            with b.events.follow(GossipDropped) as lost:
+                async with pubsub.subscribe(b, WORKER_REQUESTS) as requests, anyio.create_task_group() as tasks:
+                    tasks.start_soon(anext, requests)
+                    await a.publish(WORKER_REQUESTS.name, b"rubbish")
+                    with anyio.fail_after(15):
+                        event = await anext(aiter(lost))
+                    tasks.cancel_scope.cancel()
+        assert event == GossipDropped(WORKER_REQUESTS.name, "undecodable", a.peer_id)
+
+    run(main)
+
+
+def test_a_slow_reader_s_losses_are_told() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("a") as a:
+            inbox = SubscriptionQueue(TOPIC, a.events)
+            with a.events.follow(GossipDropped) as lost:
+                for n in range(SIZE + 1):
+                    inbox.put(GossipMessage(a.peer_id, b"%d" % n))
+                assert await anext(aiter(lost)) == GossipDropped(TOPIC, "queue", a.peer_id)
+            assert (await anext(inbox)).data == b"1"
+
+    run(main)
+
+
+def test_seen_messages_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "MAX_SEEN", 3)
+    now = [0.0]
+    seen = SeenMessages(120, lambda: now[0])
+    assert [seen.add(key) for key in (b"a", b"b", b"b", b"c", b"d")] == [True, True, False, True, True]
+    assert (seen.length(), seen.has(b"a"), seen.has(b"d")) == (3, False, True)
+    now[0] = 121
+    assert not seen.has(b"d")
+    assert seen.add(b"e")
+    assert seen.length() == 1
+
+
+def test_an_allowance_comes_back_with_time_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "MAX_ORIGINS", 2)
+    now = [0.0]
+    a, b, c = (PeerId.from_public_key(bytes([n]) * 32) for n in range(3))
+    allowance = KeyedTokenBucket(2, 3, lambda: now[0])
+    for _ in range(3):
+        assert allowance.left(a)
+        allowance.take(a)
+    assert not allowance.left(a)
+    assert allowance.left(b)
+    now[0] = 0.5
+    assert allowance.left(a)
+    allowance.take(b)
+    allowance.take(c)
+    assert len(allowance._buckets) == 2
+
+
+def open_streams(node: Libp2pEndpoint, peer: PeerId) -> int:
+    return sum(len(cast(YamuxSession, each.muxed_conn)._streams) for each in node._dialer.connections(peer))
+
+
+def test_a_peer_that_says_nonsense_time_and_again_leaves_no_streams_behind(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        evil, gateway = star.evil, star.gateway
+        await star.check_serves()
+        before = open_streams(gateway, evil.peer_id)
+        for _ in range(20):
+            stream = await evil.open_stream(gateway.peer_id, [MESHSUB])
+            with suppress(NetError):
+                await stream.send_all(b"\x03\xff\xff\xff")
+                await stream.receive_some()
+            await stream.reset()
+            await until(lambda: ID(evil.peer_id.raw) in gateway._gossip[0].peers)
+        await until(lambda: open_streams(gateway, evil.peer_id) <= before + 1)
+        await star.check_serves()
+
+    play(authority, case)
+
+
+def test_a_peer_that_does_not_answer_has_one_registration_that_waits(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        router, peer = star.gateway._gossip[0], ID(star.evil.peer_id.raw)
+        waiting: list[ID] = []
+
+        async def never(asked: ID) -> None:
+            waiting.append(asked)
+            await anyio.sleep_forever()
+
+        await until(lambda: peer in router.peers)
+        router._handle_new_peer._register = never
+        router._handle_dead_peer(peer)
+        before = router.manager.stats.tasks.pending_count
+        for _ in range(20):
+            router.manager.run_task(router._handle_new_peer_with_retry, peer)
+        await until(lambda: waiting)
+        await anyio.wait_all_tasks_blocked()
+        assert waiting == [peer]
+        assert router.manager.stats.tasks.pending_count < before + 5
+        await star.check_serves()
+
+    play(authority, case)
+
+
+def test_a_stream_that_was_left_and_breaks_off_takes_nothing_with_it(authority: Any) -> None:
+    async def case(star: Star) -> None:
+        router, peer = star.gateway._gossip[0], ID(star.good.peer_id.raw)
+        await until(lambda: peer in router.peers)
+        stream = router.peers[peer]
+
+        class Broken:
+            muxed_conn = stream.muxed_conn
+
+            async def write(self, _data: bytes) -> None:
+                raise StreamReset("it broke off")
+
+        queue = RpcQueue()
+        queue.push(rpc_pb2.RPC(), priority=True)
+        await router.handle_sending_messages(peer, Broken(), queue)
+        assert router.peers[peer] is stream
+        await star.check_serves()
+
+    play(authority, case)

@@ -1,0 +1,68 @@
+"""Readers of a topic that come and go: the node is in it, for its peers too, as long as it has one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+from support.waiting import run, until
+
+from hypha_net import EndpointSettings, instrumentation, open_endpoint
+from hypha_net.endpoint import Stream
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
+
+
+def test_a_reader_that_comes_while_the_last_one_leaves_is_known_to_peers(authority: Any) -> None:
+    async def main() -> None:
+        settings = EndpointSettings((LOOPBACK,), role="gateway")
+        async with (
+            open_endpoint(authority.identity("gateway"), settings) as gateway,
+            open_endpoint(authority.identity("node"), EndpointSettings()) as node,
+        ):
+            await node.connect(gateway.addresses[0])
+            async with gateway.subscribe("here"):
+                await until(lambda: gateway.peer_id in node.topic_peers("here"))
+
+            async def leave(topic: str) -> None:
+                async with node.subscribe(topic):
+                    pass
+
+            async def stay(topic: str) -> None:
+                async with node.subscribe(topic):
+                    await until(lambda: node.peer_id in gateway.topic_peers(topic))
+                    await anyio.sleep(0.5)
+                    assert node.peer_id in gateway.topic_peers(topic)
+
+            async with anyio.create_task_group() as tasks:  # the order in which tasks run is random
+                for number in range(20):
+                    tasks.start_soon(leave, f"topic {number}")
+                    tasks.start_soon(stay, f"topic {number}")
+            await until(lambda: not any(gateway.topic_peers(f"topic {number}") for number in range(20)))
+
+    run(main)
+
+
+def test_what_a_peer_asks_for_is_no_part_of_the_trace_that_its_connection_was_dialled_in(authority: Any) -> None:
+    served: list[str | None] = []
+
+    async def handle(_stream: Stream) -> None:
+        with instrumentation.serving("test", object()):
+            served.append(instrumentation.current_traceparent())
+
+    async def main() -> None:
+        settings = EndpointSettings((LOOPBACK,), role="gateway")
+        async with (
+            open_endpoint(authority.identity("gateway"), settings) as gateway,
+            open_endpoint(authority.identity("node"), EndpointSettings()) as node,
+        ):
+            node.handle("/test/1", handle)
+            with instrumentation.attached(TRACE):
+                await node.connect(gateway.addresses[0])
+            stream = await gateway.open_stream(node.peer_id, ["/test/1"])
+            await until(lambda: bool(served))
+            await stream.aclose()
+        assert served == [None]
+
+    run(main)

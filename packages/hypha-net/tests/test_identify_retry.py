@@ -1,0 +1,116 @@
+"""What peers say of themselves by identify is kept as far as it can be read, and nothing of it is in anybody's way."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from libp2p.abc import INetStream
+from libp2p.custom_types import TProtocol
+from libp2p.host.basic_host import BasicHost
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.utils import encode_varint_prefixed
+from multiaddr import Multiaddr
+from support.waiting import run, until
+
+from hypha_net import EndpointSettings, open_endpoint
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+GOOD = "/ip4/192.0.2.1/tcp/4001"
+
+UNREADABLE = {
+    "a number that does not end": b"\xff\xff",
+    "a protocol that there is not": b"\x2f" * 9,
+    "a port of one byte": b"\x04\x7f\x00\x00\x01\x06\x0f",
+    "a name that is none": b"\x36\x02-x\x06\x0f\xa1",
+    "nothing": b"",
+}
+
+
+@asynccontextmanager
+async def gateway_told(authority: Any, *addresses: bytes) -> AsyncIterator[tuple[Any, Any]]:
+    """A gateway, and a node that says by identify that it is at `addresses`."""
+    said = Identify(listen_addrs=addresses, agent_version="odd")
+
+    async def identify(stream: INetStream) -> None:
+        await stream.write(encode_varint_prefixed(said.SerializeToString()))
+        await stream.close()
+
+    settings = EndpointSettings((LOOPBACK,), role="gateway")
+    async with (
+        open_endpoint(authority.identity("gateway"), settings) as gateway,
+        open_endpoint(authority.identity("odd"), EndpointSettings()) as odd,
+    ):
+        odd._host.set_stream_handler(TProtocol("/ipfs/id/1.0.0"), identify)
+        await odd.connect(gateway.addresses[0])
+        await until(lambda: gateway.connected_peers()[odd.peer_id].agent == "odd")
+        yield gateway, odd
+
+
+@pytest.mark.parametrize("why", UNREADABLE)
+def test_addresses_that_cannot_be_read_are_left_out_and_harm_nobody(authority: Any, why: str) -> None:
+    async def main() -> None:
+        async with gateway_told(authority, UNREADABLE[why], Multiaddr(GOOD).to_bytes()) as (gateway, odd):
+            await until(lambda: gateway.connected_peers()[odd.peer_id].addresses == (GOOD,))
+
+    run(main)
+
+
+def test_of_very_many_addresses_the_first_are_kept(authority: Any) -> None:
+    many = [Multiaddr(f"/ip4/192.0.2.1/tcp/{port}").to_bytes() for port in range(1, 1000)]
+
+    async def main() -> None:
+        async with gateway_told(authority, *many) as (gateway, odd):
+            await until(lambda: bool(gateway.connected_peers()[odd.peer_id].addresses))
+            kept = gateway._host.peerstore.addrs(odd._host.get_id())
+            assert [str(address) for address in kept] == [f"/ip4/192.0.2.1/tcp/{port}" for port in range(1, 33)]
+
+    run(main)
+
+
+def test_a_peer_that_could_not_be_asked_is_asked_again(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, asked = BasicHost._identify_peer, list[Any]()
+
+    async def fail_at_first(host: BasicHost, peer: Any, *, reason: str) -> None:
+        asked.append(host)
+        if asked.count(host) > 1:
+            await ask(host, peer, reason=reason)
+
+    monkeypatch.setattr(BasicHost, "_identify_peer", fail_at_first)
+
+    async def main() -> None:
+        async with (
+            open_endpoint(authority.identity("one"), EndpointSettings((LOOPBACK,))) as one,
+            open_endpoint(authority.identity("two"), EndpointSettings((LOOPBACK,))) as two,
+        ):
+            await one.connect(two.addresses[0])
+            for node, other in ((one, two), (two, one)):
+                known = lambda node=node, other=other: node.connected_peers()[other.peer_id].protocols  # noqa: E731
+                await until(known, 20)
+
+    run(main, 60)
+
+
+def test_a_peer_that_is_back_at_once_is_known_again(authority: Any) -> None:
+    async def main() -> None:
+        settings = EndpointSettings((LOOPBACK,), role="gateway")
+        async with (
+            open_endpoint(authority.identity("gateway"), settings) as gateway,
+            open_endpoint(authority.identity("node"), EndpointSettings(relay_circuit=False)) as node,
+        ):
+
+            def known() -> bool:
+                there, here = gateway.connected_peers(), node.connected_peers()
+                both = [there.get(node.peer_id), here.get(gateway.peer_id)]
+                return all(info is not None and bool(info.protocols) for info in both)
+
+            await node.connect(gateway.addresses[0])
+            await until(known)
+            await gateway.disconnect(node.peer_id)
+            await until(lambda: not node.connected_peers())
+            await node.connect(gateway.addresses[0])
+            await until(known, 20)
+
+    run(main, 60)

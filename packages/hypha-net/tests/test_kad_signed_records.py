@@ -1,0 +1,334 @@
+"""Several publishers of one key: all are found, those that are gone are not, and nobody speaks for another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+import trio
+from support.node_processes import Child, crew
+from support.waiting import run, until
+
+from hypha_net import EndpointSettings, dataset_directory, open_endpoint
+from hypha_net._libp2p.endpoint import Libp2pEndpoint
+from hypha_net._libp2p.kad.messages import PROTOCOL, Kind, Message
+from hypha_net._libp2p.kad.server import KadServer, KnownPeer
+from hypha_net._libp2p.kad.store import MAX_PROVIDERS, MAX_RECORDS_OF_PEER, PROVIDER_TTL, ProviderStore, RecordStore
+from hypha_net.endpoint import Stream
+from hypha_proto.datasets import DatasetRecord
+from hypha_proto.ids import PeerId
+from hypha_proto.signed_records import heartbeat_key, signed_bytes
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+ONE, OTHER = (("blake3:" + letter * 64) for letter in "12")
+PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(4)]
+
+
+@asynccontextmanager
+async def open_nodes(authority: Any, names: str, gateways: int = 1) -> AsyncIterator[list[Libp2pEndpoint]]:
+    """Gateways first, then a node for each letter of `names`, connected to all of them."""
+    async with anyio.create_task_group() as tasks:
+        nodes: list[Libp2pEndpoint] = []
+
+        async def hold(name: str, settings: EndpointSettings, *, task_status: Any) -> None:
+            async with open_endpoint(authority.identity(name), settings) as node:
+                task_status.started(node)
+                await anyio.sleep_forever()
+
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+        nodes += [await tasks.start(hold, f"gateway-{index}", settings) for index in range(gateways)]
+        settings = EndpointSettings(gateway_addresses=tuple(gateway.addresses[0] for gateway in nodes))
+        for name in names:
+            nodes.append(await tasks.start(hold, name, settings))
+            await until(lambda: len(nodes[-1].connected_peers()) >= gateways)
+        yield nodes
+        tasks.cancel_scope.cancel()
+
+
+def test_all_who_serve_a_dataset_are_found_and_one_that_dies_is_not(authority: Any, monkeypatch: Any) -> None:
+    async def main() -> None:
+        async with open_nodes(authority, "abs") as (gateway, a, b, s):
+
+            async def told() -> dict[PeerId, str | None]:
+                return {
+                    each.provider: each.record.manifest for each in await dataset_directory.find_dataset(s, "digits")
+                }
+
+            async def all_told() -> bool:
+                return await told() == {a.peer_id: ONE, b.peer_id: ONE, gateway.peer_id: OTHER}
+
+            async def only_a() -> bool:
+                return await told() == {a.peer_id: ONE, gateway.peer_id: OTHER}
+
+            for node, manifest in ((gateway, OTHER), (a, ONE), (b, ONE)):
+                await dataset_directory.announce_dataset(
+                    node, "digits", DatasetRecord(num_slices=4, seq=1, manifest=manifest)
+                )
+                monkeypatch.setattr(dataset_directory, "RECORD_TTL", 2.0)
+            await until(all_told, 15)
+            await anyio.sleep(3)  # longer than an announcement lives: it is renewed
+            await until(all_told, 15)
+            await b._close()
+            await until(only_a, 15)
+
+    run(main)
+
+
+def test_each_of_two_gateways_gets_a_record_once_in_each_third_of_its_life(authority: Any, monkeypatch: Any) -> None:
+    answer, puts = KadServer.answer, list[tuple[PeerId, float]]()
+
+    async def main() -> None:
+        async with open_nodes(authority, "a", 2) as (*gateways, node):
+            names = {id(gateway._directory._local): gateway.peer_id for gateway in gateways}
+
+            def count(self: KadServer, peer: PeerId, message: Any) -> Any:
+                if message.type == Kind.PUT_VALUE and message.key == b"k":
+                    puts.append((names[id(self)], anyio.current_time()))
+                return answer(self, peer, message)
+
+            monkeypatch.setattr(KadServer, "answer", count)
+            await node.put_record(b"k", b"v", ttl=3.0)
+            await anyio.sleep(0.5)  # whoever met a gateway just now puts it there, too
+            puts.clear()
+            began = anyio.current_time()
+            await until(lambda: len(puts) >= 2 * 3, 30)  # three times at each; twice if each has it twice
+            assert anyio.current_time() - began >= 1.8
+            assert {gateway for gateway, _ in puts} == {gateway.peer_id for gateway in gateways}
+
+    run(main)
+
+
+def test_an_update_is_seen_beside_another_publisher(authority: Any) -> None:
+    async def main() -> None:
+        async with open_nodes(authority, "abs", gateways=2) as (_, _, a, b, s):
+            for seq in range(1, 4):
+                for node in (a, b):
+                    await node.put_record(b"digits", b'{"num_slices": %d, "seq": %d}' % (seq, seq))
+                values = [record.value for record in await s.find_records(b"digits")]
+                assert values == [b'{"num_slices": %d, "seq": %d}' % (seq, seq)] * 2
+
+    run(main)
+
+
+def test_a_frozen_gateway_holds_no_look_up_up(authority: Any) -> None:
+    async def main() -> None:
+        async with open_nodes(authority, "as", gateways=2) as (frozen, _, a, s):
+            await a.put_record(b"digits", b"{}")
+
+            async def never(_stream: Stream) -> None:
+                await anyio.sleep_forever()
+
+            frozen.handle(PROTOCOL, never)
+            for _ in range(3):
+                began = anyio.current_time()
+                assert [record.publisher for record in await s.find_records(b"digits")] == [a.peer_id]
+                assert anyio.current_time() - began < 3  # measured 0.5, which is GRACE; a tenth of that unfrozen
+
+    run(main)
+
+
+def test_a_heartbeat_that_its_publisher_has_not_signed_is_not_believed(authority: Any) -> None:
+    """The gateway itself lies: it alone could, as it stores for others only what they themselves put."""
+
+    async def main() -> None:
+        async with open_nodes(authority, "as") as (gateway, a, s):
+            await a.put_record(b"digits", b'{"seq": 1}')
+            server = KadServer(lambda: (), RecordStore(None))
+            genuine = a._identity.key.sign(signed_bytes(a.peer_id, b"other", b'{"seq": 9}'))
+            provider = Message(type=Kind.ADD_PROVIDER, key=b"digits")
+            provider.provider_peers.add(id=a.peer_id.raw)
+            server.answer(a.peer_id, provider)
+            gateway.handle(PROTOCOL, server.serve)
+            for forged in (bytes(64) + b'{"seq": 9}', b"short", genuine + b'{"seq": 9}'):
+                message = put(a.peer_id, heartbeat_key(a.peer_id, b"digits"), forged)
+                server.answer(a.peer_id, message)
+                assert await s.find_records(b"digits") == []
+            value = b'{"seq": 9}'
+            signed = a._identity.key.sign(signed_bytes(a.peer_id, b"digits", value)) + value
+            server.answer(a.peer_id, put(a.peer_id, heartbeat_key(a.peer_id, b"digits"), signed))
+            [record] = await s.find_records(b"digits")
+            assert (record.publisher, record.value) == (a.peer_id, value)
+
+    run(main)
+
+
+def put(publisher: PeerId, key: bytes, value: bytes) -> Any:
+    message = Message(type=Kind.PUT_VALUE, key=key)
+    message.record.key, message.record.value = key, value
+    message.record.publisher, message.record.ttl = publisher.raw, 20
+    return message
+
+
+def add_provider(*peers: PeerId, key: bytes = b"k") -> Any:
+    message = Message(type=Kind.ADD_PROVIDER, key=key)
+    for peer in peers:
+        message.provider_peers.add(id=peer.raw)
+    return message
+
+
+def providers(server: KadServer, key: bytes = b"k") -> list[PeerId]:
+    answer = server.answer(PEERS[3], Message(type=Kind.GET_PROVIDERS, key=key))
+    return [PeerId(peer.id) for peer in answer.provider_peers]
+
+
+def test_a_gateway_takes_heartbeats_and_providers_for_nobody_but_themselves() -> None:
+    store = RecordStore(None)
+    server = KadServer(lambda: (), store)
+    for key in (heartbeat_key(PEERS[0], b"k"), b"/hypha/heartbeat/0.1.0/", b"/hypha/heartbeat/0.1.0/nobody/k"):
+        server.answer(PEERS[1], put(PEERS[1], key, b"v"))
+        assert store.get(key) is None
+    server.answer(PEERS[1], add_provider(PEERS[0]))
+    assert server.answer(PEERS[0], add_provider(PEERS[0], PEERS[1])) is None  # ADD_PROVIDER is not answered
+    assert providers(server) == []  # neither connected, nor with a heartbeat
+    for peer in PEERS[:2]:
+        server.answer(peer, put(peer, heartbeat_key(peer, b"k"), b"v"))
+    assert providers(server) == [PEERS[0]]
+
+
+def test_a_provider_is_named_while_it_is_connected_or_its_heartbeat_goes_on() -> None:
+    now = [1000.0]
+    known: list[KnownPeer] = []
+    server = KadServer(lambda: known, RecordStore(None, lambda: now[0]))
+    server.answer(PEERS[0], add_provider(PEERS[0]))
+    server.answer(PEERS[0], put(PEERS[0], heartbeat_key(PEERS[0], b"k"), b"v"))
+    assert providers(server) == [PEERS[0]]
+    now[0] += 21
+    assert providers(server) == []
+    known.append(KnownPeer(PEERS[0], lambda: (b"\x04\x7f\x00\x00\x01\x06\x0f\xa1",)))
+    answer = server.answer(PEERS[3], Message(type=Kind.GET_PROVIDERS, key=b"k"))
+    assert [(PeerId(peer.id), list(peer.addrs)) for peer in answer.provider_peers] == [
+        (PEERS[0], [b"\x04\x7f\x00\x00\x01\x06\x0f\xa1"])
+    ]
+
+
+def test_providers_are_bounded_and_end() -> None:
+    now = [0.0]
+    store = ProviderStore(lambda: now[0])
+    crowd = [PeerId.from_public_key(n.to_bytes(32, "big")) for n in range(MAX_PROVIDERS + 1)]
+    assert [store.add(b"k", peer) for peer in crowd] == [True] * MAX_PROVIDERS + [False]
+    assert store.add(b"k", crowd[0])
+    assert [store.add(b"%d" % n, crowd[0]) for n in range(MAX_RECORDS_OF_PEER)].count(True) == MAX_RECORDS_OF_PEER - 1
+    now[0] = PROVIDER_TTL + 1
+    assert store.get(b"k") == []
+    assert store.add(b"k", crowd[-1])
+    store.remove(b"k", crowd[-1])
+    store.remove(b"k", crowd[-1])
+    assert store.get(b"k") == []
+
+
+def test_keys_that_a_peer_provided_once_take_no_room_after_their_time() -> None:
+    now = [0.0]
+    store = ProviderStore(lambda: now[0])
+    assert all(store.add(b"%d" % n, PEERS[0]) for n in range(MAX_RECORDS_OF_PEER))
+    assert not store.add(b"one more", PEERS[0])
+    now[0] = PROVIDER_TTL + 1
+    assert store.add(b"one more", PEERS[0])
+    assert store.get(b"one more") == [PEERS[0]]
+    assert store.get(b"0") == []
+
+
+def test_a_peer_that_sends_without_a_pause_leaves_others_their_turn() -> None:
+    """What is not answered is read as fast as it comes: the server itself must let others in between."""
+    server = KadServer(lambda: (), RecordStore(None))
+    turns = [0]
+
+    async def count() -> None:
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns[0] += 1
+
+    async def main() -> None:
+        async with trio.open_nursery() as tasks:
+            tasks.start_soon(count)
+            await server.serve(cast(Stream, Waiting(PEERS[0], framed(add_provider(PEERS[0])) * 1001)))
+            tasks.cancel_scope.cancel()
+
+    run(main)
+    assert turns[0] >= 1000  # one for each message, but for the first, which may go before the counter is started
+
+
+class Waiting:
+    """A stream whose bytes have all come: reading it takes no time."""
+
+    def __init__(self, peer: PeerId, data: bytes) -> None:
+        self.peer = peer
+        self.protocol = PROTOCOL
+        self._data, self._at = data, 0
+
+    async def receive_some(self, max_bytes: int = 65536) -> bytes:
+        part = self._data[self._at : self._at + max_bytes]
+        self._at += len(part)
+        return part
+
+
+def framed(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    assert len(data) < 128
+    return bytes([len(data)]) + data
+
+
+def test_short_lived_records_are_not_written_to_the_disk(tmp_path: Any) -> None:
+    store = RecordStore(tmp_path)
+    store.put(b"k", b"v", PEERS[0].raw, 25)
+    store.put(b"lasting", b"v", PEERS[0].raw, 3600)
+    store.save()
+    again = RecordStore(tmp_path)
+    assert again.get(b"lasting") is not None
+    assert again.get(b"k") is None
+
+
+@pytest.mark.parametrize("key", [b"k", heartbeat_key(PEERS[0], b"k")])
+def test_an_older_number_of_the_same_publisher_never_wins(key: bytes) -> None:
+    before = bytes(64) if key != b"k" else b""
+    store = RecordStore(None)
+    assert store.put(key, before + b'{"seq": 5}', PEERS[0].raw, 20)
+    assert not store.put(key, before + b'{"seq": 4}', PEERS[0].raw, 20)
+    assert store.put(key, before + b'{"seq": 6}', PEERS[0].raw, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_processes_that_are_killed_or_stopped_hold_nobody_up(authority: Any, tmp_path: Path) -> None:
+    """A data node is killed and a gateway stopped: the one is gone within 30 s, the other is not waited for."""
+
+    async def main() -> None:
+        async with crew(tmp_path / "nodes.log") as start:
+            listening = {"listen_addresses": [LOOPBACK], "role": "gateway"}
+            gateways = [await start([authority.files(f"gateway-{n}", "gateway")], listening) for n in range(2)]
+            addresses = [(await gateway.opened())["addresses"][0][0] for gateway in gateways]
+            names = ("a", "b", "s")
+            nodes = [await start([authority.files(name)], {"gateway_addresses": addresses}) for name in names]
+            ids = [(await node.opened())["ids"][0] for node in nodes]
+            for node in nodes:
+                await until(lambda node=node: bool(node.of("state", peers=2)), 30)  # type: ignore[misc]
+            for node in nodes[:2]:
+                await node.do(0, "put", key="digits", value='{"num_slices": 4}', ttl=dataset_directory.RECORD_TTL)
+                await until(lambda node=node: bool(node.of("put")), 10)  # type: ignore[misc]
+            found, _ = await look_up(nodes[2])
+            assert found == set(ids[:2])
+            await nodes[1].kill()
+            killed = time.monotonic()
+            gateways[0].stop()
+            while ids[1] in found:
+                found, took = await look_up(nodes[2])
+                assert took < 5  # five times the second that a look-up may take beside a frozen gateway
+                assert time.monotonic() - killed < 5 * 30
+                assert ids[0] in found
+                await anyio.sleep(0.5)
+            print(f"\ngone {time.monotonic() - killed:.1f} s after it was killed; the last look-up took {took:.2f} s")
+            gateways[0].go_on()
+
+    run(main, 140)
+
+
+async def look_up(node: Child) -> tuple[set[str], float]:
+    """Who is found to serve the dataset, and how long that took."""
+    before, began = len(node.of("found")), time.monotonic()
+    await node.do(0, "find", key="digits")
+    await until(lambda: len(node.of("found")) > before, 20)
+    return {publisher for publisher, _ in node.of("found")[-1]["records"]}, time.monotonic() - began

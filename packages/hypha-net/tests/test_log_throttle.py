@@ -1,0 +1,88 @@
+"""What repeats itself is told once, and then now and then: refusals of one peer, a gateway that stays away."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from support.loopback_ports import free_port
+from support.waiting import run, until
+
+from hypha_net import EndpointSettings, open_endpoint
+from hypha_net.errors import RefusedError
+from hypha_net.log_throttle import MAX_KEPT, LogThrottle, OutageLogSchedule
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+
+
+def test_the_same_is_told_once_a_minute_with_how_often_it_came() -> None:
+    now = 1000.0
+    repeats = LogThrottle(lambda: now)
+    assert [repeats.since_told("a") for _ in range(3)] == [0, None, None]
+    assert repeats.since_told("b") == 0
+    now += 59
+    assert repeats.since_told("a") is None
+    now += 2
+    assert repeats.since_told("a") == 3
+    assert repeats.since_told("a") is None
+    for other in range(2 * MAX_KEPT):
+        repeats.since_told(other)
+    assert len(repeats) == MAX_KEPT
+
+
+def test_what_stays_away_is_told_after_longer_and_longer_intervals() -> None:
+    now = 0.0
+    absence = OutageLogSchedule(lambda: now)
+    told = []
+    for second in range(0, 12_000, 2):
+        now = float(second)
+        if absence.is_due("silent"):
+            told.append(second)
+    assert told == [0, 60, 360, 1260, 4860, 8460]
+    assert absence.is_due("refused")
+    assert not absence.is_due("refused")
+    assert not absence.is_due("silent")
+    assert absence.seconds == now
+
+
+def test_a_gateway_that_is_down_is_told_once_and_once_when_it_is_back(authority: Any, caplog: Any) -> None:
+    address = f"/ip4/127.0.0.1/tcp/{free_port()}"
+
+    async def main() -> None:
+        settings = EndpointSettings((LOOPBACK,), gateway_addresses=(address,))
+        async with open_endpoint(authority.identity("leaf", "worker"), settings) as leaf:
+            await until(lambda: sum("gateway /ip4" in record.getMessage() for record in caplog.records) >= 3, 30)
+            async with open_endpoint(
+                authority.identity("gateway", "gateway"), EndpointSettings((address,), role="gateway")
+            ):
+                await until(lambda: leaf.connected_peers(), 30)
+                await until(lambda: "s without it" in caplog.text, 30)
+
+    with caplog.at_level(logging.DEBUG, "hypha_net.gateways"):
+        run(main)
+    levels = [record.levelno for record in caplog.records if "gateway /ip4" in record.getMessage()]
+    assert levels[0] == logging.WARNING
+    assert set(levels[1:]) == {logging.DEBUG}
+    (back,) = [record.getMessage() for record in caplog.records if "connected to gateway" in record.getMessage()]
+    assert address in back
+
+
+def test_a_peer_that_is_refused_again_and_again_is_told_once_at_each_end(
+    authority: Any, foreign_authority: Any, caplog: Any
+) -> None:
+    async def main() -> None:
+        settings = EndpointSettings((LOOPBACK,), role="gateway")
+        async with (
+            open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
+            open_endpoint(foreign_authority.identity("stranger", "worker"), EndpointSettings()) as stranger,
+        ):
+            for _ in range(4):
+                with pytest.raises(RefusedError):
+                    await stranger.connect(gateway.addresses[0])
+
+    with caplog.at_level(logging.WARNING):
+        run(main)
+    told = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert sum(text.startswith("connection from") for text in told) == 1
+    assert sum(text.startswith("connection to") for text in told) == 1

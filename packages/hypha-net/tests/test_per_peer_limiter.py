@@ -1,0 +1,124 @@
+"""A peer that begins much and finishes nothing: what it costs is bounded, and nobody else waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Final
+
+import anyio
+import pytest
+from support.waiting import run
+
+from hypha_net import rpc
+from hypha_net._libp2p.kad.messages import PROTOCOL as KAD
+from hypha_net._libp2p.kad.messages import Kind, Message
+from hypha_net._libp2p.kad.server import STREAMS_AT_ONCE
+from hypha_net._libp2p.wire.delimited import write_message
+from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.errors import RequestTimeoutError, StreamResetError
+from hypha_net.per_peer_limiter import PerPeerLimiter
+from hypha_net.rpc import READ_AT_ONCE
+from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
+from hypha_proto.ids import PeerId
+from hypha_proto.protocols import HEALTH
+
+HALF_A_MESSAGE: Final = b"\xff\xff\x3f" + bytes(1 << 16)
+"""Of the directory: a length of 1 MiB, and 64 KiB."""
+
+Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
+A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in range(2))
+
+
+async def begin(node: Endpoint, peer: PeerId, protocol: str, data: bytes, count: int) -> list[Stream]:
+    """Streams on which a message has begun."""
+    streams = []
+    for _ in range(count):
+        stream = await node.open_stream(peer, [protocol])
+        await stream.send_all(data)
+        streams.append(stream)
+    return streams
+
+
+def test_half_requests_hold_up_their_sender_alone(opener: Opener) -> None:
+    async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
+        return Health(healthy=True)
+
+    async def main() -> None:
+        async with opener(3) as (server, greedy, other):
+            rpc.serve(server, HEALTH_CHECK, healthy)
+            begun = await begin(greedy, server.peer_id, HEALTH, bytes(1 << 16), READ_AT_ONCE + 8)
+            with pytest.raises(RequestTimeoutError):
+                await rpc.call(greedy, server.peer_id, HEALTH_CHECK, HealthRequest(), timeout=0.5)
+            assert (await rpc.call(other, server.peer_id, HEALTH_CHECK, HealthRequest())).healthy
+            for stream in begun:
+                await stream.reset()
+            assert (await rpc.call(greedy, server.peer_id, HEALTH_CHECK, HealthRequest())).healthy
+
+    run(main)
+
+
+def test_a_request_that_does_not_come_to_an_end_is_dropped_with_the_reason(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rpc, "READ_TIMEOUT", 0.2)
+
+    async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
+        return Health(healthy=True)
+
+    async def main() -> None:
+        async with opener(2) as (server, slow):
+            rpc.serve(server, HEALTH_CHECK, healthy)
+            (stream,) = await begin(slow, server.peer_id, HEALTH, b"half", 1)
+            with pytest.raises(StreamResetError):
+                await stream.receive_some()
+            assert f"request from {slow.peer_id} on {HEALTH} dropped: too slow" in caplog.text
+
+    run(main)
+
+
+def test_half_questions_to_the_directory_hold_up_their_sender_alone(libp2p_opener: Opener) -> None:
+    async def main() -> None:
+        async with libp2p_opener(3) as (gateway, greedy, other):
+            begun = await begin(greedy, gateway.peer_id, KAD, HALF_A_MESSAGE, STREAMS_AT_ONCE + 8)
+            late = await greedy.open_stream(gateway.peer_id, [KAD])
+            await write_message(late, Message(type=Kind.FIND_NODE, key=b"k"))
+            with anyio.move_on_after(0.5) as waited:
+                await late.receive_some()
+            assert waited.cancelled_caught
+            await other.put_record(b"k", b"v")
+            for stream in begun:
+                await stream.reset()
+            assert await late.receive_some()
+            assert [record.value for record in await greedy.find_records(b"k")] == [b"v"]
+
+    run(main)
+
+
+def test_a_turn_comes_when_one_ends_also_by_an_error_and_nothing_is_kept_of_who_is_gone() -> None:
+    turns, log = PerPeerLimiter(1), list[str]()
+
+    async def take(peer: PeerId, name: str, goes_on: anyio.Event) -> None:
+        async with turns.of(peer):
+            log.append(name)
+            await goes_on.wait()
+            raise ValueError(name)
+
+    async def main() -> None:
+        first, never = anyio.Event(), anyio.Event()
+        with anyio.move_on_after(0.2):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(take, A, "first", never)
+                await anyio.wait_all_tasks_blocked()
+                tasks.start_soon(take, A, "second", never)
+                tasks.start_soon(take, B, "other", never)
+                await anyio.wait_all_tasks_blocked()
+                assert log == ["first", "other"]
+        with pytest.raises(ExceptionGroup):
+            async with anyio.create_task_group() as tasks:
+                first.set()
+                tasks.start_soon(take, A, "again", first)
+        assert log == ["first", "other", "again"]
+        assert not turns._peers
+
+    run(main)

@@ -1,0 +1,604 @@
+"""Circuits: two nodes that nobody can dial meet through their gateway, and what may not pass does not."""
+
+from __future__ import annotations
+
+import gc
+import ssl
+import uuid
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from support.endpoint_helpers import echo, read_all
+from support.waiting import run, until
+
+from hypha_net import EndpointSettings, open_endpoint, transfer
+from hypha_net._libp2p.endpoint import Libp2pEndpoint
+from hypha_net._libp2p.relay.circuit import CircuitRelay
+from hypha_net._libp2p.relay.client import SWEEP_EVERY, RelayHop
+from hypha_net._libp2p.relay.dcutr import PROTOCOL as DCUTR
+from hypha_net._libp2p.relay.messages import HOP, STOP, HopKind, HopMessage, Status, StopKind, StopMessage
+from hypha_net._libp2p.wire.delimited import read_message, write_message
+from hypha_net._libp2p.yamux.link_estimator import MAX_FRAME, MIN_FRAME
+from hypha_net._libp2p.yamux.receive_buffer import MAX_BODY
+from hypha_net._libp2p.yamux.stream import HEADER, with_tls
+from hypha_net.endpoint import Stream
+from hypha_net.errors import StreamResetError, UnreachableError, UnsupportedProtocolError
+from hypha_net.events import CircuitEnded, Connected, Events, HolePunched
+from hypha_net.settings import RelayLimits
+from hypha_net.testing import MemoryNetwork, simulate
+from hypha_proto.ids import PeerId
+from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+ECHO = "/test/echo/1"
+SINK = "/test/sink/1"
+Case = Callable[[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint], Awaitable[None]]
+
+
+@asynccontextmanager
+async def hidden_nodes(
+    authority: Any, limits: RelayLimits | None = None, **changes: Any
+) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint]]:
+    """A gateway and two nodes that listen nowhere."""
+    settings = EndpointSettings(
+        listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False, relay=limits or RelayLimits()
+    )
+    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+        hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],), **changes)
+        async with (
+            open_endpoint(authority.identity("one"), hidden) as one,
+            open_endpoint(authority.identity("two", "worker"), hidden) as two,
+        ):
+            with anyio.fail_after(15):
+                for node in (one, two):
+                    await node.wait_for_gateway()
+                    while hidden.relay_circuit and not node.addresses:
+                        await anyio.sleep(0.01)
+            yield gateway, one, two
+
+
+def play(authority: Any, case: Case, **changes: Any) -> None:
+    async def main() -> None:
+        async with hidden_nodes(authority, **changes) as nodes:
+            await case(*nodes)
+
+    run(main)
+
+
+async def ask_hop(node: Libp2pEndpoint, gateway: PeerId, request: Any) -> Any:
+    stream = await node.open_stream(gateway, [HOP])
+    await write_message(stream, request)
+    answer = await read_message(stream, HopMessage)
+    await stream.aclose()
+    return answer
+
+
+def test_hidden_nodes_talk_and_know_each_other(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        assert two.addresses == (f"{gateway.addresses[0]}/p2p-circuit/p2p/{two.peer_id}",)
+        two.handle(ECHO, echo)
+        stream = await one.open_stream(two.peer_id, [ECHO])
+        assert stream.peer == two.peer_id
+        await stream.send_all(b"through the gateway")
+        await stream.send_eof()
+        assert await read_all(stream) == b"through the gateway"
+        await stream.aclose()
+        assert one.peer_id in two.connected_peers()
+        assert one.connected_peers()[two.peer_id].role == "worker"
+        assert not one.is_direct(two.peer_id)
+        # it tells by identify too, which is what gateways of other implementations go by
+        await until(lambda: gateway.connected_peers()[two.peer_id].addresses == two.addresses, 15)
+
+    play(authority, case)
+
+
+@pytest.mark.parametrize("excluded", [(), ("127.0.0.0/8", "10.0.0.0/8")], ids=["all", "loopback excluded"])
+def test_a_circuit_address_can_be_dialled_also_where_the_relay_would_be_excluded(
+    authority: Any, excluded: tuple[str, ...]
+) -> None:
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        two.handle(ECHO, echo)
+        assert await one.connect(two.addresses[0]) == two.peer_id
+        assert one.peer_id in two.connected_peers()
+
+    play(authority, case, exclude_cidr=excluded)
+
+
+def test_excluded_addresses_are_not_passed_on_but_circuits_are(authority: Any) -> None:
+    async def main() -> None:
+        excluded = ("127.0.0.0/8",)
+        listening = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", exclude_cidr=excluded)
+        async with open_endpoint(authority.identity("gateway", "gateway"), listening) as gateway:
+            settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
+            async with (
+                open_endpoint(authority.identity("one", "worker"), settings) as one,
+                open_endpoint(authority.identity("two", "worker"), settings) as two,
+            ):
+                two.handle(ECHO, echo)
+                with anyio.fail_after(10):
+                    for node in (one, two):
+                        await node.wait_for_gateway()
+                        while len(node.addresses) < 2:
+                            await anyio.sleep(0.01)
+                with one.events.follow(Connected) as connected:
+                    await (await one.open_stream(two.peer_id, [ECHO])).aclose()
+                    assert await anext(aiter(connected)) == Connected(two.peer_id, "outbound", relayed=True)
+
+    run(main)
+
+
+def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(authority: Any, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(bytes(range(256)) * (4 << 12))
+
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        async def landed(_size: int, _digest: str) -> None:
+            return
+
+        async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.FilePushTarget:
+            return transfer.FilePushTarget(target, 1 << 24, landed)
+
+        transfer.serve_pushes(two, accept)
+        size, digest = await transfer.describe(source)
+        header = PushHeader(
+            job_id=uuid.UUID(int=1), round=1, kind=PSEUDO_GRADIENT, name="source", size=size, digest=digest
+        )
+        assert await transfer.push(one, two.peer_id, source, header) == 4 << 20
+        assert 4 << 20 < one.traffic.sent < 5 << 20
+        assert 4 << 20 < gateway.traffic.received < 5 << 20
+
+    play(authority, case)
+    assert target.read_bytes() == source.read_bytes()
+
+
+def test_ends_and_resets_pass_through(authority: Any) -> None:
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        seen: list[str] = []
+
+        async def handler(stream: Stream) -> None:
+            try:
+                await read_all(stream)
+                seen.append("end")
+            except StreamResetError:
+                seen.append("reset")
+
+        two.handle(ECHO, handler)
+        stream = await one.open_stream(two.peer_id, [ECHO])
+        await stream.send_all(b"x")
+        await stream.reset()
+        other = await one.open_stream(two.peer_id, [ECHO])
+        await other.send_eof()
+        assert await read_all(other) == b""
+        await other.aclose()
+        await until(lambda: len(seen) >= 2, 15)
+        assert sorted(seen) == ["end", "reset"]
+        held = await one.open_stream(two.peer_id, [ECHO])
+        await held.send_all(b"x")
+        await one.disconnect(two.peer_id)
+        await until(lambda: one.peer_id not in two.connected_peers() and len(seen) >= 3, 15)
+        assert seen[2] == "reset"
+        again = await one.open_stream(two.peer_id, [ECHO])
+        await again.aclose()
+
+    play(authority, case)
+
+
+def test_without_a_reservation_there_is_no_circuit(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        assert two.addresses == ()
+        with pytest.raises(UnreachableError, match="NO_RESERVATION"):
+            await one.open_stream(two.peer_id, [ECHO])
+        with pytest.raises(UnsupportedProtocolError):
+            await gateway.open_stream(two.peer_id, [STOP])
+
+    play(authority, case, relay_circuit=False)
+
+
+def test_a_hop_answers_what_it_is_asked(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        request = HopMessage(type=HopKind.RESERVE)
+        request.peer.id = two.peer_id.raw
+        answer = await ask_hop(one, gateway.peer_id, request)
+        assert (answer.type, answer.status) == (HopKind.STATUS, Status.OK)
+        assert answer.reservation.addrs
+        assert answer.reservation.expire
+        assert not answer.HasField("limit")
+        connect = HopMessage(type=HopKind.CONNECT)
+        connect.peer.id = b"nonsense"
+        assert (await ask_hop(one, gateway.peer_id, connect)).status == Status.MALFORMED_MESSAGE
+        strange = HopMessage(type=HopKind.STATUS)
+        assert (await ask_hop(one, gateway.peer_id, strange)).status == Status.UNEXPECTED_MESSAGE
+
+    play(authority, case)
+
+
+def test_a_node_takes_circuits_from_its_gateways_only(authority: Any) -> None:
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        stream = await one.open_stream(two.peer_id, [STOP])
+        request = StopMessage(type=StopKind.CONNECT)
+        request.peer.id = one.peer_id.raw
+        await write_message(stream, request)
+        assert (await read_message(stream, StopMessage)).status == Status.PERMISSION_DENIED
+        await stream.aclose()
+
+    play(authority, case)
+
+
+def test_a_reservation_comes_back_with_the_connection(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        two.handle(ECHO, echo)
+        await gateway.disconnect(two.peer_id)
+        with anyio.fail_after(15):
+            while True:
+                try:
+                    stream = await one.open_stream(two.peer_id, [ECHO])
+                    break
+                except UnreachableError:
+                    await anyio.sleep(0.05)
+        await stream.send_eof()
+        assert await read_all(stream) == b""
+        await stream.aclose()
+
+    play(authority, case)
+
+
+def test_a_gateway_forgets_the_connections_of_nodes_that_had_a_place(authority: Any) -> None:
+    async def main() -> None:
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False)
+        async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+            kept: list[weakref.ref[Any]] = []
+            for name in ("one", "two"):
+                hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
+                async with open_endpoint(authority.identity(name), hidden) as node:
+                    await until(lambda: bool(node.addresses))
+                    kept += [weakref.ref(each) for each in gateway.direct_connections(node.peer_id)]
+                    await anyio.sleep(SWEEP_EVERY)
+                await until(lambda: not gateway.connected_peers())
+            assert len(kept) == 2
+            gc.collect()
+            assert kept[0]() is None
+
+    run(main)
+
+
+class Present:
+    """An endpoint of a relay, of which only presence matters."""
+
+    addresses = (f"/ip4/127.0.0.1/tcp/1/p2p/{PeerId.from_public_key(bytes(32))}",)
+
+    def __init__(self) -> None:
+        self.peers: set[PeerId] = set()
+        self.number = 0
+        """Of the connection: grows when a peer leaves and comes back."""
+
+    def direct_connections(self, peer: PeerId) -> frozenset[object]:
+        return frozenset({(peer, self.number)} if peer in self.peers else ())
+
+    async def open_stream(self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0) -> Stream:
+        raise UnreachableError(f"{peer} is not asked here")
+
+
+def test_a_reservation_is_its_connection_s_and_ends_with_it_or_with_time_that_passes() -> None:
+    clock = [1000.0]
+    present = Present()
+    hop = RelayHop(present, RelayLimits(reservation_lifetime=60), Events(), lambda: clock[0])
+    node, other = (PeerId.from_public_key(bytes([n]) * 32) for n in (1, 2))
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("node") as asking, network.endpoint("relay") as relay:
+            relay.handle(HOP, hop.serve)
+
+            async def reserve(claimed: PeerId) -> int:
+                stream = await asking.open_stream(relay.peer_id, [HOP])
+                request = HopMessage(type=HopKind.RESERVE)
+                request.peer.id = claimed.raw
+                await write_message(stream, request)
+                answer = await read_message(stream, HopMessage)
+                return int(answer.status)
+
+            assert await reserve(node) == Status.PERMISSION_DENIED  # it came through a relay, or is not there
+            present.peers = {asking.peer_id}
+            assert await reserve(node) == Status.OK
+            assert hop.has_reservation(asking.peer_id)
+            assert not hop.has_reservation(node)
+            assert not hop.has_reservation(other)
+            clock[0] += 7200  # somebody has set it
+            await anyio.sleep(59)
+            assert hop.has_reservation(asking.peer_id)
+            await anyio.sleep(2)
+            assert not hop.has_reservation(asking.peer_id)
+            assert await reserve(node) == Status.OK
+            present.peers = set()
+            assert not hop.has_reservation(asking.peer_id)
+            present.peers = {asking.peer_id}
+            assert not hop.has_reservation(asking.peer_id)
+            assert await reserve(node) == Status.OK
+            present.number += 1  # it left and came back unseen, and has not asked on its new connection
+            assert not hop.has_reservation(asking.peer_id)
+
+    simulate(main)
+
+
+def test_a_frame_of_a_circuit_is_one_frame_of_the_connection_that_carries_it(authority: Any) -> None:
+    """At every size that the link may bring them to."""
+    identity = authority.identity("node")
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    dialling = identity.client_context().wrap_bio(back, there)
+    accepting = identity.server_context().wrap_bio(there, back, server_side=True)
+    for side in (dialling, accepting, dialling, accepting):
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    there.read()
+    size = MAX_FRAME
+    assert with_tls(size) == MAX_BODY
+    while size >= MIN_FRAME:
+        dialling.write(bytes(HEADER.size))  # as the muxer writes it
+        dialling.write(bytes(size))
+        assert size < len(there.read()) <= with_tls(size)
+        size //= 2
+
+
+def test_joined_streams_pass_half_closes_on_with_back_pressure() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with (
+            network.endpoint("left") as left,
+            network.endpoint("relay") as relay,
+            network.endpoint("right") as right,
+        ):
+            right.handle(ECHO, echo)
+
+            async def carry(stream: Stream) -> None:
+                await CircuitRelay(stream, await relay.open_stream(right.peer_id, [ECHO])).carry()
+
+            relay.handle(ECHO, carry)
+            stream = await left.open_stream(relay.peer_id, [ECHO])
+            with anyio.fail_after(10):
+                await stream.send_all(bytes(200_000))
+                await stream.send_eof()
+                assert len(await read_all(stream)) == 200_000
+
+    run(main)
+
+
+async def circuit(one: Libp2pEndpoint, gateway: Libp2pEndpoint, target: PeerId) -> tuple[Stream, Any]:
+    """A bare circuit, before any TLS in it, and the hop's answer."""
+    stream = await one.open_stream(gateway.peer_id, [HOP])
+    request = HopMessage(type=HopKind.CONNECT)
+    request.peer.id = target.raw
+    await write_message(stream, request)
+    return stream, await read_message(stream, HopMessage)
+
+
+def test_limits_are_told_to_both_ends_and_held(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        told: list[Any] = []
+
+        async def take(stream: Stream) -> None:
+            told.append(await read_message(stream, StopMessage))
+            await write_message(stream, StopMessage(type=StopKind.STATUS, status=Status.OK))
+            await anyio.sleep_forever()
+
+        reserved = await ask_hop(one, gateway.peer_id, HopMessage(type=HopKind.RESERVE))
+        two.handle(STOP, take)
+        with gateway.events.follow(CircuitEnded) as ended:
+            ends = aiter(ended)
+            stream, answer = await circuit(one, gateway, two.peer_id)
+            for message in (reserved, answer, told[0]):
+                assert (message.limit.data, message.limit.duration) == (100_000, 1)
+            with pytest.raises(StreamResetError):
+                while True:
+                    await stream.send_all(bytes(10_000))
+            event = await anext(ends)
+            assert isinstance(event, CircuitEnded)
+            assert (event.source, event.target, event.outcome) == (one.peer_id, two.peer_id, "bytes")
+            assert 50_000 < event.moved <= 100_000
+            first, _ = await circuit(one, gateway, two.peer_id)
+            second, _ = await circuit(one, gateway, two.peer_id)
+            assert (await circuit(one, gateway, two.peer_id))[1].status == Status.RESOURCE_LIMIT_EXCEEDED
+            assert await anext(ends) == CircuitEnded(one.peer_id, two.peer_id, "refused")
+            for each in (first, second):
+                with pytest.raises(StreamResetError):
+                    await each.receive_some()
+                assert await anext(ends) == CircuitEnded(one.peer_id, two.peer_id, "duration")
+            assert gateway._hop is not None
+            assert not gateway._hop._circuits
+
+    play(authority, case, limits=RelayLimits(max_bytes=100_000, max_duration=1, max_circuits_per_peer=2))
+
+
+def test_who_loses_a_circuit_opens_the_next_stream_on_another(authority: Any) -> None:
+    async def drop(stream: Stream) -> None:
+        while await stream.receive_some():
+            pass
+
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        two.handle(SINK, drop)
+        for _ in range(10):
+            stream = await one.open_stream(two.peer_id, [SINK])
+            with pytest.raises(StreamResetError):
+                while True:
+                    await stream.send_all(bytes(50_000))
+            # at once, before what was read of the circuit has told its end
+
+    play(authority, case, limits=RelayLimits(max_bytes=200_000))
+
+
+def test_places_are_as_many_as_the_operator_says_and_a_renewal_is_never_refused(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        statuses = [
+            (await ask_hop(node, gateway.peer_id, HopMessage(type=HopKind.RESERVE))).status
+            for node in (one, two, one, two)
+        ]
+        assert statuses == [Status.OK, Status.RESERVATION_REFUSED] * 2
+        await gateway.disconnect(one.peer_id)
+        assert (await ask_hop(two, gateway.peer_id, HopMessage(type=HopKind.RESERVE))).status == Status.OK
+
+    play(authority, case, limits=RelayLimits(max_reservations=1), relay_circuit=False)
+
+
+def test_circuits_are_counted_by_how_they_end(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        two.handle(ECHO, echo)
+        with gateway.events.follow(CircuitEnded) as ended:
+            ends = aiter(ended)
+            stream = await one.open_stream(two.peer_id, [ECHO])
+            await stream.send_all(bytes(100_000))
+            await stream.send_eof()
+            assert len(await read_all(stream)) == 100_000
+            await stream.aclose()
+            await one.disconnect(two.peer_id)
+            event = await anext(ends)
+            assert isinstance(event, CircuitEnded)
+            assert event.outcome == "done"
+            assert event.moved > 200_000
+            await ask_hop(one, gateway.peer_id, HopMessage(type=HopKind.CONNECT))
+            assert await anext(ends) == CircuitEnded(one.peer_id, None, "refused")
+            two.unhandle(STOP)
+            with pytest.raises(UnreachableError, match="CONNECTION_FAILED"):
+                await one.open_stream(two.peer_id, [ECHO])
+            assert await anext(ends) == CircuitEnded(one.peer_id, two.peer_id, "refused")
+
+    play(authority, case)
+
+
+def test_of_two_circuits_to_one_node_one_ends_and_the_other_goes_on(authority: Any) -> None:
+    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        taken: list[Stream] = []
+
+        async def take(stream: Stream) -> None:
+            await read_message(stream, StopMessage)
+            await write_message(stream, StopMessage(type=StopKind.STATUS, status=Status.OK))
+            taken.append(stream)
+            await anyio.sleep_forever()
+
+        two.handle(STOP, take)
+        first, _ = await circuit(one, gateway, two.peer_id)
+        second, _ = await circuit(one, gateway, two.peer_id)
+        await first.reset()
+        with pytest.raises(StreamResetError):
+            await taken[0].receive_some()
+        await second.send_all(b"goes on")
+        assert await taken[1].receive_some() == b"goes on"
+        await taken[1].send_all(b"both ways")
+        assert await second.receive_some() == b"both ways"
+        await second.send_eof()
+        assert await taken[1].receive_some() == b""
+        await taken[1].send_all(b"half closed")
+        assert await second.receive_some() == b"half closed"
+
+    play(authority, case)
+
+
+@pytest.mark.slow
+def test_a_large_file_arrives_whole_through_the_gateway(authority: Any, tmp_path: Path) -> None:
+    """64 MiB with its digest; 128 MiB and 10 minutes are no limit that a gateway sets by itself."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    with source.open("wb") as file:
+        for number in range(64):
+            file.write(number.to_bytes(2, "big") * (1 << 19))
+
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        size, digest = await transfer.describe(source)
+
+        async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
+            return transfer.PullSource(source, digest)
+
+        transfer.serve_pulls(two, resolve)
+        pulled = await transfer.pull(one, two.peer_id, PullRequest(dataset="d", index=0), target, digest=digest)
+        assert pulled.size == size == 64 << 20
+        assert not one.is_direct(two.peer_id)
+
+    play(authority, case)
+    assert target.read_bytes() == source.read_bytes()
+
+
+def test_a_fifth_reservation_and_many_more_are_given_a_place(authority: Any) -> None:
+    async def main() -> None:
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+        async with (
+            open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
+            AsyncExitStack() as stack,
+        ):
+            hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
+            nodes = [
+                await stack.enter_async_context(open_endpoint(authority.identity(f"n{n}", "worker"), hidden))
+                for n in range(7)
+            ]
+            await until(lambda: all(node.addresses for node in nodes), 15)
+            nodes[6].handle(ECHO, echo)
+            await (await nodes[5].open_stream(nodes[6].peer_id, [ECHO])).aclose()
+
+    run(main)
+
+
+def test_from_a_circuit_a_direct_way_is_found_and_new_streams_take_it(authority: Any) -> None:
+    async def main() -> None:
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+        async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+            leaf = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
+            async with (
+                open_endpoint(authority.identity("one", "worker"), leaf) as one,
+                open_endpoint(authority.identity("two", "worker"), leaf) as two,
+            ):
+                two.handle(ECHO, echo)
+                with anyio.fail_after(15), two.events.follow(HolePunched) as punched:
+                    await until(lambda: any("p2p-circuit" in address for address in two.addresses), 15)
+                    [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
+                    await one.connect(circuit)
+                    event = await anext(aiter(punched))
+                    assert isinstance(event, HolePunched)
+                    assert (event.peer, event.outcome) == (one.peer_id, "direct")
+                    await until(lambda: one.is_direct(two.peer_id), 15)
+                    before = gateway.traffic.received
+                    stream = await one.open_stream(two.peer_id, [ECHO])
+                    await stream.send_all(bytes(1 << 20))
+                    await stream.send_eof()
+                    assert len(await read_all(stream)) == 1 << 20
+                    assert gateway.traffic.received - before < 1 << 19
+
+    run(main)
+
+
+def test_where_no_direct_way_is_found_the_circuit_stays(authority: Any) -> None:
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        two.handle(ECHO, echo)
+        with two.events.follow(HolePunched) as punched:
+            stream = await one.open_stream(two.peer_id, [ECHO])
+            event = await anext(aiter(punched))
+            assert isinstance(event, HolePunched)
+            assert (event.peer, event.outcome) == (one.peer_id, "failed")
+            await stream.send_all(b"goes on")
+            await stream.send_eof()
+            assert await read_all(stream) == b"goes on"
+        assert not two.is_direct(one.peer_id)
+        one.unhandle(DCUTR)
+        await one.disconnect(two.peer_id)
+        with two.events.follow(HolePunched) as punched:
+            await (await one.open_stream(two.peer_id, [ECHO])).aclose()
+            event = await anext(aiter(punched))
+            assert isinstance(event, HolePunched)
+            assert event.outcome == "unsupported"
+
+    play(authority, case)
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"\x02\x08\x05", b"\x05\xff\xff\xff\xff\xff", b"\x03\x08\xac\x02"])
+def test_a_hole_punch_that_is_none_ends_its_stream(authority: Any, rubbish: bytes, caplog: Any) -> None:
+    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+        stream = await one.open_stream(two.peer_id, [DCUTR])
+        await stream.send_all(rubbish)
+        await stream.send_eof()
+        with pytest.raises(StreamResetError):
+            await read_all(stream)
+        two.handle(ECHO, echo)
+        await (await one.open_stream(two.peer_id, [ECHO])).aclose()
+
+    play(authority, case)
+    assert "Traceback" not in caplog.text

@@ -1,0 +1,88 @@
+"""A place at a relay is renewed in time, and not more often than it takes, whatever the clocks of both nodes say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from hypha_net._libp2p.relay.circuit import CircuitConnection
+from hypha_net._libp2p.relay.client import RelayClient, RelayEndpoint, RelayHop
+from hypha_net._libp2p.relay.messages import HOP, HopMessage
+from hypha_net._libp2p.wire.delimited import read_message, write_message
+from hypha_net.endpoint import Stream
+from hypha_net.errors import UnreachableError
+from hypha_net.events import Events
+from hypha_net.settings import RelayLimits
+from hypha_net.testing import MemoryNetwork, simulate
+from hypha_proto.ids import PeerId
+
+HOUR = 3600.0
+NOW = 1_800_000_000.0
+
+
+class Everywhere:
+    """An endpoint of a relay to which everybody is connected."""
+
+    addresses = (f"/ip4/127.0.0.1/tcp/1/p2p/{PeerId.from_public_key(bytes(32))}",)
+
+    def direct_connections(self, peer: PeerId) -> frozenset[object]:
+        return frozenset({peer})
+
+    async def open_stream(self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0) -> Stream:
+        raise UnreachableError(f"{peer} is not asked here")
+
+
+async def no_circuit(_circuit: CircuitConnection, _source: PeerId) -> None:
+    raise AssertionError("nobody is called")
+
+
+async def told(_gateway: PeerId) -> None:
+    """Addresses may be told."""
+
+
+async def hold_a_place(skew: float, lifetime: float, *, ours: bool) -> tuple[int, int]:
+    """Hold a place for three hours; how often it was asked for, and how many times a minute it was not there."""
+    hop = RelayHop(
+        Everywhere(), RelayLimits(reservation_lifetime=lifetime), Events(), lambda: NOW + anyio.current_time()
+    )
+    asked, gone = 0, 0
+    network = MemoryNetwork()
+    async with network.endpoint("node") as node, network.endpoint("relay") as relay:
+
+        async def serve(stream: Stream) -> None:
+            nonlocal asked
+            asked += 1
+            await read_message(stream, HopMessage)
+            answer: Any = hop._reserve(stream.peer)
+            if not ours:
+                answer.reservation.ClearField("lifetime")
+            await write_message(stream, answer)
+
+        relay.handle(HOP, serve)
+        clock = lambda: NOW + skew + anyio.current_time()  # noqa: E731
+        client = RelayClient(cast(RelayEndpoint, node), no_circuit, told, clock)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.keep_reservation, relay.peer_id)
+            for _ in range(180):
+                await anyio.sleep(60)
+                gone += not hop.has_reservation(node.peer_id)
+            tasks.cancel_scope.cancel()
+    return asked, gone
+
+
+@pytest.mark.parametrize("skew", [-HOUR, 0.0, HOUR])
+@pytest.mark.parametrize("lifetime", [60.0, 600.0, HOUR])
+def test_at_a_relay_of_ours_clocks_an_hour_apart_change_nothing(skew: float, lifetime: float) -> None:
+    asked, gone = simulate(lambda: hold_a_place(skew, lifetime, ours=True))
+    assert gone == 0
+    assert asked == pytest.approx(3 * HOUR / (lifetime / 2), abs=1)
+
+
+@pytest.mark.parametrize("skew", [-HOUR, 0.0, HOUR])
+def test_at_another_relay_a_place_of_an_hour_is_held_and_asked_for_twice_a_minute_at_most(skew: float) -> None:
+    asked, gone = simulate(lambda: hold_a_place(skew, HOUR, ours=False))
+    assert gone == 0
+    assert asked <= 3 * HOUR / 30 + 1

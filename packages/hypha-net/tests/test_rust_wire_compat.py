@@ -1,0 +1,424 @@
+"""What a Rust node does, byte for byte: a gateway of ours serves it, and nodes of ours work with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import trio
+from multiaddr import Multiaddr
+from support.node_processes import crew
+from support.waiting import run, until
+from support.wire_peer import IDENTIFY, ScriptedPeer, Stream, dial, field, fields, line, speak, varint
+
+from hypha_net import EndpointSettings, open_endpoint, transfer
+from hypha_net._libp2p.endpoint import Libp2pEndpoint
+from hypha_net.errors import TransferError
+from hypha_proto.ids import PeerId
+from hypha_proto.transfer import PullRequest
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+KAD, HOP, STOP = "/ipfs/kad/1.0.0", "/libp2p/circuit/relay/0.2.0/hop", "/libp2p/circuit/relay/0.2.0/stop"
+PULL, ECHO = "/hypha-tensor-stream/pull", "/test/echo/1"
+PUT_VALUE, GET_VALUE, ADD_PROVIDER, GET_PROVIDERS, FIND_NODE = range(5)
+
+
+@asynccontextmanager
+async def gateway_and_leaf(authority: Any, **about: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint]]:
+    """A gateway, and a leaf that it knows."""
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", **about)
+    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
+        async with open_endpoint(authority.identity("leaf", "worker"), settings) as leaf:
+            await leaf.wait_for_gateway(10)
+            await until(lambda: bool(gateway._known_peers()) and bool(gateway._known_peers()[0].addresses))
+            yield gateway, leaf
+
+
+def multiaddr(text: str) -> bytes:
+    return Multiaddr(text).to_bytes()
+
+
+def ask(kind: int, key: bytes, record: bytes = b"") -> bytes:
+    """A Kademlia message as prost writes it: a type of 0 is left out."""
+    return (field(1, kind) if kind else b"") + (field(3, record) if record else b"") + field(2, key) + field(10, 1)
+
+
+def told(answer: bytes) -> dict[bytes, list[bytes]]:
+    """Peers in an answer, and their addresses."""
+    peers = [fields(peer) for peer in fields(answer).get(8, [])]
+    return {peer[1][0]: peer.get(2, []) for peer in peers}
+
+
+def test_identify_says_where_the_operator_says_it_is(authority: Any) -> None:
+    async def main() -> None:
+        outside = "/dns4/gateway.example/tcp/4001"
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", external_addresses=(outside,))
+        async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+            async with speak(await dial(gateway.addresses[1]), authority.identity("rust", "worker")) as rust:
+                stream = await rust.open(IDENTIFY)
+                said = fields(await stream.message())
+                assert await stream.read_all() == b""
+            assert said[1] == [b"\x08\x01\x12\x20" + gateway.peer_id.public_key]
+            assert multiaddr(outside) == said[2][0].partition(multiaddr(f"/p2p/{gateway.peer_id}"))[0]
+            assert {KAD.encode(), HOP.encode(), b"/meshsub/1.1.0", b"/ipfs/id/push/1.0.0"} <= set(said[3])
+            assert STOP.encode() not in said[3]
+            assert said[5] == [b"/hypha-identify/0.0.1"]
+            assert said[6][0].startswith(b"hypha-python/")
+
+    run(main)
+
+
+# ------------------------------------------------------------------------------------------------------ the directory
+
+
+def test_a_node_asks_before_it_dials_and_is_never_told_nothing(authority: Any) -> None:
+    async def main() -> None:
+        async with gateway_and_leaf(authority) as (gateway, leaf):
+            identity = authority.identity("rust", "worker")
+            own = multiaddr("/ip4/127.0.0.1/tcp/4999")
+            async with speak(await dial(gateway.addresses[0]), identity, addresses=[own]) as rust:
+                for key in (identity.peer_id.raw, leaf.peer_id.raw, b"x", bytes(60), b"k" * 300):
+                    answer, rest = await rust.ask(KAD, ask(FIND_NODE, key))
+                    assert rest == b""  # one answer, then the end
+                    assert list(told(answer)) == [leaf.peer_id.raw]  # not the asking one itself
+                    direct = leaf.addresses[0].partition("/p2p/")[0]
+                    addresses = [str(Multiaddr(address)) for address in told(answer)[leaf.peer_id.raw]]
+                    assert any(address.partition("/p2p/")[0] == direct for address in addresses)
+                await until(lambda: len(gateway._known_peers()) == 2)
+                found = await leaf._directory.find_addresses(identity.peer_id, 5)
+                assert found == [own]
+                await rust.drop()  # as an idle connection is
+            await until(lambda: identity.peer_id not in gateway.connected_peers())
+            assert await leaf._directory.find_addresses(identity.peer_id, 5) == []
+
+    run(main)
+
+
+def test_records_are_put_twice_echoed_and_found_with_their_publisher(authority: Any) -> None:
+    async def main() -> None:
+        async with gateway_and_leaf(authority) as (gateway, leaf):
+            identity = authority.identity("rust", "data")
+            async with speak(await dial(gateway.addresses[0]), identity) as rust:
+                for key in (b"mnist", b"m", b"m" * 60):
+                    for number in (2, 3):
+                        value = b'{"num_slices":%d}' % number
+                        publisher = field(666, identity.peer_id.raw) + field(777, 3600)
+                        record = field(1, key) + field(2, value) + publisher
+                        answer, rest = await rust.ask(KAD, ask(PUT_VALUE, key, record))
+                        assert rest == b""
+                        assert fields(answer)[2] == [key]
+                        assert fields(fields(answer)[3][0]) == fields(record)
+                        [found] = await leaf.find_records(key)
+                        assert (found.value, found.publisher) == (value, identity.peer_id)
+                        answer, _ = await rust.ask(KAD, ask(GET_VALUE, key))
+                        got = fields(fields(answer)[3][0])
+                        assert (got[1], got[2], got[666]) == ([key], [value], [identity.peer_id.raw])
+                        assert 3590 <= got[777][0] <= 3600
+                        assert told(answer)  # closer peers as well
+                stream = await rust.open(KAD)
+                await stream.say(ask(ADD_PROVIDER, b"mnist"))
+                await stream.half_close()
+                assert await stream.read_all() == b""  # not answered
+
+    run(main)
+
+
+def test_several_questions_on_a_stream_that_stays_open(authority: Any) -> None:
+    async def main() -> None:
+        async with (
+            gateway_and_leaf(authority) as (gateway, leaf),
+            speak(await dial(gateway.addresses[0]), authority.identity("rust", "worker")) as rust,
+        ):
+            stream = await rust.open(KAD)
+            for kind in (FIND_NODE, GET_VALUE, GET_PROVIDERS):
+                await stream.say(ask(kind, b"key"))
+                assert leaf.peer_id.raw in told(await stream.message())
+            await stream.reset()
+            answer, _ = await rust.ask(KAD, ask(FIND_NODE, b"key"))
+            assert told(answer)
+
+    run(main)
+
+
+async def _publish_again_and_again(node: Libp2pEndpoint) -> None:
+    while True:
+        await node.publish("t", b"x")
+        await anyio.sleep(0.2)
+
+
+def test_addresses_are_kept_longer_than_two_hours(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """py-libp2p forgets them after 7,200 s; and gossip, which brings addresses too, must not shorten that again."""
+
+    async def main() -> None:
+        async with gateway_and_leaf(authority) as (gateway, leaf), gateway.subscribe("t") as heard, leaf.subscribe("t"):
+            await until(lambda: gateway.peer_id in leaf.topic_peers("t"))
+            with anyio.move_on_after(20) as waiting:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_publish_again_and_again, leaf)  # what is said before the mesh stands is lost
+                    await anext(heard)
+                    tasks.cancel_scope.cancel()
+            assert not waiting.cancelled_caught
+            now = time.time
+            monkeypatch.setattr(time, "time", lambda: now() + 3 * 3600)
+            async with speak(await dial(gateway.addresses[0]), authority.identity("rust", "worker")) as rust:
+                answer, _ = await rust.ask(KAD, ask(FIND_NODE, b"key"))
+            assert told(answer)[leaf.peer_id.raw]
+            assert gateway.connected_peers()[leaf.peer_id].addresses
+
+    run(main)
+
+
+# ---------------------------------------------------------------------------------------------------------- the relay
+
+
+def connect_to(peer: PeerId) -> bytes:
+    return field(1, 1) + field(2, field(1, peer.raw))
+
+
+def test_a_place_at_the_relay_has_addresses_and_lasts_as_long_as_the_connection(authority: Any) -> None:
+    async def main() -> None:
+        async with gateway_and_leaf(authority) as (gateway, leaf):
+            identity = authority.identity("rust", "worker")
+            async with speak(await dial(gateway.addresses[0]), identity) as rust:
+                for _ in range(5):  # renewals
+                    began = trio.current_time()
+                    answer, rest = await rust.ask(HOP, field(1, 0) + field(2, field(1, leaf.peer_id.raw)))
+                    assert trio.current_time() - began < 5
+                    assert rest == b""  # no stray message after it
+                    got = fields(answer)
+                    assert (got[1], got[5]) == ([2], [100])
+                    reservation = fields(got[3][0])
+                    assert multiaddr(gateway.addresses[0]) in reservation[2]
+                    assert reservation[1][0] > time.time() + 1800
+                    assert 4 not in got  # no limit
+                assert gateway._hop is not None
+                assert gateway._hop.has_reservation(identity.peer_id)
+                await rust.drop()
+            await until(lambda: not gateway._hop.has_reservation(identity.peer_id))  # type: ignore[union-attr]
+            async with speak(await dial(gateway.addresses[0]), identity) as rust:
+                assert not gateway._hop.has_reservation(identity.peer_id)
+                answer, rest = await rust.ask(HOP, connect_to(identity.peer_id))
+                assert (fields(answer)[5], rest) == ([204], b"")
+
+    run(main)
+
+
+def test_a_node_that_only_a_circuit_leads_to_is_reached_and_reaches_others(authority: Any) -> None:
+    async def main() -> None:
+        async with gateway_and_leaf(authority) as (gateway, leaf):
+            identity = authority.identity("rust", "worker")
+            circuits = [multiaddr(f"{gateway.addresses[0]}/p2p-circuit")]
+            sources: list[bytes] = []
+
+            async def echo(stream: Stream) -> None:
+                await stream.send_all(await stream.read_all())
+                await stream.half_close()
+
+            async def stop(stream: Stream) -> None:
+                request = fields(await stream.message())
+                assert request.get(1, [0]) == [0]
+                sources.append(fields(request[2][0])[1][0])
+                await stream.say(field(1, 1) + field(4, 100))
+                async with speak(stream, identity, opened=False, handlers={ECHO: echo}) as inner:
+                    await inner.closed.wait()
+
+            about = {"addresses": circuits, "handlers": {STOP: stop}}
+            async with speak(await dial(gateway.addresses[0]), identity, **about) as rust:
+                answer, _ = await rust.ask(HOP, field(1, 0))
+                assert fields(answer)[5] == [100]
+                stream = await leaf.open_stream(identity.peer_id, [ECHO])
+                await stream.send_all(b"end to end")
+                await stream.send_eof()
+                assert await stream.receive_some() == b"end to end"
+                assert await stream.receive_some() == b""
+                assert sources == [leaf.peer_id.raw]
+                await leaf.disconnect(identity.peer_id)
+
+    run(main)
+
+
+def test_a_rust_node_s_own_circuit_reaches_a_node_of_ours(authority: Any) -> None:
+    async def main() -> None:
+        async with gateway_and_leaf(authority) as (gateway, leaf):
+
+            async def greet(stream: Any) -> None:
+                await stream.send_all(b"hello " + str(stream.peer).encode())
+
+            leaf.handle(ECHO, greet)
+            identity = authority.identity("rust", "worker")
+            async with speak(await dial(gateway.addresses[0]), identity) as rust:
+                circuit = await rust.open(HOP)
+                await circuit.say(connect_to(leaf.peer_id))
+                answer = fields(await circuit.message())
+                assert (answer[1], answer[5]) == ([2], [100])
+                async with speak(circuit, identity) as inner:
+                    stream = await inner.open(ECHO)
+                    await stream.half_close()
+                    assert await stream.read_all() == b"hello " + str(identity.peer_id).encode()
+
+    run(main)
+
+
+# ------------------------------------------------------------------------------------------- slices, idle connections
+
+
+async def old_data_node(stream: Stream, sent: bytes, cut: bool) -> None:
+    """Give the slice, and drop the stream after the last byte: FIN for who has half-closed, a reset for who has not."""
+    size = int.from_bytes(await stream.exactly(8), "little")
+    assert b'"index"' in await stream.exactly(size)
+    await stream.send_all(sent)
+    with trio.move_on_after(1):
+        await stream.read_all()
+    if stream.ended and not cut:
+        await stream.half_close()
+    else:
+        await stream.reset()
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "reset within"])
+def test_a_slice_of_an_old_data_node_is_whole_at_its_end_and_cut_at_a_reset(
+    authority: Any, tmp_path: Path, cut: bool
+) -> None:
+    sent = bytes(range(256)) * 300
+
+    async def main() -> None:
+        async with gateway_and_leaf(authority) as (_, leaf):
+
+            async def pull(stream: Stream) -> None:
+                await old_data_node(stream, sent, cut)
+
+            identity = authority.identity("rust", "data")
+            async with speak(await dial(leaf.addresses[0]), identity, handlers={PULL: pull}) as rust:
+                await until(lambda: identity.peer_id in leaf.connected_peers())
+                request = PullRequest(dataset="mnist", index=0)
+                if cut:
+                    with pytest.raises(TransferError):
+                        await transfer.pull(leaf, identity.peer_id, request, tmp_path / "slice")
+                    assert not (tmp_path / "slice").exists()
+                else:
+                    await transfer.pull(leaf, identity.peer_id, request, tmp_path / "slice")
+                    assert (tmp_path / "slice").read_bytes() == sent
+                assert PULL in rust.negotiated
+                assert any(protocol.startswith(f"{PULL}/") for protocol in rust.negotiated)  # ours was offered first
+
+    run(main)
+
+
+def test_a_node_that_drops_idle_connections_is_dialled_again(authority: Any) -> None:
+    async def main() -> None:
+        async with gateway_and_leaf(authority) as (gateway, leaf):
+            identity = authority.identity("rust", "worker")
+            dialled: list[ScriptedPeer] = []
+
+            async def greet(stream: Stream) -> None:
+                await stream.send_all(b"hello")
+                await stream.half_close()
+
+            async def accept(transport: trio.SocketStream) -> None:
+                async with speak(transport, identity, opened=False, handlers={ECHO: greet}) as peer:
+                    dialled.append(peer)
+                    await peer.closed.wait()
+
+            async with trio.open_nursery() as tasks:
+                [listener] = await tasks.start(partial(trio.serve_tcp, accept, 0, host="127.0.0.1"))
+                port = listener.socket.getsockname()[1]
+                own = multiaddr(f"/ip4/127.0.0.1/tcp/{port}")
+                async with speak(await dial(gateway.addresses[0]), identity, addresses=[own]):
+                    for count in (1, 2):
+                        stream = await leaf.open_stream(identity.peer_id, [ECHO])
+                        assert await stream.receive_some() == b"hello"
+                        await stream.aclose()
+                        assert len(dialled) == count
+                        await dialled[-1].drop()
+                        await until(lambda: identity.peer_id not in leaf.connected_peers())
+                tasks.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_a_gateway_in_no_topic_of_ours_is_gone_around(authority: Any) -> None:
+    """A Rust gateway forwards no gossip: it only tells who else is there, and its neighbours are dialled."""
+
+    async def main() -> None:
+        identity = authority.identity("rust", "gateway")
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,))
+        async with open_endpoint(authority.identity("far", "worker"), settings) as far, far.subscribe("t") as heard:
+            known = field(8, field(1, far.peer_id.raw) + field(2, multiaddr(far.addresses[0].partition("/p2p/")[0])))
+
+            async def find(stream: Stream) -> None:
+                while True:
+                    kind = fields(await stream.message())[1][0]
+                    await stream.say(field(1, kind) + known)
+
+            async def accept(transport: trio.SocketStream) -> None:
+                async with speak(transport, identity, opened=False, handlers={KAD: find}) as peer:
+                    await peer.closed.wait()
+
+            async with trio.open_nursery() as tasks:
+                [listener] = await tasks.start(partial(trio.serve_tcp, accept, 0, host="127.0.0.1"))
+                address = f"/ip4/127.0.0.1/tcp/{listener.socket.getsockname()[1]}"
+                leaf_settings = EndpointSettings(gateway_addresses=(address,))
+                async with (
+                    open_endpoint(authority.identity("near", "worker"), leaf_settings) as near,
+                    near.subscribe("t"),
+                ):
+                    await until(lambda: far.peer_id in near.topic_peers("t"), 20)
+                    while True:  # what is published before the mesh stands is lost
+                        await near.publish("t", b"around")
+                        with anyio.move_on_after(0.5):
+                            assert (await anext(heard)).data == b"around"
+                            break
+                tasks.cancel_scope.cancel()
+
+    run(main)
+
+
+# ------------------------------------------------------------------------------------------------- a gateway that stops
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("seconds", [20, 45])
+def test_a_gateway_that_was_stopped_has_lost_nobody_who_stayed(authority: Any, tmp_path: Path, seconds: int) -> None:
+    async def main() -> None:
+        async with crew(tmp_path / "nodes.log") as start:
+            listening = {"listen_addresses": [LOOPBACK], "role": "gateway"}
+            gateway = await start([authority.files("gateway", "gateway")], listening)
+            [[address]] = (await gateway.opened())["addresses"]
+            leaf = await start([authority.files("leaf", "worker")], {"gateway_addresses": [address]})
+            await leaf.opened()
+            await until(lambda: bool(leaf.of("state", topic=1)), 20)
+            async with speak(await dial(address), authority.identity("rust", "worker")) as rust:
+                await rust.ask(KAD, ask(FIND_NODE, b"key"))
+                before = len(leaf.of("state"))
+                gateway.stop()
+                await anyio.sleep(seconds)
+                gateway.go_on()
+                back = await until(lambda: leaf.of("state")[-1]["topic"] == 1, 25)
+                if seconds == 20:
+                    await anyio.sleep(3)
+                    assert len(leaf.of("state")) == before  # it never lost its gateway
+                else:
+                    assert any(state["peers"] == 0 for state in leaf.of("state")[before:])
+                    print(f"\nback {back:.1f} s after the gateway went on")
+                await anyio.sleep(3)  # a muxer that had counted through the stop would give the peer up now
+                assert not rust.closed.is_set()
+                answer, _ = await rust.ask(KAD, ask(FIND_NODE, b"key"))
+                assert told(answer)
+
+    run(main, 140)
+
+
+def test_the_script_writes_what_the_formats_say() -> None:
+    assert varint(300) == b"\xac\x02"
+    assert field(666, b"ab") == b"\xd2\x29\x02ab"
+    assert fields(field(777, 3600) + field(2, b"x")) == {777: [3600], 2: [b"x"]}
+    assert line("/tls/1.0.0") == b"\x0b/tls/1.0.0\n"
+    assert IDENTIFY == "/ipfs/id/1.0.0"

@@ -1,0 +1,108 @@
+"""Certificates that OpenSSL reads and `cryptography` does not: their owners are refused, and nobody else notices."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization as ser
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509.oid import NameOID, ObjectIdentifier
+from support.waiting import run, until
+from support.wire_peer import expect, line
+
+from hypha_net import EndpointSettings, open_endpoint
+from hypha_net.errors import IdentityError
+from hypha_net.events import PeerRejected
+from hypha_net.identity import load_identity, read_certificate
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+HELLO = line("/multistream/1.0.0")
+TLS = line("/tls/1.0.0")
+DAY = dt.timedelta(days=1)
+
+ODD = {
+    "an extension twice": (b"\x06\x03\x55\x1d\x63", b"\x06\x03\x55\x1d\x11"),
+    "a name of a kind that nobody uses": (b"\x82\x04odd.", b"\xa3\x04odd."),
+    "a version that there is not": (b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x05"),
+}
+"""What stands in a certificate of the usual kind, and what in its place makes it odd."""
+
+
+def odd_certificate(name: str, key: Ed25519PrivateKey) -> bytes:
+    """A certificate (DER) that its owner has made for itself."""
+    subject, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "odd")]), dt.datetime.now(dt.UTC)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(subject).public_key(key.public_key())
+    builder = builder.serial_number(4711).not_valid_before(now - DAY).not_valid_after(now + DAY)
+    builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName("odd.")]), critical=False)
+    unknown = x509.UnrecognizedExtension(ObjectIdentifier("2.5.29.99"), b"\x04\x00")
+    usual = builder.add_extension(unknown, critical=False).sign(key, None).public_bytes(ser.Encoding.DER)
+    old, new = ODD[name]
+    assert old in usual
+    return usual.replace(old, new, 1)
+
+
+def stranger_s(name: str, folder: Path) -> ssl.SSLContext:
+    """TLS of a dialler that shows an odd certificate."""
+    key = Ed25519PrivateKey.generate()
+    path = folder / "odd.pem"
+    keys = key.private_bytes(ser.Encoding.PEM, ser.PrivateFormat.PKCS8, ser.NoEncryption())
+    path.write_bytes(ssl.DER_cert_to_PEM_cert(odd_certificate(name, key)).encode() + keys)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.load_cert_chain(path)
+    return context
+
+
+@pytest.mark.parametrize("name", ["a name of a kind that nobody uses"])  # the others Python's own TLS does not show
+def test_an_odd_certificate_is_refused_and_the_node_goes_on(authority: Any, caplog: Any, name: str) -> None:
+    async def main() -> None:
+        settings = EndpointSettings((LOOPBACK,), role="gateway")
+        async with open_endpoint(authority.identity("gateway"), settings) as node:
+            raw = await trio.open_tcp_stream("127.0.0.1", int(node.addresses[0].split("/")[4]))
+            await raw.send_all(HELLO + TLS)
+            await expect(raw, HELLO + TLS)
+            stranger = trio.SSLStream(raw, stranger_s(name, authority.folder), https_compatible=True)
+            with node.events.follow(PeerRejected) as events:
+                with pytest.raises(trio.BrokenResourceError):
+                    await stranger.do_handshake()
+                    await stranger.receive_some(1)
+                refused = await anext(events)
+            assert isinstance(refused, PeerRejected)
+            assert refused.reason == "untrusted"
+            async with open_endpoint(authority.identity("good"), EndpointSettings()) as good:
+                assert await good.connect(node.addresses[0]) == node.peer_id
+                await until(lambda: good.peer_id in node.connected_peers())
+
+    with caplog.at_level(logging.WARNING):
+        run(main)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_reading_an_odd_certificate_says_what_it_is(name: str) -> None:
+    with pytest.raises(IdentityError, match="the peer's certificate cannot be read: "):
+        read_certificate(odd_certificate(name, Ed25519PrivateKey.generate()), "the peer's certificate")
+
+
+def test_a_certificate_of_an_unknown_kind_of_key_is_an_identity_error() -> None:
+    key = Ed25519PrivateKey.generate()
+    der = odd_certificate("an extension twice", key)
+    at = der.index(key.public_key().public_bytes_raw())
+    unknown = der[: at - 6] + b"\x2b\x65\x79" + der[at - 3 :]  # 1.3.101.121 where 1.3.101.112 stands
+    with pytest.raises(IdentityError, match="cannot be read: Unknown key type"):
+        read_certificate(unknown, "it")
+
+
+def test_an_odd_certificate_in_a_bundle_is_an_identity_error_with_its_file(authority: Any) -> None:
+    cert, key, trust = authority.files("node")
+    odd = odd_certificate("a version that there is not", Ed25519PrivateKey.generate())
+    trust.write_bytes(trust.read_bytes() + ssl.DER_cert_to_PEM_cert(odd).encode())
+    with pytest.raises(IdentityError, match=f"trust_pem {trust} holds no PEM certificate: .* not a valid X509 version"):
+        load_identity(cert, key, trust)

@@ -1,0 +1,193 @@
+"""Five hundred nodes for a simulated hour: faults, churn and partitions, the same way every time."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.abc
+import pytest
+
+from hypha_net import dataset_directory, pubsub, rpc
+from hypha_net.errors import NetError, UnreachableError
+from hypha_net.testing import Faults, MemoryEndpoint, MemoryNetwork, simulate
+from hypha_proto.datasets import DatasetRecord
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLease
+from hypha_proto.offers import OFFER, WORKER_REQUESTS, OfferReceived, WorkerOffer, WorkerRequest, WorkerSpec
+from hypha_proto.resources import Resources, Timestamp
+
+HOUR = 3600.0
+ROUGH = Faults(delay=0.02, jitter=0.2, gossip_loss=0.02, break_rate=0.001, refuse_rate=0.01)
+
+
+@dataclass
+class World:
+    """A market: schedulers publish what they need, some workers offer, and schedulers renew what they took."""
+
+    seed: int
+    workers: int
+    schedulers: int
+    datasets: int
+    network: MemoryNetwork = field(init=False)
+    counts: Counter[str] = field(default_factory=Counter)
+    _history: hashlib._Hash = field(default_factory=hashlib.blake2b)
+
+    def __post_init__(self) -> None:
+        self.network = MemoryNetwork(self.seed, ROUGH)
+
+    def note(self, what: str, who: PeerId, about: object = "") -> None:
+        """Make something part of the history."""
+        self.counts[what] += 1
+        self._history.update(f"{anyio.current_time():.6f} {what} {who} {about}\n".encode())
+
+    @property
+    def history(self) -> str:
+        return self._history.hexdigest()
+
+    async def run(self, seconds: float) -> None:
+        """Let the world live."""
+        async with anyio.create_task_group() as tasks:
+            for kind, count, life in (
+                ("data", self.datasets, self.data_node),
+                ("worker", self.workers, self.worker),
+                ("scheduler", self.schedulers, self.scheduler),
+            ):
+                for index in range(count):
+                    tasks.start_soon(self._again_and_again, kind, index, life)
+            tasks.start_soon(self._divide_for_a_while)
+            await anyio.sleep(seconds)
+            tasks.cancel_scope.cancel()
+
+    async def _again_and_again(
+        self, kind: str, index: int, life: Callable[[MemoryEndpoint, random.Random], Awaitable[None]]
+    ) -> None:
+        """A node that fails from time to time, and comes back as it was."""
+        chance = random.Random(f"{self.seed}/{kind}/{index}")
+        await anyio.sleep(chance.random())
+        while True:
+            with anyio.move_on_after(chance.expovariate(1 / HOUR)):
+                async with self.network.endpoint(f"{kind}-{index}") as node:
+                    self.note("begin", node.peer_id)
+                    await life(node, chance)
+            await anyio.sleep(chance.uniform(5, 60))
+
+    async def _divide_for_a_while(self) -> None:
+        await anyio.sleep(600)
+        nodes = self.network.nodes()
+        self.network.divide([node.peer_id for node in nodes[::2]], [node.peer_id for node in nodes[1::2]])
+        await anyio.sleep(300)
+        self.network.divide()
+
+    async def data_node(self, node: MemoryEndpoint, chance: random.Random) -> None:
+        await dataset_directory.announce_dataset(node, f"set-{chance.randrange(3)}", DatasetRecord(num_slices=4))
+        await anyio.sleep_forever()
+
+    async def worker(self, node: MemoryEndpoint, chance: random.Random) -> None:
+        held: set[uuid.UUID] = set()
+
+        async def renew(_peer: PeerId, request: RenewLease) -> LeaseRenewal:
+            return RenewalFailed()
+
+        rpc.serve(node, RENEW_LEASE, renew)
+        async with pubsub.subscribe(node, WORKER_REQUESTS) as heard:
+            async for source, request in heard:
+                self.note("heard", node.peer_id, request.id)
+                if request.id in held or chance.random() > 0.04:
+                    continue
+                held.add(request.id)
+                offer = WorkerOffer(
+                    id=uuid.UUID(int=chance.getrandbits(128)),
+                    request_id=request.id,
+                    price=1.0,
+                    resources=Resources(cpu=1.0),
+                    timeout=Timestamp.of(0),
+                )
+                try:
+                    await rpc.call(node, source, OFFER, offer)
+                except NetError as error:
+                    self.note("offer lost", node.peer_id, type(error).__name__)
+
+    async def scheduler(self, node: MemoryEndpoint, chance: random.Random) -> None:
+        taken: list[tuple[PeerId, uuid.UUID]] = []
+
+        async def take(peer: PeerId, offer: WorkerOffer) -> OfferReceived:
+            self.note("offer", node.peer_id, f"{peer} {offer.id}")
+            taken.append((peer, offer.id))
+            return OfferReceived()
+
+        rpc.serve(node, OFFER, take)
+        while True:
+            spec = WorkerSpec(resources=Resources(cpu=1.0), executor=[])
+            request = WorkerRequest(
+                id=uuid.UUID(int=chance.getrandbits(128)), spec=spec, timeout=Timestamp.of(0), bid=1.0
+            )
+            await pubsub.publish(node, WORKER_REQUESTS, request)
+            self.note("published", node.peer_id, request.id)
+            found = await dataset_directory.find_dataset(node, f"set-{chance.randrange(3)}")
+            self.note("looked up", node.peer_id, len(found))
+            for _ in range(4):
+                await anyio.sleep(chance.uniform(25, 35))
+                for worker, lease in taken[-4:]:
+                    await self._renew(node, worker, lease)
+
+    async def _renew(self, node: MemoryEndpoint, worker: PeerId, lease: uuid.UUID) -> None:
+        try:
+            await rpc.call(node, worker, RENEW_LEASE, RenewLease(id=lease))
+            self.note("renewed", node.peer_id, lease)
+        except UnreachableError:
+            self.note("gone", node.peer_id, lease)
+        except NetError as error:
+            self.note("broke off", node.peer_id, type(error).__name__)
+
+
+def play(world: World, seconds: float) -> World:
+    async def main() -> World:
+        await world.run(seconds)
+        return world
+
+    return simulate(main, seed=world.seed)
+
+
+def test_the_same_seed_is_the_same_history_and_another_is_another() -> None:
+    one, two, other = (play(World(seed, 30, 3, 2), 900) for seed in (4, 4, 5))
+    assert one.counts == two.counts
+    assert one.history == two.history
+    assert one.history != other.history
+
+
+def test_gossip_that_is_late_on_a_busy_machine_arrives_at_once() -> None:
+    async def main() -> None:
+        network = MemoryNetwork(seed=1, faults=Faults(delay=0.01))
+        async with network.endpoint("a") as a, network.endpoint("b") as b, network.endpoint("c") as c:
+            network.degrade(a.peer_id, c.peer_id, Faults(delay=0.03))
+            async with b.subscribe("t") as at_b, c.subscribe("t") as at_c:
+                await a.publish("t", b"said")
+                await anyio.sleep(0.005)
+                time.sleep(0.1)  # noqa: ASYNC251 - the machine is busy while both are under way
+                with anyio.fail_after(15):
+                    assert (await anext(at_b)).data == (await anext(at_c)).data == b"said"
+
+    anyio.run(main, backend="trio")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_five_hundred_nodes_live_an_hour_in_less_than_a_minute() -> None:
+    began = time.monotonic()
+    world = play(World(1, 460, 20, 20), HOUR)
+    took = time.monotonic() - began
+    counts = world.counts
+    assert counts["published"] > 400
+    # less than everybody: a part is lost, a part was cut off or away
+    assert 0.9 < counts["heard"] / (counts["published"] * 460) < 0.99
+    for kind in ("offer", "renewed", "gone", "broke off", "offer lost"):
+        assert counts[kind] > 0, counts
+    assert took < 5 * 60, took
+    print(f"{sum(counts.values())} events in {took:.0f} s: {dict(counts)}")

@@ -1,0 +1,527 @@
+"""Transfers that are cut, resumed, refused for want of room, limited, and followed, over the network in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hypha_net import transfer
+from hypha_net.bandwidth import BURST, Bucket
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import StreamResetError
+from hypha_net.events import Event, Transferred
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_net.transfer import retry
+from hypha_net.transfer.framing import AT_ONCE, receive_message, send_message
+from hypha_net.transfer.io import partial_file
+from hypha_proto.codec import to_cbor
+from hypha_proto.ids import PeerId
+from hypha_proto.protocols import PULL_WITH_HEADER, PUSH_WITH_HEADER
+from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
+
+Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
+Case = Callable[[MemoryNetwork, MemoryEndpoint, MemoryEndpoint], Awaitable[None]]
+
+SIZE = 12 << 20
+CUT_AT = 5 << 20
+REQUEST = PullRequest(dataset="d", index=2)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "PAUSES", (0.05, 0.05, 0.05))
+
+
+def run(case: Case) -> None:
+    async def main() -> None:
+        network = MemoryNetwork(seed=3)
+        with anyio.fail_after(30):
+            async with network.endpoint("a") as a, network.endpoint("b") as b:
+                await case(network, a, b)
+
+    anyio.run(main, backend="trio")
+
+
+def content(path: Path, seed: int = 0, size: int = SIZE) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(random.Random(seed).randbytes(size))
+    return path
+
+
+async def cut_once(network: MemoryNetwork, receiver: MemoryEndpoint, sender: MemoryEndpoint) -> None:
+    """Break every stream as soon as `CUT_AT` bytes of a file have come; the link is back at once."""
+    before = sender.traffic.sent
+    while sender.traffic.sent - before < CUT_AT:
+        await anyio.sleep(0.001)
+    network.partition(receiver.peer_id, sender.peer_id)
+    network.heal(receiver.peer_id, sender.peer_id)
+
+
+async def header_of(path: Path) -> PushHeader:
+    size, digest = await transfer.describe(path)
+    return PushHeader(job_id=uuid.UUID(int=1), round=1, kind=PSEUDO_GRADIENT, name=path.name, size=size, digest=digest)
+
+
+def serve_file(node: Endpoint, path: Path) -> list[int]:
+    """Serve one file; the offsets that were asked for."""
+    offsets: list[int] = []
+
+    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource:
+        offsets.append(request.offset)
+        return transfer.PullSource(path)
+
+    transfer.serve_pulls(node, resolve)
+    return offsets
+
+
+def take_into(node: MemoryEndpoint, folder: Path) -> list[Path]:
+    """Let pushes land in a folder, each under a name of its own; the names so far."""
+    folder.mkdir(exist_ok=True)
+    landed: list[Path] = []
+    count = 0
+
+    async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.FilePushTarget:
+        nonlocal count
+        count += 1
+        path = folder / f"{count}"
+
+        async def arrived(_size: int, _digest: str) -> None:
+            landed.append(path)
+
+        return transfer.FilePushTarget(path, 1 << 30, arrived)
+
+    transfer.serve_pushes(node, accept)
+    return landed
+
+
+# ------------------------------------------------------------------------------------------------------------- resuming
+
+
+def test_a_push_that_is_cut_goes_on_where_it_was(tmp_path: Path) -> None:
+    source = content(tmp_path / "source")
+
+    async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        landed = take_into(b, tmp_path / "landing")
+        header = await header_of(source)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cut_once, network, b, a)
+            sent = await transfer.push(a, b.peer_id, source, header)
+        assert landed[0].read_bytes() == source.read_bytes()
+        assert list((tmp_path / "landing").iterdir()) == landed
+        assert SIZE <= sent < SIZE + CUT_AT
+        assert a.traffic.sent < SIZE + CUT_AT
+
+    run(case)
+
+
+def test_over_either_network_a_closed_connection_is_a_pause(opener: Opener, tmp_path: Path) -> None:
+    source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
+    target.parent.mkdir()
+
+    async def main() -> None:
+        with anyio.fail_after(60):
+            async with opener(3) as (_, a, b):
+                offsets = serve_file(b, source)
+                transfer.limit_bandwidth(
+                    a, transfer.BandwidthLimits(download=16 << 20)
+                )  # slow enough to be cut half way
+                async with anyio.create_task_group() as tasks:
+
+                    async def cut() -> None:
+                        with a.events.follow(Transferred) as events:
+                            async for event in events:
+                                assert isinstance(event, Transferred)
+                                if event.done > CUT_AT:
+                                    break
+                        await b.disconnect(a.peer_id)
+
+                    tasks.start_soon(cut)
+                    await transfer.pull(a, b.peer_id, REQUEST, target)
+                assert offsets[0] == 0
+                assert offsets[-1] >= partial_file.KEEP_FROM
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+        anyio.run(main, backend="trio")
+    assert target.read_bytes() == source.read_bytes()
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_pull_that_is_cut_goes_on_where_it_was(tmp_path: Path) -> None:
+    source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
+    target.parent.mkdir()
+
+    async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        offsets = serve_file(b, source)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cut_once, network, a, b)
+            pulled = await transfer.pull(a, b.peer_id, REQUEST, target)
+        assert pulled == transfer.PullResult(*await transfer.describe(source))
+        assert target.read_bytes() == source.read_bytes()
+        assert list(target.parent.iterdir()) == [target]
+        assert offsets[0] == 0
+        assert partial_file.KEEP_FROM <= offsets[1] <= CUT_AT + (1 << 20)
+
+    run(case)
+
+
+async def _pull_broken(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint, target: Path) -> None:
+    """A pull that is cut and not taken up again."""
+    target.parent.mkdir(exist_ok=True)
+    pauses, retry.PAUSES = retry.PAUSES, ()  # type: ignore[misc]
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cut_once, network, a, b)
+            with pytest.raises(transfer.TransferError, match="broke off"):
+                await transfer.pull(a, b.peer_id, REQUEST, target)
+    finally:
+        retry.PAUSES = pauses  # type: ignore[misc]
+
+
+def test_what_a_failed_pull_left_counts_for_the_next_whatever_its_name(tmp_path: Path) -> None:
+    source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
+
+    async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        offsets = serve_file(b, source)
+        await _pull_broken(network, a, b, target)
+        other = target.with_name("other")
+        _, digest = await transfer.describe(source)
+        await transfer.pull(a, b.peer_id, REQUEST, other, digest=digest)
+        assert other.read_bytes() == source.read_bytes()
+        assert list(target.parent.iterdir()) == [other]
+        assert offsets[1] >= partial_file.KEEP_FROM
+
+    run(case)
+
+
+@pytest.mark.parametrize("shorter", [True, False])
+def test_a_file_that_changed_at_the_other_end_begins_anew(tmp_path: Path, shorter: bool) -> None:
+    source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
+
+    async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        offsets = serve_file(b, source)
+        async with anyio.create_task_group() as tasks:
+
+            async def change() -> None:
+                await cut_once(network, a, b)
+                content(source, 1, 1000 if shorter else SIZE)
+
+            tasks.start_soon(change)
+            await transfer.pull(a, b.peer_id, REQUEST, target)
+        assert target.read_bytes() == source.read_bytes()
+        assert offsets[0] == offsets[-1] == 0
+        assert offsets[1] > 0
+
+    target.parent.mkdir()
+    run(case)
+
+
+def test_what_was_left_and_then_spoilt_is_not_gone_on_from_twice(tmp_path: Path) -> None:
+    source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
+
+    async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        offsets = serve_file(b, source)
+        await _pull_broken(network, a, b, target)
+        [left] = target.parent.iterdir()
+        with left.open("r+b") as file:
+            file.write(b"spoilt")
+        await transfer.pull(a, b.peer_id, REQUEST, target)
+        assert target.read_bytes() == source.read_bytes()
+        assert list(target.parent.iterdir()) == [target]
+        assert offsets[-1] == 0
+
+    run(case)
+
+
+def test_a_push_begun_again_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
+    source = content(tmp_path / "source")
+
+    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        landed = take_into(b, tmp_path / "landing")
+        header = await header_of(source)
+        stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
+        await send_message(stream, to_cbor(PushHeader, header))
+        await receive_message(stream)
+        await stream.send_all(source.read_bytes()[:CUT_AT])  # and no more, although the connection lives
+        while partial_file.left_behind(tmp_path / "landing" / "1", header.digest) < CUT_AT - (1 << 20):
+            await anyio.sleep(0.01)
+        sent = await transfer.push(a, b.peer_id, source, header)
+        assert landed[0].read_bytes() == source.read_bytes()
+        assert sent < SIZE
+        with pytest.raises(StreamResetError):
+            await stream.receive_some()
+
+    run(case)
+
+
+def test_a_peer_s_pushes_into_one_slot_make_room_for_one(tmp_path: Path) -> None:
+    """Whoever announces large files and sends nothing of them fills no disk."""
+    folder = tmp_path / "landing"
+    folder.mkdir()
+
+    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        async def accept(_peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget:
+            async def arrived(_size: int, _digest: str) -> None:
+                pass
+
+            assert header is not None
+            return transfer.FilePushTarget(folder / header.digest[-4:], 64 << 20, arrived, slot="updates")
+
+        transfer.serve_pushes(b, accept)
+        source = content(tmp_path / "source")
+        header = await header_of(source)
+        for number in range(20):
+            stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
+            announced = msgspec.structs.replace(header, size=8 << 20, digest=f"blake3:{number:064x}")
+            await send_message(stream, to_cbor(PushHeader, announced))
+            await receive_message(stream)
+        assert sum(path.stat().st_blocks * 512 for path in folder.iterdir()) < 10 << 20
+        await transfer.push(a, b.peer_id, source, header)
+        assert (folder / header.digest[-4:]).read_bytes() == source.read_bytes()
+
+    run(case)
+
+
+def test_two_pulls_of_the_same_content_do_not_disturb_each_other(tmp_path: Path) -> None:
+    source, folder = content(tmp_path / "source"), tmp_path / "landing"
+    folder.mkdir()
+
+    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        serve_file(b, source)
+        async with anyio.create_task_group() as tasks:
+            for name in ("one", "two", "three"):
+                tasks.start_soon(transfer.pull, a, b.peer_id, REQUEST, folder / name)
+        assert sorted(p.name for p in folder.iterdir()) == ["one", "three", "two"]
+        assert all(p.read_bytes() == source.read_bytes() for p in folder.iterdir())
+
+    run(case)
+
+
+# ----------------------------------------------------------------------------------------------------- incomplete files
+
+
+def _left(folder: Path, digest: str, received: int = 2 << 20) -> Path:
+    file = partial_file.open_arriving(folder / "target", 3 << 20, digest)
+    file.store(memoryview(bytes(received)))
+    file.leave()
+    return file.path
+
+
+def test_incomplete_files_are_bounded_in_number_and_age(tmp_path: Path) -> None:
+    old = _left(tmp_path, "blake3:" + "f" * 64)
+    os.utime(old, (time.time() - partial_file.MAX_AGE - 60,) * 2)
+    kept = []
+    for number in range(partial_file.MAX_KEPT + 3):
+        kept.append(_left(tmp_path, f"blake3:{number:064x}"))
+        os.utime(kept[-1], (time.time() - 1000 + number,) * 2)
+    written = partial_file.open_arriving(tmp_path / "target", 3 << 20, "blake3:" + "e" * 64)
+    os.utime(written.path, (1, 1))  # however old: it is being written
+    _left(tmp_path, "blake3:" + "d" * 64)
+    assert not old.exists()
+    assert written.path.exists()
+    assert len(list(tmp_path.iterdir())) <= partial_file.MAX_KEPT + 2
+    assert kept[-1].exists()
+    assert not kept[0].exists()
+
+
+def test_an_end_of_the_process_loses_nothing_that_was_stored(tmp_path: Path) -> None:
+    digest = "blake3:" + "a" * 64
+    file = partial_file.open_arriving(tmp_path / "target", 3 << 20, digest)
+    file.store(memoryview(bytes(2 << 20)))
+    file.file.close()  # as the end of a process does
+    assert partial_file.left_behind(tmp_path / "other", digest) == 2 << 20
+    assert partial_file.open_arriving(tmp_path / "other", 3 << 20, digest).received == 2 << 20
+
+
+def test_little_is_not_kept(tmp_path: Path) -> None:
+    _left(tmp_path, "blake3:" + "a" * 64, 1000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_incomplete_file_takes_no_more_room_than_what_is_there(tmp_path: Path) -> None:
+    file = partial_file.open_arriving(tmp_path / "target", 64 << 20, "blake3:" + "a" * 64)
+    file.store(memoryview(bytes(2 << 20)))
+    assert file.path.stat().st_blocks * 512 >= 64 << 20
+    file.leave()
+    assert file.path.stat().st_blocks * 512 < 4 << 20
+    again = partial_file.open_arriving(tmp_path / "target", 64 << 20, "blake3:" + "a" * 64)
+    assert again.received == 2 << 20
+    assert file.path.stat().st_blocks * 512 >= 64 << 20
+    again.drop()
+
+
+@pytest.mark.parametrize("fallocate", [True, False])
+def test_no_room_is_said_before_anything_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallocate: bool
+) -> None:
+    source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
+    target.parent.mkdir()
+
+    def full(_fd: int, _offset: int, _size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if fallocate:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    else:
+        monkeypatch.delattr(os, "posix_fallocate")
+        monkeypatch.setattr(partial_file.shutil, "disk_usage", lambda _folder: type("Usage", (), {"free": 1000})())
+
+    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        take_into(b, tmp_path / "pushed")
+        serve_file(b, source)
+        with pytest.raises(transfer.TransferRefusedError, match=r"no room for the file in .*pushed"):
+            await transfer.push(a, b.peer_id, source, await header_of(source))
+        assert a.traffic.sent < 10_000
+        with pytest.raises(transfer.TransferError, match=r"no room for the file in .*landing"):
+            await transfer.pull(a, b.peer_id, REQUEST, target)
+
+    run(case)
+    assert list(target.parent.iterdir()) == []
+    assert list((tmp_path / "pushed").iterdir()) == []
+
+
+def test_without_fallocate_a_file_is_sparse_until_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = content(tmp_path / "source")
+    monkeypatch.delattr(os, "posix_fallocate")
+
+    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        serve_file(b, source)
+        await transfer.pull(a, b.peer_id, REQUEST, tmp_path / "target")
+
+    run(case)
+    assert (tmp_path / "target").read_bytes() == source.read_bytes()
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+def _states(events: list[Event]) -> list[tuple[str, str]]:
+    return [(event.direction, event.state) for event in events if isinstance(event, Transferred)]
+
+
+def test_both_ends_tell_how_a_transfer_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+    source = content(tmp_path / "source")
+
+    async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        take_into(b, tmp_path / "landing")
+        with a.events.follow(Transferred) as at_a, b.events.follow(Transferred) as at_b:
+            await transfer.push(a, b.peer_id, source, await header_of(source))
+            await anyio.sleep(0.05)
+            sent, received = list(at_a._waiting), list(at_b._waiting)
+        for events, direction, peer in ((sent, "sent", b), (received, "received", a)):
+            states = _states(events)
+            assert states[0] == (direction, "begun")
+            assert states[-1] == (direction, "done")
+            assert set(states[1:-1]) == {(direction, "moving")}
+            last = events[-1]
+            assert isinstance(last, Transferred)
+            assert (last.peer, last.name, last.done, last.size) == (peer.peer_id, "source", SIZE, SIZE)
+
+    run(case)
+
+
+def test_a_transfer_that_fails_is_told_with_the_reason(tmp_path: Path) -> None:
+    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        async def resolve(_peer: PeerId, _request: PullRequest) -> Refusal:
+            return Refusal(reason="no such slice")
+
+        transfer.serve_pulls(b, resolve)
+        with a.events.follow(Transferred) as events:
+            with pytest.raises(transfer.TransferRefusedError):
+                await transfer.pull(a, b.peer_id, REQUEST, tmp_path / "target")
+            event = await anext(events)
+        assert isinstance(event, Transferred)
+        assert (event.state, event.name) == ("failed", "d/2")
+        assert "no such slice" in event.reason
+
+    run(case)
+
+
+# ---------------------------------------------------------------------------------------------------------------- rates
+
+
+@given(st.floats(1e3, 1e9), st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0, 2)), min_size=1, max_size=60))
+def test_a_bucket_never_lets_more_through_than_its_rate(rate: float, steps: list[tuple[int, float]]) -> None:
+    bucket, now, usable = Bucket(rate), 0.0, []
+    for amount, pause in steps:
+        now += pause
+        usable.append((now + bucket.take(amount, now), amount))
+    for index, (begin, _) in enumerate(usable):
+        passed = 0
+        for at, amount in usable[index + 1 :]:
+            passed += amount
+            assert passed <= rate * (BURST + at - begin) * (1 + 1e-9) + 1e-3
+
+
+@given(st.floats(1e3, 1e9), st.lists(st.integers(1, 1 << 20), min_size=1, max_size=60))
+def test_a_bucket_wastes_nothing_of_its_rate(rate: float, amounts: list[int]) -> None:
+    bucket, now = Bucket(rate), 0.0
+    for amount in amounts:
+        now += bucket.take(amount, now)
+    assert now <= sum(amounts) / rate * (1 + 1e-9) + 1e-6
+
+
+@given(st.integers(2, 8))
+def test_those_who_share_a_bucket_get_the_same(sharers: int) -> None:
+    bucket, clocks, moved = Bucket(1e6), [0.0] * sharers, [0] * sharers
+    for _ in range(50 * sharers):
+        who = min(range(sharers), key=lambda index: (clocks[index], moved[index]))  # ready first, then longest waiting
+        clocks[who] += bucket.take(4096, clocks[who])
+        moved[who] += 4096
+    assert max(moved) - min(moved) <= 4096
+
+
+def test_a_peer_that_asks_for_more_and_more_and_takes_nothing_costs_a_bounded_number_of_files(
+    opener: Opener, tmp_path: Path
+) -> None:
+    """Each would hold a thread, an open file and two blocks; whoever else asks is served meanwhile."""
+    source = content(tmp_path / "source")
+
+    async def main() -> None:
+        async with opener(3) as (giver, greedy, other):
+            offsets = serve_file(giver, source)
+            streams = []
+            for _ in range(3 * AT_ONCE):
+                stream = await greedy.open_stream(giver.peer_id, [PULL_WITH_HEADER])
+                await send_message(stream, to_cbor(PullRequest, REQUEST))
+                streams.append(stream)
+            await transfer.pull(other, giver.peer_id, REQUEST, tmp_path / "target")
+            assert len(offsets) == AT_ONCE + 1
+            for stream in streams:
+                await stream.reset()
+            await transfer.pull(greedy, giver.peer_id, REQUEST, tmp_path / "target")
+
+    async def bounded() -> None:
+        with anyio.fail_after(60):
+            await main()
+
+    anyio.run(bounded, backend="trio")
+
+
+@pytest.mark.parametrize("limit", ["upload", "peer_upload", "download", "peer_download"])
+def test_a_transfer_keeps_to_its_limit(tmp_path: Path, limit: str) -> None:
+    size, rate = 1 << 20, 2 << 20
+    source = content(tmp_path / "source", size=size)
+
+    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        landed = take_into(b, tmp_path / "landing")
+        transfer.limit_bandwidth(b if "download" in limit else a, transfer.BandwidthLimits(**{limit: rate}))
+        began = anyio.current_time()
+        await transfer.push(a, b.peer_id, source, await header_of(source))
+        assert anyio.current_time() - began >= size / rate - BURST - 0.05
+        assert landed[0].read_bytes() == source.read_bytes()
+
+    run(case)

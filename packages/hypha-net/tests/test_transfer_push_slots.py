@@ -1,0 +1,83 @@
+"""Who writes where: of several pushes to one place the last, also when an earlier one hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+from support.waiting import run
+
+from hypha_net.testing import simulate
+from hypha_net.transfer import push_slots
+from hypha_net.transfer.framing import TransferInterruptedError
+from hypha_net.transfer.push_slots import PushSlots
+from hypha_proto.ids import PeerId
+
+PLACE = (PeerId.from_public_key(bytes(32)), "slot")
+
+
+def test_the_last_push_takes_over_from_the_one_before_it_although_the_first_hangs(monkeypatch: Any) -> None:
+    monkeypatch.setattr(push_slots, "_TAKE_OVER", 0.05)
+    holders, ends = PushSlots(), {}
+
+    async def push(name: str, *, hangs: bool, task_status: anyio.abc.TaskStatus[None]) -> None:
+        try:
+            async with holders.holding(PLACE, name):
+                task_status.started()
+                with anyio.CancelScope(shield=hangs):
+                    await anyio.sleep(1)
+                await anyio.lowlevel.checkpoint()
+            ends[name] = "held on"
+        except TransferInterruptedError:
+            ends[name] = "gave way"
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            for name, hangs in (("first", True), ("second", False), ("third", False)):
+                await tasks.start(lambda name=name, hangs=hangs, **status: push(name, hangs=hangs, **status))
+
+    run(main)
+    assert ends == {"first": "gave way", "second": "gave way", "third": "held on"}
+
+
+def test_of_two_pushes_that_wait_for_the_same_place_the_later_has_it() -> None:
+    async def main(order: str) -> None:
+        holders, ends = PushSlots(), dict[str, str]()
+        free = anyio.Event()
+
+        async def push(name: str) -> None:
+            try:
+                async with holders.holding(PLACE, name):
+                    if name == "first":
+                        with anyio.CancelScope(shield=True):
+                            await free.wait()
+                    await anyio.sleep(0.1)
+                ends[name] = "held on"
+            except TransferInterruptedError:
+                ends[name] = "gave way"
+
+        async with anyio.create_task_group() as tasks:
+            for name in ("first", "second", "third"):
+                tasks.start_soon(push, name)
+                await anyio.sleep(0.1)
+            free.set()
+        assert ends == {"first": "gave way", "second": "gave way", "third": "held on"}, order
+
+    for seed in range(8):  # which of two that wait goes on first is random
+        simulate(lambda seed=seed: main(f"seed {seed}"), seed=seed)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_place_is_free_again_after_the_pushes_that_held_it(count: int) -> None:
+    holders = PushSlots()
+
+    async def main() -> None:
+        for _ in range(count):
+            async with holders.holding(PLACE, "a file"):
+                pass
+        with anyio.fail_after(10):
+            async with holders.holding(PLACE, "another"):
+                pass
+
+    run(main)

@@ -1,0 +1,975 @@
+"""The muxer over a pipe in memory, on a clock that jumps: what it carries, what it withstands, whom it understands."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from libp2p.connection_types import ConnectionType
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.peer.id import ID
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
+from libp2p.stream_muxer.yamux.yamux import Yamux
+
+from hypha_net._libp2p.yamux import session as muxer_module
+from hypha_net._libp2p.yamux.receive_buffer import Unread, release_buffer
+from hypha_net._libp2p.yamux.session import MAX_STREAMS, PING_INTERVAL, PING_TIMEOUT, YamuxSession
+from hypha_net._libp2p.yamux.stream import START_WINDOW, WINDOW
+
+PEER = ID(b"\x00\x24" + bytes(36))
+HEADER = struct.Struct(">BBHII")
+DATA, UPDATE, PING, GO_AWAY = range(4)
+SYN, ACK, FIN, RST = 1, 2, 4, 8
+
+
+class PipeConnection:
+    """One end of a pipe as a secure connection: a write is whole, or has not begun."""
+
+    def __init__(self, stream: Any, *, is_initiator: bool) -> None:
+        self.stream = stream
+        self.is_initiator = is_initiator
+        self._lock = trio.Lock()
+        self._waiting: bytes | None = b""
+
+    async def read(self, n: int | None = None) -> bytes:
+        try:
+            return bytes(await self.stream.receive_some(n))
+        except (trio.ClosedResourceError, trio.BrokenResourceError) as error:
+            raise ConnectionClosedError("gone") from error
+
+    def read_now(self, buffer: memoryview) -> int | None:
+        if self._waiting is None:
+            return 0
+        if not self._waiting:
+            return None
+        data, self._waiting = self._waiting[: len(buffer)], self._waiting[len(buffer) :]
+        buffer[: len(data)] = data
+        return len(data)
+
+    async def more(self) -> None:
+        self._waiting = await self.read(1 << 16) or None
+
+    async def write(self, data: bytes, body: memoryview | None = None) -> None:
+        async with self._lock:
+            with trio.CancelScope(shield=True):
+                try:
+                    await self.stream.send_all(data if body is None else data + body)
+                except (trio.ClosedResourceError, trio.BrokenResourceError) as error:
+                    raise ConnectionClosedError("gone") from error
+
+    async def close(self) -> None:
+        with trio.CancelScope(shield=True):
+            await self.stream.aclose()
+
+    def get_remote_address(self) -> None:
+        return None
+
+    def get_connection_type(self) -> ConnectionType:
+        return ConnectionType.DIRECT
+
+
+class DelayedEnd:
+    """One end of a link on which every byte takes a while."""
+
+    def __init__(self, delay: float, there: Any, back: Any) -> None:
+        self._delay, self._there, self._back = delay, there, back
+        self._rest = b""
+
+    async def send_all(self, data: bytes) -> None:
+        self._there.send_nowait((trio.current_time() + self._delay, bytes(data)))
+
+    async def receive_some(self, n: int | None = None) -> bytes:
+        while not self._rest:
+            try:
+                at, self._rest = await self._back.receive()
+            except trio.EndOfChannel:
+                return b""
+            await trio.sleep_until(at)
+        data, self._rest = self._rest[:n], self._rest[n:] if n is not None else b""
+        return data
+
+    async def aclose(self) -> None:
+        self._there.close()
+
+
+class PacedEnd(DelayedEnd):
+    """One end of a link that takes so many bytes a second, and buffers none of them."""
+
+    def __init__(self, rate: float, there: Any, back: Any) -> None:
+        super().__init__(0.0, there, back)
+        self._rate = rate
+
+    async def send_all(self, data: bytes) -> None:
+        await trio.sleep(len(data) / self._rate)
+        await super().send_all(data)
+
+
+def channels() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Both ends of an unbounded queue in each direction."""
+    to_two, at_two = trio.open_memory_channel[tuple[float, bytes]](float("inf"))
+    to_one, at_one = trio.open_memory_channel[tuple[float, bytes]](float("inf"))
+    return (to_two, at_one), (to_one, at_two)
+
+
+def delayed_pair(delay: float) -> tuple[DelayedEnd, DelayedEnd]:
+    """Both ends of a link as fast as one likes, and as long."""
+    one, two = channels()
+    return DelayedEnd(delay, *one), DelayedEnd(delay, *two)
+
+
+def paced_pair(rate: float) -> tuple[PacedEnd, PacedEnd]:
+    """Both ends of a link of so many bytes a second."""
+    one, two = channels()
+    return PacedEnd(rate, *one), PacedEnd(rate, *two)
+
+
+Pipe = Callable[[], tuple[Any, Any]]
+
+
+@asynccontextmanager
+async def two_muxers(
+    make_pipe: Pipe = trio.testing.memory_stream_pair, kinds: tuple[type, type] = (YamuxSession, YamuxSession)
+) -> AsyncIterator[tuple[Any, Any]]:
+    """A dialling and an accepting muxer, of the kinds that are wanted."""
+    ends = make_pipe()
+    made: list[Any] = []
+    for kind, end, initiator in zip(kinds, ends, (True, False), strict=True):
+        connection: Any = PipeConnection(end, is_initiator=initiator)
+        made.append(kind(connection, PEER) if kind is YamuxSession else kind(connection, PEER, is_initiator=initiator))
+    async with trio.open_nursery() as nursery:
+        for muxer in made:
+            nursery.start_soon(muxer.start)
+        for muxer in made:
+            await muxer.event_started.wait()
+        yield made[0], made[1]
+        for muxer in made:
+            await muxer.close()
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def muxer_and_wire(
+    make_pipe: Pipe = trio.testing.memory_stream_pair, unread: Unread | None = None
+) -> AsyncIterator[tuple[YamuxSession, Any]]:
+    """An accepting muxer and the other end of its pipe, for a peer that keeps to no rule."""
+    ours, theirs = make_pipe()
+    connection: Any = PipeConnection(ours, is_initiator=False)
+    muxer = YamuxSession(connection, PEER, unread=unread)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(muxer.start)
+        await muxer.event_started.wait()
+        yield muxer, theirs
+        await muxer.close()
+
+
+def run(case: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with trio.fail_after(3600):
+            await case()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def frame(kind: int, flags: int, stream: int, length: int | None = None, data: bytes = b"") -> bytes:
+    return HEADER.pack(0, kind, flags, stream, len(data) if length is None else length) + data
+
+
+async def read_all(stream: Any) -> bytes:
+    data = bytearray()
+    while True:
+        try:
+            part = await stream.read(65536)
+        except Exception as error:
+            if "EOF" in type(error).__name__:
+                return bytes(data)
+            raise
+        if not part:
+            return bytes(data)
+        data += part
+
+
+# ------------------------------------------------------------------------------------------------------------ carrying
+
+
+def test_a_frame_that_lands_in_the_moment_its_reader_is_cancelled_is_read_by_the_next() -> None:
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, wire):
+            await wire.send_all(frame(UPDATE, SYN, 1, 0))
+            stream = await muxer.accept_stream()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(stream.read_into, memoryview(bytearray(9)))
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.cancel_scope.cancel()
+                landing = stream.landing(0, 5)  # what the muxer does before the reader's task runs again
+                assert landing is not None
+                landing[:] = b"first"
+                stream.land(5)
+                stream.receive(memoryview(bytearray(b" then")))
+            assert await stream.read(99) + await stream.read(99) == b"first then"
+            assert muxer.unread.size == 0
+
+    run(case)
+
+
+def test_a_frame_of_which_a_part_has_come_outlives_several_readers() -> None:
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, wire):
+            await wire.send_all(frame(UPDATE, SYN, 1, 0))
+            stream = await muxer.accept_stream()
+            said = frame(DATA, 0, 1, data=b"half of a frame")
+
+            async def look() -> None:
+                with trio.move_on_after(1):
+                    await stream.read_into(memoryview(bytearray(20)))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(look)
+                await trio.testing.wait_all_tasks_blocked()
+                await wire.send_all(said[:16])  # this one has a part; others come and go while the rest is on its way
+            await look()
+            await look()
+            buffer = bytearray(20)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wire.send_all, said[16:])
+                count = await stream.read_into(memoryview(buffer))
+            assert buffer[:count] == b"half of a frame"
+            assert muxer.unread.size == 0
+
+    run(case)
+
+
+async def read_by(stream: Any, kind: str, size: int) -> bytes:
+    """Read in one of the three ways, up to `size` bytes but for a part; the buffer that was used is overwritten."""
+    if kind == "read":
+        return bytes(await stream.read(size))
+    buffer = memoryview(bytearray(size))
+    try:
+        if kind == "into":
+            return bytes(buffer[: await stream.read_into(buffer)])
+        buffer = await stream.read_part()
+        return bytes(buffer)
+    finally:
+        buffer[:] = bytes(len(buffer))
+        release_buffer(buffer)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 60_000), min_size=1, max_size=6),
+    st.lists(st.integers(100, 50_000), min_size=1, max_size=40),
+    st.lists(
+        st.tuples(st.integers(1, 90_000), st.booleans(), st.sampled_from(["into", "read", "part"])),
+        min_size=1,
+        max_size=40,
+    ),
+)
+def test_readers_that_give_up_lose_nothing_wherever_frames_are_cut(
+    frames: list[int], cuts: list[int], reads: list[tuple[int, bool, str]]
+) -> None:
+    """Frames land where a reader waits for them; one that is cancelled leaves them for the next, of any kind."""
+    whole = random.Random(len(frames)).randbytes(sum(frames))
+
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, wire):
+            await wire.send_all(frame(UPDATE, SYN, 1, 0))
+            stream = await muxer.accept_stream()
+            got = bytearray()
+
+            async def arrive() -> None:
+                sent, at = b"", 0
+                for size in frames:
+                    sent += frame(DATA, 0, 1, data=whole[at : at + size])
+                    at += size
+                sent += frame(UPDATE, FIN, 1, 0)
+                at = 0
+                while at < len(sent):
+                    cut = cuts[at % len(cuts)]
+                    await wire.send_all(sent[at : at + cut])
+                    at += cut
+                    await trio.sleep(0.1)
+
+            async def read() -> None:
+                for number in itertools.count():
+                    size, patient, kind = reads[number % len(reads)]
+                    with trio.move_on_after(3600 if patient else 0.07):
+                        try:
+                            got.extend(await read_by(stream, kind, size))
+                        except MuxedStreamEOF:
+                            return
+
+            async def swallow() -> None:
+                while await wire.receive_some():
+                    pass
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(swallow)
+                nursery.start_soon(arrive)
+                await read()
+                nursery.cancel_scope.cancel()
+            assert bytes(got) == whole
+            assert muxer.unread.size == 0
+
+    run(case)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.lists(st.integers(0, 200_000), max_size=4), st.lists(st.integers(0, 9000))),
+        max_size=6,
+    )
+)
+def test_every_stream_brings_what_was_sent_in_order(plan: list[tuple[bool, list[int], list[int]]]) -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            for index, (dialler, there, back) in enumerate(plan):
+                opener, accepter = (one, two) if dialler else (two, one)
+                near = await opener.open_stream()
+                far = await accepter.accept_stream()
+                sent = [random.Random(index * 100 + i).randbytes(size) for i, size in enumerate(there)]
+                answer = [random.Random(index * 100 + 50 + i).randbytes(size) for i, size in enumerate(back)]
+                got: dict[str, bytes] = {}
+
+                async def pump(
+                    stream: Any, parts: list[bytes], into: str, peer: Any, *, got: dict[str, bytes] = got
+                ) -> None:
+                    async with trio.open_nursery() as nursery:
+
+                        async def receive() -> None:
+                            got[into] = await read_all(peer)
+
+                        nursery.start_soon(receive)
+                        for part in parts:
+                            await stream.write(part)
+                        await stream.close()
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(pump, near, sent, "there", far)
+                    nursery.start_soon(pump, far, answer, "back", near)
+                assert got == {"there": b"".join(sent), "back": b"".join(answer)}
+            assert not one._streams
+            assert not two._streams
+
+    run(case)
+
+
+@pytest.mark.parametrize(
+    "kinds", [(YamuxSession, Yamux), (Yamux, YamuxSession)], ids=["we dial stock", "stock dials us"]
+)
+@pytest.mark.parametrize("ours_opens", [True, False])
+def test_the_stock_muxer_is_understood(kinds: tuple[type, type], ours_opens: bool) -> None:
+    async def case() -> None:
+        async with two_muxers(kinds=kinds) as pair:
+            ours, stock = pair if kinds[0] is YamuxSession else pair[::-1]
+            opener, accepter = (ours, stock) if ours_opens else (stock, ours)
+            payload = random.Random(1).randbytes(1_500_000)
+            near = await opener.open_stream()
+            got: list[bytes] = []
+
+            async def serve() -> None:
+                far = await accepter.accept_stream()
+                data = await read_all(far)
+                await far.write(data[::-1])
+                await far.close()
+
+            async def ask() -> None:
+                await near.write(payload)
+                await near.close()
+                got.append(await read_all(near))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve)
+                nursery.start_soon(ask)
+            assert got == [payload[::-1]]
+            broken = await opener.open_stream()
+            await broken.write(b"x")
+            far = await accepter.accept_stream()
+            await broken.reset()
+            if accepter is ours:
+                with pytest.raises(MuxedStreamReset):
+                    await far.read(10)
+            again = await opener.open_stream()  # the connection has not suffered, whatever stock makes of the reset
+            await again.write(b"y")
+            assert await (await accepter.accept_stream()).read(10) == b"y"
+
+    run(case)
+
+
+def test_a_writer_waits_as_long_as_nobody_reads_and_other_streams_pass_it() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            slow = await one.open_stream()
+            slow_far = await two.accept_stream()
+            done = trio.Event()
+
+            async def write() -> None:
+                await slow.write(bytes(3 * WINDOW))
+                await slow.close()
+                done.set()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(write)
+                await trio.sleep(120)  # far longer than the stock muxer's five seconds, and than keepalive
+                assert not done.is_set()
+                assert two.unread.size <= WINDOW
+                quick = await one.open_stream()
+                quick_far = await two.accept_stream()
+                await quick.write(b"hello")
+                assert await quick_far.read(10) == b"hello"
+                assert len(await read_all(slow_far)) == 3 * WINDOW
+            assert done.is_set()
+            assert two.unread.size == 0
+
+    run(case)
+
+
+def test_a_deadline_ends_what_waits_for_the_peer_and_nothing_else() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near, other = await one.open_stream(), await one.open_stream()
+            far, _ = await two.accept_stream(), await two.accept_stream()
+            with pytest.raises(ValueError, match="-1"):
+                near.set_deadline(-1)
+            began = trio.current_time()
+            near.set_deadline(5)
+            with pytest.raises(MuxedStreamError, match="deadline"):
+                await near.read(1)
+            assert trio.current_time() - began == pytest.approx(5)
+            with pytest.raises(MuxedStreamError, match="deadline"):
+                await near.write(bytes(2 * WINDOW))
+            near.set_deadline(60)
+            await far.write(b"later")
+            assert await near.read(5) == b"later"
+            with trio.move_on_after(100) as scope:
+                await other.read(1)
+            assert scope.cancelled_caught
+
+    run(case)
+
+
+def test_a_window_grows_where_the_link_is_long_and_only_there() -> None:
+    async def case(delay: float) -> int:
+        async with two_muxers(lambda: delayed_pair(delay)) as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(near.write, bytes(20 * START_WINDOW))
+                left = 20 * START_WINDOW
+                while left:
+                    left -= len(await far.read(100_000))
+                    await trio.sleep(0.005)  # 20 MB a second
+            return int(far._window)
+
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    assert trio.run(case, 0.0001, clock=clock) == START_WINDOW
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    assert trio.run(case, 0.1, clock=clock) == WINDOW
+
+
+@pytest.mark.parametrize("rate", [40_000_000, 2_000_000], ids=lambda rate: f"{rate // 125_000} Mbit/s")
+def test_a_request_passes_two_transfers_that_fill_the_link(rate: int) -> None:
+    async def case() -> None:
+        async with two_muxers(lambda: paced_pair(rate)) as (one, two):
+
+            async def serve() -> None:
+                while True:
+                    far = await two.accept_stream()
+                    nursery.start_soon(answer if await far.read(1) == b"?" else drain, far)
+
+            async def answer(far: Any) -> None:
+                await far.write(b"!" * 100)
+                await far.close()
+
+            async def drain(far: Any) -> None:
+                while True:
+                    await far.read(1 << 20)
+
+            async def fill() -> None:
+                near = await one.open_stream()
+                while True:
+                    await near.write(bytes(1 << 20))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve)
+                nursery.start_soon(fill)
+                nursery.start_soon(fill)
+                await trio.sleep(2)
+                times = []
+                for _ in range(60):
+                    began = trio.current_time()
+                    near = await one.open_stream()
+                    await near.write(b"?")
+                    await near.close()
+                    assert len(await read_all(near)) == 100
+                    times.append(trio.current_time() - began)
+                    await trio.sleep(0.01)
+                assert max(times) < 0.05
+                nursery.cancel_scope.cancel()
+
+    run(case)
+
+
+def test_a_slow_reader_is_seen_to_read() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(near.write, bytes(2 * START_WINDOW))
+                await trio.sleep(1)
+                assert near._credit == 0
+                for _ in range(10):
+                    await trio.sleep(1.1)
+                    await far.read(1000)
+                assert (
+                    two.unread.size > START_WINDOW - 2000
+                )  # what was read has been sent anew: the writer sees it move
+                nursery.cancel_scope.cancel()
+
+    run(case)
+
+
+# ---------------------------------------------------------------------------------------------------------------- ends
+
+
+def test_a_connection_that_breaks_off_is_never_a_clean_end() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            await near.write(b"half of it")
+            assert await far.read(100) == b"half of it"
+            await one._conn.stream.aclose()
+            for _ in range(2):
+                with pytest.raises(MuxedStreamReset):
+                    await far.read(100)
+            with pytest.raises(MuxedStreamReset):
+                await far.write(b"x")
+            await two.event_closed.wait()
+            with pytest.raises(MuxedConnUnavailable):
+                await two.open_stream()
+            with pytest.raises(MuxedConnUnavailable):
+                await two.accept_stream()
+
+    run(case)
+
+
+def test_a_reset_discards_what_was_not_read() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            await near.write(bytes(1000))
+            await near.reset()
+            await near.reset()
+            await trio.sleep(1)
+            assert two.unread.size == 0
+            with pytest.raises(MuxedStreamReset):
+                await far.read(10)
+            assert not one._streams
+            assert not two._streams
+
+    run(case)
+
+
+def test_a_reader_that_has_closed_does_not_stop_the_writer() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            await near.write(b"x")
+            await far.close()
+            await far.discard()
+            await near.write(bytes(3 * WINDOW))
+            await near.close()
+            with pytest.raises(MuxedStreamEOF):
+                await near.read(1)
+            await trio.sleep(1)
+            assert not one._streams
+            assert not two._streams
+
+    run(case)
+
+
+def test_closing_flushes_what_was_ended_and_does_not_wait_for_who_is_gone() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            await near.write(b"the last answer")
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await near.close()
+            began = trio.current_time()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(one.close)
+                assert await read_all(far) == b"the last answer"
+                nursery.start_soon(two.close)
+            assert trio.current_time() == began
+
+    run(case)
+
+
+def test_what_was_ended_before_the_connection_closed_is_read_whole() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near, cut = await one.open_stream(), await one.open_stream()
+            far, cut_far = await two.accept_stream(), await two.accept_stream()
+            await near.write(bytes(100_000))
+            await near.close()
+            await cut.write(bytes(100_000))
+            await one.close()
+            await two.event_closed.wait()
+            assert len(await read_all(far)) == 100_000
+            with pytest.raises(MuxedStreamReset):
+                await cut_far.read(10)
+            with pytest.raises(MuxedStreamReset):
+                await far.write(b"x")
+
+    run(case)
+
+
+def test_closing_a_connection_that_takes_nothing_is_bounded() -> None:
+    async def case() -> None:
+        async with muxer_and_wire(trio.testing.lockstep_stream_pair) as (muxer, _peer):
+            await trio.sleep(PING_INTERVAL + 1)  # a ping is being written, and stays so
+            began = trio.current_time()
+            await muxer.close()
+            assert trio.current_time() - began <= muxer_module.GOODBYE_TIMEOUT
+
+    run(case)
+
+
+# -------------------------------------------------------------------------------------------------------- cancellation
+
+
+def test_a_cancelled_write_leaves_other_streams_whole() -> None:
+    async def case() -> None:
+        async with two_muxers(trio.testing.lockstep_stream_pair) as (one, two):
+            streams = [await one.open_stream() for _ in range(8)]
+            far = [await two.accept_stream() for _ in streams]
+            for number, stream in enumerate(streams):
+                with trio.move_on_after(0.01 * number):
+                    await stream.write(bytes(WINDOW))
+            survivor = await one.open_stream()
+            survivor_far = await two.accept_stream()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(survivor.write, bytes(range(256)) * 1000)
+                got = bytearray()
+                while len(got) < 256_000:
+                    got += await survivor_far.read(10_000)
+            assert got == bytes(range(256)) * 1000
+            for stream in (*streams, *far):
+                await stream.reset()
+
+    run(case)
+
+
+def test_a_cancelled_read_loses_nothing() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            payload = random.Random(3).randbytes(2 * WINDOW)
+            got = bytearray()
+
+            async def write() -> None:
+                await near.write(payload)
+                await near.close()
+
+            async def read() -> None:
+                chance = random.Random(4)
+                while len(got) < len(payload):
+                    with trio.CancelScope() as scope:
+                        if chance.random() < 0.5:
+                            scope.cancel()
+                        got.extend(await far.read(100_000))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(write)
+                nursery.start_soon(read)
+            assert got == payload
+
+    run(case)
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_an_end_that_was_cancelled_still_reaches_the_peer(how: str) -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            near = await one.open_stream()
+            far = await two.accept_stream()
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await getattr(near, how)()
+            assert scope.cancelled_caught
+            with pytest.raises(MuxedStreamEOF if how == "close" else MuxedStreamReset):
+                await far.read(10)
+
+    run(case)
+
+
+def test_a_cancelled_open_leaves_nothing() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await one.open_stream()
+            assert not one._streams
+            near = await one.open_stream()
+            await near.write(b"next")
+            assert await (await two.accept_stream()).read(10) == b"next"
+
+    run(case)
+
+
+# ------------------------------------------------------------------------------------------------------- hostile peers
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"\x01" + bytes(11),
+        frame(7, 0, 0),
+        frame(DATA, SYN, 1, WINDOW + 1),
+        frame(DATA, SYN, 2, data=b"x"),
+        frame(DATA, SYN, 0, data=b"x"),
+        frame(UPDATE, SYN, 1, 0) * 2,
+        frame(UPDATE, SYN, 1, 0) + frame(DATA, 0, 1, data=bytes(WINDOW)) + frame(DATA, 0, 1, data=b"x"),
+        frame(DATA, SYN | FIN, 1, data=b"x") + frame(DATA, 0, 1, data=b"y"),
+    ],
+    ids=["version", "type", "length", "our id", "id 0", "open twice", "window", "after its end"],
+)
+def test_a_violation_ends_the_connection(wire: bytes) -> None:
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, peer):
+            await peer.send_all(wire)
+            await muxer.event_closed.wait()
+            assert muxer.is_closed
+
+    run(case)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=40),
+            st.builds(
+                lambda kind, flags, stream, data: frame(kind, flags, stream, data=data if kind == DATA else b""),
+                st.integers(0, 3),
+                st.integers(0, 15),
+                st.integers(0, 9),
+                st.binary(max_size=30),
+            ),
+        ),
+        max_size=40,
+    )
+)
+def test_rubbish_ends_in_a_closed_connection_and_nothing_else(wire: list[bytes]) -> None:
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, peer), trio.open_nursery() as nursery:
+
+            async def accept() -> None:
+                try:
+                    while True:
+                        nursery.start_soon(read, await muxer.accept_stream())
+                except MuxedConnUnavailable:
+                    return
+
+            async def read(stream: Any) -> None:
+                try:
+                    while True:
+                        await stream.read(10)
+                except MuxedStreamEOF:
+                    with suppress(MuxedStreamReset):
+                        await stream.close()
+                except MuxedStreamReset:
+                    return
+
+            nursery.start_soon(accept)
+            for part in wire:
+                try:
+                    await peer.send_all(part)
+                except trio.BrokenResourceError:
+                    break
+            await peer.aclose()
+            await muxer.event_closed.wait()
+        assert muxer.is_closed
+
+    run(case)
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        lambda n: frame(UPDATE, SYN, 2 * n + 1, 0) + frame(UPDATE, RST, 2 * n + 1, 0),
+        lambda n: frame(PING, SYN, 0, n),
+        lambda n: frame(DATA, 0, 2 * n + 1, data=b"x"),
+    ],
+    ids=["open and reset", "ping", "unknown streams"],
+)
+def test_a_flood_by_a_peer_that_reads_nothing_ends_in_a_closed_connection(flood: Callable[[int], bytes]) -> None:
+    async def case() -> None:
+        async with muxer_and_wire(trio.testing.lockstep_stream_pair) as (muxer, peer), trio.open_nursery() as nursery:
+
+            async def accept() -> None:
+                with pytest.raises(MuxedConnUnavailable):
+                    while True:
+                        await muxer.accept_stream()
+
+            nursery.start_soon(accept)
+            with pytest.raises((trio.BrokenResourceError, trio.ClosedResourceError)):
+                for first in range(0, 8 * MAX_STREAMS, 64):
+                    await peer.send_all(b"".join(map(flood, range(first, first + 64))))
+            await muxer.event_closed.wait()
+
+    run(case)
+
+
+def test_a_peer_cannot_make_us_keep_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muxer_module, "MAX_UNREAD", 3 * WINDOW)
+
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, peer):
+            for stream in range(1, 11, 2):
+                await peer.send_all(frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(START_WINDOW)))
+            await muxer.event_closed.wait()
+            assert muxer.unread.size == 0
+
+    run(case)
+
+
+def test_many_circuits_that_nobody_reads_do_not_end_the_connection() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            nears, fars = [], []
+            for _ in range(128):  # as many as a relay carries for one peer
+                nears.append(await one.open_stream())
+                fars.append(await two.accept_stream())
+                fars[-1].carry_circuit()
+            assert sum(far.is_wide for far in fars) == muxer_module.MAX_WIDE
+            async with trio.open_nursery() as nursery:
+                for near in nears:
+                    nursery.start_soon(near.write, bytes(2 * WINDOW))
+                await trio.sleep(60)
+                assert not two.is_closed
+                assert two.unread.size == muxer_module.MAX_WIDE * WINDOW + (128 - muxer_module.MAX_WIDE) * START_WINDOW
+                nursery.cancel_scope.cancel()
+
+    run(case)
+
+
+def test_what_a_peer_may_leave_unread_is_shared_by_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muxer_module, "MAX_UNREAD", 3 * WINDOW)
+    full = b"".join(
+        frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(START_WINDOW)) for stream in range(1, 15, 2)
+    )
+
+    async def case() -> None:
+        shared = Unread()
+        async with muxer_and_wire(unread=shared) as (first, one), muxer_and_wire(unread=shared) as (second, two):
+            await one.send_all(full)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not first.is_closed
+            await two.send_all(full)
+            await second.event_closed.wait()
+            assert not first.is_closed
+            stream = await first.accept_stream()
+            assert await stream.read(5) == bytes(5)
+            assert shared.size == 7 * START_WINDOW - 5
+        assert shared.size == 0
+
+    run(case)
+
+
+def test_too_many_streams_are_reset_one_by_one() -> None:
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, peer):
+
+            async def accept() -> None:
+                while True:
+                    await muxer.accept_stream()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(accept)
+                for stream in range(MAX_STREAMS):
+                    await peer.send_all(frame(UPDATE, SYN, 2 * stream + 1, 0))
+                await trio.sleep(1)
+                over = 2 * MAX_STREAMS + 1
+                await peer.send_all(frame(UPDATE, SYN, over, 0))
+                await trio.sleep(1)
+                assert not muxer.is_closed
+                assert (await peer.receive_some()).endswith(frame(UPDATE, RST, over, 0))
+                nursery.cancel_scope.cancel()
+
+    run(case)
+
+
+# ----------------------------------------------------------------------------------------------------------- keepalive
+
+
+def test_a_silent_peer_is_given_up_after_both_waits() -> None:
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, peer):
+            began = trio.current_time()
+            await muxer.event_closed.wait()
+            assert trio.current_time() - began == pytest.approx(PING_INTERVAL + PING_TIMEOUT)
+            assert await peer.receive_some() == frame(PING, SYN, 0, 0)
+
+    run(case)
+
+
+def test_a_peer_that_answers_is_kept_for_ever() -> None:
+    async def case() -> None:
+        async with two_muxers() as (one, two):
+            await trio.sleep(1000)
+            assert not one.is_closed
+            assert not two.is_closed
+
+    run(case)
+
+
+def test_a_process_that_was_stopped_itself_gives_nobody_up() -> None:
+    clock = trio.testing.MockClock()
+
+    async def case() -> None:
+        async with muxer_and_wire() as (muxer, peer):
+            for seconds in (PING_INTERVAL + 40, PING_INTERVAL, PING_TIMEOUT + 40):
+                await trio.testing.wait_all_tasks_blocked()
+                clock.jump(seconds)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not muxer.is_closed
+            assert await peer.receive_some() == frame(PING, SYN, 0, 0)
+            clock.jump(PING_INTERVAL)
+            await trio.testing.wait_all_tasks_blocked()
+            await peer.send_all(frame(PING, ACK, 0, 0))
+            await trio.testing.wait_all_tasks_blocked()
+            clock.jump(PING_TIMEOUT)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not muxer.is_closed
+
+    trio.run(case, clock=clock)
+
+
+def test_a_silent_peer_that_also_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muxer_module, "MAX_CONTROL", 4)
+
+    async def case() -> None:
+        async with muxer_and_wire(trio.testing.lockstep_stream_pair) as (muxer, peer):
+            await peer.send_all(frame(PING, SYN, 0, 1))
+            await trio.testing.wait_all_tasks_blocked()
+            await peer.send_all(frame(PING, SYN, 0, 1) * 4)  # the first is being written, these wait
+            await muxer.event_closed.wait()
+            await peer.aclose()
+
+    run(case)

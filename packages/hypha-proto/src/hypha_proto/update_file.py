@@ -1,0 +1,266 @@
+"""The update file: what a worker learned in a round, or the outer step that answers it (extra `update`).
+
+A safetensors file (`hypha_proto.safetensors_io`) with one tensor per parameter, named as in the model's own files, and
+metadata that says how to read it. An executor writes `theta_local - theta_global`, the parameter server averages
+such files and writes one that holds what to add to `theta_global`, and executors and the scheduler add it to their
+copies of the model. Only programs that touch tensors import this module: it needs numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from hypha_proto.errors import TensorFileError
+from hypha_proto.safetensors_io import (
+    FLOAT_DTYPES,
+    HEADER_LIMIT,
+    Array,
+    Float32Array,
+    TensorFile,
+    TensorFileWriter,
+    TensorInfo,
+    from_float,
+    to_float32,
+)
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "Float32Array",
+    "TensorFile",
+    "TensorFileWriter",
+    "TensorInfo",
+    "UpdateMetadata",
+    "apply_update",
+    "apply_update_to_dir",
+    "from_float",
+    "model_files",
+    "open_update",
+    "to_float32",
+    "write_update",
+]
+
+CODEC_FP32: Final = "fp32"
+_INDEX_SUFFIX: Final = ".safetensors.index.json"
+_BLOCK: Final = 1 << 18
+_OWN_KEYS: Final = frozenset({"codec", "statistics", "round", "samples"})
+_COUNT_LIMIT: Final = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateMetadata:
+    """What an update file says about itself, as text in the safetensors header."""
+
+    round: int | None = None
+    """The round that it belongs to, from 1; none when the writer did not say."""
+    samples: int | None = None
+    """How many samples it was learned from: its weight in the mean."""
+    statistics: frozenset[str] = frozenset()
+    """Names of the tensors that are running statistics: averaged, then added without momentum."""
+    codec: str = CODEC_FP32
+    """How numbers are written: ``fp32`` for now."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """Everything else that the header says."""
+
+    def encode(self) -> dict[str, str]:
+        """Give the header's `__metadata__`."""
+        texts = dict(self.extra) | {"codec": self.codec, "statistics": json.dumps(sorted(self.statistics))}
+        if self.round is not None:
+            texts["round"] = str(self.round)
+        if self.samples is not None:
+            texts["samples"] = str(self.samples)
+        return texts
+
+    @classmethod
+    def decode(cls, texts: Mapping[str, str]) -> UpdateMetadata:
+        """Read a header's `__metadata__`; what is missing has its default (peers of other makes write none).
+
+        Raises:
+            TensorFileError: a key of ours holds something else than it should.
+        """
+        codec = texts.get("codec", CODEC_FP32)
+        if codec != CODEC_FP32:
+            raise TensorFileError(f"metadata codec: {codec[:40]!r} is not known, known is {CODEC_FP32!r}")
+        return cls(
+            round=_decode_count(texts, "round"),
+            samples=_decode_count(texts, "samples"),
+            statistics=_decode_names(texts.get("statistics", "[]")),
+            codec=codec,
+            extra={key: text for key, text in texts.items() if key not in _OWN_KEYS},
+        )
+
+
+def _decode_count(texts: Mapping[str, str], key: str) -> int | None:
+    text = texts.get(key)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < _COUNT_LIMIT):
+        raise TensorFileError(f"metadata {key}: {text[:40]!r} is not a count")
+    return int(text)
+
+
+def _decode_names(text: str) -> frozenset[str]:
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TensorFileError(f"metadata statistics: not JSON: {str(error)[:120]}") from None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TensorFileError("metadata statistics: not a list of tensor names")
+    return frozenset(names)
+
+
+def open_update(path: Path) -> tuple[TensorFile, UpdateMetadata]:
+    """Open an update file and read its metadata; the caller closes the file.
+
+    Raises:
+        TensorFileError: the file or its metadata is malformed, or statistics name a tensor that it lacks.
+        OSError: the file cannot be read.
+    """
+    file = TensorFile(path)
+    try:
+        metadata = UpdateMetadata.decode(file.metadata)
+        unknown = sorted(metadata.statistics - file.tensors.keys())
+        if unknown:
+            raise TensorFileError(f"metadata statistics: the file holds no tensor {unknown[0][:80]!r}")
+    except TensorFileError as error:
+        file.close()
+        raise TensorFileError(f"{path.name}: {error}") from None
+    return file, metadata
+
+
+def write_update(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, Array]],
+    metadata: UpdateMetadata,
+) -> None:
+    """Write an fp32 update file, atomically and holding one tensor at a time.
+
+    Args:
+        path: where it will lie.
+        shapes: the shape of every tensor.
+        tensors: name and numbers of each, in any order.
+        metadata: what the file says about itself.
+
+    Raises:
+        TensorFileError: `tensors` and `shapes` do not name the same.
+        OSError: the file cannot be written.
+    """
+    infos = {name: TensorInfo("F32", shape) for name, shape in shapes.items()}
+    with TensorFileWriter(path, infos, metadata.encode()) as writer:
+        for name, values in tensors:
+            writer.write(name, values)
+
+
+def model_files(model_dir: Path) -> list[Path]:
+    """List the safetensors files of a model directory: those its index names, else the one or ones that lie there.
+
+    Raises:
+        TensorFileError: the index is malformed, names a file outside or one that is missing, or there is no file.
+    """
+    indexes = sorted(model_dir.glob(f"*{_INDEX_SUFFIX}"))
+    if len(indexes) > 1:
+        raise TensorFileError(f"{model_dir.name} holds {len(indexes)} safetensors indexes, expected one")
+    names = _indexed_files(indexes[0]) if indexes else sorted(path.name for path in model_dir.glob("*.safetensors"))
+    if not names:
+        raise TensorFileError(f"{model_dir.name} holds no safetensors file")
+    for name in names:
+        if not (model_dir / name).is_file():
+            raise TensorFileError(f"{model_dir.name} lacks {name}, which its index names")
+    return [model_dir / name for name in names]
+
+
+def _indexed_files(index: Path) -> list[str]:
+    if index.stat().st_size > HEADER_LIMIT:
+        raise TensorFileError(f"{index.name} is longer than {HEADER_LIMIT} bytes")
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise TensorFileError(f"{index.name} is not an index with a weight_map of tensor to file name") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise TensorFileError(
+                f"{index.name} names the file {str(name)[:80]!r}, which is not a safetensors file here"
+            )
+    return names
+
+
+def apply_update(model_in: Path, update: Path, model_out: Path) -> None:
+    """Add every tensor of an update to the tensor of the same name in a model file.
+
+    Computed in float32 (float64 for a model's F64 and integers, which are rounded) and stored in the model's own
+    dtype; tensors that the update lacks are copied. Needs the memory of one block. `model_out` is replaced
+    atomically and may be `model_in`.
+
+    Raises:
+        TensorFileError: a file is malformed, or the update holds a name that the model lacks or another shape.
+        OSError: a file cannot be read or written.
+    """
+    change, _ = open_update(update)
+    with change, TensorFile(model_in) as model:
+        _check_fit(change, model.tensors)
+        _write_sum(model, change, model_out)
+
+
+def apply_update_to_dir(model_dir: Path, update: Path) -> None:
+    """Add an update to the model in a directory, which may be sharded (several files and an index).
+
+    All new files are written before the first old one is replaced, so an error leaves the model as it was.
+
+    Raises:
+        TensorFileError: a file is malformed, or the update does not fit the model.
+        OSError: a file cannot be read or written.
+    """
+    paths = model_files(model_dir)
+    ending = f".{secrets.token_hex(4)}.new"
+    change, _ = open_update(update)
+    with change:
+        known: dict[str, TensorInfo] = {}
+        for path in paths:
+            with TensorFile(path) as shard:
+                known |= shard.tensors
+        _check_fit(change, known)
+        try:
+            for path in paths:
+                with TensorFile(path) as shard:
+                    _write_sum(shard, change, path.with_name(path.name + ending))
+            for path in paths:
+                os.replace(path.with_name(path.name + ending), path)
+        finally:
+            for path in paths:
+                path.with_name(path.name + ending).unlink(missing_ok=True)
+
+
+def _check_fit(change: TensorFile, model: Mapping[str, TensorInfo]) -> None:
+    for name, info in change.tensors.items():
+        if name not in model:
+            raise TensorFileError(f"{change.path.name}: the model has no tensor {name[:200]!r}")
+        if model[name].shape != info.shape:
+            raise TensorFileError(
+                f"{change.path.name}: {name!r} has shape {list(info.shape)}, the model's is {list(model[name].shape)}"
+            )
+
+
+def _write_sum(model: TensorFile, change: TensorFile, path: Path) -> None:
+    with TensorFileWriter(path, model.tensors, model.metadata) as writer:
+        for name, info in model.tensors.items():
+            if name not in change.tensors:
+                writer.write_stored(name, model.stored(name))
+                continue
+            flat = model.stored(name).reshape(-1)
+            for number, block in enumerate(change.blocks(name, _BLOCK)):
+                writer.write(name, _add(flat[number * _BLOCK : number * _BLOCK + block.size], info.dtype, block))
+
+
+def _add(stored: Array, dtype: str, block: Float32Array) -> Array:
+    if dtype in FLOAT_DTYPES and dtype != "F64":
+        return to_float32(stored, dtype) + block
+    return stored.astype(np.float64) + block

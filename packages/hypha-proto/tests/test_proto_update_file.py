@@ -1,0 +1,180 @@
+"""The update file's metadata, and adding an update to a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hypha_proto.errors import TensorFileError
+from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo, from_float, to_float32
+from hypha_proto.update_file import (
+    UpdateMetadata,
+    apply_update,
+    apply_update_to_dir,
+    model_files,
+    open_update,
+    write_update,
+)
+
+own = frozenset({"codec", "statistics", "round", "samples"})
+counts = st.none() | st.integers(0, 2**63 - 1)
+
+
+@given(
+    counts,
+    counts,
+    st.frozensets(st.text()),
+    st.dictionaries(st.text().filter(lambda key: key not in own), st.text()),
+)
+def test_metadata_round_trip(
+    number: int | None, samples: int | None, statistics: frozenset[str], extra: dict[str, str]
+) -> None:
+    metadata = UpdateMetadata(round=number, samples=samples, statistics=statistics, extra=extra)
+    assert UpdateMetadata.decode(metadata.encode()) == metadata
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        {"codec": "fp3"},
+        {"round": "-1"},
+        {"round": "1.0"},
+        {"round": "²"},
+        {"samples": "9" * 30},
+        {"samples": str(2**63)},
+        {"statistics": "{}"},
+        {"statistics": "[1]"},
+        {"statistics": "["},
+        {"statistics": "[" * 100_000},
+    ],
+)
+def test_malformed_metadata_is_refused(texts: dict[str, str]) -> None:
+    with pytest.raises(TensorFileError, match=next(iter(texts))):
+        UpdateMetadata.decode(texts)
+
+
+def test_a_file_without_metadata_is_an_update_without_statistics(tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"a": np.ones(2, "f4")}, tmp_path / "u.safetensors")
+    file, metadata = open_update(tmp_path / "u.safetensors")
+    assert metadata == UpdateMetadata()
+    file.close()
+
+
+def test_statistics_that_the_file_lacks_are_refused(tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"a": np.ones(2, "f4")}, tmp_path / "u.safetensors", {"statistics": '["b"]'})
+    with pytest.raises(TensorFileError, match="'b'"):
+        open_update(tmp_path / "u.safetensors")
+
+
+def _update(path: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> Path:
+    write_update(path, {name: value.shape for name, value in tensors.items()}, tensors.items(), UpdateMetadata(round=1))
+    return path
+
+
+def test_apply_update_adds_in_float32_and_keeps_the_models_dtypes(tmp_path: Path) -> None:
+    chance = np.random.default_rng(0)
+    values = {name: chance.normal(size=(3, 700)).astype("f4") for name in ("f32", "f16", "bf16", "f64", "left")}
+    infos = {
+        "f32": TensorInfo("F32", (3, 700)),
+        "left": TensorInfo("BF16", (3, 700)),
+        "f16": TensorInfo("F16", (3, 700)),
+        "bf16": TensorInfo("BF16", (3, 700)),
+        "f64": TensorInfo("F64", (3, 700)),
+        "count": TensorInfo("I64", ()),
+    }
+    big = 2**40 + 1  # no float32: the sum must not go through one
+    model = tmp_path / "model.safetensors"
+    with TensorFileWriter(model, infos, {"format": "pt"}) as writer:
+        for name, value in values.items():
+            writer.write(name, value)
+        writer.write_stored("count", np.array(big, "i8"))
+    change = {name: chance.normal(size=(3, 700)).astype("f4") for name in ("f32", "f16", "bf16", "f64")}
+    change["count"] = np.array(24.6, "f4")
+    apply_update(model, _update(tmp_path / "u.safetensors", change), tmp_path / "out.safetensors")
+
+    with TensorFile(model) as before, TensorFile(tmp_path / "out.safetensors") as after:
+        assert after.tensors == before.tensors
+        assert after.metadata == {"format": "pt"}
+        for name in ("f32", "f16", "bf16"):
+            dtype = infos[name].dtype
+            expected = from_float(to_float32(before.stored(name), dtype) + change[name], dtype)
+            np.testing.assert_array_equal(after.stored(name), expected)
+        np.testing.assert_array_equal(after.stored("f64"), values["f64"].astype("f8") + change["f64"])
+        np.testing.assert_array_equal(after.stored("left"), before.stored("left"))
+        assert int(after.stored("count")) == big + 25
+
+
+def test_apply_update_in_place_and_over_block_borders(tmp_path: Path) -> None:
+    size = (1 << 19) + 3
+    model = tmp_path / "model.safetensors"
+    start = np.arange(size, dtype="f4")
+    safetensors.numpy.save_file({"w": start}, model)
+    change = np.linspace(-1, 1, size, dtype="f4")
+    apply_update(model, _update(tmp_path / "u.safetensors", {"w": change}), model)
+    np.testing.assert_array_equal(safetensors.numpy.load_file(model)["w"], start + change)
+
+
+@pytest.mark.parametrize("name", ["unknown", "w"])
+def test_an_update_that_does_not_fit_changes_nothing(tmp_path: Path, name: str) -> None:
+    model = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"w": np.ones((2, 3), "f4")}, model)
+    before = model.read_bytes()
+    update = _update(tmp_path / "u.safetensors", {name: np.ones((3, 2), "f4")})
+    with pytest.raises(TensorFileError, match=name):
+        apply_update(model, update, model)
+    assert model.read_bytes() == before
+
+
+def _sharded(model_dir: Path) -> None:
+    model_dir.mkdir()
+    safetensors.numpy.save_file({"a": np.ones(2, "f4")}, model_dir / "model-1.safetensors")
+    safetensors.numpy.save_file({"b": np.ones(3, "f4")}, model_dir / "model-2.safetensors")
+    index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_a_sharded_model_is_updated_whole_or_not_at_all(tmp_path: Path) -> None:
+    model_dir = tmp_path / "model"
+    _sharded(model_dir)
+    listed = sorted(model_dir.iterdir())
+    apply_update_to_dir(model_dir, _update(tmp_path / "u.safetensors", {"b": np.full(3, 2, "f4")}))
+    assert safetensors.numpy.load_file(model_dir / "model-1.safetensors")["a"].tolist() == [1, 1]
+    assert safetensors.numpy.load_file(model_dir / "model-2.safetensors")["b"].tolist() == [3, 3, 3]
+    with pytest.raises(TensorFileError, match="'c'"):
+        apply_update_to_dir(
+            model_dir, _update(tmp_path / "v.safetensors", {"a": np.ones(2, "f4"), "c": np.ones(1, "f4")})
+        )
+    assert safetensors.numpy.load_file(model_dir / "model-1.safetensors")["a"].tolist() == [1, 1]
+    assert sorted(model_dir.iterdir()) == listed
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        '{"weight_map": {"a": "../../etc/passwd"}}',
+        '{"weight_map": {"a": "sub/model.safetensors"}}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": [1]}}',
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        "[]",
+        "{",
+        '{"weight_map": {"a": "missing.safetensors"}}',
+    ],
+)
+def test_a_malformed_index_is_refused(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(TensorFileError):
+        model_files(tmp_path)
+
+
+def test_a_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TensorFileError, match="no safetensors file"):
+        model_files(tmp_path)

@@ -1,0 +1,1 @@
+"""Auction, allocation and renewal of leases."""

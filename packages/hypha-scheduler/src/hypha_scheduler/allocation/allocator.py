@@ -1,0 +1,244 @@
+"""The auction's shell: publishes requests, renews what the auction chose, and says why when nobody would bid.
+
+Before it: `submit` made the wants. After it: `lease_keeper` keeps what was taken. Offers arrive through the service.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final
+
+import anyio
+
+from hypha_net import instrumentation, pubsub, rpc
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import NetError
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import (
+    RELEASE_LEASE,
+    RENEW_LEASE,
+    RENEWED_LEASE,
+    WHY_NOT,
+    ReleaseLease,
+    Renewed,
+    RenewLease,
+    WhyNot,
+)
+from hypha_proto.offers import OFFER_WINDOW, WORKER_REQUESTS, WorkerOffer, WorkerRequest
+from hypha_proto.resources import Timestamp
+from hypha_scheduler.allocation.auction import AcceptedOffer, Auction, RoleRequest
+from hypha_scheduler.allocation.leases import HeldLeases
+from hypha_scheduler.errors import AllocationError
+
+_log = logging.getLogger(__name__)
+
+REPUBLISH: Final = 1.0
+"""Seconds after which a request that is not met is published again."""
+_SHORTLY: Final = 0.25
+_RENEW_TIMEOUT: Final = 5.0
+_REASON_TIMEOUT: Final = 3.0
+_ASKED_FOR_REASONS: Final = 32
+_LONGEST_LIFE: Final = 3600.0
+
+
+def lease_life(timeout_ms: int | None) -> float:
+    """Seconds that a renewed lease lives, from what its worker said (an old one says nothing)."""
+    return RENEWED_LEASE if timeout_ms is None else min(timeout_ms / 1000, _LONGEST_LIFE)
+
+
+def make_request(want: RoleRequest) -> WorkerRequest:
+    """A request for `want` under a new id. It holds the bid; the maximal price stays here."""
+    return WorkerRequest(
+        id=uuid.uuid4(),
+        spec=want.spec,
+        timeout=Timestamp.of(time.time() + OFFER_WINDOW),
+        bid=want.bid,
+        timeout_ms=int(OFFER_WINDOW * 1000),
+    )
+
+
+@dataclass(slots=True)
+class Allocator:
+    """One job's search for its workers."""
+
+    endpoint: Endpoint
+    wants: tuple[RoleRequest, ...]
+    leases: HeldLeases
+    least: dict[str, int]
+    """How many of each role suffice when `timeout` has passed."""
+    timeout: float
+    """Seconds to find everything."""
+    seconds: float = 0.0
+    """From the first published request until all leases were held."""
+    auction: Auction = field(init=False)
+    _news: anyio.Event = field(default_factory=anyio.Event)
+    _requests: dict[str, WorkerRequest] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.auction = Auction(self.wants)
+
+    def offered(self, peer: PeerId, offer: WorkerOffer) -> None:
+        """An offer came in."""
+        if self.auction.offered(peer, offer, anyio.current_time()):
+            self._news.set()
+        else:
+            _log.debug("offer %s of %s is not acceptable: %s", offer.id, peer, self.auction.refused.get(peer, "stale"))
+
+    def lost(self, lease: uuid.UUID) -> None:
+        """A lease is gone while others are still sought."""
+        self.auction.lost(lease)
+        self._news.set()
+
+    async def find(self) -> tuple[AcceptedOffer, ...]:
+        """Search until all leases are held.
+
+        Raises:
+            AllocationError: `timeout` seconds were not enough; says how many were found and why not more.
+        """
+        deadline = anyio.current_time() + self.timeout
+        await self._wait_for_peers(deadline)
+        began = anyio.current_time()
+        next_publish = began
+        while not self.auction.complete:
+            now = anyio.current_time()
+            if now >= deadline:
+                if not self._suffices():
+                    raise AllocationError(await self._why())
+                break
+            if now >= next_publish:
+                await self._publish()
+                next_publish = now + REPUBLISH
+            if await self._decide():
+                next_publish = min(next_publish, anyio.current_time() + _SHORTLY)
+            else:
+                await self._wait(min(next_publish, deadline, self.auction.decide_at() or deadline))
+        self.seconds = anyio.current_time() - began
+        return self.auction.held
+
+    def _suffices(self) -> bool:
+        held = Counter(bid.role for bid in self.auction.held)
+        return all(held[role] >= count for role, count in self.least.items())
+
+    async def _wait_for_peers(self, deadline: float) -> None:
+        told = False
+        while not self.endpoint.topic_peers(WORKER_REQUESTS.name) and anyio.current_time() < deadline:
+            if not told:
+                _log.info("waiting for peers in the topic %s", WORKER_REQUESTS.name)
+                told = True
+            await anyio.sleep(0.05)
+
+    async def _publish(self) -> None:
+        for want in self.wants:
+            if self.auction.missing()[want.role] > 0:
+                request = make_request(want)
+                self._requests[want.role] = request
+                self.auction.asked(request.id, want.role)
+                with instrumentation.span(
+                    "advertise", {"hypha.role": want.role, "hypha.bid": want.bid}, kind="producer"
+                ):
+                    await pubsub.publish(self.endpoint, WORKER_REQUESTS, request)
+
+    def _candidates(self) -> list[PeerId]:
+        """Peers that may still bid: those in the topic, but for nodes whose certificate gives them another role."""
+        known = self.endpoint.connected_peers()
+        peers = self.endpoint.topic_peers(WORKER_REQUESTS.name)
+        return [peer for peer in peers if peer not in known or known[peer].role in (None, "worker")]
+
+    async def _decide(self) -> bool:
+        """Choose and renew, if it is time. Returns whether anything was chosen."""
+        at = self.auction.decide_at()
+        now = anyio.current_time()
+        if at is None or (now < at and not self.auction.settled(self._candidates(), now)):
+            return False
+        chosen = self.auction.decide(now)
+        async with anyio.create_task_group() as tasks:
+            for bid in chosen:
+                tasks.start_soon(self._take, bid)
+        return bool(chosen)
+
+    async def _take(self, bid: AcceptedOffer) -> None:
+        with instrumentation.span("lease", {"hypha.role": bid.role, "hypha.peer.id": str(bid.peer)}) as span:
+            span.set({"hypha.taken": await self._renew(bid)})
+
+    async def _renew(self, bid: AcceptedOffer) -> bool:
+        """Ask for a chosen lease. Returns whether it is ours."""
+        asked_at = anyio.current_time()
+        try:
+            answer = await rpc.call(
+                self.endpoint, bid.peer, RENEW_LEASE, RenewLease(id=bid.lease), timeout=_RENEW_TIMEOUT
+            )
+        except NetError as error:
+            _log.warning("%s made an offer and cannot be reached: %s", bid.peer, error)
+            self.auction.deny(bid.lease, anyio.current_time())
+            return False
+        if isinstance(answer, Renewed):
+            self.leases.take(bid.lease, bid.peer, asked_at, lease_life(answer.timeout_ms))
+            self.auction.confirm(bid.lease)
+            return True
+        _log.info("the offer of %s ran out before it was taken", bid.peer)
+        self.auction.deny(bid.lease, anyio.current_time())
+        return False
+
+    async def _wait(self, until: float) -> None:
+        with anyio.move_on_after(max(0.0, until - anyio.current_time())):
+            await self._news.wait()
+        self._news = anyio.Event()
+
+    async def _why(self) -> str:
+        """What to tell the owner of a job for which not enough workers were found."""
+        held = Counter(bid.role for bid in self.auction.held)
+        found = ", ".join(f"{held[want.role]} of {want.count} for {want.role}" for want in self.wants)
+        lines = [f"not enough workers within {self.timeout:g} s: {found}"]
+        peers = sorted(self.endpoint.topic_peers(WORKER_REQUESTS.name))
+        if not peers:
+            return f"{lines[0]}; no peer listens to requests: is a gateway connected, and does a worker run?"
+        reasons: dict[PeerId, list[str]] = {peer: [text] for peer, text in self.auction.refused.items()}
+        missing = [role for role, count in self.auction.missing().items() if count > 0 and role in self._requests]
+        async with anyio.create_task_group() as tasks:
+            for peer in (await self._worth_asking(peers))[:_ASKED_FOR_REASONS]:
+                for role in missing:
+                    tasks.start_soon(self._ask_why, peer, role, reasons)
+        for bid in self.auction.held:
+            reasons[bid.peer] = [f"taken for {bid.role} already: each part of a job runs on a worker of its own"]
+        for peer, texts in sorted(reasons.items()):
+            lines.append(f"{peer}: {'; '.join(texts) or 'would make an offer now'}")
+        lines += [_of_the_silent(role, self._requests[role].bid) for role in missing]
+        return "\n  ".join(lines)
+
+    async def _worth_asking(self, connected: list[PeerId]) -> list[PeerId]:
+        """Who may know why it made no offer: also workers that never connected, as they had nothing to offer."""
+        try:
+            found = await self.endpoint.find_peers(timeout=_REASON_TIMEOUT)
+        except NetError as error:
+            _log.debug("only connected workers are asked why they made no offer: %s", error)
+            return connected
+        return list(dict.fromkeys((*connected, *found)))
+
+    async def _ask_why(self, peer: PeerId, role: str, reasons: dict[PeerId, list[str]]) -> None:
+        question = WhyNot(request=self._requests[role])
+        try:
+            answer = await rpc.call(self.endpoint, peer, WHY_NOT, question, timeout=_REASON_TIMEOUT)
+        except NetError as error:
+            _log.debug("%s does not say why it made no offer: %s", peer, error)
+            return
+        reasons.setdefault(peer, []).extend(f"{role}: {reason[:200]}" for reason in answer.reasons[:8])
+
+
+def _of_the_silent(role: str, bid: float) -> str:
+    """About workers that were not found, or could not be asked why they made no offer."""
+    return (
+        f"workers that are not named here made no offer for {role}: the bid of {bid:g} may be under their price or "
+        "floor (raise the bid), or they lack what is asked"
+    )
+
+
+async def release(endpoint: Endpoint, peer: PeerId, lease: uuid.UUID, reason: str, *, timeout: float = 2.5) -> None:
+    """Give a lease back; jobs that run on it are cancelled. A peer that cannot be told drops it when its life ends."""
+    try:
+        await rpc.call(endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease, reason=reason), timeout=timeout)
+    except NetError as error:
+        _log.info("lease %s is left to run out at %s: %s", lease, peer, error)

@@ -1,0 +1,1 @@
+"""The dataset of a job and the data nodes that provide it."""

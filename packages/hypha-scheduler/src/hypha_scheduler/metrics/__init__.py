@@ -1,0 +1,1 @@
+"""Metrics of jobs: status bridge to drivers, TensorBoard files, traffic counts."""

@@ -1,0 +1,1 @@
+"""Submitting a job to a running scheduler over a Unix socket."""

@@ -1,0 +1,1 @@
+"""Deciding which requests are worth an offer."""

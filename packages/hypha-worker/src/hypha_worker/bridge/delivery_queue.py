@@ -1,0 +1,116 @@
+"""Files that peers push to a job, kept until its executor asks for them. A file is given out once.
+
+Before this room: `hypha_net.transfer` wrote the file. After it: an event of ``/resources/receive``.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Collection, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import anyio
+
+from hypha_net.transfer import FilePushTarget
+from hypha_proto.bridge_api import ReceivedFile
+from hypha_proto.ids import PeerId
+from hypha_proto.transfer import PushHeader, Refusal
+from hypha_worker.paths import relative_text, safe_name
+
+WAITING_LIMIT: Final = 64
+"""Files that wait for the executor; a peer that pushes more is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingFile:
+    """A file that waits."""
+
+    sequence: int
+    peer: PeerId
+    header: PushHeader | None
+    path: Path
+    size: int
+
+
+@dataclass(slots=True)
+class DeliveryQueue:
+    """The pushes for one job."""
+
+    job_id: uuid.UUID
+    work_dir: Path
+    senders: Set[PeerId]
+    """Peers that may push here."""
+    max_bytes: int
+    kind: str
+    """What is taken: the kind in a header."""
+    _waiting: list[PendingFile] = field(default_factory=list)
+    _seen: set[tuple[PeerId, int, str]] = field(default_factory=set)
+    _count: int = 0
+    _changed: anyio.Event = field(default_factory=anyio.Event)
+    _closed: bool = False
+
+    def accept(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
+        """Where a file may land that `peer` is about to push."""
+        if self._closed:
+            return Refusal(reason="the job is ending")
+        if peer not in self.senders:
+            return Refusal(reason=f"{peer} is not among those who send results to this job")
+        if header is not None and header.kind != self.kind:
+            return Refusal(reason=f"{header.kind[:40]!r} is not taken here, only {self.kind}")
+        if len(self._waiting) >= WAITING_LIMIT:
+            return Refusal(reason=f"{WAITING_LIMIT} files wait for the executor already")
+        self._count += 1
+        sequence = self._count
+        folder = self.work_dir / ".inbox"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        path = folder / f"{sequence:06d}-{safe_name(header.name if header else 'pushed.safetensors')}"
+
+        async def arrived(size: int, digest: str) -> None:
+            self._arrived(PendingFile(sequence, peer, header, path, size), digest)
+
+        return FilePushTarget(path, self.max_bytes, arrived, slot=str(self.work_dir))
+
+    def _arrived(self, delivery: PendingFile, digest: str) -> None:
+        # a peer whose receipt was lost pushes again: the executor is told once
+        key = (delivery.peer, delivery.header.round if delivery.header else -delivery.sequence, digest)
+        if key in self._seen or self._closed:
+            delivery.path.unlink(missing_ok=True)
+            return
+        self._seen.add(key)
+        self._waiting.append(delivery)
+        self._changed.set()
+
+    async def next(self, peers: Collection[PeerId]) -> PendingFile | None:
+        """Wait for a file of one of `peers`; none when the job ends. It stays until `hand_over` takes it."""
+        while not self._closed:
+            for delivery in self._waiting:
+                if delivery.peer in peers:
+                    return delivery
+            self._changed = anyio.Event() if self._changed.is_set() else self._changed
+            await self._changed.wait()
+        return None
+
+    def hand_over(self, delivery: PendingFile, folder: Path) -> ReceivedFile | None:
+        """Move a file to the executor's folder and describe it; none when another stream was quicker."""
+        if delivery not in self._waiting:
+            return None
+        target = folder / delivery.path.name
+        os.replace(delivery.path, target)
+        self._waiting.remove(delivery)
+        header = delivery.header
+        return ReceivedFile(
+            path=relative_text(self.work_dir, target),
+            size=delivery.size,
+            from_peer=delivery.peer,
+            sequence=delivery.sequence,
+            round=header.round if header else None,
+            kind=header.kind if header else None,
+        )
+
+    def close(self) -> None:
+        """The job ends: wake those who wait, take nothing more."""
+        self._closed = True
+        self._changed.set()

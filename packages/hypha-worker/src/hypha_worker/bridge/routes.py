@@ -1,0 +1,183 @@
+"""The bridge as HTTP: five routes and their description at ``/openapi.json``. FastAPI; runs in the bridge's thread.
+
+Each route reads a body strictly with `hypha_proto.bridge_api`, calls the worker's side through the portal, and writes
+the answer as JSON. Before this room: an executor. After it: `bridge.resources`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from hypha_proto.bridge_api import (
+    FETCH,
+    RECEIVE,
+    SEND,
+    SPANS,
+    STATUS,
+    BridgeErrorBody,
+    FetchedFile,
+    ReceivedFile,
+    Transfer,
+    read_spans,
+    read_transfer,
+)
+from hypha_proto.codec import from_json, to_json, to_plain
+from hypha_proto.errors import DecodeError
+from hypha_proto.progress import ProgressResponse, ProgressValue
+from hypha_worker.bridge.backend import BridgeBackend
+from hypha_worker.errors import BridgeError, bad_request
+
+_log = logging.getLogger(__name__)
+
+MAX_BODY: Final = 1 << 20
+
+Call = Callable[..., Awaitable[Any]]
+"""Calls an async function of the worker's loop from the bridge's: `call(function, *args)`."""
+
+_ANY_OBJECT: Final = {"type": "object", "additionalProperties": True}
+_TRANSFER_BODY: Final = {
+    "required": ["resource", "path"],
+    "properties": {
+        "resource": {**_ANY_OBJECT, "description": "A reference: uri, huggingface, peers or scheduler."},
+        "path": {"type": "string", "description": "File or folder, relative to the work directory."},
+        "round": {"type": "integer", "minimum": 0},
+        "samples": {"type": "integer", "minimum": 0, "description": "Weight of a pseudo-gradient."},
+    },
+    "type": "object",
+}
+_SPAN: Final = {
+    "required": ["name", "ago_ms", "duration_ms"],
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 64},
+        "ago_ms": {"type": "number", "minimum": 0, "description": "From its beginning to this report."},
+        "duration_ms": {"type": "number", "minimum": 0},
+        "attributes": {**_ANY_OBJECT, "maxProperties": 32, "description": "Text, numbers, booleans."},
+        "error": {"type": "string", "maxLength": 300},
+        "inside": {"type": "array", "items": _ANY_OBJECT, "description": "Spans that it consisted of."},
+    },
+    "type": "object",
+}
+_SPANS_BODY: Final = {
+    "required": ["spans"],
+    "properties": {"spans": {"type": "array", "items": _SPAN}, "traceparent": {"type": "string"}},
+    "type": "object",
+}
+_ERROR: Final = {
+    "description": "What went wrong.",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error", "detail"],
+                "properties": {"error": {"type": "string"}, "detail": {"type": "string"}},
+            }
+        }
+    },
+}
+_RESPONSES: Final[dict[int | str, dict[str, Any]]] = dict.fromkeys(
+    (400, 403, 404, 410, 413, 500, 502, 503, 504), _ERROR
+)
+
+
+def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
+    """The bridge of one job, for uvicorn."""
+    app = FastAPI(title="Hypha job bridge", version="1", docs_url=None, redoc_url=None)
+    app.add_exception_handler(BridgeError, _answer_fault)
+
+    async def fetch(request: Request) -> Response:
+        """Bring what a reference names to the work directory; with a scheduler's data, one further slice."""
+        files = await call(backend.fetch, await _read_transfer(request, "fetch"))
+        return _json([to_plain(FetchedFile, file) for file in files])
+
+    async def send(request: Request) -> Response:
+        """Push a file to the peers of a reference; answers when it is complete."""
+        sent = await call(backend.send, await _read_transfer(request, "send"))
+        return _json({"sent": sent.sent, "round": sent.round, "size": sent.size, "checksum": sent.checksum})
+
+    async def receive(request: Request) -> Response:
+        """Server-sent events, one for each file that a peer of the reference has pushed to this job."""
+        wanted = await _read_transfer(request, "receive")
+        await call(backend.check_receive, wanted)  # what is wrong with it is an answer, not a broken stream
+        return StreamingResponse(_events(backend, call, wanted), media_type="text/event-stream")
+
+    async def status(request: Request) -> Response:
+        """Report progress to the scheduler; the answer is the scheduler's."""
+        try:
+            progress = from_json(ProgressValue, await _read_body(request))
+        except DecodeError as error:
+            raise bad_request(f"progress: {error}") from None
+        answer = await call(backend.report, progress)
+        return Response(to_json(ProgressResponse, answer), media_type="application/json")
+
+    async def spans(request: Request) -> Response:
+        """Take what the executor has done into the trace of its job; tells how many spans were recorded."""
+        try:
+            report = read_spans(await _read_body(request))
+        except DecodeError as error:
+            raise bad_request(f"spans: {error}") from None
+        return _json({"recorded": await call(backend.take_spans, report)})
+
+    _add(app, FETCH, fetch, _TRANSFER_BODY)
+    _add(app, SEND, send, _TRANSFER_BODY)
+    _add(app, RECEIVE, receive, _TRANSFER_BODY)
+    _add(app, STATUS, status, {"oneOf": [{"type": "string"}, _ANY_OBJECT]})
+    _add(app, SPANS, spans, _SPANS_BODY)
+    return app
+
+
+def _add(app: FastAPI, path: str, route: Callable[[Request], Awaitable[Response]], body: dict[str, Any]) -> None:
+    description = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
+    app.add_api_route(
+        path, route, methods=["POST"], response_model=None, openapi_extra=description, responses=_RESPONSES
+    )
+
+
+async def _events(backend: BridgeBackend, call: Call, wanted: Transfer) -> AsyncIterator[bytes]:
+    """An event a file, taken only when it is about to be written: a stream that is cut while it waits loses none."""
+    try:
+        while (delivery := await call(backend.next_delivery, wanted)) is not None:
+            file = await call(backend.hand_over, wanted, delivery)
+            if file is not None:
+                yield b"data: " + to_json(ReceivedFile, file) + b"\n\n"
+    except BridgeError as fault:  # too late for a status: the stream ends
+        _log.info("a stream of received files ends: %s", fault.detail)
+
+
+def _json(value: object) -> Response:
+    return JSONResponse(value)
+
+
+async def _answer_fault(_request: Request, error: Exception) -> Response:
+    if not isinstance(error, BridgeError):
+        raise error
+    _log.info("bridge answers %d %s: %s", error.status, error.kind, error.detail)
+    body = BridgeErrorBody(error=error.kind, detail=error.detail)
+    return Response(to_json(BridgeErrorBody, body), status_code=error.status, media_type="application/json")
+
+
+async def _read_transfer(request: Request, action: str) -> Transfer:
+    try:
+        return read_transfer(action, json.loads(await _read_body(request)))
+    except DecodeError as error:
+        raise bad_request(f"{action}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"{action}: the body is not JSON: {error}") from None
+
+
+async def _read_body(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY:
+                raise BridgeError(413, "too-large", f"the body is over {MAX_BODY} bytes")
+    except ClientDisconnect:  # an executor that was ended while it spoke; nobody reads the answer
+        raise bad_request("the executor was gone before the end of its request") from None
+    return bytes(body)

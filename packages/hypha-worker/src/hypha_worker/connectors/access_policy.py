@@ -1,0 +1,60 @@
+"""What jobs may reach, by the word of the worker's owner. Pure but for resolving paths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from hypha_worker.errors import bad_request, not_allowed, not_found
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Patterns (``*`` for anything) of hosts and hub repositories, and folders whose files may be read."""
+
+    hosts: tuple[str, ...] = ()
+    repositories: tuple[str, ...] = ("*",)
+    roots: tuple[Path, ...] = ()
+
+    def check_url(self, url: str) -> None:
+        """Refuse a URL whose host is not allowed.
+
+        Raises:
+            BridgeFault: the scheme is not http or https, or the host is not in ``connectors.hosts``.
+        """
+        try:
+            parts = urlsplit(url)
+            host = parts.hostname
+        except ValueError as error:
+            raise bad_request(f"URL {url[:120]!r}: {error}") from None
+        if parts.scheme not in ("http", "https") or not host:
+            raise bad_request(f"URL {url[:120]!r} is neither http, https nor file")
+        if not any(fnmatchcase(host.lower(), pattern.lower()) for pattern in self.hosts):
+            raise not_allowed(f"host {host[:120]!r} is not in connectors.hosts of this worker")
+
+    def check_repository(self, repository: str) -> None:
+        """Refuse a hub repository that is not allowed.
+
+        Raises:
+            BridgeFault: it is not in ``connectors.repositories``.
+        """
+        if not any(fnmatchcase(repository, pattern) for pattern in self.repositories):
+            raise not_allowed(f"repository {repository[:120]!r} is not in connectors.repositories of this worker")
+
+    def file_of(self, url: str) -> Path:
+        """The file that a ``file:`` URL names.
+
+        Raises:
+            BridgeFault: it is under none of ``connectors.roots``, or does not exist.
+        """
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost"):
+            raise bad_request(f"URL {url[:120]!r} names another machine")
+        path = Path(unquote(parts.path)).resolve()
+        if not any(root.resolve() in path.parents for root in self.roots):
+            raise not_allowed(f"file {str(path)[:120]!r} is under none of connectors.roots of this worker")
+        if not path.is_file():
+            raise not_found(f"file {str(path)[:120]!r} does not exist")
+        return path

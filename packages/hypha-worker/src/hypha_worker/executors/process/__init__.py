@@ -1,0 +1,1 @@
+"""Executors that run as a process of their own."""

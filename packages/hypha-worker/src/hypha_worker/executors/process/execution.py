@@ -1,0 +1,278 @@
+"""Runs a job as a process of its owner's choosing, with a bridge to the network at a Unix socket.
+
+Before this room: `jobs` made the work directory. After it: `hypha.accelerate_executor`, or whatever the configuration
+names, which talks to `bridge` only. When `run` is over the whole process tree is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import anyio
+import anyio.abc
+
+from hypha_net import instrumentation
+from hypha_net.transfer import FilePushTarget
+from hypha_proto.codec import to_json
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import JobSpec
+from hypha_proto.round_membership import MembersKnown, RoundMembers
+from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
+from hypha_worker.bridge.backend import JobBridgeBackend
+from hypha_worker.bridge.delivery_queue import DeliveryQueue
+from hypha_worker.bridge.server import open_bridge
+from hypha_worker.connectors.access_policy import Access
+from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.executors.process.process_tree import SHUTDOWN_GRACE, TERM_GRACE, TOKEN_VARIABLE, terminate_tree
+from hypha_worker.hardware.usage import measure_usage
+from hypha_worker.jobs.execution import ExecutionError, ExecutionTrace, JobContext
+from hypha_worker.jobs.references import reference_peers, without_secrets
+
+_log = logging.getLogger(__name__)
+
+LAST_LINES: Final = 40
+"""Lines of an executor's output that its end is reported with."""
+_LINE_LIMIT: Final = 4096
+_ERROR_LINE: Final = re.compile(r"(ERROR|CRITICAL) [\w.]+: ")
+"""How a line begins that an executor's own logging marks as the reason; its launcher's traceback may come after it."""
+_LOG_LIMIT: Final = 64 << 20
+_ARGUMENT_LIMIT: Final = 128 << 10
+"""Bytes of one argument that Linux takes."""
+_DRAIN: Final = 1.0
+_RUNNING: Final = instrumentation.UpDownCounter("hypha.worker.executors.active", "{executor}", "Executors that run.")
+_EXITS: Final = instrumentation.Counter(
+    "hypha.worker.executors.ended", "{executor}", "Executors that ended, by exit code."
+)
+_DEVICE_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """How an executor is started, by the owner's configuration."""
+
+    cmd: str
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    access: Access = field(default_factory=Access)
+    socket_folder: Path = Path("/tmp")
+    """Where sockets are made; its path is short."""
+    has_devices: bool = False
+    """Whether the machine lists GPUs, so that a job sees only those of its lease."""
+
+
+class ProcessExecution:
+    """An `Execution` in a process of its own."""
+
+    def __init__(self, context: JobContext, settings: ProcessSettings) -> None:
+        self._context = context
+        self._settings = settings
+        self._token = secrets.token_hex(16)
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._error: str | None = None
+        self._job_json: tuple[str, ...] = ()
+        self._exit_code: int | None = None
+        self._inbox = DeliveryQueue(
+            job_id=context.spec.job_id,
+            work_dir=context.work_dir,
+            senders=reference_peers([context.spec.executor.config.results]),
+            max_bytes=context.max_bytes,
+            kind=self.takes,
+        )
+
+    @property
+    def senders(self) -> Set[PeerId]:
+        """See `Execution.senders`."""
+        return self._inbox.senders
+
+    @property
+    def takes(self) -> str:
+        """See `Execution.takes`."""
+        return OUTER_UPDATE
+
+    @property
+    def traces(self) -> ExecutionTrace:
+        """See `Execution.traces`."""
+        if self._exit_code == 0 or self._error is None:
+            return ExecutionTrace(self._exit_code, tuple(self._lines))
+        rest = [line for line in self._lines if line != self._error]
+        return ExecutionTrace(self._exit_code, (self._error, *rest[1 - LAST_LINES :]))
+
+    async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
+        """See `Execution.accept_push`."""
+        return self._inbox.accept(peer, header)
+
+    async def name_members(self, message: RoundMembers) -> MembersKnown:
+        """See `Execution.name_members`."""
+        return MembersKnown(accepted=False, reason=f"job {message.job_id} is a training job here")
+
+    async def run(self) -> None:
+        """See `Execution.run`."""
+        socket_path = self._settings.socket_folder / f"{secrets.token_hex(4)}.sock"
+        resources = self._resources()
+        async with open_bridge(resources, socket_path):
+            try:
+                await self._run_process(socket_path)
+            finally:
+                self._inbox.close()
+                resources.close()
+
+    def _resources(self) -> JobBridgeBackend:
+        context = self._context
+        return JobBridgeBackend(
+            endpoint=context.endpoint,
+            spec=context.spec,
+            lease=context.lease,
+            scheduler=context.scheduler,
+            work_dir=context.work_dir,
+            inbox=self._inbox,
+            access=self._settings.access,
+            files=PeerFiles(context.endpoint, context.max_bytes),
+            traceparent=context.traceparent,
+        )
+
+    async def _run_process(self, socket_path: Path) -> None:
+        words = substitutions(self._context.spec, self._context.work_dir, socket_path)
+        self._job_json = (words["{JOB_JSON}"], repr(words["{JOB_JSON}"])[1:-1])
+        process = await self._start(words)
+        reading = anyio.CancelScope(shield=True)  # a process that is being ended may still have last words
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._read_output, process, reading)
+            measuring = self._measure(process.pid, tasks)
+            try:
+                await process.wait()
+            finally:
+                measuring.cancel()
+                grace = TERM_GRACE if self._context.scope.cancel_called else SHUTDOWN_GRACE
+                await terminate_tree(process, self._token, grace)  # what the process left running, too
+                self._exit_code = process.returncode
+                _RUNNING.add(-1)
+                _EXITS.add(1, {"process.exit.code": str(process.returncode)})
+                reading.deadline = anyio.current_time() + _DRAIN
+        with anyio.CancelScope(shield=True):
+            await process.aclose()
+        _log.info("[%s] executor %s", f"{self._context.spec.job_id}"[:8], exit_text(self._exit_code))
+        if self._exit_code != 0:
+            raise ExecutionError(f"executor {self._settings.cmd} {exit_text(self._exit_code)}")
+
+    def _measure(self, pid: int, tasks: anyio.abc.TaskGroup) -> anyio.CancelScope:
+        """Measure what the executor uses, if anybody collects it, until the scope is cancelled."""
+        scope = anyio.CancelScope()
+        _RUNNING.add(1)
+        if instrumentation.enabled():
+            devices = [device.index for device in self._context.allocation.devices]
+            job_id = str(self._context.spec.job_id)
+
+            async def measure() -> None:
+                with scope:
+                    await measure_usage(pid, job_id, devices)
+
+            tasks.start_soon(measure)
+        return scope
+
+    async def _start(self, words: Mapping[str, str]) -> anyio.abc.Process:
+        command = [self._executable(), *(substitute(arg, words) for arg in self._settings.args)]
+        for argument in command:
+            if len(os.fsencode(argument)) >= _ARGUMENT_LIMIT:
+                raise ExecutionError("the job's spec is too long for an argument: use {JOB_FILE} instead of {JOB_JSON}")
+        try:
+            return await anyio.open_process(
+                command,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.STDOUT,
+                cwd=self._context.work_dir,
+                env=self._environment(words),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ExecutionError(f"executor {self._settings.cmd} cannot be started: {error.strerror}") from error
+
+    def _executable(self) -> str:
+        path = self._settings.env.get("PATH", os.environ.get("PATH"))
+        found = shutil.which(self._settings.cmd, path=path)
+        if found is None:
+            raise ExecutionError(f"executor command {self._settings.cmd!r} is not found on this worker's PATH")
+        return str(Path(found).absolute())
+
+    def _environment(self, words: Mapping[str, str]) -> dict[str, str]:
+        allocation = self._context.allocation
+        own = {name: substitute(value, words) for name, value in self._settings.env.items()}
+        threads = {"OMP_NUM_THREADS": str(max(1, int(allocation.resources.cpu)))}
+        devices: dict[str, str] = {}
+        if self._settings.has_devices:
+            devices = dict.fromkeys(_DEVICE_VARIABLES, ",".join(str(device.index) for device in allocation.devices))
+            devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order that devices are detected in, not CUDA's own
+        trace = {"TRACEPARENT": self._context.traceparent} if self._context.traceparent else {}
+        return {**threads, **os.environ, **own, **devices, **trace, TOKEN_VARIABLE: self._token}
+
+    async def _read_output(self, process: anyio.abc.Process, reading: anyio.CancelScope) -> None:
+        """Keep what the process prints: all of it (bounded) in a file, the last lines here, each line in our log."""
+        assert process.stdout is not None
+        name = f"{self._context.spec.job_id}"[:8]
+        with reading, (self._context.work_dir / "executor.log").open("wb") as file:
+            pending = b""
+            with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
+                while True:
+                    *lines, pending = (pending + await process.stdout.receive(65536)).split(b"\n")
+                    for line in lines:
+                        self._keep(file, line, name)
+                    if len(pending) > _LINE_LIMIT:  # progress bars end their lines with a carriage return
+                        self._keep(file, pending, name)
+                        pending = b""
+            if pending:
+                self._keep(file, pending, name)
+
+    def _keep(self, file: BinaryIO, line: bytes, name: str) -> None:
+        if file.tell() < _LOG_LIMIT:
+            file.write(line + b"\n")
+        text = line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
+        for job in self._job_json:  # a launcher that failed repeats its command
+            text = text.replace(job, "{JOB_JSON}")
+        text = text[:_LINE_LIMIT]
+        if text:
+            if _ERROR_LINE.match(text):
+                self._error = text
+            self._lines.append(text)
+            _log.info("[%s] %s", name, text, extra={"unlimited": True})
+
+
+def substitutions(spec: JobSpec, work_dir: Path, socket_path: Path) -> dict[str, str]:
+    """The words that stand for a job's values in arguments and environment; also writes the job's file."""
+    text = to_json(JobSpec, without_secrets(spec)).decode()
+    job_file = work_dir / "job.json"
+    job_file.write_text(text)
+    return {
+        "{SOCKET_PATH}": str(socket_path),
+        "{WORK_DIR}": str(work_dir),
+        "{JOB_JSON}": text,
+        "{JOB_FILE}": str(job_file),
+    }
+
+
+def substitute(text: str, words: Mapping[str, str]) -> str:
+    """Put the values in; a value that looks like a word is not looked at again."""
+    names: Sequence[str] = sorted(words, key=text.find)
+    first = next((name for name in names if name in text), None)
+    if first is None:
+        return text
+    before, after = text.split(first, 1)
+    return before + words[first] + substitute(after, words)
+
+
+def exit_text(code: int | None) -> str:
+    """``exited with status 3`` or ``was ended by SIGKILL``."""
+    if code is not None and code < 0:
+        with suppress(ValueError):
+            return f"was ended by {signal.Signals(-code).name}"
+    return f"exited with status {code}"

@@ -1,0 +1,1 @@
+"""Detecting and measuring the machine: cores, memory, disks, GPUs."""

@@ -1,0 +1,1 @@
+"""Jobs dispatched under leases, from acceptance to clean-up."""

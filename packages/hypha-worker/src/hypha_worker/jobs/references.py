@@ -1,0 +1,94 @@
+"""The references of a job: which peers it may deal with, and its secrets, which its process does not see. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import (
+    AggregateJob,
+    HuggingFaceReference,
+    JobSpec,
+    PeersReference,
+    Reference,
+    SchedulerReference,
+    TrainJob,
+)
+from hypha_worker.errors import not_allowed
+
+
+def job_references(spec: JobSpec) -> Iterator[Reference]:
+    """Every reference that stands in a job's spec."""
+    config = spec.executor.config
+    yield config.updates
+    yield config.results
+    if isinstance(spec.executor, TrainJob):
+        yield spec.executor.config.data
+        yield spec.executor.config.model.artifact
+        if spec.executor.config.preprocessor is not None:
+            yield spec.executor.config.preprocessor.artifact
+        if spec.executor.config.evaluation is not None:
+            yield spec.executor.config.evaluation.data
+
+
+def reference_peers(references: Iterable[Reference]) -> frozenset[PeerId]:
+    """Every peer that the references name."""
+    peers: set[PeerId] = set()
+    for reference in references:
+        if isinstance(reference, PeersReference):
+            peers.update(reference.peers)
+        elif isinstance(reference, SchedulerReference):
+            peers.add(reference.peer)
+    return frozenset(peers)
+
+
+def check_peers(spec: JobSpec, reference: Reference) -> None:
+    """Refuse a reference to peers that the job does not deal with.
+
+    Raises:
+        BridgeFault: it names another peer.
+    """
+    strangers = reference_peers([reference]) - reference_peers(job_references(spec))
+    if strangers:
+        raise not_allowed(f"peer {min(strangers)} is in none of the job's own references")
+
+
+def without_secrets(spec: JobSpec) -> JobSpec:
+    """The spec as an executor's process may see it: tokens are null."""
+    if isinstance(spec.executor, AggregateJob):
+        return spec
+    config = spec.executor.config
+    model = msgspec.structs.replace(config.model, artifact=_without_token(config.model.artifact))
+    preprocessor = config.preprocessor and msgspec.structs.replace(
+        config.preprocessor, artifact=_without_token(config.preprocessor.artifact)
+    )
+    evaluation = config.evaluation and msgspec.structs.replace(
+        config.evaluation, data=_without_token(config.evaluation.data)
+    )
+    data, updates, results = map(_without_token, (config.data, config.updates, config.results))
+    bare = msgspec.structs.replace(
+        config,
+        model=model,
+        preprocessor=preprocessor,
+        evaluation=evaluation,
+        data=data,
+        updates=updates,
+        results=results,
+    )
+    return msgspec.structs.replace(spec, executor=msgspec.structs.replace(spec.executor, config=bare))
+
+
+def with_secrets(spec: JobSpec, reference: Reference) -> Reference:
+    """The job's own reference, token included, when `reference` is that but for the token; else `reference`."""
+    for own in job_references(spec):
+        if _without_token(own) == reference:
+            return own
+    return reference
+
+
+def _without_token(reference: Reference) -> Reference:
+    if isinstance(reference, HuggingFaceReference) and reference.token is not None:
+        return msgspec.structs.replace(reference, token=None)
+    return reference

@@ -1,0 +1,1 @@
+"""Leases and the capacity they reserve."""

@@ -1,0 +1,76 @@
+"""A node that serves every protocol there is, for a fuzzer: ``python fuzz_victim.py CERT KEY TRUST FOLDER``.
+
+Prints its address, and serves until its input ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from hypha_net import EndpointSettings, open_endpoint, pubsub, rpc, transfer
+from hypha_net.endpoint import Endpoint
+from hypha_net.identity import load_identity
+from hypha_proto import datasets, dispatch, health, leases, offers, progress, round_membership
+from hypha_proto.ids import PeerId
+from hypha_proto.protocols import RpcMethod
+from hypha_proto.transfer import PullRequest, PushHeader, Refusal
+
+CONVERSATIONS: tuple[RpcMethod[object, object], ...] = tuple(
+    value
+    for module in (round_membership, health, dispatch, leases, offers, progress, datasets)
+    for value in vars(module).values()
+    if isinstance(value, RpcMethod)
+)
+"""Every conversation that is defined."""
+
+
+async def refuse(_peer: PeerId, request: object) -> object:
+    """Nothing that a fuzzer says is worth an answer; that it got here is enough."""
+    raise rpc.RequestError(f"no answer to {type(request).__name__}")
+
+
+async def serve(endpoint: Endpoint, folder: Path) -> None:
+    """Serve everything."""
+    for conversation in CONVERSATIONS:
+        if conversation is not health.HEALTH_CHECK:
+            rpc.serve(endpoint, conversation, refuse)
+
+    async def healthy(_peer: PeerId, _request: health.HealthRequest) -> health.Health:
+        return health.Health(healthy=True)
+
+    async def land(_peer: PeerId, _header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
+        async def arrived(_size: int, _digest: str) -> None:
+            (folder / "landed").unlink()
+
+        return transfer.FilePushTarget(folder / "landed", 1 << 20, arrived)
+
+    async def offer(_peer: PeerId, _request: PullRequest) -> transfer.PullSource | Refusal:
+        return transfer.PullSource(Path(__file__))
+
+    rpc.serve(endpoint, health.HEALTH_CHECK, healthy)
+    transfer.serve_pushes(endpoint, land)
+    transfer.serve_pulls(endpoint, offer)
+    async with pubsub.subscribe(endpoint, offers.WORKER_REQUESTS) as heard:
+        async for _ in heard:
+            pass
+
+
+async def main(files: list[Path], folder: Path) -> None:
+    """Open the node and serve."""
+    settings = EndpointSettings(("/ip4/127.0.0.1/tcp/0",), role="gateway", relay_circuit=False, state_dir=folder)
+    async with (
+        open_endpoint(load_identity(files[0], files[1], files[2]), settings) as endpoint,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(serve, endpoint, folder)
+        print(endpoint.addresses[0], flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.read)
+        tasks.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    anyio.run(main, [Path(name) for name in sys.argv[1:4]], Path(sys.argv[4]), backend="trio")

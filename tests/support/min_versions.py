@@ -1,0 +1,141 @@
+"""Whether a package works with the lowest versions of its siblings that it admits: built, installed, looked into.
+
+A version that was released is built from its tag (`hypha-net-v0.1.0`), the version that the tree is at from the tree.
+What a package takes from a sibling is read from its code: names that it imports, also within functions, and attributes
+of imported modules.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from support.wheelhouse import ROOT, Package, passed, run, uv
+
+_LOOK = """
+import importlib, json, sys
+problems = []
+for module, name in json.load(sys.stdin):
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        problems.append(f"{module}: {error}")
+        continue
+    if name and not hasattr(found, name):
+        try:
+            importlib.import_module(f"{module}.{name}")
+        except ImportError:
+            problems.append(f"{module} has no {name}")
+print(json.dumps(sorted(set(problems))))
+"""
+
+
+def lowest(requirement: Requirement) -> Version:
+    """The lowest version that a bound admits; fails when there is no lower bound."""
+    floors = [Version(part.version) for part in requirement.specifier if part.operator in (">=", "==", "~=")]
+    assert len(floors) == 1, f"{requirement}: name the lowest version that works"
+    return floors[0]
+
+
+def siblings(package: Package, known: Mapping[str, Package]) -> list[Requirement]:
+    """What a package requires of this tree, extras apart."""
+    required = [Requirement(text) for text in package.project.get("dependencies", [])]
+    return [each for each in required if canonicalize_name(each.name) in known]
+
+
+def wheel_of(package: Package, version: Version, folder: Path, wheels: Path, root: Path = ROOT) -> Path:
+    """The wheel of a version of a package: from its tag, or from the tree if that is where the tree is.
+
+    Args:
+        folder: where what a tag holds is unpacked and built.
+        wheels: holds the tree's wheels.
+    """
+    for tag in (f"{package.name}-v{text}" for text in (version, f"{version}.0")):
+        if run(["git", "rev-parse", "--verify", "--quiet", f"refs/tags/{tag}"], cwd=root).returncode == 0:
+            return _built(package, tag, folder, root)
+    assert Version(package.version) == version, (
+        f"{package.name} {version} has no tag, and the tree is at {package.version}"
+    )
+    [wheel] = wheels.glob(f"{package.name.replace('-', '_')}-*.whl")
+    return wheel
+
+
+def _built(package: Package, tag: str, folder: Path, root: Path) -> Path:
+    sources, out = folder / tag, folder / f"{tag}-wheel"
+    sources.mkdir(parents=True)
+    archive = folder / f"{tag}.tar"
+    passed(run(["git", "archive", "--output", str(archive), tag, str(package.folder.relative_to(root))], cwd=root))
+    passed(run(["tar", "-xf", str(archive), "-C", str(sources)]))
+    place = sources / package.folder.relative_to(root)
+    passed(run([*uv(), "build", "--quiet", "--wheel", "--out-dir", str(out), str(place)]))
+    [wheel] = out.glob("*.whl")
+    return wheel
+
+
+def taken(sources: Path, modules: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What code takes from other packages: module and name, or module alone.
+
+    Args:
+        modules: names of the packages, such as ``hypha_net``.
+    """
+    for path in sorted(sources.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        aliases: dict[str, str] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.split(".")[0] in modules:
+                        yield alias.name, ""
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] in modules:
+                for alias in node.names:
+                    aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                    yield str(node.module), alias.name
+        yield from _attributes(tree, aliases)
+
+
+def _attributes(tree: ast.AST, aliases: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Attributes of what was imported, where that is a module: `telemetry.span`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            imported = aliases[node.value.id]
+            if imported.rsplit(".", 1)[1].islower():
+                yield imported, node.attr
+
+
+def what_is_missing(needs: Sequence[tuple[str, str]], place: Path) -> list[str]:
+    """What of `needs` the packages unpacked at `place` do not have."""
+    modules = {name for name, _ in needs if _is_module(name, place)}
+    asked = [
+        need for need in needs if need[0] in modules or "." not in need[0] or need[0].rsplit(".", 1)[0] not in modules
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK],
+        input=json.dumps(sorted(set(asked))),
+        env={"PYTHONPATH": str(place), "PATH": "/usr/bin:/bin"},
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    problems: list[str] = json.loads(passed(done))
+    return problems
+
+
+def _is_module(name: str, place: Path) -> bool:
+    path = place.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def install(wheels: Sequence[Path], place: Path) -> None:
+    """Install exactly these wheels into a folder, and nothing that they require."""
+    command = [*uv(), "pip", "install", "--quiet", "--no-deps", "--offline", "--target", str(place)]
+    passed(run([*command, "--python", sys.executable, *map(str, wheels)]))
