@@ -379,7 +379,7 @@ async def main(cert, key, trust, gateway, slices):
     settings = EndpointSettings(listen_addresses=("/ip4/127.0.0.1/tcp/0",), gateway_addresses=(gateway,))
     async with open_endpoint(identity, settings) as node:
         async def resolve(peer, request):
-            return transfer.Offered(Path(slices), "blake3:" + "0" * 64)
+            return transfer.PullSource(Path(slices), "blake3:" + "0" * 64)
         transfer.serve_pulls(node, resolve)
         await node.wait_for_gateway()
         (peer,) = node.connected_peers()

@@ -343,7 +343,7 @@ from hypha_net.node.lifecycle import run_daemon
 from hypha_net.testing import MemoryNetwork
 
 async def serve(config, node):
-    with telemetry.span("life"):
+    with instrumentation.span("life"):
         print(sorted(name for name in sys.modules if name.startswith(("opentelemetry", "grpc"))) != [], flush=True)
         await anyio.sleep(60)
 
