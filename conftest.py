@@ -1,4 +1,4 @@
-"""What holds for every test of the repository."""
+"""Fixtures and hooks for every test of the repository."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """Undo what a test that runs a command in this process did to the root logger: the next one may read warnings."""
+def restore_logging() -> Iterator[None]:
+    """Restore the root logger after tests that run a command in this process, because later tests may read warnings."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     yield
@@ -20,8 +20,8 @@ def logging_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def environment_as_it_was() -> Iterator[None]:
-    """Undo what such a test did to the environment, which processes of later tests inherit."""
+def restore_environment() -> Iterator[None]:
+    """Restore the environment, which child processes of later tests inherit."""
     before = dict(os.environ)
     yield
     if os.environ != before:
@@ -31,7 +31,7 @@ def environment_as_it_was() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let reports pass between processes also when a test logged what is no UTF-8."""
+    """Make reports transferable between processes even if a test logged invalid UTF-8."""
     report = yield
     report.sections = [(name, text.encode(errors="replace").decode()) for name, text in report.sections]
     return report

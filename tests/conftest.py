@@ -1,4 +1,4 @@
-"""Fixtures of tests that concern the whole repository."""
+"""Fixtures of tests of the whole repository."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from support.wheelhouse import build_wheelhouse
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a wheel and an sdist of every package, built once."""
+    """Build a wheel and an sdist of every package once; return their folder."""
     folder: Path = tmp_path_factory.mktemp("wheels")
     return build_wheelhouse(folder)

@@ -1,4 +1,4 @@
-"""The house keeps its shape: import layers hold, and the walkthroughs name only what exists."""
+"""Architecture: import layers hold, and the walkthroughs name only functions that exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = re.compile(r"`(hypha(?:_[a-z]+)?(?:\.\w+)+)`")
 
 
 def names_in(page: str) -> list[str]:
-    """Every dotted name of ours that stands in backticks."""
+    """Return every dotted name of our packages in backticks."""
     return _NAME.findall(page)
 
 
@@ -35,7 +35,7 @@ def resolve(name: str) -> object:
             found: object = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the module exists, and something that it imports does not
+                raise  # the module exists, but one of its imports does not
             continue
         for attribute in parts[end:]:
             if not hasattr(found, attribute):
@@ -48,7 +48,7 @@ def resolve(name: str) -> object:
 @pytest.mark.parametrize("page", WALKTHROUGHS)
 def test_a_walkthrough_names_only_functions_that_exist(page: str) -> None:
     names = names_in((ROOT / "docs" / "walkthroughs" / page).read_text())
-    assert len(names) >= 5, f"{page} names no way through the code"
+    assert len(names) >= 5, f"{page} names no functions"
     missing = []
     for name in dict.fromkeys(names):
         try:
@@ -58,7 +58,7 @@ def test_a_walkthrough_names_only_functions_that_exist(page: str) -> None:
     assert missing == []
 
 
-def test_names_are_resolved_or_refused() -> None:
+def test_resolve_finds_names_and_rejects_unknown_ones() -> None:
     assert names_in(
         "`hypha_proto.codec.encode`, `hypha.accelerate_executor.training`, `os.path`, `hypha-data run`"
     ) == [
@@ -80,7 +80,7 @@ def test_imports_keep_to_the_layers() -> None:
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """What each module of ours imports, wherever in its code."""
+    """Return the imports of each of our modules, also within functions."""
     found = {}
     for source in ROOT.glob("*/*/src/**/*.py"):
         tree = ast.parse(source.read_text(), str(source))
@@ -94,7 +94,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def importers(library: str) -> set[str]:
-    """Modules of ours that import `library`."""
+    """Return our modules that import `library`."""
     return {
         module for module, names in imports().items() if any(f"{name}.".startswith(f"{library}.") for name in names)
     }
@@ -111,10 +111,10 @@ def importers(library: str) -> set[str]:
         ("opentelemetry.sdk", r"hypha_net\.node\.telemetry\.\w+"),
     ],
 )
-def test_a_library_is_imported_where_it_belongs(library: str, allowed: str) -> None:
+def test_a_library_is_imported_only_where_allowed(library: str, allowed: str) -> None:
     assert {module for module in importers(library) if not re.fullmatch(allowed, module)} == set()
 
 
-def test_importers_are_found() -> None:
+def test_importers_finds_known_imports() -> None:
     assert "hypha_local.cli" in importers("click")
     assert any(module.startswith("hypha_net._libp2p.") for module in importers("libp2p"))

@@ -1,4 +1,4 @@
-"""Each benchmark runs, at a small size: what it moves arrives whole, and it prints its table; no speed is asserted."""
+"""Each benchmark runs at a small size, transfers its data completely and prints its table; no speed is asserted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("transfer", "footprint", "relay", "requests", "connect", "gossip", "sta
 
 
 def run(tmp_path: Path, *arguments: str, timeout: float) -> tuple[str, list[dict[str, Any]]]:
-    """Run benchmarks; what they print, and their rows."""
+    """Run benchmarks; return their output and their rows."""
     found = tmp_path / "found.json"
     command = [sys.executable, "-m", "benchmarks", *arguments, "--folder", str(tmp_path), "--json", str(found)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
@@ -27,7 +27,7 @@ def run(tmp_path: Path, *arguments: str, timeout: float) -> tuple[str, list[dict
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", NAMES)
-def test_it_runs_and_what_it_moves_arrives(tmp_path: Path, name: str) -> None:
+def test_a_benchmark_runs_and_transfers_its_data(tmp_path: Path, name: str) -> None:
     small = ("--size", "8", "--repeat", "1", "--count", "20", "--leaves", "6")
     printed, rows = run(tmp_path, name, *small, timeout=200)
     assert printed.startswith(f"\n{name}\n")
@@ -38,7 +38,7 @@ def test_it_runs_and_what_it_moves_arrives(tmp_path: Path, name: str) -> None:
         assert (row["ratio"] is None) == (row["reference"] is None)
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_benchmark_is_refused_with_the_known_names() -> None:
     command = [sys.executable, "-m", "benchmarks", "transfers"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2

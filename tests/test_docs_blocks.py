@@ -1,4 +1,4 @@
-"""Every TOML block of the users' documents loads as the configuration of the program that it is for."""
+"""Every TOML block of the user's documents loads as the configuration of its program."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_telemetry_attributes_as_a_table(name: str, tmp_path: Path) -> None:
 
 
 def test_the_whole_page_of_the_scheduler_is_one_file(tmp_path: Path) -> None:
-    """Its blocks one below the other: top-level keys stand under the last table there, and are taken as meant."""
+    """Concatenates its blocks: top-level keys then follow the last table, and are hoisted."""
     text = completed_scheduler("\n".join(each.text for each in SCHEDULER))
     loaded = scheduler(text, tmp_path)
     [job] = loaded.config.jobs
@@ -157,14 +157,14 @@ def test_the_whole_page_of_the_scheduler_is_one_file(tmp_path: Path) -> None:
 
 
 def test_the_optional_keys_of_the_inner_optimiser(tmp_path: Path) -> None:
-    """The block shows them behind a #."""
+    """The block shows them commented out."""
     text = block("scheduler:93").text.replace("# Optional: ", "")
     [job] = scheduler(completed_scheduler(text), tmp_path).config.jobs
     assert (job.inner_optimizer.betas, job.inner_optimizer.epsilon) == ((0.9, 0.999), 1e-8)
 
 
 def test_the_task_definition_of_the_early_design_is_no_configuration() -> None:
-    """It is told as a sketch: it has `...` where JSON allows none, and no program of the documents reads it."""
+    """It is a sketch: it has `...`, which is not JSON, and no program of the documents reads it."""
     with pytest.raises(json.JSONDecodeError):
         json.loads(block("api:37").text)
 
@@ -185,7 +185,7 @@ def test_the_preprocessor_of_a_vision_model_reaches_the_executors(tmp_path: Path
     [("vision-classification", "image-classification"), ("causal-lm", "causal-lm"), ("torch", "torch")],
 )
 def test_the_model_types_of_the_page(name: str, task: str, tmp_path: Path) -> None:
-    """`torch` is a class of the worker's owner, so only the job can say which tensors it takes."""
+    """`torch` models are classes allowed by the worker's owner, so only the job names their input tensors."""
     text = block("scheduler:62").text.replace("vision-classification", name) + 'input_names = ["x", "y"]\n'
     [job] = scheduler(completed_scheduler(text), tmp_path).config.jobs
     assert (job.model.task, job.model.inputs) == (task, ("x", "y"))

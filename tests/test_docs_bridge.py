@@ -1,7 +1,7 @@
-"""The requests of the users' documents to a job bridge, over a real socket, and the shapes of its answers.
+"""Job bridge requests of the user's documents, sent over a real socket, and the shapes of the answers.
 
-Behind the bridge stand a network in memory and a hub on this machine. A `#` comment in a body is left out, as JSON has
-none, and the peers' shortened ids are replaced by those of the job.
+The bridge is backed by an in-memory network and a local hub. `#` comments in bodies are removed, since JSON has none, and
+the peers' shortened ids are replaced by those of the job.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HUB = {"model.safetensors": b"weights", "config.json": b"{}"}
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A server that answers for the repository of the block; gives the paths that it was asked for."""
+    """Serve the repository of the block; yields the requested paths."""
     asked: list[str] = []
 
     def find(path: str) -> tuple[bytes | None, dict[str, str]]:
@@ -65,7 +65,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @dataclass
 class Bridge:
-    """A job's bridge, and the peers of the job."""
+    """A job's bridge and the peers of the job."""
 
     client: httpx.AsyncClient
     work_dir: Path
@@ -74,7 +74,7 @@ class Bridge:
     spec: JobSpec
 
     async def push(self, peer: MemoryEndpoint, number: int, content: bytes) -> None:
-        """What a parameter server does after an outer step."""
+        """Push an outer update, as a parameter server does after an outer step."""
         path = self.work_dir.parent / f"{uuid.uuid4()}"
         path.write_bytes(content)
         size, digest = await transfer.describe(path)
@@ -82,7 +82,7 @@ class Bridge:
         await transfer.push(peer, self.worker.peer_id, path, header)
 
     def request(self, name: str) -> httpx.Request:
-        """The documented request, as it stands but for ids and comments."""
+        """Return the documented request with real ids and without comments."""
         head, _, body = block(name).text.partition("\n\n")
         first, *headers = head.splitlines()
         method, path = first.split(" ")
@@ -149,7 +149,7 @@ def at_bridge(tmp_path: Path) -> Iterator[AtBridge]:
 
 
 def check_shape(shown: Any, given: Any) -> None:
-    """Every key that the document shows is there, with a value of the same kind; text keeps its form."""
+    """Check that every documented key is present with a value of the same type; text keeps its format."""
     assert type(given) is type(shown)
     if isinstance(shown, dict):
         assert set(shown) <= set(given)
@@ -208,7 +208,7 @@ def test_a_file_is_sent_as_documented(at_bridge: AtBridge, tmp_path: Path, strat
 
 
 def test_received_files_are_told_as_documented(at_bridge: AtBridge) -> None:
-    """The request names no peers, which the document says means any: that is, any that the job itself deals with."""
+    """The request names no peers, which means any peer of the job."""
 
     async def case(bridge: Bridge) -> None:
         with_comment = block("worker-older:486").text.partition("\n\n")[2]

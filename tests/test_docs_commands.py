@@ -1,4 +1,4 @@
-"""The shell blocks of the users' documents, run. Each test says what it replaces; `docs/blocks.md` lists them all."""
+"""Runs the shell blocks of the user's documents. Each test names what it replaces; `docs/blocks.md` lists them all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = ("cert", "key", "trust")
 
 
 def bash(text: str, folder: Path) -> str:
-    """Run shell text with this tree's programs on PATH, /etc and /var being folders of `folder`."""
+    """Run shell text with this tree's programs on PATH and /etc and /var replaced by folders in `folder`."""
     for place in ("/etc/hypha", "/var/hypha", "/path/to"):
         text = text.replace(place, f"{folder}{place}")
     path = os.pathsep.join([str(folder / "programs"), str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -40,7 +40,7 @@ def bash(text: str, folder: Path) -> str:
 
 
 def shows_what_it_would_run(program: str, folder: Path) -> None:
-    """Put in the place of a daemon: checks the configuration that `run` is given, and prints it instead of running."""
+    """Replace a daemon by a script that checks the configuration given to `run` and prints it."""
     (folder / "programs").mkdir()
     stand_in = folder / "programs" / program
     real = script(program)
@@ -51,7 +51,7 @@ def shows_what_it_would_run(program: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["worker:16", "worker-older:44"])
 def test_the_work_directory_is_made_as_a_worker_wants_it(name: str, tmp_path: Path) -> None:
-    """Replaced: sudo, which runs the command as it is."""
+    """Replaced: sudo, which runs the command directly."""
     bash('sudo() { "$@"; }\n' + block(name).text, tmp_path)
     work = tmp_path / "var" / "hypha" / "work"
     assert stat.S_IMODE(work.stat().st_mode) == 0o750
@@ -92,7 +92,7 @@ def test_variables_of_opentelemetry_are_read(name: str, program: str, tmp_path: 
 
 @contextmanager
 def daemon(command: list[str], env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A daemon while the context is open; it must end well when it is told to."""
+    """Run a daemon while the context is open; it must exit with 0 on SIGTERM."""
     with log.open("wb") as file:
         process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
     try:
@@ -108,7 +108,7 @@ def daemon(command: list[str], env: dict[str, str], log: Path) -> Iterator[subpr
 
 
 def healthy(program: str, address: str, config: Path, env: dict[str, str]) -> dict[str, object]:
-    """What `probe` says once the node is healthy, asked for half a minute at most."""
+    """Return the output of `probe` once the node is healthy, polled for at most half a minute."""
     ends = time.monotonic() + 30
     while True:
         command = [script(program), "probe", address, "--config", str(config), "--timeout", "5", "--format", "json"]
@@ -123,8 +123,8 @@ def healthy(program: str, address: str, config: Path, env: dict[str, str]) -> di
 
 @pytest.mark.slow
 def test_the_complete_worker_starts_by_the_older_command_and_is_healthy(tmp_path: Path) -> None:
-    """The file is word for word that of the document. Replaced by HYPHA_* variables: the folders of certificates and
-    jobs, the address to listen on (a known port, to probe it) and the gateways' (one here)."""
+    """The file is verbatim that of the document. Replaced by HYPHA_* variables: the folders of certificates and jobs, the
+    listen address (a known port, for the probe) and the gateway addresses (one here)."""
     ports = free_ports(2)
     gateway = NodePlan("gateway", "hypha-gateway", "gateway", ports[0])
     worker = NodePlan("worker", "hypha-worker", "worker", ports[1])
@@ -179,7 +179,7 @@ def test_a_file_for_accelerate_is_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_accelerate_asks_for_a_configuration(tmp_path: Path) -> None:
-    """The block asks a person; here nobody answers, so only its help and its default are run."""
+    """The block is interactive, so only its help and its default are run."""
     command = block("worker-older:349").text.split()
     program = str(Path(sys.executable).parent / command[0])
     written = tmp_path / "accelerate.yaml"
@@ -190,7 +190,7 @@ def test_accelerate_asks_for_a_configuration(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_executor_is_run_from_the_wheel_of_a_release(wheels: Path, tmp_path: Path) -> None:
-    """Replaced: the site of releases (a server here), its version (ours), and the Python (the one at hand)."""
+    """Replaced: the release site (a local server), the version (that of this tree) and the Python interpreter."""
     version = next(each.version for each in packages() if each.name == "hypha-accelerate-executor")
     text = block("worker-older:281").text
     assert text.count("0.1.0") >= 1  # the version that the block names
@@ -206,7 +206,7 @@ def test_the_executor_is_run_from_the_wheel_of_a_release(wheels: Path, tmp_path:
 
 @pytest.mark.slow
 def test_an_extra_without_a_project_has_no_effect(tmp_path: Path, wheels: Path) -> None:
-    """The documents choose PyTorch's build by `--extra`; ours say `package[extra] @ URL`. This is why."""
+    """The user's documents choose PyTorch's build by `--extra`; ours use `package[extra] @ URL`. This test shows why."""
     with empty_environment(tmp_path / "env", wheels) as environment:
         tail = f"--python {sys.executable} --no-project --extra cu128 --with hypha-proto -- python -c 'print(1)' 2>&1"
         shown = environment.shell(f"uv run {tail}")
@@ -261,7 +261,7 @@ def test_the_exit_codes_of_the_conventions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", ["hypha-worker", "hypha-certutil", "hypha-local"])
 def test_a_shell_can_complete_commands(program: str) -> None:
-    """As docs/configuration.md says; asked in the way that the shell's function asks."""
+    """As docs/configuration.md describes; queried as the shell function does."""
     name = program.upper().replace("-", "_")
     function = passed(run([script(program)], env=quiet_environment(**{f"_{name}_COMPLETE": "bash_source"})))
     assert f"complete -o nosort -F _{program.replace('-', '_')}_completion {program}" in function
@@ -272,7 +272,7 @@ def test_a_shell_can_complete_commands(program: str) -> None:
 
 
 def test_what_cannot_be_run_here_is_as_the_table_says() -> None:
-    """Installers from the web and a Rust build: the blocks are these commands and no others."""
+    """Web installers and a Rust build: the blocks contain these commands and no others."""
     commands = [line for name in ("worker-older:32", "worker-older:276") for line in block(name).text.splitlines()]
     commands = [line for line in commands if line and not line.startswith("#")]
     assert [line.split()[0] for line in commands] == ["curl", "cargo", "curl"]

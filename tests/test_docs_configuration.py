@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the programs do: its tables, its examples, its lines for a shell."""
+"""docs/configuration.md matches the programs: its tables, examples and shell lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/wire.md names every protocol that a node speaks, docs/gateway.md tests that there are."""
+"""docs/wire.md names every protocol that a node serves; docs/gateway.md names only existing tests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NAMED = re.compile(r"`(/[a-z0-9-]+/[a-z0-9./-]*)`")
 
 
 def table(page: str) -> set[str]:
-    """Protocol ids in the first column of a page's tables."""
+    """Return the protocol ids in the first column of a page's tables."""
     rows = re.findall(r"^\| (`/.*?) \|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
     return {name for row in rows for name in NAMED.findall(row)}
 
 
-def test_every_protocol_that_a_node_speaks_is_in_the_table(tmp_path: Path) -> None:
+def test_every_served_protocol_is_in_the_table(tmp_path: Path) -> None:
     spoken: set[str] = set()
 
     async def main() -> None:
@@ -40,7 +40,7 @@ def test_every_protocol_that_a_node_speaks_is_in_the_table(tmp_path: Path) -> No
     assert spoken | ours - {protocols.IDENTIFY_VERSION} <= table("wire.md")
 
 
-def test_the_tests_that_the_gateway_s_page_names_are_there() -> None:
+def test_tests_named_by_the_gateway_page_exist() -> None:
     page = (ROOT / "docs" / "gateway.md").read_text()
     named = set(re.findall(r"`(test_\w+)`", page))
     files = [*ROOT.glob("packages/*/tests/test_*.py"), *ROOT.glob("tests/test_*.py")]

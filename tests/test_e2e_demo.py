@@ -1,4 +1,4 @@
-"""The main job as its user sees it: one command trains a real model over a real network, and leaves nothing running."""
+"""The demo as its user sees it: one command trains a real model over a real network and leaves no process running."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PLAIN = Path(__file__).parent / "support" / "baseline_accuracy.py"
 
 
 def run_demo(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
-    """The demo's summary and what it said on the way; fails when it fails or leaves a process."""
+    """Run the demo; return its summary and output. Fail if it fails or leaves a process."""
     command = [script("hypha-local"), "demo", "--dir", str(folder), "--format", "json", *options]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
     try:
         found, said = demo.communicate(timeout=300)
     except subprocess.TimeoutExpired:
-        demo.terminate()  # it ends its processes, which would outlive it if it were killed
+        demo.terminate()  # on SIGTERM it ends its processes, which would survive a kill
         demo.communicate(timeout=60)
         raise
     assert demo.returncode == 0, said + last_lines(folder)
@@ -37,25 +37,25 @@ def run_demo(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
 
 
 def environment() -> dict[str, str]:
-    """As a newcomer's: nothing of ours is set, bytecode is cached."""
+    """Return an environment without our variables and with bytecode caching."""
     return child_environment(os.environ)
 
 
 def last_lines(folder: Path) -> str:
-    """The end of every log."""
+    """Return the last lines of every log."""
     logs = sorted((folder / "logs").glob("*.log"))
     return "".join(f"\n--- {log.name}\n" + "\n".join(log.read_text().splitlines()[-8:]) for log in logs)
 
 
 def plain_accuracy(summary: dict[str, Any], folder: Path) -> float:
-    """What transformers by themselves say of the model."""
+    """Return the test accuracy that transformers alone compute for the model."""
     command = [sys.executable, str(PLAIN), summary["model_dir"], str(folder / "test.safetensors")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True, env=environment())
     return float(done.stdout)
 
 
 def assert_clean(folder: Path, workers: int) -> None:
-    """Every executor exited with 0, every program ended by itself, nothing went wrong on the way."""
+    """Assert that every executor exited with 0, every program ended by itself, and no log has an error."""
     logs = {log.stem: log.read_text() for log in (folder / "logs").glob("*.log")}
     nodes = {"gateway", "data", "parameter-server", "scheduler", *(f"worker-{i + 1}" for i in range(workers))}
     assert nodes <= set(logs)
@@ -104,7 +104,7 @@ def test_three_workers_learn_the_digits_in_time(seed: int, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_one_worker_alone_is_a_network_too(tmp_path: Path) -> None:
+def test_the_demo_runs_with_one_worker(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     summary, _ = run_demo(folder, "--workers", "1", "--rounds", "2", "--keep")
     assert (summary["workers"], summary["rounds"]) == (1, 2)

@@ -1,4 +1,4 @@
-"""Two homes behind NAT train together through a gateway: scheduler and a worker in one, all others in the other."""
+"""Two networks behind NAT train together through a gateway: scheduler and one worker in one, all others in the other."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hypha_local.processes import Child, Processes
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 HOME = {"gateway": "wan", "worker-1": "a", "scheduler": "a", "job-1": "a"}
-"""Where each program runs; the data node, the other worker and the parameter server live in b."""
+"""Network namespace of each program; the data node, the other worker and the parameter server run in b."""
 
 
 @dataclass(frozen=True, slots=True)
 class HomedNode(NodePlan):
-    """A node that listens on every address of its own namespace, the gateway on the public one."""
+    """A node that listens on every address of its namespace; the gateway listens on the public address."""
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """Return its listen address."""
         return f"/ip4/{WAN if self.role == 'gateway' else '0.0.0.0'}/tcp/{self.port}"
 
 
 class HomedProcesses(Processes):
-    """Programs, each in its namespace."""
+    """Child processes, each in its network namespace."""
 
     spaces: Namespaces
 
@@ -43,10 +43,10 @@ class HomedProcesses(Processes):
 
 
 class HomedNetwork(LocalNetwork):
-    """The demo's network over the two homes."""
+    """The demo's network across the two NAT networks."""
 
     def wait_healthy(self, *names: str) -> None:
-        """Nobody here can ask nodes in other namespaces: their logs say it."""
+        """Wait by reading logs, because nodes in other namespaces cannot be probed from here."""
         for name in names:
             wait_until(lambda name=name: "ready" in self.log(name), 60, f"{name} is ready")  # type: ignore[misc]
 
@@ -55,9 +55,9 @@ def homed(workers: int) -> list[NodePlan]:
     return [HomedNode(node.name, node.program, node.role, node.port) for node in network_layout.plan_nodes(workers)]
 
 
-def test_two_homes_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_networks_behind_nat_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "run"
-    with two_homes("masquerade random") as spaces:  # no hole can be punched in these: everything goes through the relay
+    with two_homes("masquerade random") as spaces:  # hole punching fails with this NAT, so all traffic is relayed
         monkeypatch.setattr("support.local_network.plan_nodes", homed)
         monkeypatch.setattr("support.local_network.Processes", HomedProcesses)
         monkeypatch.setattr(HomedProcesses, "spaces", spaces, raising=False)
@@ -78,7 +78,7 @@ def train(network: LocalNetwork, spaces: Namespaces) -> None:
     [finished] = job.events("finished")
     print(f"\nbytes over the gateway's machine: {spaces.carried()}, seconds: {finished['wall_seconds']}")
     model = network.folders.start_model / "model.safetensors"
-    assert spaces.carried() > model.stat().st_size  # updates went from home to home
+    assert spaces.carried() > model.stat().st_size  # updates were transferred between the two networks
     for name in ("gateway", *network.trainers):
         assert "Traceback" not in network.log(name)
     gateway = network.processes.child("gateway").process

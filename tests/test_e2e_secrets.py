@@ -1,4 +1,4 @@
-"""A hub's token, looked for everywhere while a job of a private repository runs and after it has ended."""
+"""A hub token must not leak anywhere while a job with a private repository runs, nor afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL = 'repository = "org/model"\nrevision = "v2"\ntoken = "{token}"'
 
 
 class Watch:
-    """Reads arguments and environment of every process under this one, again and again."""
+    """Polls arguments and environment of every descendant process."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()
@@ -66,7 +66,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 def private_network(
     root: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[LocalNetwork, Hub]]:
-    """A network whose model lies in a private repository only, and which exports everything it can."""
+    """Run a network whose model exists only in a private repository, with all telemetry exported."""
     inherited = hypha_local.processes.child_environment
     with hub_server({}, TOKEN) as hub:
         more = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_METRIC_EXPORT_INTERVAL": "1000"}
@@ -84,12 +84,14 @@ def private_network(
 
 
 def files_with(root: Path, text: str) -> list[str]:
-    """Files that hold a text, but for the configuration in which a person has written it."""
+    """Return files that contain a text, except the configuration in which the user wrote it."""
     found = (path for path in root.rglob("*") if path.is_file() and path.parent.name != "config")
     return [str(path.relative_to(root)) for path in found if text.encode() in path.read_bytes()]
 
 
-def test_the_token_of_a_job_is_nowhere(collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_of_a_job_does_not_leak(
+    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch, root = Watch(), tmp_path / "run"
     with private_network(root, collector, monkeypatch) as (network, hub), watch.watching():
         job = network.job(rounds=3, model=MODEL.format(token=TOKEN))
@@ -108,7 +110,7 @@ def test_the_token_of_a_job_is_nowhere(collector: Collector, tmp_path: Path, mon
     assert TOKEN.encode() not in collector.bytes
 
 
-def test_a_token_that_is_not_taken_is_nowhere_either(
+def test_a_rejected_token_does_not_leak_either(
     collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch, root = Watch(), tmp_path / "run"
@@ -118,9 +120,9 @@ def test_a_token_that_is_not_taken_is_nowhere_either(
         assert "401" in refused.log
         hub.break_off = False
         job = network.job(rounds=1, model=MODEL.format(token=TOKEN))
-        # the scheduler has fetched everything by then; the executor, which asks through its worker, is still starting
+        # the scheduler has fetched everything by then; the executor, which fetches through its worker, is still starting
         wait_until(lambda: bool(job.events("dispatched")), 90, "the dispatch")
-        hub.token = "hf_Another"  # from now on, which is before a worker asks
+        hub.token = "hf_Another"  # rejected from now on, before a worker fetches
         assert job.wait(120) == 1, job.log
         assert "401" in network.log("worker-1")
         assert "401" in job.log

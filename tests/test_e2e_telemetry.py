@@ -1,4 +1,4 @@
-"""A job over real processes is one trace at the collector, and the metrics that are promised arrive."""
+"""A job over real processes is one trace at the collector, and the documented metrics arrive."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ METRICS = {
 
 @pytest.fixture(params=["http/protobuf", "grpc"])
 def collector(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    """A collector to which every process of a local network exports, metrics once a second."""
+    """Run a collector to which every process of a local network exports; metrics once a second."""
     inherited = hypha_local.processes.child_environment
 
     def environment(*args: Any) -> dict[str, str]:
@@ -96,7 +96,7 @@ def collector(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_job_is_one_trace_over_processes(collector: Collector, tmp_path: Path) -> None:
     with local_network.local_network(tmp_path / "run", workers=2) as network:
-        job = network.job(rounds=24)  # long enough for leases to be renewed, which they are after 3.3 s
+        job = network.job(rounds=24)  # long enough for leases to be renewed, which happens after 3.3 s
         assert job.wait(200) == 0, job.log
     [root] = [span for span in collector.spans if span.name == "job"]
     spans = {span.span_id: span for span in collector.spans if span.trace_id == root.trace_id}
@@ -128,7 +128,7 @@ def test_a_job_is_one_trace_over_processes(collector: Collector, tmp_path: Path)
 
 
 def lineage(spans: dict[bytes, Any], name: str) -> list[str]:
-    """Names from a span of that name up to the root."""
+    """Return the names from the span of that name up to the root."""
     span = next(span for span in spans.values() if span.name == name)
     names = [span.name]
     while span.parent_span_id:

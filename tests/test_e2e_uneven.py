@@ -1,4 +1,4 @@
-"""A worker that is four times slower than another gets a quarter of its batches, and nobody waits long for it."""
+"""A worker four times slower than another gets a quarter of its batches, and rounds do not wait long for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.local_network import local_network, trainer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROUNDS = 6
-# a batch by itself takes about 0.02 s; most of it is waiting here, so that two cores do not decide who is slow
+# a batch alone takes about 0.02 s; the delay dominates, so that sharing two cores does not decide who is slow
 FAST, SLOW = 0.08, 0.38
 
 
@@ -21,7 +21,7 @@ def test_a_slowed_executor_gets_its_share_of_the_batches(tmp_path: Path) -> None
         fast, slow = (network.peer_id(name) for name in network.trainers)
     rounds = job.events("round")
     assert [event["round"] for event in rounds] == list(range(1, ROUNDS + 1))
-    measured = rounds[1:]  # nobody's speed is known before the first round, and executors start when they start
+    measured = rounds[1:]  # throughput is unknown before the first round, and executors start at different times
     for event in measured:
         print(event["counts"], event["waits"], event["seconds"])
     batches = {peer: sum(event["counts"][peer] for event in measured) for peer in (fast, slow)}

@@ -1,4 +1,4 @@
-"""A data node is killed while a job trains: the job does not notice where another serves the same, and waits else."""
+"""A data node is killed during a job: the job continues with another provider, or waits for the node to return."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ROUNDS = 60
 
 
 def given(network: LocalNetwork, name: str) -> int:
-    """Slices that a data node has given out."""
+    """Return the number of slices that a data node has served."""
     return network.log(name).count("INFO hypha_data.slice_resolver: slice ")
 
 
-def test_a_killed_data_node_costs_a_job_nothing_while_another_serves_the_same(
+def test_a_job_continues_without_loss_while_another_data_node_serves_the_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = network_layout.plan_nodes
@@ -57,7 +57,7 @@ def train_past_the_end_of_a_data_node(network: LocalNetwork, job: Job) -> None:
     assert not job.events("worker_lost")
 
 
-def test_a_job_goes_on_when_its_only_data_node_is_back(tmp_path: Path) -> None:
+def test_a_job_continues_when_its_only_data_node_restarts(tmp_path: Path) -> None:
     root = tmp_path / "run"
     network = LocalNetwork(root, 2)
     try:

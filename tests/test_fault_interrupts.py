@@ -1,4 +1,4 @@
-"""Interrupting the demo, at whatever moment: it says so, ends with the signal's status, and no process is left."""
+"""Interrupting the demo at any moment: it reports it, exits with the signal's status, and leaves no process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hypha_local.processes import child_environment, script
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ENDS_WITHIN = 30.0
-"""Seconds for seven programs to end in good order."""
+"""Seconds for seven programs to shut down in order."""
 
 
 class Demo:
-    """The demo as a process of its own, in a session like a terminal's."""
+    """The demo as a child process in its own session, as on a terminal."""
 
     def __init__(self, folder: Path) -> None:
-        """Start it."""
+        """Start the demo."""
         self.folder = folder
         self.said = folder.with_suffix(".stderr")
         command = [script("hypha-local"), "demo", "--workers", "2", "--rounds", "4", "--dir", str(folder)]
@@ -33,7 +33,7 @@ class Demo:
             )
 
     def wait_for(self, text: str) -> None:
-        """Return when it has said `text`."""
+        """Wait until it has printed `text`."""
 
         def happened() -> bool:
             assert self.process.poll() is None, self.said.read_text()
@@ -46,7 +46,7 @@ class Demo:
         self.process.send_signal(number)
 
     def assert_ended_by(self, number: signal.Signals) -> None:
-        """It ends in time, with the signal's status, and leaves nothing but its logs."""
+        """Assert that it exits in time with the signal's status and leaves only its logs."""
         status = self.process.wait(ENDS_WITHIN)
         said = self.said.read_text()
         assert processes_of(self.folder) == []
@@ -56,7 +56,7 @@ class Demo:
             assert "Traceback" not in log.read_text(), f"{log.name}: {log.read_text()}"
 
     def kill(self) -> None:
-        """End it if a test has failed before its end."""
+        """Kill it if a test has failed before its exit."""
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait(60)
@@ -96,7 +96,7 @@ def test_a_demo_that_has_just_started_is_interrupted(tmp_path: Path, number: sig
         demo.kill()
 
 
-def test_an_impatient_second_signal_leaves_nothing_running_either(tmp_path: Path) -> None:
+def test_a_second_signal_leaves_nothing_running_either(tmp_path: Path) -> None:
     demo = Demo(tmp_path / "run")
     try:
         demo.wait_for("round 1/")

@@ -1,4 +1,4 @@
-"""What goes wrong while a job runs on a real network: it ends with a clear error, promptly, and nothing is left."""
+"""Faults during a job on a real network: it fails promptly with a clear error, and no process is left."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from support.waiting import wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 MANY = 2000
-"""Rounds of a job that no test waits for."""
+"""More rounds than any test waits for."""
 PROMPTLY = 30.0
-"""Seconds in which a job that cannot go on must end."""
+"""Seconds within which a job that cannot continue must end."""
 BROKEN = executor("broken", "import sys; print('boom'); sys.exit(3)")
 
 
@@ -29,7 +29,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(network: LocalNetwork) -> Iterator[None]:
+def _no_process_is_left(network: LocalNetwork) -> Iterator[None]:
     yield
     network.revive()
     wait_until(lambda: not network.executors(), 15, "the end of all executors")
@@ -58,15 +58,15 @@ def test_an_executor_that_exits_with_an_error_ends_the_job_with_its_last_lines(n
     assert "Traceback" not in job.log
 
 
-def test_the_next_job_gets_its_workers_the_moment_the_last_has_ended(network: LocalNetwork) -> None:
+def test_the_next_job_gets_its_workers_as_soon_as_the_last_has_ended(network: LocalNetwork) -> None:
     placements = []
     for _ in range(3):
         job = network.job(rounds=1)
         assert job.wait(120) == 0, job.log
         placements += [event["seconds"] for event in job.events("placement")]
     assert len(placements) == 3
-    assert max(placements) < 5.0  # nobody waits for a lease to run out, which takes ten seconds
-    assert min(placements[1:]) < 1.0  # the other may have come when the machine was busy
+    assert max(placements) < 5.0  # no lease has to expire first, which would take ten seconds
+    assert min(placements[1:]) < 1.0  # the other offer may have arrived late on a busy machine
     for name in network.trainers:
         assert network.log(name).count("executor exited with status 0") >= 3
 
@@ -82,7 +82,7 @@ def test_a_killed_scheduler_costs_its_leases_and_executors(network: LocalNetwork
     assert after.wait(90) == 0, after.log
 
 
-def test_an_interrupted_scheduler_gives_its_workers_back(network: LocalNetwork) -> None:
+def test_an_interrupted_scheduler_releases_its_workers(network: LocalNetwork) -> None:
     job = network.job(rounds=MANY)
     job.wait_for_round(1)
     job.child.process.send_signal(signal.SIGINT)
@@ -118,11 +118,11 @@ def test_a_killed_worker_ends_the_job_and_its_executor_leaves(network: LocalNetw
 
 def test_a_worker_of_another_authority_is_refused_on_both_sides(network: LocalNetwork) -> None:
     began = len(network.log("gateway"))
-    child = network.stranger("stranger")
+    child = network.start_untrusted_worker("stranger")
     wait_until(lambda: "refused" in child.log.read_text(), 20, "the stranger hears that it is refused")
     wait_until(lambda: "refused" in network.log("gateway")[began:], 5, "the gateway says that it refused somebody")
     time.sleep(1.0)
-    assert child.process.poll() is None  # goes on trying: its owner may be about to put the certificate right
+    assert child.process.poll() is None  # it keeps trying, because its owner may replace the certificate
     for text in (child.log.read_text(), network.log("gateway")[began:]):
         print(text)
         assert "Traceback" not in text

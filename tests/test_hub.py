@@ -1,4 +1,4 @@
-"""Private repositories, fetched by a worker's bridge and by a scheduler with unmodified `huggingface_hub`."""
+"""Private repositories fetched by a worker's bridge and by a scheduler with unmodified `huggingface_hub`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hypha_worker.connectors.downloads import from_hub
 from hypha_worker.errors import BridgeError
 
 TOKEN = "hf_PrivateToken0123456789"
-WEIGHTS = bytes(range(256)) * (96 << 10)  # huggingface_hub keeps what it has in pieces of 10 MiB
+WEIGHTS = bytes(range(256)) * (96 << 10)  # huggingface_hub writes partial downloads in chunks of 10 MiB
 FILES = {
     "config.json": b'{"a": 1}',
     "model.safetensors": WEIGHTS,
@@ -62,13 +62,13 @@ def by_scheduler(folder: Path, **keys: str) -> HuggingFaceReference:
 
 
 def check_tokens(hub: Hub) -> None:
-    """The token goes to the repository, and nowhere else."""
+    """Check that the token was sent to the hub and to no other host."""
     assert {token for _, path, token, _ in hub.seen if "org/model" in path} == {f"Bearer {TOKEN}"}
     assert {token for _, path, token, _ in hub.seen if "org/model" not in path} <= {None}
     assert {token for _, _, token, _ in hub.seen_elsewhere} == {None}
 
 
-def test_a_worker_follows_redirects_and_goes_on_where_a_transfer_broke_off(hub: Hub, tmp_path: Path) -> None:
+def test_a_worker_follows_redirects_and_resumes_interrupted_transfers(hub: Hub, tmp_path: Path) -> None:
     config, weights, more = by_worker(tmp_path, "config.json", "model.safetensors", "sub/more.safetensors")
     assert json.loads(config.read_bytes()) == {"a": 1}
     assert weights.read_bytes() == WEIGHTS
@@ -79,7 +79,7 @@ def test_a_worker_follows_redirects_and_goes_on_where_a_transfer_broke_off(hub: 
     assert all("/resolve/v2/" in path for _, path, _, _ in hub.seen if "org/model" in path)
 
 
-def test_a_scheduler_fetches_one_commit_and_nothing_that_is_unpickled(hub: Hub, tmp_path: Path) -> None:
+def test_a_scheduler_fetches_one_commit_and_no_pickle_files(hub: Hub, tmp_path: Path) -> None:
     reference = by_scheduler(tmp_path / "model", revision="v2")
     names = ("config.json", "model.safetensors", "sub/more.safetensors")
     assert (reference.revision, reference.token) == (COMMIT, TOKEN)
@@ -94,7 +94,7 @@ def test_a_scheduler_fetches_one_commit_and_nothing_that_is_unpickled(hub: Hub, 
 
 
 @pytest.mark.parametrize("token", ["hf_WrongToken", None])
-def test_a_token_that_is_not_taken_is_said_and_not_shown(
+def test_a_rejected_token_is_reported_but_not_shown(
     token: str | None, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
@@ -109,7 +109,7 @@ def test_a_token_that_is_not_taken_is_said_and_not_shown(
         assert "org/model" in text
 
 
-def test_what_is_not_there_is_named(hub: Hub, tmp_path: Path) -> None:
+def test_missing_files_are_named(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(BridgeError, match=r"none\.json does not exist at revision v2") as fault:
         by_worker(tmp_path, "none.json")
     assert fault.value.status == 404
@@ -119,7 +119,9 @@ def test_what_is_not_there_is_named(hub: Hub, tmp_path: Path) -> None:
         by_scheduler(tmp_path / "s", revision="v9")
 
 
-def test_a_hub_that_is_away_ends_a_job_in_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_fails_a_job_with_one_line(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(JobFailedError, match="org/model cannot be fetched"):
         by_scheduler(tmp_path / "s")

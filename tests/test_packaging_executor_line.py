@@ -1,7 +1,7 @@
-"""A job whose worker starts its executor with the line of the users' documents, from the wheel of a release.
+"""A job whose worker starts its executor with the command of the user's documents, from a released wheel.
 
-The line is the block `worker:50`, but for: the release's address (a server here), the version and extra that it leaves
-to the reader, the Python at hand, the path of accelerate's file, and the executor's name, which the network's own has.
+The command is the block `worker:50` except for: the release URL (a local server), the version and extra that it leaves to
+the reader, the Python interpreter, the path of accelerate's file, and the executor's name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "users-own"
 
 
 def executor_of_the_documents(site: str, accelerate_yaml: Path, wheels: Path, programs: Path) -> str:
-    """TOML of the executor."""
+    """Return TOML of the executor."""
     version = next(each.version for each in packages() if each.name == "hypha-accelerate-executor")
     text = block("worker:50").text
     for shown, given in (
@@ -47,7 +47,7 @@ def executor_of_the_documents(site: str, accelerate_yaml: Path, wheels: Path, pr
 
 def test_a_job_is_trained_by_the_documented_executor(wheels: Path, tmp_path: Path) -> None:
     accelerate_yaml = tmp_path / "accelerate.yaml"
-    text = block("worker-older:339").text  # the documents' file for one GPU, on a machine that has none
+    text = block("worker-older:339").text  # the document's file for one GPU, on a machine without one
     text = text.replace("mixed_precision: fp16", 'mixed_precision: "no"').replace("use_cpu: false", "use_cpu: true")
     accelerate_yaml.write_text(text)
     programs = tmp_path / "programs"
@@ -64,7 +64,7 @@ def test_a_job_is_trained_by_the_documented_executor(wheels: Path, tmp_path: Pat
             log = network.log("worker-1")
     assert any("accelerate launch --config_file" in line for line in lines), lines
     assert any("-m hypha.accelerate_executor.training --socket" in line for line in lines), lines
-    # uv itself may live in the checkout; what it starts comes from the wheels alone
+    # uv itself may be in the checkout; what it starts comes from the wheels alone
     started = [line for line in lines if "accelerate" in line and not line.split(" ")[0].endswith("/uv")]
     assert not any(str(ROOT) in line.split(" ")[0] for line in started), lines
     losses = [event["loss"] for event in job.events("round")]

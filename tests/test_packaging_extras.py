@@ -1,4 +1,4 @@
-"""The builds of PyTorch that the documents name: their metadata resolves. What an index holds is not asked here."""
+"""PyTorch extras named in the documents: their metadata resolves. The contents of an index are not checked."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_a_variant_resolves(wheels: Path, tmp_path: Path, variant: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_lock_file_says_which_cuda_the_default_build_is_for() -> None:
-    """The page says what stands in the lock; when PyTorch moves on, so must the page."""
+def test_the_page_names_the_cuda_version_of_the_lock_file() -> None:
+    """The page names the build in the lock file and must change with it."""
     lock = (ROOT / "uv.lock").read_text()
     [version] = re.findall(r'name = "torch"\nversion = "(\d+\.\d+)', lock)
     [cuda] = set(re.findall(r'name = "nvidia-cudnn-cu(\d+)"\nversion', lock))

@@ -1,4 +1,4 @@
-"""The lowest siblings that a package admits have all that its code takes from them."""
+"""The lowest sibling versions that a package admits have everything that its code uses."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ packages = ["src/{module}"]
 
 @pytest.mark.slow
 @each_package
-def test_the_lowest_siblings_have_what_is_taken_from_them(package: Package, tmp_path: Path, wheels: Path) -> None:
+def test_the_lowest_siblings_have_what_is_used_of_them(package: Package, tmp_path: Path, wheels: Path) -> None:
     required = siblings(package, BY_NAME)
     chosen = [BY_NAME[canonicalize_name(each.name)] for each in required]
     built = [wheel_of(sibling, lowest(each), tmp_path, wheels) for sibling, each in zip(chosen, required, strict=True)]
     place = tmp_path / "installed"
     install(built, place)
     needs = list(taken(package.folder / "src", [sibling.module.split(".")[0] for sibling in chosen]))
-    assert needs, "a sibling that is not used need not be required"
+    assert needs, "an unused sibling need not be required"
     assert what_is_missing(needs, place) == []
 
 
-# ------------------------------------------------------ the check itself, on a repository in which a bound is too low
+# ------------------------------------------------------ the check itself, on a repository with a bound that is too low
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def repository(tmp_path: Path) -> Path:
         text = PYPROJECT.format(name="low", version=version, module="low")
         (root / "packages" / "low" / "pyproject.toml").write_text(text)
         (source / "__init__.py").write_text("")
-        (source / "rooms.py").write_text(code)
+        (source / "parts.py").write_text(code)
         passed(run([*git, "add", "."]))
         passed(run([*git, "commit", "--quiet", "-m", version]))
     passed(run([*git, "tag", "low-v0.1.0", "HEAD~1"]))
@@ -66,22 +66,22 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "use", ["from low.rooms import later", "def f():\n    from low import rooms\n    rooms.later()"]
+    "use", ["from low.parts import later", "def f():\n    from low import parts\n    parts.later()"]
 )
 def test_a_bound_that_is_too_low_is_found(use: str, repository: Path, tmp_path: Path) -> None:
     low = Package(repository / "packages" / "low", {"name": "low", "version": "0.2.0"})
     high = tmp_path / "high"
     high.mkdir()
-    (high / "__init__.py").write_text(f"from low.rooms import first\n{use}\n")
+    (high / "__init__.py").write_text(f"from low.parts import first\n{use}\n")
     needs = list(taken(high, ["low"]))
     wheel = wheel_of(low, lowest(Requirement("low>=0.1,<0.3")), tmp_path, tmp_path, repository)
     assert "-0.1.0-" in wheel.name
     install([wheel], tmp_path / "installed")
-    assert what_is_missing(needs, tmp_path / "installed") == ["low.rooms has no later"]
+    assert what_is_missing(needs, tmp_path / "installed") == ["low.parts has no later"]
     assert what_is_missing(needs, low.folder / "src") == []
 
 
-def test_a_bound_without_a_floor_or_with_one_that_nobody_has_is_refused(repository: Path, tmp_path: Path) -> None:
+def test_a_bound_without_or_with_an_unknown_lowest_version_is_refused(repository: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="name the lowest version that works"):
         lowest(Requirement("low<0.3"))
     low = Package(repository / "packages" / "low", {"name": "low", "version": "0.2.0"})

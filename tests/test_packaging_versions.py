@@ -1,4 +1,4 @@
-"""Versions are static, noted, and the bounds between packages are ones that exist; one tag releases one package."""
+"""Versions are static and in the changelog, bounds between packages exist, and one tag releases one package."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DISTRIBUTIONS = {
     "pynvml": "nvidia-ml-py",
     "sklearn": "scikit-learn",
 }
-"""Imported names whose distribution is called otherwise."""
+"""Imported names whose distribution has another name."""
 
 
 def requirements(package: Package) -> list[Requirement]:
@@ -35,7 +35,7 @@ def requirements(package: Package) -> list[Requirement]:
 
 
 def released(package: Package) -> list[Version]:
-    """The versions that a package's changelog tells of."""
+    """Return the versions in a package's changelog."""
     headings = re.findall(r"^## (\S+)", (package.folder / "CHANGELOG.md").read_text(), re.MULTILINE)
     return [Version(heading) for heading in headings]
 
@@ -55,13 +55,13 @@ def test_bounds_between_packages_admit_the_sibling_and_begin_at_a_version_that_e
         lowest = [Version(part.version) for part in requirement.specifier if part.operator == ">="]
         assert len(lowest) == 1, f"{requirement}: name the lowest version that works"
         assert lowest[0] in released(sibling), f"{requirement}: {sibling.name} has no such version"
-        # before 1.0 each minor version may break: the bound must not admit one that nobody has seen
+        # before 1.0 each minor version may break: the bound must not admit a future one
         newest = Version(sibling.version)
         assert not requirement.specifier.contains(f"{newest.major}.{newest.minor + 1}.0"), requirement
 
 
 def imported(package: Package) -> set[str]:
-    """Distributions whose modules the package's code imports, wherever it does."""
+    """Return the distributions that the package's code imports, also within functions."""
     names = set()
     for path in (package.folder / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -96,7 +96,7 @@ def workflow() -> dict[Any, Any]:
 
 
 def check_step(tag: str, output: Path) -> subprocess.CompletedProcess[str]:
-    """Run the step that reads the tag, as the workflow would."""
+    """Run the workflow step that reads the tag."""
     [step] = [step for step in workflow()["jobs"]["release"]["steps"] if step.get("id") == "tag"]
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", step["run"]],
@@ -131,14 +131,14 @@ def test_a_tag_releases_one_package(package: Package, tmp_path: Path) -> None:
         ("../../x-v1", "names no package"),
     ],
 )
-def test_a_tag_that_fits_no_package_releases_nothing(tag: str, reason: str, tmp_path: Path) -> None:
+def test_a_tag_that_matches_no_package_releases_nothing(tag: str, reason: str, tmp_path: Path) -> None:
     done = check_step(tag, tmp_path / "output")
     assert done.returncode == 1
     assert reason in done.stdout + done.stderr
     assert not (tmp_path / "output").exists()
 
 
-def test_the_workflow_starts_by_the_tags_of_packages_alone() -> None:
+def test_the_workflow_is_triggered_by_package_tags_alone() -> None:
     triggers = workflow()[True]  # YAML 1.1 reads the key `on` so
     assert triggers == {"push": {"tags": ["*-v*"]}}
     assert workflow()["permissions"] == {"contents": "write"}

@@ -1,4 +1,4 @@
-"""Every package builds, and installs alone from its wheel where there is no compiler and no clone of this tree."""
+"""Every package builds and installs from its wheel without a compiler and without a clone of this tree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ON_LIBP2P = {"hypha-data", "hypha-gateway", "hypha-local", "hypha-net", "hypha-scheduler", "hypha-worker"}
 """Packages that need the override."""
 WITH_NUMPY = {"hypha_proto.safetensors_io", "hypha_proto.update_file"}
-"""Modules that hypha-proto's extra `update` is for."""
+"""Modules that need hypha-proto's extra `update`."""
 each_package = pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
 
 
@@ -65,7 +65,7 @@ def test_an_sdist_has_what_is_needed_to_build_and_test(wheels: Path, package: Pa
 
 
 def documented_installation(name: str) -> str:
-    """The command of the documentation, for the package of this name."""
+    """Return the documented installation command for a package."""
     blocks = re.findall(r"```bash\n(uv pip install .*?)\n", (ROOT / "docs" / "install.md").read_text())
     [command] = [block for block in blocks if "--override" in block]
     assert OVERRIDE in command
@@ -94,7 +94,7 @@ def test_it_installs_alone_without_a_compiler_and_shows_its_help(
 
 
 def check_executor_by_uv(file: Path) -> None:
-    """`init` of a worker names the command that works where the executor is not installed beside it."""
+    """Check that `init` of a worker names a command that works without an installed executor."""
     [train, _] = tomllib.loads(file.read_text())["executors"]
     separator = train["args"].index("--")
     assert train["cmd"] == "uv"
@@ -102,7 +102,7 @@ def check_executor_by_uv(file: Path) -> None:
     assert train["args"][separator + 1 : separator + 4] == ["python", "-m", "hypha.accelerate_executor.training"]
 
 
-def test_the_messages_need_a_bare_interpreter_with_msgspec_and_cbor2_alone(wheels: Path, tmp_path: Path) -> None:
+def test_hypha_proto_needs_only_msgspec_and_cbor2(wheels: Path, tmp_path: Path) -> None:
     proto = next(package for package in packages() if package.name == "hypha-proto")
     with empty_environment(tmp_path / "env", wheels) as environment:
         environment.shell(f"uv pip install msgspec cbor2 && uv pip install --no-deps {wheel_of(wheels, proto)}")

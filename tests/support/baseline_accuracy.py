@@ -1,4 +1,4 @@
-"""Test accuracy by transformers alone, with nothing of ours: ``python plain_accuracy.py MODEL_DIR TEST_SET``."""
+"""Compute test accuracy with transformers alone: ``python baseline_accuracy.py MODEL_DIR TEST_SET``."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""The tables of keys in docs/configuration.md, made of the descriptions that `init` writes too.
+"""Tables of configuration keys for docs/configuration.md, generated from the descriptions that `init` also writes.
 
-``python tests/support/config_reference.py`` writes them anew; `test_docs_configuration` compares.
+``python tests/support/config_reference.py`` rewrites them; `test_docs_configuration` compares.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MARK = "<!-- keys of {} -->"
 
 
 def keys(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, str, str]]:
-    """Key, default and description of everything in a model; tables inside after the plain keys, lists with ``[]``."""
+    """Yield key, default and description of every field; nested tables follow plain keys, lists are marked ``[]``."""
     later = []
     for name, info in fields_by_key(model).items():
         key = f"{at}.{name}" if at else name
@@ -56,7 +56,7 @@ def _also_plain(annotation: object) -> bool:
 
 
 def table(program: str) -> str:
-    """The table of a program: what it adds to the keys of every daemon, and where its defaults differ."""
+    """Return the table of a program: the keys it adds to those of every daemon, and the defaults it changes."""
     model = PROGRAMS[program]
     common = set() if model is NodeConfig else set(keys(NodeConfig))
     seen = set()
@@ -77,7 +77,7 @@ def _text(model: type[NodeConfig], row: tuple[str, str, str]) -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with every table as the models have it."""
+    """Return the page with every table regenerated from the models."""
     for program in PROGRAMS:
         mark = re.escape(_MARK.format(program))
         made = f"{_MARK.format(program)}\n\n{table(program)}\n\n"

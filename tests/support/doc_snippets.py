@@ -1,4 +1,4 @@
-"""The blocks of the users' documents, word for word in `fixtures/blocks`, and what surrounds one that is a part."""
+"""Code blocks of the user's documents, verbatim in `fixtures/blocks`, and the context that partial ones need."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ JOB = {
     "[scheduler.job.dataset]": 'dataset = "imagenet"\n',
     "[scheduler.job.inner_optimizer]": "learning_rate = 0.001\n",
 }
-"""What every job must say, for blocks that show one table of it."""
+"""Keys that every job needs, for blocks that show only one of its tables."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block as it stands in a document."""
+    """One code block of a document."""
 
     file: str
     document: str
@@ -35,34 +35,34 @@ class Block:
 
     @property
     def text(self) -> str:
-        """Word for word."""
+        """Return the block verbatim."""
         return (FOLDER / self.file).read_text()
 
     @property
     def name(self) -> str:
-        """Document and line, as the table of docs/blocks.md has it."""
+        """Return document and line, as in the table of docs/blocks.md."""
         return f"{self.document}:{self.line}"
 
 
 def blocks(document: str = "", language: str = "") -> list[Block]:
-    """Every block, or those of one document or language."""
+    """Return all blocks, or those of one document or language."""
     found = [Block(**entry) for entry in tomllib.loads((FOLDER / "blocks.toml").read_text())["block"]]
     return [block for block in found if document in ("", block.document) and language in ("", block.language)]
 
 
 def block(name: str) -> Block:
-    """The block of a document and line such as ``worker:25``."""
+    """Return the block at a document and line such as ``worker:25``."""
     [found] = [each for each in blocks() if each.name == name]
     return found
 
 
 def completed_worker(text: str) -> str:
-    """A part of a worker's file with what else must stand in one above it; the part's own lines are not changed."""
+    """Return a partial worker file preceded by the required keys it lacks; its own lines are unchanged."""
     return "".join(_missing(text, (CERTIFICATES, GATEWAYS, WORK_DIR))) + text
 
 
 def completed_scheduler(text: str) -> str:
-    """A part of a scheduler's file with what else must stand in one around it."""
+    """Return a partial scheduler file completed with the required keys it lacks."""
     above = "".join(_missing(text, (CERTIFICATES, GATEWAYS)))
     job = [f"\n{header}\n{body}" for header, body in JOB.items() if header not in text]
     return f"{above}{text}{''.join(job)}" if "[scheduler.job" in text else above + text

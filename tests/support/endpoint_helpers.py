@@ -1,4 +1,4 @@
-"""What many tests of the network have endpoints say to each other: handlers, readers, and gossip until it is heard."""
+"""Stream handlers, readers and gossip helpers for tests with endpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypha_net.endpoint import Endpoint, GossipMessage, Stream
 
 
 async def read_all(stream: Stream) -> bytes:
-    """Everything until the other side's half-close."""
+    """Read until the remote side half-closes."""
     data = bytearray()
     while part := await stream.receive_some():
         data += part
@@ -18,12 +18,12 @@ async def read_all(stream: Stream) -> bytes:
 
 
 async def echo(stream: Stream) -> None:
-    """A handler that sends back what came, once the other side has half-closed."""
+    """Echo all received bytes once the remote side has half-closed."""
     await stream.send_all(await read_all(stream))
 
 
 async def echo_at_once(stream: Stream) -> None:
-    """A handler that sends back each part as it comes."""
+    """Echo each chunk as it arrives."""
     while part := await stream.receive_some():
         await stream.send_all(part)
 
@@ -31,7 +31,7 @@ async def echo_at_once(stream: Stream) -> None:
 async def publish_until_heard(
     node: Endpoint, topic: str, data: bytes, heard: AsyncIterator[GossipMessage], seconds: float = 10
 ) -> None:
-    """Publish again and again, as what is said before a mesh stands is lost; the next that is heard must be it."""
+    """Publish repeatedly until received, because messages sent before the mesh is built are lost."""
     with anyio.fail_after(seconds):
         while True:
             await node.publish(topic, data)

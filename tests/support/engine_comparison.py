@@ -1,7 +1,7 @@
-"""Two engines behind one small interface: ours, and py-libp2p as it is shipped, to show what ours cures.
+"""Our endpoint and unmodified py-libp2p behind one interface, to compare their behaviour.
 
-Run as a program it is a node of either engine in a process of its own, ``python network_engines.py ours|stock FOLDER
-HANDLER``, which prints its address and serves until its input ends. `FOLDER` holds `Authority.files("server")`.
+Run as a program, ``python engine_comparison.py ours|stock FOLDER HANDLER``, it is a node in a separate process that prints
+its address and serves until its standard input is closed. `FOLDER` holds `Authority.files("server")`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Pipe(Protocol):
     async def write(self, data: bytes) -> None: ...
 
     async def read(self) -> bytes:
-        """Some bytes; none at what the engine takes for the peer's clean end."""
+        """Read some bytes; empty at what the engine takes for the peer's half-close."""
         ...
 
     async def end(self) -> None: ...
@@ -65,11 +65,11 @@ class Node(Protocol):
     swarm: Any
 
     async def reach(self, *addresses: str) -> None:
-        """Connect to the one peer that these addresses name."""
+        """Connect to the peer at these addresses."""
         ...
 
     async def leave(self, address: str) -> None:
-        """Close the connections to the peer that an address names."""
+        """Close all connections to the peer at an address."""
         ...
 
     async def open(self, address: str) -> Pipe: ...
@@ -95,7 +95,7 @@ class Engine(Protocol):
 
 
 class OurPipe:
-    """A stream of ours."""
+    """A stream of our endpoint."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -120,7 +120,7 @@ class OurPipe:
 
 
 class OurNode:
-    """A node of ours."""
+    """A node with our endpoint."""
 
     def __init__(self, endpoint: Libp2pEndpoint) -> None:
         self._endpoint = endpoint
@@ -238,7 +238,7 @@ class StockNode:
 
 
 class Stock:
-    """py-libp2p as `new_host` makes it."""
+    """py-libp2p as built by `new_host`."""
 
     name = "stock"
 
@@ -262,7 +262,7 @@ def _know(host: Any, address: str) -> None:
 
 
 async def read_all(pipe: Pipe) -> bytes:
-    """Everything until what the engine takes for the end."""
+    """Read until what the engine takes for the end."""
     data = bytearray()
     while part := await pipe.read():
         data += part
@@ -270,13 +270,13 @@ async def read_all(pipe: Pipe) -> bytes:
 
 
 async def echo(pipe: Pipe) -> None:
-    """Send back what came, when it has ended."""
+    """Echo everything after the remote half-close."""
     await pipe.write(await read_all(pipe))
     await pipe.end()
 
 
 async def die(pipe: Pipe) -> None:
-    """Send a part, and be killed before the rest."""
+    """Send a part, then kill this process before the rest."""
     await pipe.read()
     await pipe.write(b"x" * 1000)
     await anyio.sleep(0.3)
@@ -284,7 +284,7 @@ async def die(pipe: Pipe) -> None:
 
 
 async def hold(pipe: Pipe) -> None:
-    """Read nothing when asked to hold; echo otherwise."""
+    """Read nothing if asked to hold; otherwise echo."""
     first = await pipe.read()
     if first.startswith(b"hold"):
         await anyio.sleep_forever()
@@ -293,7 +293,7 @@ async def hold(pipe: Pipe) -> None:
 
 
 async def late(pipe: Pipe) -> None:
-    """Read half a minute later than others, and tell how much it was."""
+    """Start reading after half a minute and send back the number of bytes."""
     await anyio.sleep(31)
     await pipe.write(str(len(await read_all(pipe))).encode())
     await pipe.end()

@@ -1,7 +1,7 @@
-"""A hub on this machine that unmodified `huggingface_hub` accepts: a repository with revisions, behind a token.
+"""A local Hugging Face hub for unmodified `huggingface_hub`: one repository with revisions, protected by a token.
 
-As on the real one, small files come from the hub itself and weights by a redirect to another host (here another port),
-with a signature in its address, an ETag that is their SHA-256, and ranges; the first transfer of each breaks off.
+As on the real hub, small files are served by the hub itself and weights through a redirect to another host (here another
+port) with a signed URL, an ETag that is their SHA-256, and ranges; the first transfer of each file breaks off.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ SIGNATURE = "X-Amz-Signature=5ecret"
 
 @dataclass
 class Hub:
-    """What it holds and what it was asked."""
+    """Contents of the hub and the requests it received."""
 
     files: dict[str, bytes]
     token: str | None
-    """Who asks without it is answered by 401; none for a public repository."""
+    """Requests without it are answered with 401; None for a public repository."""
     repository: str = "org/model"
     revisions: tuple[str, ...] = ("main", "v2", COMMIT)
     large: str = ".safetensors"
     break_off: bool = True
-    """Whether the first transfer of a large file ends half-way."""
+    """Whether the first transfer of a large file breaks off half-way."""
     url: str = ""
     elsewhere: str = ""
     seen: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)
     """Method, path, token and range of each request to the hub."""
     seen_elsewhere: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)
-    """The same of the host of the large files."""
+    """The same for the host of the large files."""
     broken: set[str] = field(default_factory=set)
     not_served: list[str] = field(default_factory=list)
-    """Requests that it has no answer for, which the real one would have; they fail the test when it ends."""
+    """Requests of routes that are not implemented here; they fail the test at its end."""
 
     @property
     def ranges(self) -> list[str]:
-        """Ranges that were asked for."""
+        """Return the requested ranges."""
         return [asked for _, _, _, asked in self.seen_elsewhere if asked]
 
 
@@ -62,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
         _Handler.answer(self, body=True)
 
     def answer(self, *, body: bool) -> None:
-        """Tell what was asked that is not served here."""
+        """Record and reject a request that is not implemented here."""
         repository = self.hub.repository
         told = (
             f"the stand-in hub was asked {self.command} {self.path}; it serves GET and HEAD of "
@@ -70,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
             "teach tests/support/fake_hf_hub.py the route, or keep the program from asking"
         )
         self.hub.not_served.append(told)
-        self.close_connection = True  # a body that was sent along is not read
+        self.close_connection = True  # the request body is not read
         self.say(501, {"content-type": "text/plain"}, told.encode(), body=body)
 
     def asked(self) -> tuple[str, str, str | None, str | None]:
@@ -175,10 +175,10 @@ def _oid(content: bytes) -> str:
 
 @contextmanager
 def hub_server(files: dict[str, bytes], token: str | None = None) -> Iterator[Hub]:
-    """A hub with one repository; programs find it by ``HF_ENDPOINT``."""
+    """Serve one repository; programs find the hub by ``HF_ENDPOINT``."""
     hub = Hub(files, token)
     api, elsewhere = (type("Handler", (kind,), {"hub": hub}) for kind in (_Api, _Elsewhere))
     with served(api) as hub.url, served(elsewhere) as url:
-        hub.elsewhere = url.replace("127.0.0.1", "localhost")  # another host, which no token is for
+        hub.elsewhere = url.replace("127.0.0.1", "localhost")  # another host, which must not receive the token
         yield hub
     assert not hub.not_served, "\n".join(hub.not_served)

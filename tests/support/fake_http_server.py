@@ -1,4 +1,4 @@
-"""HTTP servers on the loopback interface that stand in for what programs ask elsewhere."""
+"""HTTP servers on the loopback interface in place of external services."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def files(find: Callable[[str], tuple[bytes | None, Mapping[str, str]]]) -> type[BaseHTTPRequestHandler]:
-    """A handler of GET and HEAD that answers with what `find` has for a path, and 404 where that is nothing.
+    """Return a GET and HEAD handler that serves what `find` returns for a path, and 404 where that is None.
 
     Args:
         find: content and further headers by path, the query included.
@@ -39,7 +39,7 @@ def files(find: Callable[[str], tuple[bytes | None, Mapping[str, str]]]) -> type
 
 @contextmanager
 def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Serve while the context is open; gives the URL, without a slash at its end."""
+    """Serve while the context is open; yields the URL without a trailing slash."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()

@@ -1,6 +1,6 @@
-"""A node that serves every protocol there is, for a fuzzer: ``python fuzz_victim.py CERT KEY TRUST FOLDER``.
+"""A node that serves every protocol, as the target of a fuzzer: ``python fuzz_target.py CERT KEY TRUST FOLDER``.
 
-Prints its address, and serves until its input ends.
+Prints its address and serves until its standard input is closed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ CONVERSATIONS: tuple[RpcMethod[object, object], ...] = tuple(
     for value in vars(module).values()
     if isinstance(value, RpcMethod)
 )
-"""Every conversation that is defined."""
+"""All defined RPC methods."""
 
 
 async def refuse(_peer: PeerId, request: object) -> object:
-    """Nothing that a fuzzer says is worth an answer; that it got here is enough."""
+    """Reject every decoded request; decoding it without failing is what the fuzzer tests."""
     raise rpc.RequestError(f"no answer to {type(request).__name__}")
 
 
 async def serve(endpoint: Endpoint, folder: Path) -> None:
-    """Serve everything."""
+    """Serve every protocol."""
     for conversation in CONVERSATIONS:
         if conversation is not health.HEALTH_CHECK:
             rpc.serve(endpoint, conversation, refuse)
@@ -60,7 +60,7 @@ async def serve(endpoint: Endpoint, folder: Path) -> None:
 
 
 async def main(files: list[Path], folder: Path) -> None:
-    """Open the node and serve."""
+    """Open the endpoint and serve."""
     settings = EndpointSettings(("/ip4/127.0.0.1/tcp/0",), role="gateway", relay_circuit=False, state_dir=folder)
     async with (
         open_endpoint(load_identity(files[0], files[1], files[2]), settings) as endpoint,

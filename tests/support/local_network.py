@@ -1,6 +1,6 @@
-"""A whole network for tests: real processes from TOML files, up and healthy, with jobs run on it one after the other.
+"""A network of real processes for tests, configured by TOML files, on which jobs run one after the other.
 
-Stands on hypha_local's rooms, in the order of its demo: plan, certificates, processes, probe.
+Built on the modules of hypha_local in the order of its demo: layout, certificates, processes, probe.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from hypha_local.processes import Child, Processes, script
 from support.waiting import wait_until
 
 KIND = 'kind = "diloco-transformer"'
-"""What the plan's job asks of its training workers."""
+"""The executor that the planned job asks of its training workers."""
 MODEL = 'path = "../start-model"'
-"""Where the plan's job begins."""
+"""Where the job starts in the planned scheduler configuration."""
 
 
 def executor(name: str, code: str) -> str:
-    """TOML of an executor that runs a line of Python instead of training."""
+    """Return TOML of an executor that runs a line of Python instead of training."""
     args = json.dumps(["-c", code])
     return f'\n[[executors]]\nclass = "train"\nname = "{name}"\nruntime = "process"\n' + (
         f"cmd = {json.dumps(sys.executable)}\nargs = {args}\n"
@@ -42,7 +42,7 @@ def executor(name: str, code: str) -> str:
 
 
 def trainer(name: str, delay: float) -> str:
-    """TOML of the training executor under another name, every batch of which takes `delay` seconds longer."""
+    """Return TOML of a training executor with another name, slowed by `delay` seconds per batch."""
     text = executor(name, "").rpartition("args = ")[0]
     args = ["-m", "hypha.accelerate_executor.training"]
     args += ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
@@ -50,7 +50,7 @@ def trainer(name: str, delay: float) -> str:
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of the processes that have to do with a run directory."""
+    """Return command lines of the processes that use a run directory."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -64,24 +64,24 @@ def processes_of(folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One scheduler with one job."""
+    """One scheduler process with one job."""
 
     child: Child
     runs: Path
 
     @property
     def log(self) -> str:
-        """What the scheduler has logged."""
+        """Return the scheduler's log."""
         return self.child.log.read_text(errors="replace")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """Events of ``metrics.jsonl`` so far."""
+        """Return the events of one kind in ``metrics.jsonl`` so far."""
         lines = [line for path in self.runs.glob("*/metrics.jsonl") for line in path.read_bytes().splitlines(True)]
         events = [json.loads(line) for line in lines if line.endswith(b"\n")]
         return [event for event in events if event["event"] == kind]
 
     def wait_for_round(self, number: int, timeout: float = 60.0) -> None:
-        """Return when a round is over; fail if the job ends before."""
+        """Wait until a round is closed; fail if the job ends first."""
 
         def closed() -> bool:
             assert self.child.process.poll() is None, self.log
@@ -90,12 +90,12 @@ class Job:
         wait_until(closed, timeout, f"round {number}")
 
     def wait(self, timeout: float) -> int:
-        """The scheduler's exit status."""
+        """Wait for the scheduler; return its exit status."""
         return self.child.process.wait(timeout)
 
 
 class LocalNetwork:
-    """Gateway, data node, training workers and a parameter server; `job` runs a scheduler on it."""
+    """Gateway, data node, training workers and a parameter server; `job` starts a scheduler."""
 
     def __init__(self, root: Path, workers: int) -> None:
         """Plan the network; nothing runs before `up`."""
@@ -108,16 +108,16 @@ class LocalNetwork:
         write_configuration(self.folders, self.nodes.values(), Training(workers=workers), sys.executable)
 
     def configuration(self, name: str) -> Path:
-        """A node's TOML file."""
+        """Return the path of a node's TOML file."""
         return self.folders.configuration / f"{name}.toml"
 
     def extend(self, name: str, toml: str) -> None:
-        """Add to a node's TOML file."""
+        """Append to a node's TOML file."""
         path = self.configuration(name)
         path.write_text(path.read_text() + toml)
 
     def up(self) -> None:
-        """Make model and data, start every node but the scheduler, and wait until all are healthy."""
+        """Create model and data, start every node but the scheduler, and wait until all are healthy."""
         source = self.folders.data / "train.safetensors"
         write_digits(source, self.folders.test_set)
         dataset = ("--out", str(self.folders.data / DIGITS.name), "--slices", str(4 * len(self.trainers)))
@@ -134,12 +134,12 @@ class LocalNetwork:
 
     @property
     def daemons(self) -> list[str]:
-        """Names of all nodes but the scheduler, which lives as long as its job."""
+        """Return the names of all nodes but the scheduler, which runs only as long as its job."""
         return [name for name in self.nodes if name != "scheduler"]
 
     @property
     def trainers(self) -> list[str]:
-        """Names of the training workers."""
+        """Return the names of the training workers."""
         return [name for name in self.nodes if name.startswith("worker-")]
 
     def start(self, name: str) -> Child:
@@ -148,7 +148,7 @@ class LocalNetwork:
         return self.processes.start(name, [script(program), "run", "--config", str(self.configuration(name))])
 
     def wait_healthy(self, *names: str) -> None:
-        """Ask nodes until they say that they are healthy."""
+        """Probe nodes until they are healthy."""
 
         async def main() -> None:
             with anyio.fail_after(60):
@@ -157,30 +157,30 @@ class LocalNetwork:
         anyio.run(main, backend="trio")
 
     def kill(self, name: str) -> None:
-        """End a node with SIGKILL."""
+        """Kill a node with SIGKILL."""
         process = self.processes.child(name).process
         process.send_signal(signal.SIGKILL)
         process.wait(10)
 
     def revive(self) -> None:
-        """Start again what was killed, and wait until it is healthy."""
+        """Restart killed nodes and wait until they are healthy."""
         dead = [name for name in self.daemons if self.processes.child(name).process.poll() is not None]
         for name in dead:
             self.start(name)
         self.wait_healthy(*dead)
 
     def log(self, name: str) -> str:
-        """What a node has logged."""
+        """Return a node's log."""
         return self.processes.child(name).log.read_text(errors="replace")
 
     def peer_id(self, name: str) -> str:
-        """A node's peer id, from what it logged when it started."""
+        """Return a node's peer id from its start-up log line."""
         found = re.search(r" is (12D3\w+), at ", self.log(name))
         assert found is not None, self.log(name)
         return found[1]
 
     def executors(self) -> list[psutil.Process]:
-        """Processes that workers have started."""
+        """Return the processes that workers have started."""
         found = []
         for name in self.trainers:
             process = self.processes.child(name).process
@@ -189,11 +189,11 @@ class LocalNetwork:
         return found
 
     def job(self, *, rounds: int, kind: str | None = None, model: str | None = None) -> Job:
-        """Start a scheduler with a job of its own for all training workers.
+        """Start a scheduler with a new job for all training workers.
 
         Args:
-            kind: of the training workers' executor; by default the plan's.
-            model: TOML in the place of the model's path.
+            kind: name of the training workers' executor; by default the plan's.
+            model: TOML that replaces the model's path.
         """
         self._jobs += 1
         name = f"job-{self._jobs}"
@@ -213,8 +213,8 @@ class LocalNetwork:
         command = [script("hypha-scheduler"), "run", "--config", str(self.configuration(name))]
         return Job(self.processes.start(name, command), runs)
 
-    def stranger(self, name: str) -> Child:
-        """Start a worker whose certificate another authority has signed."""
+    def start_untrusted_worker(self, name: str) -> Child:
+        """Start a worker whose certificate is signed by another authority."""
         [node] = [node for node in plan_nodes(1) if node.name == "worker-1"]
         stranger = NodePlan(name, node.program, node.role, node.port)
         folder = self.folders.root / "other-authority"
@@ -226,7 +226,7 @@ class LocalNetwork:
         return self.processes.start(name, [script(stranger.program), "run", "--config", str(path)])
 
     def down(self) -> dict[str, int]:
-        """End every process; exit statuses by name."""
+        """Stop every process; return exit statuses by name."""
 
         async def main() -> dict[str, int]:
             return await self.processes.stop()
@@ -236,10 +236,10 @@ class LocalNetwork:
 
 @contextmanager
 def local_network(root: Path, workers: int = 2, **extensions: str) -> Iterator[LocalNetwork]:
-    """A network that is up; at the end no process of it is left.
+    """Run a healthy network; at the end none of its processes is left.
 
     Args:
-        extensions: TOML added to a node's file, by its name with an underscore for the dash.
+        extensions: TOML appended to a node's file, by node name with underscores for dashes.
     """
     network = LocalNetwork(root, workers)
     for name, toml in extensions.items():

@@ -1,4 +1,4 @@
-"""Ports of the loopback interface, for tests that have to name one before anything listens there."""
+"""Free ports of the loopback interface, for tests that must name a port before anything listens on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def free_port() -> int:
-    """A TCP port on which nothing listened a moment ago."""
+    """Return a TCP port on which nothing is listening."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

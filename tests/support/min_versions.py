@@ -1,8 +1,7 @@
-"""Whether a package works with the lowest versions of its siblings that it admits: built, installed, looked into.
+"""Check that a package works with the lowest sibling versions that its bounds admit: build, install, inspect.
 
-A version that was released is built from its tag (`hypha-net-v0.1.0`), the version that the tree is at from the tree.
-What a package takes from a sibling is read from its code: names that it imports, also within functions, and attributes
-of imported modules.
+A released version is built from its tag (`hypha-net-v0.1.0`), the current version from the tree. What a package uses of a
+sibling is read from its code: names that it imports, also within functions, and attributes of imported modules.
 """
 
 from __future__ import annotations
@@ -39,24 +38,24 @@ print(json.dumps(sorted(set(problems))))
 
 
 def lowest(requirement: Requirement) -> Version:
-    """The lowest version that a bound admits; fails when there is no lower bound."""
+    """Return the lowest version that a bound admits; fail if there is no lower bound."""
     floors = [Version(part.version) for part in requirement.specifier if part.operator in (">=", "==", "~=")]
     assert len(floors) == 1, f"{requirement}: name the lowest version that works"
     return floors[0]
 
 
 def siblings(package: Package, known: Mapping[str, Package]) -> list[Requirement]:
-    """What a package requires of this tree, extras apart."""
+    """Return the requirements of a package on siblings, without extras."""
     required = [Requirement(text) for text in package.project.get("dependencies", [])]
     return [each for each in required if canonicalize_name(each.name) in known]
 
 
 def wheel_of(package: Package, version: Version, folder: Path, wheels: Path, root: Path = ROOT) -> Path:
-    """The wheel of a version of a package: from its tag, or from the tree if that is where the tree is.
+    """Return the wheel of a package version: built from its tag, or from the tree if it is the current version.
 
     Args:
-        folder: where what a tag holds is unpacked and built.
-        wheels: holds the tree's wheels.
+        folder: where the content of a tag is unpacked and built.
+        wheels: folder with the wheels of the tree.
     """
     for tag in (f"{package.name}-v{text}" for text in (version, f"{version}.0")):
         if run(["git", "rev-parse", "--verify", "--quiet", f"refs/tags/{tag}"], cwd=root).returncode == 0:
@@ -81,7 +80,7 @@ def _built(package: Package, tag: str, folder: Path, root: Path) -> Path:
 
 
 def taken(sources: Path, modules: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What code takes from other packages: module and name, or module alone.
+    """Yield what code uses of other packages: module and name, or a module with an empty name.
 
     Args:
         modules: names of the packages, such as ``hypha_net``.
@@ -102,7 +101,7 @@ def taken(sources: Path, modules: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _attributes(tree: ast.AST, aliases: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Attributes of what was imported, where that is a module: `telemetry.span`."""
+    """Yield attributes of imported modules, such as `instrumentation.span`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
             imported = aliases[node.value.id]
@@ -111,7 +110,7 @@ def _attributes(tree: ast.AST, aliases: Mapping[str, str]) -> Iterator[tuple[str
 
 
 def what_is_missing(needs: Sequence[tuple[str, str]], place: Path) -> list[str]:
-    """What of `needs` the packages unpacked at `place` do not have."""
+    """Return which of `needs` the packages unpacked at `place` lack."""
     modules = {name for name, _ in needs if _is_module(name, place)}
     asked = [
         need for need in needs if need[0] in modules or "." not in need[0] or need[0].rsplit(".", 1)[0] not in modules
@@ -136,6 +135,6 @@ def _is_module(name: str, place: Path) -> bool:
 
 
 def install(wheels: Sequence[Path], place: Path) -> None:
-    """Install exactly these wheels into a folder, and nothing that they require."""
+    """Install exactly these wheels into a folder, without their dependencies."""
     command = [*uv(), "pip", "install", "--quiet", "--no-deps", "--offline", "--target", str(place)]
     passed(run([*command, "--python", sys.executable, *map(str, wheels)]))

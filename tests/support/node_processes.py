@@ -1,7 +1,7 @@
-"""Nodes in processes of their own, for tests: gateways, and leaves several to a process, told what to do line by line.
+"""Nodes in child processes for tests: gateways, and several leaf nodes in one process, controlled over pipes.
 
-A child reads one JSON command a line and writes one JSON line for what happens; times are of the machine's monotonic
-clock, which its processes share.
+A child reads one JSON command per line and writes one JSON line per event; times are of the machine's monotonic clock,
+which all processes share.
 """
 
 from __future__ import annotations
@@ -134,39 +134,39 @@ anyio.run(main, nodes, plain(settings), backend="trio")
 
 @dataclass
 class Child:
-    """One process, and what it has said."""
+    """One child process and the events it has written."""
 
     process: anyio.abc.Process
     log: Path
     said: list[dict[str, Any]] = field(default_factory=list)
     heard: Counter[str] = field(default_factory=Counter)
-    """How often its nodes have heard a message, by its text."""
+    """How often its nodes have received a message, by text."""
 
     async def do(self, leaf: int, do: str, **what: Any) -> None:
-        """Give a command."""
+        """Send a command to a leaf node."""
         assert self.process.stdin is not None
         await self.process.stdin.send(json.dumps({"leaf": leaf, "do": do, **what}).encode() + b"\n")
 
     def of(self, kind: str, **like: Any) -> list[dict[str, Any]]:
-        """What was said of a kind, with these fields."""
+        """Return the events of a kind with these fields."""
         return [line for line in self.said if line["kind"] == kind and like.items() <= line.items()]
 
     async def opened(self) -> dict[str, Any]:
-        """Wait until its nodes are open."""
+        """Wait until its endpoints are open; return their addresses."""
         await until(lambda: bool(self.of("open")) or self.process.returncode is not None, 60)
         assert self.process.returncode is None, self.log.read_text()[-3000:]
         return self.of("open")[0]
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Suspend the process with SIGSTOP."""
         self.process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Resume the process with SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
     async def kill(self) -> None:
-        """SIGKILL, and wait for the end."""
+        """Kill the process with SIGKILL and wait for its exit."""
         self.process.kill()
         await self.process.wait()
 
@@ -183,10 +183,9 @@ class Child:
 
 @asynccontextmanager
 async def crew(log: Path) -> AsyncIterator[Callable[..., Any]]:
-    """Gives a function that starts a process; all of them are gone at the end.
+    """Yield a function that starts a child process; all children are killed at the end.
 
-    What they log goes to `log`. The function takes the files of each node's identity, settings of an endpoint, and
-    words to run it by
+    Their output goes to `log`. The function takes the identity files of each node, endpoint settings, and a command prefix
     (such as ``ip netns exec NAME``).
     """
     started: list[Child] = []

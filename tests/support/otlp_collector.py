@@ -1,4 +1,4 @@
-"""A real OTLP receiver for tests, over HTTP and gRPC, that keeps what it gets as the protocol's own messages."""
+"""An OTLP receiver for tests, over HTTP and gRPC, that keeps what it receives as protobuf messages."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from support.fake_http_server import served
 
 @dataclass
 class Collector:
-    """What was received."""
+    """The received telemetry."""
 
     spans: list[Any] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     logs: list[Any] = field(default_factory=list)
     logging: set[str] = field(default_factory=set)
-    """Services whose logs came."""
+    """Services that sent logs."""
     resources: list[dict[str, str]] = field(default_factory=list)
     services: dict[bytes, str] = field(default_factory=dict)
     """``service.name`` of each span, by its id."""
     metrics_of: dict[str, set[str]] = field(default_factory=dict)
-    """Names of the metrics of each service."""
+    """Metric names by service."""
     bytes: bytearray = field(default_factory=bytearray)
-    """All messages as they came, for a search."""
+    """All raw messages, for searching."""
     refuse: str = ""
-    """End of the path of what is answered by 404."""
+    """Suffix of the paths that are answered with 404."""
     paths: set[str] = field(default_factory=set)
     headers: dict[str, str] = field(default_factory=dict)
     url: str = ""

@@ -1,4 +1,4 @@
-"""Programs that tests start, and that say by their first line that they are up."""
+"""Start-up of child processes that print one line when they are ready."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def first_line(process: subprocess.Popen[str], seconds: float = 20, log: Path | None = None) -> str:
-    """The first line that a process prints, without its end; fails when none comes within `seconds`.
+    """Return the first line that a process prints, without its newline; fail if none arrives within `seconds`.
 
-    A process that says nothing in time is killed. `log` is shown on failure: where its standard error goes.
+    A process that prints nothing in time is killed. `log` is the file of its standard error, shown on failure.
     """
     assert process.stdout is not None
     killer = threading.Timer(seconds, process.kill)

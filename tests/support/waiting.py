@@ -1,4 +1,4 @@
-"""Waits of tests: each ends, by what it waits for or by its bound; none sleeps for a time and hopes."""
+"""Bounded waits for tests: each ends with its condition or its timeout; none sleeps for a fixed time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final
 import anyio
 
 POLL: Final = 0.5
-"""Seconds that a pause between two looks counts for at most: a machine that stood still did so for all on it."""
+"""Upper bound, seconds, that one polling pause counts towards a timeout, so that a suspended machine does not fail tests."""
 
 
 def run(main: Callable[[], Awaitable[None]], limit: float = 30) -> None:
-    """Run a test's coroutine; it fails after `limit` seconds."""
+    """Run a test's coroutine; fail after `limit` seconds."""
 
     async def bounded() -> None:
         with anyio.fail_after(limit):
@@ -23,7 +23,7 @@ def run(main: Callable[[], Awaitable[None]], limit: float = 30) -> None:
 
 
 async def until(condition: Callable[[], object], seconds: float = 10, pause: float = 0.01) -> float:
-    """Wait until something is so, asked every `pause` seconds; gives the seconds that it took.
+    """Wait until a condition holds, polled every `pause` seconds; return the seconds it took.
 
     A condition may be a coroutine function, which is awaited. Raises `TimeoutError` after `seconds`.
     """
@@ -48,7 +48,7 @@ async def _told(answer: object, seconds: float) -> object:
 
 
 def wait_until(happened: Callable[[], bool], timeout: float, what: str) -> float:
-    """The same outside an event loop; fails with `what` after `timeout` seconds."""
+    """Wait outside an event loop; fail with `what` after `timeout` seconds."""
     began = looked = time.monotonic()
     left = timeout
     while not happened():

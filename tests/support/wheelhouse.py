@@ -1,6 +1,6 @@
-"""Wheels of this tree, and empty environments to install them into: what a user has who was given nothing else.
+"""Wheels of this tree, and empty environments to install them into, as a user without a clone has them.
 
-Stands on uv, which is looked for in `.uv`, on PATH and in this interpreter, in this order.
+Needs uv, searched in `.uv`, on PATH and in this interpreter, in this order.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from support.fake_http_server import files, served
 
 ROOT = Path(__file__).parents[2]
 OVERRIDE = "fastecdsa>=4"
-"""The one override that an installation without a compiler needs: see the root's pyproject.toml."""
+"""The override that an installation without a compiler needs; see the root pyproject.toml."""
 
 
 @functools.cache
 def uv() -> tuple[str, ...]:
-    """The command that starts uv; fails with the remedy when there is none."""
+    """Return the command that starts uv; fail with the remedy if there is none."""
     own = ROOT / ".uv" / "bin" / "uv"
     if own.is_file():
         return (str(own),)
@@ -42,7 +42,7 @@ def uv() -> tuple[str, ...]:
 
 
 def quiet_environment(**changes: str) -> dict[str, str]:
-    """This process's environment without what points uv to another environment or makes installing slow."""
+    """Return this process's environment without variables that point uv elsewhere or slow installation down."""
     hidden = ("VIRTUAL_ENV", "UV_COMPILE_BYTECODE", "UV_PROJECT", "UV_FIND_LINKS", "UV_OVERRIDE", "PYTHONPATH")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return {**kept, "UV_PYTHON_DOWNLOADS": "never", **changes}
@@ -51,7 +51,7 @@ def quiet_environment(**changes: str) -> dict[str, str]:
 def run(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end and give what it printed."""
+    """Run a command to completion."""
     return subprocess.run(
         list(command),
         env=dict(env or quiet_environment()),
@@ -64,42 +64,42 @@ def run(
 
 
 def passed(done: subprocess.CompletedProcess[str]) -> str:
-    """Standard output of a command that must have ended well."""
+    """Return the standard output of a command that must have succeeded."""
     assert done.returncode == 0, f"{done.args}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 @dataclass(frozen=True)
 class Package:
-    """One distribution of this tree, as its pyproject.toml says."""
+    """One distribution of this tree, as described by its pyproject.toml."""
 
     folder: Path
     project: Mapping[str, Any]
 
     @property
     def name(self) -> str:
-        """Of the distribution."""
+        """Return the name of the distribution."""
         return str(self.project["name"])
 
     @property
     def version(self) -> str:
-        """As written: static."""
+        """Return the static version."""
         return str(self.project["version"])
 
     @property
     def module(self) -> str:
-        """What a user imports."""
+        """Return the import name."""
         return "hypha.accelerate_executor" if "executor" in self.name else self.name.replace("-", "_")
 
     @property
     def programs(self) -> tuple[str, ...]:
-        """Its console scripts."""
+        """Return the names of its console scripts."""
         return tuple(self.project.get("scripts", {}))
 
 
 @functools.cache
 def packages() -> tuple[Package, ...]:
-    """Every distribution of the workspace, by name."""
+    """Return all distributions of the workspace, sorted by name."""
     files = [
         path for folder in ("packages", "executors", "drivers") for path in ROOT.glob(f"{folder}/*/pyproject.toml")
     ]
@@ -108,7 +108,7 @@ def packages() -> tuple[Package, ...]:
 
 
 def build_wheelhouse(folder: Path) -> Path:
-    """Build the sdist of every package, and its wheel from that."""
+    """Build the sdist of every package, and its wheel from the sdist."""
     passed(run([*uv(), "build", "--quiet", "--all-packages", "--out-dir", str(folder)], cwd=ROOT))
     (folder / ".gitignore").unlink(missing_ok=True)
     return folder
@@ -116,23 +116,23 @@ def build_wheelhouse(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment that knows the wheelhouse, uv, and nothing else of this tree."""
+    """A virtual environment with access to the wheelhouse and uv, and nothing else of this tree."""
 
     folder: Path
     wheels: Path
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """Return the path of its interpreter."""
         return self.folder / "bin" / "python"
 
     def variables(self) -> dict[str, str]:
-        """For commands in it: only its own programs and uv are on PATH, so no compiler is."""
+        """Return the variables for its commands: PATH has only its own programs and uv, so no compiler."""
         path = os.pathsep.join([str(self.folder / "bin"), str(self.folder / "only-uv")])
         return quiet_environment(PATH=path, VIRTUAL_ENV=str(self.folder), UV_FIND_LINKS=str(self.wheels))
 
     def shell(self, text: str, timeout: float = 300) -> str:
-        """Run shell text in an empty folder and give what it printed."""
+        """Run shell text in an empty folder; return its output."""
         bash = shutil.which("bash")
         assert bash is not None
         empty = self.folder / "empty"
@@ -140,17 +140,17 @@ class Environment:
         return passed(run([bash, "-euc", text], env=self.variables(), cwd=empty, timeout=timeout))
 
     def program(self, name: str, *words: str) -> str:
-        """Run a console script and give what it printed."""
+        """Run a console script; return its output."""
         return passed(run([str(self.folder / "bin" / name), *words], env=self.variables(), cwd=self.folder))
 
     def evaluate(self, code: str) -> str:
-        """Run Python code, isolated from folders and variables, and give what it printed."""
+        """Run Python code in isolated mode; return its output."""
         return passed(run([str(self.python), "-I", "-c", code], env=self.variables(), cwd=self.folder)).strip()
 
 
 @contextmanager
 def empty_environment(folder: Path, wheels: Path) -> Iterator[Environment]:
-    """An environment with no package in it; removed at the end, because some grow to gigabytes."""
+    """Create an empty environment; removed at the end, because some grow to gigabytes."""
     passed(run([*uv(), "venv", "--quiet", "--python", sys.executable, str(folder)]))
     (folder / "only-uv").mkdir()
     launcher = folder / "only-uv" / "uv"
@@ -164,7 +164,7 @@ def empty_environment(folder: Path, wheels: Path) -> Iterator[Environment]:
 
 @contextmanager
 def release_site(wheels: Path) -> Iterator[str]:
-    """A server that has the wheels of a release under any folder, as the page of a release does; gives its URL."""
+    """Serve the wheels of a release under any folder, as a release page does; yields the URL."""
 
     def find(path: str) -> tuple[bytes | None, dict[str, str]]:
         wheel = wheels / Path(urlsplit(path).path).name

@@ -1,8 +1,8 @@
-"""A peer written byte by byte, for tests: it does on the wire what a Rust node does, without our code but for TLS keys.
+"""A scripted libp2p peer for tests, independent of our code but for TLS keys, that behaves on the wire like a Rust node.
 
-TCP or a circuit, multistream-select, TLS 1.3 by the standard library, multistream-select again, yamux frames, and on
-a stream whatever the test says. It answers pings but sends none, half-closes after a request, and drops its connection
-when the test says so.
+TCP or a relayed connection, multistream-select, TLS 1.3 by the standard library, multistream-select again, yamux frames,
+and on a stream whatever the test sends. It answers pings but sends none, half-closes after a request, and drops its
+connection when the test asks for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IDENTIFY: Final = "/ipfs/id/1.0.0"
 
 
 def varint(number: int) -> bytes:
-    """An unsigned varint."""
+    """Encode an unsigned varint."""
     made = bytearray()
     while number > 0x7F:
         made.append(number & 0x7F | 0x80)
@@ -33,14 +33,14 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, value: bytes | int) -> bytes:
-    """A field of a protobuf message."""
+    """Encode a field of a protobuf message."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     return varint(number << 3 | 2) + varint(len(value)) + value
 
 
 def fields(message: bytes) -> dict[int, list[Any]]:
-    """The fields of a protobuf message: numbers, and bytes for everything with a length."""
+    """Decode the fields of a protobuf message: integers, and bytes for length-delimited values."""
     found: dict[int, list[Any]] = {}
     at = 0
 
@@ -68,25 +68,25 @@ def fields(message: bytes) -> dict[int, list[Any]]:
 
 
 def line(text: str) -> bytes:
-    """A message of multistream-select."""
+    """Encode a multistream-select message."""
     return varint(len(text) + 1) + text.encode() + b"\n"
 
 
 class Stream(trio.abc.Stream):
-    """A stream of the scripted peer's yamux; the window is opened again by what is read."""
+    """A yamux stream of the scripted peer; reading reopens the receive window."""
 
-    def __init__(self, peer: ScriptedPeer, number: int) -> None:
+    def __init__(self, peer: WirePeer, number: int) -> None:
         self.peer = peer
         self.number = number
         self.protocol = ""
         self.ended = False
-        """The other side half-closed."""
+        """Set when the remote side has half-closed."""
         self.was_reset = False
         self._come = bytearray()
         self._changed = trio.Event()
 
     def take(self, data: bytes, flags: int) -> None:
-        """What a frame brings."""
+        """Process a received frame."""
         self._come += data
         self.ended |= bool(flags & FIN)
         self.was_reset |= bool(flags & RST)
@@ -94,7 +94,7 @@ class Stream(trio.abc.Stream):
         self._changed = trio.Event()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        """Bytes; none after the other side's half-close. Raises `BrokenResourceError` after a reset."""
+        """Receive bytes; empty after the remote half-close. Raises `BrokenResourceError` after a reset."""
         while not self._come:
             if self.was_reset:
                 raise trio.BrokenResourceError("reset by the other side")
@@ -107,14 +107,14 @@ class Stream(trio.abc.Stream):
         return data
 
     async def read_all(self) -> bytes:
-        """Everything until the other side's half-close."""
+        """Read until the remote side half-closes."""
         data = b""
         while part := await self.receive_some():
             data += part
         return data
 
     async def exactly(self, size: int) -> bytes:
-        """So many bytes."""
+        """Read exactly `size` bytes."""
         data = b""
         while len(data) < size:
             part = await self.receive_some(size - len(data))
@@ -123,7 +123,7 @@ class Stream(trio.abc.Stream):
         return data
 
     async def message(self) -> bytes:
-        """A message behind its length."""
+        """Read a length-prefixed message."""
         size = shift = 0
         while True:
             [byte] = await self.exactly(1)
@@ -133,35 +133,35 @@ class Stream(trio.abc.Stream):
                 return await self.exactly(size)
 
     async def send_all(self, data: Any) -> None:
-        """Send bytes; up to the 256 KiB that the other side's window has at first."""
+        """Send bytes, at most the initial 256 KiB window of the remote side."""
         for start in range(0, len(data), 32 << 10):
             await self.peer.frame(DATA, 0, self.number, bytes(data[start : start + (32 << 10)]))
 
     async def say(self, message: bytes) -> None:
-        """Send a message behind its length."""
+        """Send a length-prefixed message."""
         await self.send_all(varint(len(message)) + message)
 
     async def wait_send_all_might_not_block(self) -> None:
-        """At once."""
+        """Return at once; sending never blocks."""
         await trio.lowlevel.checkpoint()
 
     async def half_close(self) -> None:
-        """FIN."""
+        """Send FIN."""
         await self.peer.frame(DATA, FIN, self.number, b"")
 
     async def reset(self) -> None:
-        """RST."""
+        """Send RST."""
         await self.peer.frame(WINDOW, RST, self.number, 0)
 
     async def aclose(self) -> None:
-        """FIN."""
+        """Send FIN."""
         await self.half_close()
 
 
 Handler = Callable[[Stream], Awaitable[None]]
 
 
-class ScriptedPeer:
+class WirePeer:
     """One connection to a node under test."""
 
     def __init__(self, secured: trio.SSLStream[Any], *, opened: bool) -> None:
@@ -171,7 +171,7 @@ class ScriptedPeer:
         self._sending = trio.Lock()
         self.handlers: dict[str, Handler] = {}
         self.negotiated: list[str] = []
-        """Protocols that the other side has asked for."""
+        """Protocols that the remote side has negotiated."""
         self.closed = trio.Event()
 
     async def frame(self, kind: int, flags: int, number: int, content: bytes | int) -> None:
@@ -192,14 +192,14 @@ class ScriptedPeer:
         return stream
 
     async def ask(self, protocol: str, message: bytes) -> tuple[bytes, bytes]:
-        """One message, half-closed after it: the answer, and whatever comes after it until the other side's end."""
+        """Send one message and half-close; return the answer and everything after it until the remote half-close."""
         stream = await self.open(protocol)
         await stream.say(message)
         await stream.half_close()
         return await stream.message(), await stream.read_all()
 
     async def run(self) -> None:
-        """Take what the other side sends, until its end."""
+        """Process received frames until the connection ends."""
         waiting = bytearray()
         try:
             async with trio.open_nursery() as tasks:
@@ -242,7 +242,7 @@ class ScriptedPeer:
             self._streams[number].take(data, flags)
 
     async def _serve(self, stream: Stream) -> None:
-        """Agree on the first protocol that there is a handler for."""
+        """Negotiate the first protocol that has a handler."""
         try:
             assert await stream.message() == MULTISTREAM.encode() + b"\n"
             await stream.send_all(line(MULTISTREAM))
@@ -259,12 +259,12 @@ class ScriptedPeer:
             return
 
     async def drop(self) -> None:
-        """Close the connection as an idle one is: without a word."""
+        """Close the connection without GoAway, as an idle timeout does."""
         await trio.aclose_forcefully(self._secured)
 
 
 def identify(public_key: bytes, addresses: list[bytes], protocols: list[str], agent: str) -> bytes:
-    """An identify message."""
+    """Encode an identify message."""
     message = field(1, b"\x08\x01\x12\x20" + public_key)
     message += b"".join(field(2, address) for address in addresses)
     message += b"".join(field(3, protocol.encode()) for protocol in protocols)
@@ -272,7 +272,7 @@ def identify(public_key: bytes, addresses: list[bytes], protocols: list[str], ag
 
 
 async def expect(stream: trio.abc.ReceiveStream, wanted: bytes) -> None:
-    """Take so many bytes, which must be these."""
+    """Read bytes that must equal `wanted`."""
     data = bytearray()
     while len(data) < len(wanted):
         part = await stream.receive_some(len(wanted) - len(data))
@@ -282,7 +282,7 @@ async def expect(stream: trio.abc.ReceiveStream, wanted: bytes) -> None:
 
 
 async def _select(stream: trio.abc.Stream, protocol: str, *, opened: bool) -> None:
-    """Agree on a protocol; who opened says both lines at once, as lazy negotiation does."""
+    """Negotiate a protocol; the opener sends both lines at once, as lazy negotiation does."""
     wanted = [line(MULTISTREAM), line(protocol)]
     if opened:
         await stream.send_all(b"".join(wanted))
@@ -297,7 +297,7 @@ async def speak(transport: trio.abc.Stream, identity: Any, *, opened: bool = Tru
     """Secure and multiplex a connection, and serve identify and `handlers` on it while the context is open.
 
     Args:
-        identity: whose certificate is shown (`hypha_net.identity.Identity`).
+        identity: whose certificate is presented (`hypha_net.identity.Identity`).
         opened: whether this side dialled.
         about: ``addresses`` (multiaddr bytes), ``handlers`` by protocol, ``agent``.
     """
@@ -306,7 +306,7 @@ async def speak(transport: trio.abc.Stream, identity: Any, *, opened: bool = Tru
     secured = trio.SSLStream(transport, context, server_side=not opened, https_compatible=True)
     await secured.do_handshake()
     await _select(secured, "/yamux/1.0.0", opened=opened)
-    peer = ScriptedPeer(secured, opened=opened)
+    peer = WirePeer(secured, opened=opened)
     handlers: dict[str, Handler] = about.get("handlers", {})
     key = identity.key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
     told = identify(key, about.get("addresses", []), [*handlers, IDENTIFY], about.get("agent", "hypha-rust/0.0.1"))
@@ -327,5 +327,5 @@ async def speak(transport: trio.abc.Stream, identity: Any, *, opened: bool = Tru
 
 
 async def dial(address: str) -> trio.SocketStream:
-    """A TCP connection to a multiaddr."""
+    """Open a TCP connection to a multiaddr."""
     return await trio.open_tcp_stream(address.split("/")[2], int(address.split("/")[4]))

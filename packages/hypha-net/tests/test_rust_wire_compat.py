@@ -15,7 +15,7 @@ import trio
 from multiaddr import Multiaddr
 from support.node_processes import crew
 from support.waiting import run, until
-from support.wire_peer import IDENTIFY, ScriptedPeer, Stream, dial, field, fields, line, speak, varint
+from support.wire_peer import IDENTIFY, Stream, WirePeer, dial, field, fields, line, speak, varint
 
 from hypha_net import EndpointSettings, open_endpoint, transfer
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
@@ -315,7 +315,7 @@ def test_a_node_that_drops_idle_connections_is_dialled_again(authority: Any) -> 
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
             identity = authority.identity("rust", "worker")
-            dialled: list[ScriptedPeer] = []
+            dialled: list[WirePeer] = []
 
             async def greet(stream: Stream) -> None:
                 await stream.send_all(b"hello")
