@@ -1,7 +1,7 @@
 """Job bridge requests of the user's documents, sent over a real socket, and the shapes of the answers.
 
-The bridge is backed by an in-memory network and a local hub. `#` comments in bodies are removed, since JSON has none, and
-the peers' shortened ids are replaced by those of the job.
+The bridge is backed by an in-memory network and a local hub. `#` comments in bodies are removed, since JSON has none,
+and the peers' shortened ids are replaced by those of the job.
 """
 
 from __future__ import annotations

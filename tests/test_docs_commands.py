@@ -123,8 +123,8 @@ def healthy(program: str, address: str, config: Path, env: dict[str, str]) -> di
 
 @pytest.mark.slow
 def test_the_complete_worker_starts_by_the_older_command_and_is_healthy(tmp_path: Path) -> None:
-    """The file is verbatim that of the document. Replaced by HYPHA_* variables: the folders of certificates and jobs, the
-    listen address (a known port, for the probe) and the gateway addresses (one here)."""
+    """The file is verbatim that of the document. Replaced by HYPHA_* variables: the folders of certificates and jobs,
+    the listen address (a known port, for the probe) and the gateway addresses (one here)."""
     ports = free_ports(2)
     gateway = NodePlan("gateway", "hypha-gateway", "gateway", ports[0])
     worker = NodePlan("worker", "hypha-worker", "worker", ports[1])
@@ -206,7 +206,7 @@ def test_the_executor_is_run_from_the_wheel_of_a_release(wheels: Path, tmp_path:
 
 @pytest.mark.slow
 def test_an_extra_without_a_project_has_no_effect(tmp_path: Path, wheels: Path) -> None:
-    """The user's documents choose PyTorch's build by `--extra`; ours use `package[extra] @ URL`. This test shows why."""
+    """The user's documents choose PyTorch's build by `--extra`; ours use `package[extra] @ URL`, for this reason."""
     with empty_environment(tmp_path / "env", wheels) as environment:
         tail = f"--python {sys.executable} --no-project --extra cu128 --with hypha-proto -- python -c 'print(1)' 2>&1"
         shown = environment.shell(f"uv run {tail}")

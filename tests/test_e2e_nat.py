@@ -1,4 +1,4 @@
-"""Two networks behind NAT train together through a gateway: scheduler and one worker in one, all others in the other."""
+"""Two networks behind NAT train through a gateway: scheduler and a worker in one, all others in the other."""
 
 from __future__ import annotations
 

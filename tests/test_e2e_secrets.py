@@ -89,9 +89,7 @@ def files_with(root: Path, text: str) -> list[str]:
     return [str(path.relative_to(root)) for path in found if text.encode() in path.read_bytes()]
 
 
-def test_the_token_of_a_job_does_not_leak(
-    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_does_not_leak(collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch, root = Watch(), tmp_path / "run"
     with private_network(root, collector, monkeypatch) as (network, hub), watch.watching():
         job = network.job(rounds=3, model=MODEL.format(token=TOKEN))
@@ -120,7 +118,7 @@ def test_a_rejected_token_does_not_leak_either(
         assert "401" in refused.log
         hub.break_off = False
         job = network.job(rounds=1, model=MODEL.format(token=TOKEN))
-        # the scheduler has fetched everything by then; the executor, which fetches through its worker, is still starting
+        # the scheduler has fetched everything; the executor, which fetches through its worker, is still starting
         wait_until(lambda: bool(job.events("dispatched")), 90, "the dispatch")
         hub.token = "hf_Another"  # rejected from now on, before a worker fetches
         assert job.wait(120) == 1, job.log

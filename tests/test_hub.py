@@ -119,9 +119,7 @@ def test_missing_files_are_named(hub: Hub, tmp_path: Path) -> None:
         by_scheduler(tmp_path / "s", revision="v9")
 
 
-def test_an_unreachable_hub_fails_a_job_with_one_line(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_hub_fails_a_job_in_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(JobFailedError, match="org/model cannot be fetched"):
         by_scheduler(tmp_path / "s")

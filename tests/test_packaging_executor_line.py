@@ -1,7 +1,7 @@
 """A job whose worker starts its executor with the command of the user's documents, from a released wheel.
 
-The command is the block `worker:50` except for: the release URL (a local server), the version and extra that it leaves to
-the reader, the Python interpreter, the path of accelerate's file, and the executor's name.
+The command is the block `worker:50` except for: the release URL (a local server), the version and extra that it
+leaves to the reader, the Python interpreter, the path of accelerate's file, and the executor's name.
 """
 
 from __future__ import annotations

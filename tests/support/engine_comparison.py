@@ -1,7 +1,7 @@
 """Our endpoint and unmodified py-libp2p behind one interface, to compare their behaviour.
 
-Run as a program, ``python engine_comparison.py ours|stock FOLDER HANDLER``, it is a node in a separate process that prints
-its address and serves until its standard input is closed. `FOLDER` holds `Authority.files("server")`.
+Run as a program, ``python engine_comparison.py ours|stock FOLDER HANDLER``, it is a node in a separate process that
+prints its address and serves until its standard input is closed. `FOLDER` holds `Authority.files("server")`.
 """
 
 from __future__ import annotations

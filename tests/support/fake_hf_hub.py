@@ -1,7 +1,8 @@
 """A local Hugging Face hub for unmodified `huggingface_hub`: one repository with revisions, protected by a token.
 
-As on the real hub, small files are served by the hub itself and weights through a redirect to another host (here another
-port) with a signed URL, an ETag that is their SHA-256, and ranges; the first transfer of each file breaks off.
+As on the real hub, small files are served by the hub itself and weights through a redirect to another host (here
+another port) with a signed URL, an ETag that is their SHA-256, and ranges; the first transfer of each file breaks
+off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check that a package works with the lowest sibling versions that its bounds admit: build, install, inspect.
 
-A released version is built from its tag (`hypha-net-v0.1.0`), the current version from the tree. What a package uses of a
-sibling is read from its code: names that it imports, also within functions, and attributes of imported modules.
+A released version is built from its tag (`hypha-net-v0.1.0`), the current version from the tree. What a package uses
+of a sibling is read from its code: names that it imports, also within functions, and attributes of imported modules.
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ class Child:
 async def crew(log: Path) -> AsyncIterator[Callable[..., Any]]:
     """Yield a function that starts a child process; all children are killed at the end.
 
-    Their output goes to `log`. The function takes the identity files of each node, endpoint settings, and a command prefix
-    (such as ``ip netns exec NAME``).
+    Their output goes to `log`. The function takes the identity files of each node, endpoint settings, and a command
+    prefix (such as ``ip netns exec NAME``).
     """
     started: list[Child] = []
     async with anyio.create_task_group() as tasks:

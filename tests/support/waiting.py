@@ -9,7 +9,7 @@ from typing import Final
 import anyio
 
 POLL: Final = 0.5
-"""Upper bound, seconds, that one polling pause counts towards a timeout, so that a suspended machine does not fail tests."""
+"""Most seconds that one polling pause counts towards a timeout: a suspended machine does not fail tests."""
 
 
 def run(main: Callable[[], Awaitable[None]], limit: float = 30) -> None:

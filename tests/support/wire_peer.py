@@ -1,8 +1,8 @@
-"""A scripted libp2p peer for tests, independent of our code but for TLS keys, that behaves on the wire like a Rust node.
+"""A scripted libp2p peer for tests that behaves like a Rust node and shares no code with ours but TLS keys.
 
-TCP or a relayed connection, multistream-select, TLS 1.3 by the standard library, multistream-select again, yamux frames,
-and on a stream whatever the test sends. It answers pings but sends none, half-closes after a request, and drops its
-connection when the test asks for it.
+TCP or a relayed connection, multistream-select, TLS 1.3 by the standard library, multistream-select again, yamux
+frames, and on a stream whatever the test sends. It answers pings but sends none, half-closes after a request, and
+drops its connection when the test asks for it.
 """
 
 from __future__ import annotations
