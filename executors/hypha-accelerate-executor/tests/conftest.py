@@ -1,5 +1,6 @@
-"""A worker for the executor to talk to: a small HTTP server on a Unix socket that plays bridge, scheduler and parameter
-server with the numbers of a test."""
+"""Fixtures of the executor's tests: a fake worker, which is an HTTP server on a Unix socket that acts as bridge,
+scheduler
+and parameter server."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ import safetensors.numpy
 from hypha_proto.update_file import UpdateMetadata, open_update, write_update
 
 HANG_UP = 0
-"""A status that means: close the connection without an answer."""
+"""Status that closes the connection without an answer."""
 PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 
 
 class Outer:
-    """The outer step: Nesterov momentum on parameters, plain averages on statistics (of one worker: its own)."""
+    """Outer step: Nesterov momentum on parameters, averages of statistics."""
 
     def __init__(self, learning_rate: float, momentum: float) -> None:
         self.learning_rate, self.momentum = learning_rate, momentum
@@ -50,7 +51,7 @@ class Outer:
 
 @dataclass
 class FakeWorker:
-    """What the server hands out and what it saw."""
+    """Configuration and recorded requests of the server."""
 
     work_dir: Path
     socket: Path
@@ -58,19 +59,19 @@ class FakeWorker:
     slices: list[Path]
     rounds: int = 3
     batches: int = 20
-    """Batches of a round; the last two are counted down."""
+    """Batches per round; the last two are announced by a count."""
     epochs: int = 1000
     outer: Outer = field(default_factory=lambda: Outer(1.0, 0.0))
     reports: list[Any] = field(default_factory=list)
     updates: list[Path] = field(default_factory=list)
-    """Copies of the update files that were sent."""
+    """Copies of the received update files."""
     outers: list[Path] = field(default_factory=list)
-    """Copies of the outer updates that answered them."""
+    """Copies of the outer updates sent in return."""
     sent: list[Any] = field(default_factory=list)
     answers: dict[str, Callable[[Any], tuple[int, Any]]] = field(default_factory=dict)
-    """Route -> what to answer in place of the usual."""
+    """Route -> replacement for the default answer."""
     silent: bool = False
-    """Whether outer updates never come."""
+    """Whether outer updates are withheld."""
 
     def __post_init__(self) -> None:
         self.handed_out = 0
@@ -127,7 +128,7 @@ class FakeWorker:
         return (self.answers.get(route) or usual[route])(body)
 
     def job(self, **config: Any) -> str:
-        """The job as the executor gets it."""
+        """Return the job as the executor receives it."""
         reference = {"type": "peers", "peers": [PEER], "strategy": {"type": "One"}, "resource": None}
         train = {
             "model": {
@@ -146,7 +147,7 @@ class FakeWorker:
         return json.dumps({"job_id": "01234567-89ab-cdef-0000-000000000007", "executor": spec})
 
     def arguments(self, **config: Any) -> list[str]:
-        """Command line of `training`."""
+        """Return the command line of `training`."""
         return ["--socket", str(self.socket), "--work-dir", str(self.work_dir), "--job", self.job(**config)]
 
 
@@ -162,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def log_message(self, *_: Any) -> None:
-        """Keep quiet."""
+        """Log nothing."""
 
     def address_string(self) -> str:
         return "unix"
@@ -197,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[FakeWorker], FakeWorker]]:
-    """Start a fake worker on its socket; it is stopped at the end of the test."""
+    """Start fake workers on their sockets; stopped at the end of the test."""
     servers: list[_Server] = []
 
     def start(worker: FakeWorker) -> FakeWorker:
@@ -216,7 +217,7 @@ def serve() -> Iterator[Callable[[FakeWorker], FakeWorker]]:
 
 @pytest.fixture(scope="session")
 def digits() -> dict[str, Any]:
-    """Handwritten digits: `train` and `test`, each pixel_values (N, 1, 8, 8) float32 and labels (N,) int64."""
+    """Load handwritten digits: `train` and `test`, each pixel_values (N, 1, 8, 8) float32 and labels (N,) int64."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -231,7 +232,7 @@ def digits() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def digit_slices(tmp_path_factory: pytest.TempPathFactory, digits: dict[str, Any]) -> list[Path]:
-    """The training images in slices of 90, the last one shorter."""
+    """Write the training images in slices of 90, the last one shorter."""
     folder = tmp_path_factory.mktemp("slices")
     train = digits["train"]
     paths = []
@@ -244,7 +245,7 @@ def digit_slices(tmp_path_factory: pytest.TempPathFactory, digits: dict[str, Any
 
 @pytest.fixture(scope="session")
 def digit_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that the quick start begins with."""
+    """Create the start model of the demo."""
     from hypha.accelerate_executor.modeling.create import ARCHITECTURES, create_model
 
     path = tmp_path_factory.mktemp("models") / "digits"
@@ -254,7 +255,7 @@ def digit_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_config() -> dict[str, Any]:
-    """Configuration of a small language model whose output weights are its input embeddings."""
+    """Return the configuration of a small language model with tied embeddings."""
     return {
         "model_type": "llama",
         "vocab_size": 64,
@@ -270,7 +271,7 @@ def llama_config() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory, llama_config: dict[str, Any]) -> Path:
-    """That language model; tests read it, none writes to it."""
+    """Create that language model; tests must not modify it."""
     from hypha.accelerate_executor.modeling.create import create_model
 
     path = tmp_path_factory.mktemp("llama") / "model"
@@ -280,7 +281,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory, llama_config: dict[str, Any]
 
 @pytest.fixture
 def one_torch_thread() -> Iterator[None]:
-    """Torch computes with one thread: sums come out the same to the bit."""
+    """Run torch with one thread, so that sums are bit-identical."""
     import torch
 
     before = torch.get_num_threads()
@@ -293,9 +294,9 @@ def one_torch_thread() -> Iterator[None]:
 def make_worker(
     tmp_path: Path, digit_model: Path, digit_slices: list[Path], serve: Callable[[FakeWorker], FakeWorker]
 ) -> Iterator[Callable[..., FakeWorker]]:
-    """Start a fake worker with the digits, or what the arguments say."""
+    """Return a function that starts a fake worker, by default with the digits."""
     number = 0
-    with tempfile.TemporaryDirectory(prefix="hx") as sockets:  # a socket's path may have 107 bytes
+    with tempfile.TemporaryDirectory(prefix="hx") as sockets:  # the path of a socket is limited to 107 bytes
 
         def make(**settings: Any) -> FakeWorker:
             nonlocal number

@@ -1,4 +1,4 @@
-"""The model is measured between rounds on samples that nobody trains on, and training does not notice."""
+"""Evaluation between rounds on held-out samples, without effect on training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARE = {
 
 @pytest.fixture
 def held_out(tmp_path: Path, digits: dict[str, Any]) -> list[Path]:
-    """The test images in two files, and all of them in a third."""
+    """Return the test images in two files, and all of them in a third."""
     paths = [tmp_path / name for name in (*SHARE["filenames"], "whole.safetensors")]
     for path, part in zip(paths, (slice(0, 200), slice(200, None), slice(None)), strict=True):
         rows = {name: np.ascontiguousarray(value[part]) for name, value in digits["test"].items()}
@@ -37,7 +37,7 @@ def held_out(tmp_path: Path, digits: dict[str, Any]) -> list[Path]:
 
 
 def serving(worker: Any, files: list[Path]) -> list[Any]:
-    """Have a fake worker bring the files when the samples to evaluate on are asked for; gives what was asked."""
+    """Let a fake worker provide the evaluation files; return the requests for them."""
     asked: list[Any] = []
 
     def fetch(body: Any) -> tuple[int, Any]:
@@ -53,12 +53,12 @@ def serving(worker: Any, files: list[Path]) -> list[Any]:
 
 
 def measured(worker: Any) -> dict[int, dict[str, float]]:
-    """What was reported about the model, by round."""
+    """Return the reported evaluation metrics by round."""
     told = [report["metrics"] for report in worker.reports if isinstance(report, dict) and "metrics" in report]
     return {each["round"]: each["metrics"] for each in told if "evaluation_loss" in each["metrics"]}
 
 
-def test_every_second_model_is_measured_as_evaluate_does(
+def test_every_second_round_is_evaluated_as_the_evaluate_command_does(
     make_worker: Callable[..., Any], held_out: list[Path], tmp_path: Path
 ) -> None:
     worker = make_worker(rounds=4, batches=12)
@@ -78,7 +78,7 @@ def test_every_second_model_is_measured_as_evaluate_does(
     assert found[4]["evaluation_samples"] == after.samples == 360
 
 
-def test_training_is_the_same_with_and_without(make_worker: Callable[..., Any], held_out: list[Path]) -> None:
+def test_evaluation_does_not_change_training(make_worker: Callable[..., Any], held_out: list[Path]) -> None:
     plain, watched = make_worker(rounds=2, batches=8), make_worker(rounds=2, batches=8)
     serving(watched, held_out[:2])
     assert training.main(plain.arguments()) == 0
@@ -91,7 +91,7 @@ def test_training_is_the_same_with_and_without(make_worker: Callable[..., Any], 
                 np.testing.assert_array_equal(one.tensor(name), other.tensor(name), err_msg=name)
 
 
-def test_samples_that_cannot_be_had_cost_no_training(
+def test_training_continues_when_evaluation_files_are_unavailable(
     make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = make_worker(rounds=3, batches=4)
@@ -105,4 +105,4 @@ def test_samples_that_cannot_be_had_cost_no_training(
     assert training.main(worker.arguments(evaluation={"data": SHARE, "every": 1})) == 0
     assert len(worker.updates) == 3
     assert measured(worker) == {}
-    assert caplog.text.count("the model is not evaluated any more") == 1
+    assert caplog.text.count("evaluation is disabled") == 1

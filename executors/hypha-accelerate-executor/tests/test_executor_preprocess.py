@@ -1,4 +1,4 @@
-"""Preprocessors: what stands between a slice's columns and the model's inputs."""
+"""Preprocessors: from a slice's columns to the model's inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LLAMA = {
 
 
 def as_bytes(texts: tuple[str, ...]) -> np.ndarray[Any, Any]:
-    """Text as slices hold it: (samples, bytes) uint8, zeros at the end."""
+    """Return text as stored in slices: (samples, bytes) uint8, zero-padded."""
     rows = [text.encode() for text in texts]
     width = max(map(len, rows))
     return np.frombuffer(b"".join(row.ljust(width, b"\0") for row in rows), np.uint8).reshape(len(rows), width)
@@ -41,7 +41,7 @@ def as_bytes(texts: tuple[str, ...]) -> np.ndarray[Any, Any]:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    """Files of a tokenizer that knows a few words."""
+    """Write the files of a tokenizer with a small vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -53,7 +53,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("task", ["tokenizer", "auto"])
-def test_a_tokenizer_makes_tokens_of_bytes(tokenizer: Path, task: str) -> None:
+def test_a_tokenizer_converts_bytes_to_tokens(tokenizer: Path, task: str) -> None:
     arrays = {"line": as_bytes(TEXTS), "labels": np.arange(4)}
     made = load_preprocessor(task, tokenizer, ("line",), 8)(arrays)
     assert made.keys() == {"labels", "input_ids", "attention_mask"}
@@ -88,7 +88,7 @@ def test_a_job_with_a_tokenizer_trains(make_worker: Callable[..., Any], tokenize
 
     worker.answers["/resources/fetch"] = fetch
     artifact = {"type": "uri", "value": "file:///tokenizer"}
-    names = ["input_ids", "attention_mask", "labels"]  # as a scheduler writes what is its default
+    names = ["input_ids", "attention_mask", "labels"]  # as a scheduler writes its default
     config = {
         "model": {"task": "causal-lm", "artifact": {"type": "uri", "value": "file:///model"}, "input-names": names},
         "preprocessor": {"task": "tokenizer", "artifact": artifact, "input-names": []},
@@ -100,7 +100,7 @@ def test_a_job_with_a_tokenizer_trains(make_worker: Callable[..., Any], tokenize
     assert losses[-1] < losses[0] / 2
 
 
-def test_a_job_with_a_tokenizer_is_measured(make_worker: Callable[..., Any], tokenizer: Path, tmp_path: Path) -> None:
+def test_a_job_with_a_tokenizer_is_evaluated(make_worker: Callable[..., Any], tokenizer: Path, tmp_path: Path) -> None:
     model, data = tmp_path / "model", tmp_path / "text.safetensors"
     create_model("causal-lm", LLAMA, 0, model)
     safetensors.numpy.save_file({"text": np.tile(as_bytes(TEXTS), (20, 1))}, data)
@@ -127,7 +127,7 @@ def test_a_job_with_a_tokenizer_is_measured(make_worker: Callable[..., Any], tok
     assert [each["evaluation_samples"] for each in told if "evaluation_samples" in each] == [80]
 
 
-def test_a_feature_extractor_gets_sound_at_its_own_rate(tmp_path: Path) -> None:
+def test_a_feature_extractor_gets_audio_at_its_sampling_rate(tmp_path: Path) -> None:
     from transformers import Wav2Vec2FeatureExtractor
 
     Wav2Vec2FeatureExtractor(sampling_rate=8000, do_normalize=True).save_pretrained(tmp_path)
@@ -138,9 +138,7 @@ def test_a_feature_extractor_gets_sound_at_its_own_rate(tmp_path: Path) -> None:
     np.testing.assert_allclose(made["input_values"].mean(1), 0, atol=1e-5)
 
 
-def test_an_image_processor_gets_a_list_of_images_as_they_are_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_processor_gets_a_list_of_images_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     def process(images: list[Any], return_tensors: str) -> dict[str, Any]:
@@ -156,7 +154,7 @@ def test_an_image_processor_gets_a_list_of_images_as_they_are_stored(
     assert made["pixel_values"].max() == 1.0
 
 
-def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     def missing(*_: Any, **__: Any) -> Any:
@@ -175,24 +173,24 @@ def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
         ({"text": np.zeros(2, "u1")}, "text must be a uint8 tensor"),
     ],
 )
-def test_columns_that_hold_no_text(tokenizer: Path, arrays: Any, words: str) -> None:
+def test_columns_without_text_are_refused(tokenizer: Path, arrays: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
         load_preprocessor("tokenizer", tokenizer, ("text",), None)(arrays)
 
 
-def test_what_comes_out_has_one_row_a_sample() -> None:
-    with pytest.raises(DataError, match="one row a sample"):
+def test_output_without_one_row_per_sample_is_refused() -> None:
+    with pytest.raises(DataError, match="one row per sample"):
         Preprocessor("image", lambda images, return_tensors: {"pixel_values": np.zeros(3)}, ("image",), None)(
             {"image": np.zeros((2, 4))}
         )
 
 
-def test_files_that_are_no_tokenizer(tmp_path: Path) -> None:
+def test_files_that_are_not_a_tokenizer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be loaded as 'tokenizer'"):
         load_preprocessor("tokenizer", tmp_path, ("text",), None)
 
 
-def test_a_preprocessor_that_does_not_say_what_it_takes(
+def test_a_preprocessor_without_input_names_is_refused(
     make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     job = {"task": "auto", "artifact": {"type": "uri", "value": "x"}, "input-names": []}

@@ -1,4 +1,4 @@
-"""An executor of several processes, and what accelerate's file says: the update stays that of one plain process."""
+"""An executor with several processes and accelerate's configuration: the update equals that of one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hypha_proto.update_file import UpdateMetadata, open_update, write_update
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 TEXT = {"task": "causal-lm", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
-# an epsilon well above the rounding of gradients: AdamW's first steps would blow it up to a whole learning rate
+# an epsilon well above rounding errors of gradients, which AdamW's first steps would amplify to a whole learning rate
 OPTIMIZER = {"learning-rate": 3e-3, "epsilon": 1e-3, "max-grad-norm": 0.5}
 
 
@@ -35,22 +35,24 @@ OPTIMIZER = {"learning-rate": 3e-3, "epsilon": 1e-3, "max-grad-norm": 0.5}
     micro=st.integers(1, 3),
 )
 @settings(max_examples=150)
-def test_pieces_hold_every_row_that_counts_once(rows: list[int], processes: int, micro: int) -> None:
+def test_micro_batches_contain_every_weighted_row_once(rows: list[int], processes: int, micro: int) -> None:
     labels = torch.full((len(rows), 7), -100)
     for row, count in enumerate(rows):
         labels[row, 1 : 1 + count] = row
-    pieces = split_batch({"labels": labels, "x": torch.arange(len(rows))}, processes, micro, shifted=True)
-    assert len(pieces) == processes
-    counted = [piece for part in pieces for piece in part if piece.weight > 0]
-    assert sum(piece.weight for piece in counted) == pytest.approx(1.0 if any(rows) or processes * micro == 1 else 0.0)
-    seen = [row for piece in counted for row in piece.arguments["x"].tolist()]
+    micro_batches = split_batch({"labels": labels, "x": torch.arange(len(rows))}, processes, micro, shifted=True)
+    assert len(micro_batches) == processes
+    counted = [micro_batch for part in micro_batches for micro_batch in part if micro_batch.weight > 0]
+    assert sum(micro_batch.weight for micro_batch in counted) == pytest.approx(
+        1.0 if any(rows) or processes * micro == 1 else 0.0
+    )
+    seen = [row for micro_batch in counted for row in micro_batch.arguments["x"].tolist()]
     assert [row for row in seen if rows[row]] == [row for row, count in enumerate(rows) if count]
     if processes > 1:
-        assert {len(part) for part in pieces} == {micro}
-        assert all(len(piece.arguments["x"]) for part in pieces for piece in part)
+        assert {len(part) for part in micro_batches} == {micro}
+        assert all(len(micro_batch.arguments["x"]) for part in micro_batches for micro_batch in part)
 
 
-def test_labels_are_counted_as_losses_do() -> None:
+def test_labels_are_counted_as_in_the_loss() -> None:
     assert count_labels({"x": torch.zeros(3)}, False) == 3
     assert count_labels({"labels": torch.tensor([1, -100, 2])}, False) == 2
     assert count_labels({"labels": torch.tensor([[1, 2, -100], [1, -100, -100]])}, True) == 1
@@ -59,7 +61,7 @@ def test_labels_are_counted_as_losses_do() -> None:
 
 @pytest.fixture(scope="session")
 def text_slices(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Rows of tokens, padded to very different lengths."""
+    """Write rows of tokens padded to very different lengths."""
     chance = np.random.default_rng(0)
     path = tmp_path_factory.mktemp("text") / "slice.safetensors"
     tokens = chance.integers(0, 64, (90, 12)).astype("i4")
@@ -69,7 +71,7 @@ def text_slices(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def _launched(processes: int) -> list[dict[str, str]]:
-    """What a launcher puts into the environment of each of its processes."""
+    """Return the environment that a launcher gives each of its processes."""
     alike = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
     alike |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [alike | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
@@ -79,7 +81,7 @@ def _launched(processes: int) -> list[dict[str, str]]:
 def start(
     make_worker: Callable[..., Any], text_slices: list[Path], llama: Path
 ) -> Iterator[Callable[..., tuple[Any, list[subprocess.Popen[str]]]]]:
-    """Start an executor of some processes for a job on text; none is left running."""
+    """Start the processes of an executor for a text job; kill them at the end."""
     running: list[subprocess.Popen[str]] = []
 
     def begin(processes: int = 1, rounds: int = 2, **variables: str) -> tuple[Any, list[subprocess.Popen[str]]]:
@@ -105,7 +107,7 @@ def _kill(processes: list[subprocess.Popen[str]]) -> None:
 
 
 def _finish(processes: list[subprocess.Popen[str]]) -> list[str]:
-    """Wait for a job's good end; what each process wrote."""
+    """Wait for a successful job; return the output of each process."""
     try:
         errors = [process.communicate(timeout=180)[1] for process in processes]
     except subprocess.TimeoutExpired:
@@ -130,7 +132,7 @@ def _losses(worker: Any) -> list[float]:
 
 @pytest.fixture
 def plain(make_worker: Callable[..., Any], text_slices: list[Path], llama: Path) -> Any:
-    """The same job in one process, without accelerate."""
+    """Run the same job in one process without accelerate."""
     worker = make_worker(rounds=2, batches=5, model_dir=llama, slices=text_slices)
     assert training.main(worker.arguments(model=TEXT, optimizer=OPTIMIZER, batch_size=7)) == 0
     return worker
@@ -148,18 +150,18 @@ def _same(worker: Any, plain: Any, tolerance: float = 2e-6) -> None:
 
 
 @pytest.mark.parametrize("micro", ["1", pytest.param("2", marks=pytest.mark.slow)])
-def test_two_processes_make_the_update_of_one(start: Callable[..., Any], plain: Any, micro: str) -> None:
+def test_two_processes_produce_the_update_of_one(start: Callable[..., Any], plain: Any, micro: str) -> None:
     worker, processes = start(2, ACCELERATE_GRADIENT_ACCUMULATION_STEPS=micro)
     leader, follower = _finish(processes)
     _same(worker, plain)
     assert "2 processes" in leader
     assert "Traceback" not in leader + follower
-    # one process alone talked to the bridge: every report came once
+    # only the leader used the bridge: every report arrived once
     assert [report for report in worker.reports if isinstance(report, str)] == ["update", "update-received"] * 2
     assert sum("status" in report for report in worker.reports if isinstance(report, dict)) == 10
 
 
-def test_micro_batches_make_the_update_of_the_whole_batch(start: Callable[..., Any], plain: Any) -> None:
+def test_micro_batches_produce_the_update_of_the_whole_batch(start: Callable[..., Any], plain: Any) -> None:
     worker, processes = start(ACCELERATE_USE_CPU="true", ACCELERATE_GRADIENT_ACCUMULATION_STEPS="3")
     _finish(processes)
     _same(worker, plain)
@@ -175,7 +177,7 @@ def test_bf16_computes_in_half_and_keeps_float32_weights(start: Callable[..., An
         assert {info.dtype for info in file.tensors.values()} == {"F32"}
 
 
-def test_fp16_on_a_processor_is_refused_in_one_line(start: Callable[..., Any]) -> None:
+def test_fp16_on_a_cpu_is_refused_in_one_line(start: Callable[..., Any]) -> None:
     _, [process] = start(ACCELERATE_USE_CPU="true", ACCELERATE_MIXED_PRECISION="fp16")
     _, error = process.communicate(timeout=180)
     assert process.returncode == 2
@@ -200,7 +202,7 @@ model = load_model("causal-lm", model_dir)
 replica = Replica(model, model_dir, leads)
 fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
 weights = ShardedWeights(model, replica.names)
-replica.hold(weights)
+replica.attach_weights(weights)
 with torch.no_grad():
     for parameter in model.parameters():
         parameter.add_(0.5)
@@ -210,7 +212,7 @@ if leads:
     replica.merge(out / "outer.safetensors")
 else:
     weights.gather()
-    weights.take({})
+    weights.load({})
 after = weights.gather()
 if leads:
     safetensors.torch.save_file({name: value.contiguous() for name, value in after.items()}, out / "after.safetensors")
@@ -220,7 +222,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_weights_in_shards_are_gathered_and_set(llama: Path, tmp_path: Path) -> None:
-    """FSDP's shards over two processors: Accelerate does not offer that, torch does."""
+    """FSDP shards on two CPU processes, which torch supports and Accelerate does not."""
     stored = safetensors.numpy.load_file(llama / "model.safetensors")
     shapes = {name: value.shape for name, value in stored.items()}
     outer = {name: np.full_like(value, 0.25) for name, value in stored.items()}
@@ -242,7 +244,7 @@ def test_weights_in_shards_are_gathered_and_set(llama: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
-def test_processes_end_when_one_of_them_is_lost(start: Callable[..., Any], lost: int) -> None:
+def test_all_processes_exit_when_one_is_lost(start: Callable[..., Any], lost: int) -> None:
     worker, processes = start(2, rounds=100_000)
 
     def trained() -> bool:
@@ -260,7 +262,7 @@ def test_processes_end_when_one_of_them_is_lost(start: Callable[..., Any], lost:
 def test_accelerate_launch_with_a_configuration_file(
     make_worker: Callable[..., Any], text_slices: list[Path], llama: Path, plain: Any, tmp_path: Path
 ) -> None:
-    """What a worker's owner writes: `accelerate launch --config_file`, two processes, micro-batches."""
+    """The command of a worker's owner: `accelerate launch --config_file`, two processes, micro-batches."""
     config = tmp_path / "accelerate.yaml"
     config.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nuse_cpu: true\nnum_machines: 1\n"
@@ -270,7 +272,7 @@ def test_accelerate_launch_with_a_configuration_file(
     worker = make_worker(rounds=2, batches=5, model_dir=llama, slices=text_slices)
     arguments = worker.arguments(model=TEXT, optimizer=OPTIMIZER, batch_size=7)
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(config)]
-    command += ["--gradient_accumulation_steps", "2", "--main_process_port", "0"]  # no key of the file for the first
+    command += ["--gradient_accumulation_steps", "2", "--main_process_port", "0"]  # the first has no key in the file
     command += ["-m", "hypha.accelerate_executor.training", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220, check=False)

@@ -1,4 +1,4 @@
-"""What the executor tells its worker about its work, and that a worker which does not want it changes nothing."""
+"""Spans that the executor reports, and workers that reject them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SAMPLED = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 UNSAMPLED = SAMPLED[:-1] + "0"
 
 
-class Told:
-    """Takes reports."""
+class Recorder:
+    """Records reports."""
 
     def __init__(self) -> None:
         self.reports: list[SpanReport] = []
@@ -29,7 +29,7 @@ class Told:
 
 
 class Clock:
-    """Shows what it is set to."""
+    """A manual clock."""
 
     now = 100.0
 
@@ -37,8 +37,8 @@ class Clock:
         return self.now
 
 
-def test_work_is_told_with_what_it_consisted_of_and_how_long_ago() -> None:
-    told, clock = Told(), Clock()
+def test_spans_are_reported_with_children_and_age() -> None:
+    told, clock = Recorder(), Clock()
     spans = Spans(told, SAMPLED, clock=clock)
     with spans.span("outer", 2.0, round=3) as about:
         clock.now += 1
@@ -56,8 +56,8 @@ def test_work_is_told_with_what_it_consisted_of_and_how_long_ago() -> None:
     assert read_spans(msgspec.json.encode(report)) == report
 
 
-def test_what_fails_says_why_without_secrets() -> None:
-    told = Told()
+def test_a_failed_span_has_the_redacted_reason() -> None:
+    told = Recorder()
     spans = Spans(told, SAMPLED, lambda text: text.replace("hf_secret", "***"))
     with pytest.raises(ValueError, match="hf_secret"), spans.span("outer"), spans.span("inner"):
         raise ValueError("token hf_secret is not taken")
@@ -67,8 +67,8 @@ def test_what_fails_says_why_without_secrets() -> None:
 
 
 @pytest.mark.parametrize("traceparent", [None, "", UNSAMPLED, "nonsense1"])
-def test_a_job_that_is_not_traced_tells_nothing(traceparent: str | None) -> None:
-    told = Told()
+def test_an_untraced_job_reports_no_spans(traceparent: str | None) -> None:
+    told = Recorder()
     spans = Spans(told, traceparent)
     with spans.span("work"):
         pass
@@ -76,7 +76,7 @@ def test_a_job_that_is_not_traced_tells_nothing(traceparent: str | None) -> None
     assert told.reports == []
 
 
-def test_a_worker_that_takes_no_spans_is_asked_once() -> None:
+def test_a_worker_that_rejects_spans_is_asked_once() -> None:
     asked = []
 
     def refuse(report: SpanReport) -> None:
@@ -91,7 +91,7 @@ def test_a_worker_that_takes_no_spans_is_asked_once() -> None:
     assert len(asked) == 1
 
 
-def test_a_job_tells_of_its_start_and_of_every_round(
+def test_a_job_reports_its_start_and_every_round(
     make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
@@ -112,7 +112,7 @@ def test_a_job_tells_of_its_start_and_of_every_round(
 
 
 @pytest.mark.parametrize("answer", ["unknown", pytest.param("silent", marks=pytest.mark.slow)])
-def test_a_worker_without_such_a_route_gets_its_job_done(
+def test_a_job_completes_with_a_worker_without_the_spans_route(
     answer: str, make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []

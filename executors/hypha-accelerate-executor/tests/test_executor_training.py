@@ -1,4 +1,4 @@
-"""A whole job against a fake worker: exact where DiLoCo can be exact."""
+"""Complete jobs against a fake worker; exact where DiLoCo can be exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_threa
 
 
 def _result(worker: Any, to: Path) -> Path:
-    """The scheduler's copy: the start model and every outer update."""
+    """Return the scheduler's copy: the start model plus every outer update."""
     shutil.copytree(worker.model_dir, to)
     for outer in worker.outers:
         apply_update_to_dir(to, outer)
@@ -32,7 +32,7 @@ def _result(worker: Any, to: Path) -> Path:
 
 
 def _plain_adamw(model_dir: Path, worker: Any, steps: int, seed: int) -> Any:
-    """The same batches, without rounds: transformers and torch alone."""
+    """Train on the same batches with transformers and torch alone, without rounds."""
     from transformers import AutoModelForImageClassification
 
     from hypha.accelerate_executor.bridge.client import Fetched
@@ -61,7 +61,7 @@ def _plain_adamw(model_dir: Path, worker: Any, steps: int, seed: int) -> Any:
     return model
 
 
-def test_one_worker_with_outer_rate_1_is_plain_adamw(
+def test_one_worker_with_outer_learning_rate_1_is_plain_adamw(
     make_worker: Callable[..., Any], tmp_path: Path, digits: dict[str, Any]
 ) -> None:
     worker = make_worker(rounds=4, batches=30)
@@ -80,7 +80,7 @@ def test_one_worker_with_outer_rate_1_is_plain_adamw(
     assert ours.accuracy > 0.9
 
 
-def test_the_update_holds_what_the_files_hold_and_names_the_statistics(make_worker: Callable[..., Any]) -> None:
+def test_the_update_has_the_tensors_of_the_files_and_names_the_statistics(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=2, batches=6)
     assert training.main(worker.arguments()) == 0
     start = safetensors.numpy.load_file(worker.model_dir / "model.safetensors")
@@ -99,7 +99,7 @@ def test_the_update_holds_what_the_files_hold_and_names_the_statistics(make_work
             assert all(np.abs(file.tensor(name)).max() > 0 for name in start)
 
 
-def test_reports_come_in_the_order_that_the_scheduler_expects(make_worker: Callable[..., Any]) -> None:
+def test_reports_are_sent_in_the_order_the_scheduler_expects(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=2, batches=5)
     assert training.main(worker.arguments()) == 0
     kinds = [report if isinstance(report, str) else next(iter(report)) for report in worker.reports]
@@ -116,9 +116,9 @@ def test_reports_come_in_the_order_that_the_scheduler_expects(make_worker: Calla
     assert [(body["round"], body["samples"]) for body in worker.sent] == [(1, 80), (2, 80)]
 
 
-def test_batches_run_over_slices_and_every_sample_is_reported_once(make_worker: Callable[..., Any]) -> None:
+def test_batches_span_slices_and_every_sample_is_reported_once(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=100, batches=1000, epochs=1)
-    assert training.main(worker.arguments()) == 0  # no more data: training is over
+    assert training.main(worker.arguments()) == 0  # no more data ends training
     used: dict[str, int] = {}
     for report in worker.reports:
         for index, samples in report["status"]["slices"].items():
@@ -140,7 +140,7 @@ def test_the_same_seed_gives_the_same_bytes(make_worker: Callable[..., Any]) -> 
     assert contents[0] != contents[2]
 
 
-def test_files_that_were_used_are_deleted(make_worker: Callable[..., Any]) -> None:
+def test_used_files_are_deleted(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=2, batches=4)
     assert training.main(worker.arguments()) == 0
     left = {path.relative_to(worker.work_dir).parts[0] for path in worker.work_dir.rglob("*") if path.is_file()}
@@ -166,7 +166,7 @@ def test_the_learning_rate_follows_the_job_and_not_the_round(make_worker: Callab
             moved.append(max(float(np.abs(file.tensor(name)).max()) for name in trained))
     assert moved[0] > 0
     assert moved[1] > 0
-    assert moved[2] == 0  # its twenty steps are over
+    assert moved[2] == 0  # the schedule's twenty steps are over
 
 
 def test_training_alone_is_plain_adamw(make_worker: Callable[..., Any], tmp_path: Path) -> None:
@@ -180,10 +180,10 @@ def test_training_alone_is_plain_adamw(make_worker: Callable[..., Any], tmp_path
     for name, value in safetensors.numpy.load_file(tmp_path / "alone" / "model.safetensors").items():
         np.testing.assert_allclose(value, plain.state_dict()[name].numpy(), atol=1e-6, err_msg=name)
     assert all(path.exists() for path in worker.slices)
-    assert CliRunner().invoke(command, arguments).exit_code == 1  # what was trained is not overwritten
+    assert CliRunner().invoke(command, arguments).exit_code == 1  # a trained model is not overwritten
 
 
-def test_the_byte_model_is_of_about_a_million_parameters(tmp_path: Path) -> None:
+def test_the_byte_model_has_about_a_million_parameters(tmp_path: Path) -> None:
     out = tmp_path / "model"
     result = CliRunner().invoke(
         command, ["create-model", "--arch", "llama-bytes", "--task", "causal-lm", "--out", str(out)]
@@ -191,7 +191,7 @@ def test_the_byte_model_is_of_about_a_million_parameters(tmp_path: Path) -> None
     assert result.stdout == f"{out}: 1033488 parameters\n"
 
 
-def test_a_device_map_changes_nothing_that_is_learned(make_worker: Callable[..., Any]) -> None:
+def test_a_device_map_does_not_change_training(make_worker: Callable[..., Any]) -> None:
     plain, mapped = make_worker(rounds=1, batches=5), make_worker(rounds=1, batches=5)
     assert training.main(plain.arguments()) == 0
     assert training.main([*mapped.arguments(), "--device-map", "cpu"]) == 0

@@ -1,6 +1,6 @@
-"""The command `hypha-accelerate-executor`: make a model to start from, and measure the one that came out.
+"""The command `hypha-accelerate-executor`: create a start model, train on local files, evaluate a trained model.
 
-Training itself is `python -m hypha.accelerate_executor.training`, which a worker starts.
+Training for a job is `python -m hypha.accelerate_executor.training`, which a worker starts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hypha.accelerate_executor.errors import ExecutorError
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hypha-accelerate-executor")
-@click.option("--no-color", is_flag=True, expose_value=False, help="Print without colours, ever.")
+@click.option("--no-color", is_flag=True, expose_value=False, help="Never print colours.")
 def main() -> None:
-    """Models for Hypha jobs: make one to start from, measure the one that came out."""
+    """Models for Hypha jobs: create one to start from, evaluate the trained one."""
 
 
 @main.command("create-model")
@@ -26,7 +26,7 @@ def main() -> None:
 @click.option("--arch", help="A configuration known by name: resnet-digits, llama-bytes.")
 @click.option("--config-json", type=click.Path(path_type=Path, dir_okay=False), help="A model's config.json.")
 @click.option("--torch-class", metavar="MODULE:CLASS", help="A class of your own, for task torch.")
-@click.option("--kwargs", default="{}", metavar="JSON", help="What the class is made with.  [default: {}]")
+@click.option("--kwargs", default="{}", metavar="JSON", help="Keyword arguments of the class.  [default: {}]")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the weights.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory to make.")
 def create(
@@ -74,7 +74,7 @@ def alone(
     threads: int | None,
     slices: tuple[Path, ...],
 ) -> None:
-    """Train on SLICES without a network: what one worker would reach by itself."""
+    """Train on SLICES without a network: the baseline that one worker reaches alone."""
     import torch
 
     from hypha.accelerate_executor.local_training import train_locally

@@ -1,30 +1,30 @@
-"""What can end a training run before its time. Each is shown to a person as one line."""
+"""Errors that end a training run. Each is logged as one line."""
 
 from __future__ import annotations
 
 
 class ExecutorError(Exception):
-    """Base of the errors this package raises; the process ends with code 1 and its text."""
+    """Base of all errors of this package; the process exits with code 1."""
 
 
 class JobError(ExecutorError):
-    """The job asks for something that this executor cannot do (the process ends with code 2)."""
+    """The job is invalid or not supported; the process exits with code 2."""
 
 
 class ModelError(ExecutorError):
-    """The model's files do not hold a whole model of the asked kind, or an update does not fit it."""
+    """The model's files are not a complete model for the task, or an update does not match the model."""
 
 
 class DataError(ExecutorError):
-    """A slice does not hold the tensors that the model needs."""
+    """A slice lacks tensors that the model needs, or a batch does not fit the model."""
 
 
 class BridgeClosed(ExecutorError):
-    """The worker's end of the socket is gone: the worker ended, or it ended this job."""
+    """The worker closed the socket: it has exited, or it has ended this job."""
 
 
 class BridgeTimeout(ExecutorError):
-    """The worker did not answer, or an outer update did not come, within the time allowed."""
+    """The worker did not answer, or no outer update arrived, within the timeout."""
 
 
 class BridgeRefused(ExecutorError):
@@ -32,7 +32,7 @@ class BridgeRefused(ExecutorError):
 
     Attributes:
         status: the HTTP status.
-        kind: kind of the error, for programs.
+        kind: machine-readable kind of the error.
     """
 
     def __init__(self, what: str, status: int, kind: str, detail: str) -> None:
@@ -42,12 +42,12 @@ class BridgeRefused(ExecutorError):
 
 
 class NoMoreData(ExecutorError):
-    """The scheduler hands out no further slice: training is over."""
+    """The scheduler assigns no further slice: training is over."""
 
 
 class SchedulerRefused(ExecutorError):
-    """The scheduler answered a report with an error."""
+    """The scheduler answered a progress report with an error."""
 
 
-class TeamBroken(ExecutorError):
-    """Another process that computes for the same job has ended, or says nothing any more."""
+class ProcessGroupError(ExecutorError):
+    """Another process of the group has exited or does not respond."""

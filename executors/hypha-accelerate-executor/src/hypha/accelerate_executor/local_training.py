@@ -1,7 +1,7 @@
-"""Train on files of this machine by plain AdamW, without rounds and without a network: what `train-alone` runs.
+"""Trains on local files with plain AdamW, without rounds and without a network; run by `train-alone`.
 
-The measure for a job: what one worker would have reached with its part of the data and nobody to learn from. Model,
-batches, inputs and optimiser are those of a job, so that the exchange of updates is all that differs.
+The baseline for a job: what one worker reaches alone with its share of the data. Model, batches, inputs and optimizer
+are those of a job, so that only the exchange of updates differs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypha.accelerate_executor.bridge.client import Fetched
 from hypha.accelerate_executor.data.batches import Batches
 from hypha.accelerate_executor.data.model_inputs import ModelInputs
 from hypha.accelerate_executor.diloco.metrics import RoundTally
-from hypha.accelerate_executor.distributed.accelerator import CpuBackend, trained
+from hypha.accelerate_executor.distributed.accelerator import CpuBackend, trained_parameters
 from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.modeling.hf import load_model
 from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer
@@ -37,23 +37,23 @@ def train_locally(
     steps: int,
     seed: int,
 ) -> float:
-    """Train a model on slices, again and again, and save it.
+    """Train a model on slices, repeating them as needed, and save it.
 
     Args:
         task: wire name of the task.
-        model_dir: the model to start from; it is not changed.
-        slices: safetensors files; they are not changed.
+        model_dir: start model, not modified.
+        slices: safetensors files, not modified.
         out: directory for the trained model.
-        learning_rate: of AdamW, constant.
-        batch_size: samples a step.
-        steps: how many.
-        seed: of the order of samples.
+        learning_rate: constant learning rate of AdamW.
+        batch_size: samples per step.
+        steps: number of steps.
+        seed: decides the order of samples.
 
     Returns:
-        The mean loss over all samples, each before its step.
+        The mean loss over all samples, each computed before its step.
 
     Raises:
-        JobError: `out` holds something already.
+        JobError: `out` is not empty.
         ModelError, DataError: the model or a slice is malformed.
     """
     if out.exists() and any(out.iterdir()):
@@ -61,7 +61,7 @@ def train_locally(
     torch.manual_seed(seed)
     module = load_model(task, model_dir)
     device = CpuBackend()
-    optimizer = InnerOptimizer(trained(module), Adam(learning_rate=learning_rate))
+    optimizer = InnerOptimizer(trained_parameters(module), Adam(learning_rate=learning_rate))
     trainer = Trainer(module, ModelInputs(task, (), module), optimizer, device)
     tally = RoundTally()
     with tempfile.TemporaryDirectory(prefix="hypha-alone-") as scratch:
@@ -74,7 +74,7 @@ def train_locally(
 
 
 def _endless(slices: Sequence[Path], scratch: Path) -> Callable[[], list[Fetched]]:
-    """Hand out copies of slices in turn: what is used up is deleted."""
+    """Return a function that provides copies of the slices in turn, because used slices are deleted."""
     numbers = itertools.count()
 
     def fetch() -> list[Fetched]:

@@ -1,4 +1,4 @@
-"""What `training` hands on to `loop` and `setup`: the owner's choices, and where the job's files lie. Values only."""
+"""Values that `training` passes to `diloco.loop` and `training_setup`: owner options and paths of the model files."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class OwnerOptions:
-    """What the worker's owner allows and asks for, by the executor's flags."""
+    """Options set by the worker's owner with command-line flags."""
 
     modules: frozenset[str] = field(default_factory=frozenset)
-    """Modules whose classes a model of task `torch` may name."""
+    """Modules whose classes models of task `torch` may use."""
     device_map: str | None = None
-    """How transformers lays the model's layers over devices; none puts it whole on one."""
+    """How transformers distributes the model's layers over devices; None keeps the model on one device."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where what the worker has brought lies."""
+    """Paths of the files that the worker has fetched."""
 
     model: Path
     preprocessor: Path | None = None

@@ -1,8 +1,8 @@
 """Train for one job: the process that a worker starts, `python -m hypha.accelerate_executor.training`.
 
-Before it stands the worker's process executor, which gives it a socket, a directory and the job. It opens the `bridge`,
-has the model fetched while torch is being imported, and hands over to `loop`. It ends with code 0 when the job is done,
-1 with one line that says why when it cannot go on, and 2 when the job is one that it cannot do.
+Started by the worker's process executor with a socket, a work directory and the job. It connects to the job bridge,
+fetches the model while torch is being imported, and runs `diloco.loop`. Exit codes: 0 when the job is done, 1 with a
+one-line reason when training failed, 2 when the job is invalid or not supported.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ DELAY_VARIABLE: Final = "HYPHA_EXECUTOR_DELAY"
 """Seconds added to every batch; for tests and benchmarks of uneven workers only."""
 _DEFAULT_TIMEOUT: Final = 600.0
 _DEFAULT_UPDATE_TIMEOUT: Final = 86_400.0
-"""A round lasts as long as its slowest worker takes; who waits for nothing is ended by the worker, which knows."""
+"""A round lasts as long as its slowest worker takes; the worker ends an executor whose job is over."""
 _JOB_LIMIT: Final = 1 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the process; gives its exit code."""
+    """Run the process; return its exit code."""
     started = time.perf_counter()
     options = _parser().parse_args(arguments)
-    # of several processes one speaks for all, the others only when something is wrong
-    level = logging.WARNING if _follows() else logging.INFO
+    # only the leader of several processes logs progress; the others log warnings
+    level = logging.WARNING if _is_follower() else logging.INFO
     logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -67,7 +67,7 @@ def read_job(text: str) -> TrainConfig:
     """Read the job from JSON, or from the file that `@path` names.
 
     Raises:
-        JobError: it is not a training job, or asks for what is not supported yet.
+        JobError: it is not a training job, or is not supported.
     """
     try:
         content = Path(text[1:]).read_text() if text.startswith("@") else text
@@ -94,12 +94,12 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="a module whose classes a job of task 'torch' may train; may be repeated",
+        help="a module whose classes jobs of task 'torch' may train; may be repeated",
     )
     parser.add_argument(
         "--device-map",
         metavar="MAP",
-        help="lay the model's layers over several devices of one process, as transformers names it: auto, balanced, …",
+        help="distribute the model's layers over several devices of one process, as in transformers: auto, balanced, …",
     )
     parser.add_argument(
         "--timeout",
@@ -113,13 +113,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _follows() -> bool:
-    """Whether this process follows another, as launchers number them."""
+def _is_follower() -> bool:
+    """Return whether this process is a follower: its launcher gave it a rank other than 0."""
     return os.environ.get("RANK", "0") != "0"
 
 
 def _timeouts(options: argparse.Namespace) -> tuple[float, float]:
-    """Seconds for a request, and for an outer update."""
+    """Return the timeouts, seconds, of a request and of waiting for an outer update."""
     if options.timeout is not None:
         return options.timeout, options.timeout
     return _seconds(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT), _seconds(TIMEOUT_VARIABLE, _DEFAULT_UPDATE_TIMEOUT)
@@ -143,14 +143,14 @@ def _train(options: argparse.Namespace, started: float) -> None:
     timeout, update_timeout = _timeouts(options)
     delay = _seconds(DELAY_VARIABLE, 0.0)
     hide(secrets_of(config))
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all that is needed comes through the worker
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything comes through the worker
     work_dir = options.work_dir.resolve()
-    # `python -m` looks for modules where it was started: in the job's directory, where the job's files are put
+    # `python -m` adds the current directory, which holds the job's files, to the module path
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != work_dir]
-    if _follows():
+    if _is_follower():
         from hypha.accelerate_executor.diloco.loop import LoopTiming, follow
 
-        follow(config, _choices(options), LoopTiming(update_timeout, delay))
+        follow(config, _owner_options(options), LoopTiming(update_timeout, delay))
         return
     with Bridge(options.socket, work_dir, timeout) as bridge:
         batches = Batches(_slices(bridge, config), config.batch_size, config.seed or 0, preprocessed_columns(config))
@@ -162,12 +162,12 @@ def _train(options: argparse.Namespace, started: float) -> None:
                 ThreadPoolExecutor(1, thread_name_prefix="model") as thread,
             ):
                 files = thread.submit(_files, bridge, config)
-                # takes seconds, in which the files arrive
+                # takes seconds; the files arrive meanwhile
                 with spans.span("import torch"):
                     from hypha.accelerate_executor.diloco.loop import LoopTiming, build_loop
 
-                pace = LoopTiming(update_timeout, delay)
-                loop = build_loop(bridge, config, _choices(options), files.result, batches, pace, spans)
+                timing = LoopTiming(update_timeout, delay)
+                loop = build_loop(bridge, config, _owner_options(options), files.result, batches, timing, spans)
             logger.info("ready after %.1f s", time.perf_counter() - started)
             loop.run()
         finally:
@@ -175,7 +175,7 @@ def _train(options: argparse.Namespace, started: float) -> None:
             batches.close()
 
 
-def _choices(options: argparse.Namespace) -> OwnerOptions:
+def _owner_options(options: argparse.Namespace) -> OwnerOptions:
     return OwnerOptions(frozenset(options.allow_module), options.device_map)
 
 
@@ -185,15 +185,15 @@ def _files(bridge: Bridge, config: TrainConfig) -> ModelFiles:
         return ModelFiles(model)
     paths = [fetched.path for fetched in bridge.fetch(config.preprocessor.artifact, "preprocessor")]
     if not paths:
-        raise JobError("the preprocessor's artifact holds no file")
+        raise JobError("the preprocessor's artifact contains no file")
     top = min(paths, key=lambda path: len(path.parts))
     return ModelFiles(model, top if top.is_dir() else top.parent)
 
 
 def _slices(bridge: Bridge, config: TrainConfig) -> Callable[[], list[Fetched]]:
-    """Give a function that fetches one slice after the other, each into a directory of its own.
+    """Return a function that fetches the next slice into a new directory.
 
-    A dataset of one slice hands out the same name again while the file is still in use.
+    A dataset of one slice is assigned again under the same name while the file is still in use.
     """
     numbers = itertools.count()
     return lambda: bridge.fetch(config.data, f"slices/{next(numbers)}")
@@ -201,7 +201,7 @@ def _slices(bridge: Bridge, config: TrainConfig) -> Callable[[], list[Fetched]]:
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # end at once and without a traceback
+        signal.signal(number, signal.SIG_DFL)  # exit at once and without a traceback
     code = main()
     logging.shutdown()
-    os._exit(code)  # taking torch and transformers down in good order would take another second of processor time
+    os._exit(code)  # unloading torch and transformers would take another second of CPU time

@@ -1,6 +1,6 @@
-"""From a model's files to everything that a process trains with; the same in a leader and its followers.
+"""Builds what one process trains with from the model's files; the same in the leader and its followers.
 
-Between `training`, which has the files brought, and `loop`.
+Called by `diloco.loop` with the files that `training` has fetched.
 """
 
 from __future__ import annotations
@@ -32,50 +32,52 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What one process trains with."""
+    """Model, optimizer and weights access of one process."""
 
     trainer: Trainer
     replica: Replica
     weights: Weights
-    team: ProcessGroup
+    group: ProcessGroup
     measure: Callable[[Sequence[Path], int], Evaluation] | None
-    """Measures the model on files, so many samples at once; none where it cannot be computed by this process alone."""
+    """Evaluates the model on files with a batch size; None if this process cannot compute the model alone."""
 
 
 def build_setup(
-    config: TrainConfig, choices: OwnerOptions, files: ModelFiles, device: Device, team: ProcessGroup
+    config: TrainConfig, options: OwnerOptions, files: ModelFiles, device: Device, group: ProcessGroup
 ) -> Setup:
-    """Load the model, place it and make its optimiser; the leader loads the preprocessor too.
+    """Load the model, place it on the device and create its optimizer; the leader also loads the preprocessor.
 
     Raises:
-        ExecutorError: the model cannot be loaded, or the job asks for what is not supported.
+        ExecutorError: the model cannot be loaded, or the job is not supported.
     """
-    if choices.device_map is not None and team.size > 1:
-        raise JobError("--device-map lays one model over all devices: launch it with --num_processes 1")
+    if options.device_map is not None and group.size > 1:
+        raise JobError("--device-map distributes one model over all devices: launch with --num_processes 1")
     torch.manual_seed(config.seed or 0)
-    model = load_model(config.model.task, files.model, allowed=choices.modules, device_map=choices.device_map)
+    model = load_model(config.model.task, files.model, allowed=options.modules, device_map=options.device_map)
     inputs = ModelInputs(config.model.task, config.model.input_names, model)
-    preprocess = _preprocessor(config, files.preprocessor, model) if team.leads else None
-    before = Replica(model, files.model, team.leads) if device.is_sharded else None  # then nobody has whole tensors
+    preprocess = _preprocessor(config, files.preprocessor, model) if group.leads else None
+    before = (
+        Replica(model, files.model, group.leads) if device.is_sharded else None
+    )  # afterwards no process has whole tensors
     placed, optimizer = device.prepare(
         model,
         lambda parameters: InnerOptimizer(parameters, config.optimizer, config.scheduler, config.first_step or 0),
     )
-    replica = before or Replica(model, files.model, team.leads)
-    weights: Weights = ShardedWeights(placed, replica.names) if before else WholeWeights(replica.local, team)
-    replica.hold(weights)
+    replica = before or Replica(model, files.model, group.leads)
+    weights: Weights = ShardedWeights(placed, replica.names) if before else WholeWeights(replica.local, group)
+    replica.attach_weights(weights)
     logger.info(
         "training %s: %d tensors, %d statistics, on %s%s",
         type(model).__name__,
         len(replica.parameters),
         len(replica.statistics),
         device.torch_device,
-        f", {team.size} processes" if team.size > 1 else "",
+        f", {group.size} processes" if group.size > 1 else "",
     )
     trainer = Trainer(placed, inputs, optimizer, device, preprocess)
-    whole = team.leads and not device.is_sharded
+    whole = group.leads and not device.is_sharded
     measuring = _measuring(config, model, inputs, device, preprocess) if whole else None
-    return Setup(trainer, replica, weights, team, measuring)
+    return Setup(trainer, replica, weights, group, measuring)
 
 
 def _measuring(

@@ -1,7 +1,7 @@
-"""The executor's only door: its worker, as HTTP over a Unix socket.
+"""Client of the worker's job bridge: HTTP over a Unix socket.
 
-Before it stands `training`, which opens it; behind it the worker fetches and sends files and passes reports on to the
-scheduler. Nothing else of this package talks to anyone.
+Opened by `training`. The worker fetches and sends files and forwards reports to the scheduler; this is the package's
+only connection to anything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _CONNECT_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 0.5
 _SPANS_SECONDS: Final = 2.0
-"""What reporting spans may hold training up, once: it is not tried again."""
+"""Seconds that reporting spans may delay training, once: it is not retried."""
 _GONE: Final = 410
 _UNAVAILABLE: Final = 503
 _LINE_LIMIT: Final = 1 << 20
@@ -48,7 +48,7 @@ _LINE_LIMIT: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A file that the worker has put into the work directory."""
+    """A file that the worker has written to the work directory."""
 
     path: Path
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -60,19 +60,19 @@ class Received:
 
     path: Path
     round: int | None
-    """None when the sender did not say (peers of other makes)."""
+    """None if the sender did not state it (other implementations)."""
 
 
 class Bridge:
     """One job's connection to its worker."""
 
     def __init__(self, socket: Path, work_dir: Path, timeout: float) -> None:
-        """Prepare the connection; nothing is sent yet.
+        """Prepare the connection without sending anything.
 
         Args:
             socket: path of the worker's Unix socket.
             work_dir: the job's directory; paths in answers are relative to it.
-            timeout: seconds that any one request may take.
+            timeout: seconds that one request may take.
         """
         self.work_dir = work_dir
         self._timeout = timeout
@@ -88,23 +88,23 @@ class Bridge:
         self._client.close()
 
     def fetch(self, reference: Reference, out_dir: str) -> list[Fetched]:
-        """Have the worker bring what `reference` names into `out_dir`; a `data` reference gives one further slice.
+        """Fetch the files of `reference` into `out_dir`; a `data` reference fetches the next slice.
 
         Raises:
             NoMoreData: the scheduler has no further slice.
-            BridgeClosed, BridgeTimeout, BridgeRefused: the worker is gone, silent or unwilling.
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
-        # the reference itself with one more key: understood also by workers that know no `out_dir`
+        # the reference with one more key, so that workers without `out_dir` understand it too
         body = to_plain(Reference, reference) | {"out_dir": out_dir}
-        answer = self._json("fetch", self._patiently(routes.FETCH, body))
+        answer = self._json("fetch", self._post_with_retry(routes.FETCH, body))
         entries = answer if isinstance(answer, list) else [answer]
         return [Fetched(self._inside(entry), _metadata(entry)) for entry in entries]
 
     def send(self, reference: Reference, path: Path, round_number: int, samples: int) -> None:
-        """Push a file to the peers of `reference`; returns when they have it.
+        """Push a file to the peers of `reference`; return when they have received it.
 
         Raises:
-            BridgeClosed, BridgeTimeout, BridgeRefused: the worker is gone, silent or unwilling.
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
         body = {
             "resource": to_plain(Reference, reference),
@@ -112,14 +112,14 @@ class Bridge:
             "round": round_number,
             "samples": samples,
         }
-        self._patiently(routes.SEND, body)
+        self._post_with_retry(routes.SEND, body)
 
     def report(self, progress: Progress) -> ProgressResponse:
-        """Tell the scheduler how training goes, and hear what to do next.
+        """Send a progress report to the scheduler; return its answer.
 
         Raises:
-            SchedulerRefused: it answered with an error.
-            BridgeClosed, BridgeTimeout, BridgeRefused: the worker is gone, silent or unwilling.
+            SchedulerRefused: the scheduler answered with an error.
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
         response = self._post(routes.STATUS, to_json(ProgressValue, progress))
         try:
@@ -131,26 +131,26 @@ class Bridge:
         return answer
 
     def report_spans(self, report: routes.SpanReport) -> None:
-        """Give the worker what was done, for the trace of the job; it is not waited for long.
+        """Report spans to the worker for the job's trace, with a short timeout.
 
         Raises:
-            BridgeClosed, BridgeTimeout, BridgeRefused: the worker is gone, too slow or knows no such report.
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, is too slow, or has no such route.
         """
         self._post(routes.SPANS, msgspec.json.encode(report), _SPANS_SECONDS)
 
     def updates(self, reference: Reference, out_dir: str) -> OuterUpdates:
-        """Open the stream of outer updates that the peers of `reference` send; they are put into `out_dir`."""
+        """Open the stream of outer updates from the peers of `reference`; files are written to `out_dir`."""
         return OuterUpdates(self, {"resource": to_plain(Reference, reference), "path": out_dir})
 
     def stream(self, route: str, body: Any) -> Iterator[str]:
-        """Post and give the lines of the answer as they come, without a time limit between them.
+        """Post and yield the lines of the answer as they arrive, without a read timeout.
 
         Raises:
-            BridgeClosed, BridgeRefused: the worker is gone or unwilling.
+            BridgeClosed, BridgeRefused: the worker closed or answered with an error.
         """
         with (
             _translated(route, self._timeout),
-            self._connect(None) as client,  # its own: closing the bridge must not pull it from under its reader
+            self._connect(None) as client,  # a separate client: closing the bridge must not close it under its reader
             client.stream("POST", route, json=body) as answer,
         ):
             if answer.is_error:
@@ -165,8 +165,8 @@ class Bridge:
             timeout=httpx.Timeout(self._timeout, connect=_CONNECT_SECONDS, read=read_timeout),
         )
 
-    def _patiently(self, route: str, body: Any) -> httpx.Response:
-        """Post, and again while the worker says that it cannot serve this just now."""
+    def _post_with_retry(self, route: str, body: Any) -> httpx.Response:
+        """Post, and retry while the worker answers that it is busy."""
         deadline = time.monotonic() + self._timeout
         content = json.dumps(body).encode()
         while True:
@@ -192,7 +192,7 @@ class Bridge:
             raise BridgeRefused(what, response.status_code, "malformed-answer", "not JSON") from None
 
     def _inside(self, entry: Any) -> Path:
-        """Give where a file lies, which must be inside the work directory."""
+        """Return the path of a file, which must be inside the work directory."""
         name = entry.get("path") if isinstance(entry, dict) else None
         if not isinstance(name, str) or not name or ".." in PurePosixPath(name).parts or name.startswith("/"):
             raise BridgeRefused("file", 200, "malformed-answer", f"no path inside the work directory: {name!r:.200}")
@@ -202,28 +202,28 @@ class Bridge:
         """Read one event of the stream of outer updates.
 
         Raises:
-            BridgeRefused: it names no file inside the work directory.
+            BridgeRefused: the event names no file inside the work directory.
         """
         number = entry.get("round") if isinstance(entry, dict) else None
         return Received(self._inside(entry), number if type(number) is int else None)
 
 
 class OuterUpdates:
-    """The stream of outer updates, read by one thread for the whole job and sorted by round."""
+    """The stream of outer updates, read by one thread for the whole job and ordered by round."""
 
     def __init__(self, bridge: Bridge, body: Any) -> None:
         self._bridge = bridge
         self._arrived: queue.Queue[Received | Exception] = queue.Queue()
         self._early: dict[int, Received] = {}
         self._failure: Exception | None = None
-        # a daemon: a blocked read must not hold back the end of the process
+        # a daemon thread: a blocked read must not delay the exit of the process
         threading.Thread(target=self._listen, args=(body,), name="outer-updates", daemon=True).start()
 
     def wait(self, round_number: int, timeout: float) -> Path:
-        """Wait for the outer update of a round; files of rounds before it are deleted.
+        """Wait for the outer update of a round; files of earlier rounds are deleted.
 
         Raises:
-            BridgeTimeout: none came within `timeout` seconds.
+            BridgeTimeout: none arrived within `timeout` seconds.
             BridgeClosed, BridgeRefused: the stream has ended.
         """
         deadline = time.monotonic() + timeout

@@ -1,7 +1,8 @@
-"""Keeps a job's access tokens out of everything that the executor writes.
+"""Removes a job's access tokens from everything that the executor writes.
 
-A worker hands jobs over with tokens as null and puts them back when it fetches. Where one comes all the same (a worker
-of another make, an error text that quotes a request) it is blotted out of log records before any handler sees them.
+A worker replaces tokens by null in jobs for executors and inserts them again when it fetches. If a token arrives
+anyway (from another worker implementation, or in an error text that quotes a request), it is redacted from log records
+before any handler sees them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Redaction(logging.Filter):
         self._secrets = sorted(filter(None, secrets), key=len, reverse=True)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Blot secrets out of the message and of a traceback; every record passes."""
+        """Redact secrets in the message and traceback; every record passes."""
         message, text = record.getMessage(), record.exc_text
         if record.exc_info and not text:
             text = logging.Formatter().formatException(record.exc_info)
@@ -31,14 +32,14 @@ class Redaction(logging.Filter):
         return True
 
     def clean(self, text: str) -> str:
-        """Give the text without the secrets."""
+        """Return the text with secrets redacted."""
         for secret in self._secrets:
             text = text.replace(secret, BLOT)
         return text
 
 
 def secrets_of(config: TrainConfig) -> frozenset[str]:
-    """Collect the tokens that stand in a job."""
+    """Return the tokens in a job."""
     references = [config.model.artifact, config.data, config.updates, config.results]
     if config.preprocessor is not None:
         references.append(config.preprocessor.artifact)
@@ -47,7 +48,7 @@ def secrets_of(config: TrainConfig) -> frozenset[str]:
 
 
 def hide(secrets: Collection[str]) -> None:
-    """Blot secrets out of all that this process logs from now on."""
+    """Redact secrets in everything that this process logs from now on."""
     if not secrets:
         return
     redaction = Redaction(secrets)

@@ -1,7 +1,7 @@
-"""What this executor did and how long it took, for the trace of its job; without OpenTelemetry.
+"""Spans of the executor's work for the job's trace, without OpenTelemetry.
 
-`training` and `loop` name pieces of work as they do them. At the end of a round they are reported over `bridge`, and
-the worker records them beside its own. A worker that takes no spans is asked once; a job without a trace reports none.
+`training` and `diloco.loop` open spans; they are reported over `bridge` at the end of each round, and the worker
+records them beside its own. A worker that rejects spans is not asked again; a job without a trace reports none.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ logger = logging.getLogger(__name__)
 
 Value = str | int | float | bool
 TRACE_VARIABLE: Final = "TRACEPARENT"
-"""Names the job's trace in an executor's environment, as W3C writes it."""
+"""Environment variable with the job's trace in W3C Trace Context format (https://www.w3.org/TR/trace-context/)."""
 _SAMPLED: Final = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f][13579bdf]")
 _ERROR_LIMIT: Final = 300
 _MS: Final = 1000.0
 
 
 @dataclass(slots=True)
-class Work:
-    """A piece of work that has been begun."""
+class OpenSpan:
+    """An open span."""
 
     name: str
     began: float
     attributes: dict[str, Value]
     ended: float = 0.0
     error: str | None = None
-    inside: list[Work] = field(default_factory=list)
+    inside: list[OpenSpan] = field(default_factory=list)
 
     def reported(self, now: float) -> ExecutorSpan:
-        """Make a span of it, seen from `now`."""
+        """Return the span relative to `now`."""
         ago = (now - self.began) * _MS
         return ExecutorSpan(
             name=self.name,
@@ -52,7 +52,7 @@ class Work:
 
 
 class Spans:
-    """Keeps what was done until it is reported. Used by one thread."""
+    """Buffers ended spans until they are reported. Used by one thread."""
 
     def __init__(
         self,
@@ -61,32 +61,32 @@ class Spans:
         clean: Callable[[str], str] = str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with nothing done.
+        """Start with an empty buffer.
 
         Args:
-            report: hands a report to the worker; may raise an `ExecutorError`.
-            traceparent: the job's, as the worker gave it; without one that is sampled nothing is kept.
-            clean: blots secrets out of a text.
-            clock: seconds.
+            report: sends a report to the worker; may raise an `ExecutorError`.
+            traceparent: the job's, from the worker; nothing is recorded unless it is sampled.
+            clean: redacts secrets in a text.
+            clock: returns seconds.
         """
         self._report = report
         self._wanted = traceparent is not None and _SAMPLED.fullmatch(traceparent) is not None
         self._clean = clean
         self._clock = clock
-        self._open: list[Work] = []
-        self._done: list[Work] = []
+        self._open: list[OpenSpan] = []
+        self._done: list[OpenSpan] = []
 
     @contextmanager
     def span(self, name: str, ago: float = 0.0, /, **attributes: Value) -> Iterator[dict[str, Value]]:
-        """Tell of what happens inside; gives its attributes, to which more may be added.
+        """Record a span of the context; yields its attributes, which may be extended.
 
         Args:
-            name: of the work.
-            ago: seconds for which it has been going on.
-            attributes: ``hypha.`` is put before their names.
+            name: name of the span.
+            ago: seconds since it started.
+            attributes: their names are prefixed with ``hypha.``.
         """
         named = {f"hypha.{key}": value for key, value in attributes.items()}
-        work = Work(name, self._clock() - ago, named)
+        work = OpenSpan(name, self._clock() - ago, named)
         holder = self._open[-1].inside if self._open else self._done
         self._open.append(work)
         try:
@@ -101,7 +101,7 @@ class Spans:
                 holder.append(work)
 
     def flush(self) -> None:
-        """Report what is over. A worker that does not take it is not asked again: training goes before its tracing."""
+        """Report ended spans. A worker that rejects them is not asked again: training has priority over tracing."""
         done, self._done = self._done[-MAX_SPANS // 8 :], []
         if not done or not self._wanted:
             return

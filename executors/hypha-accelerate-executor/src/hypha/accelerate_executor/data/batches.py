@@ -1,8 +1,8 @@
-"""Slices of the dataset become batches.
+"""Batches from dataset slices.
 
-Before it stands `bridge`, which brings slices (safetensors files whose tensors share their first dimension, the
-samples); after it `trainer`, which gives batches to the model. Samples are shuffled within a slice, by (seed, epoch,
-slice) alone, and batches run on over the border of two slices. The next slice is fetched while the current one is used.
+Slices are safetensors files whose tensors share their first dimension, the samples; `bridge` fetches them and
+`train.trainer` consumes the batches. Samples are shuffled within a slice, determined by (seed, epoch, slice) alone,
+and batches may span two slices. The next slice is fetched while the current one is used.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples for one step of the inner optimiser."""
+    """Samples for one inner optimizer step."""
 
     tensors: Arrays
-    """Name as in the slice -> float32 or int64 array (as stored, for a preprocessor) of samples first."""
+    """Name in the slice -> float32 or int64 array (as stored for a preprocessor), samples in the first dimension."""
     samples: int
     slices: Mapping[str, int]
-    """Index of a slice -> how many of the samples came from it; empty when the worker names no slices."""
+    """Slice index -> number of samples from it; empty if the worker names no slices."""
 
 
 class Slice:
-    """One fetched slice: tensors of a file in a shuffled order, taken from the front."""
+    """One fetched slice, read in shuffled order."""
 
     def __init__(
         self, path: Path, index: str | None, order: Callable[[int], NDArray[np.int64]], raw: Collection[str] = ()
@@ -49,9 +49,9 @@ class Slice:
 
         Args:
             path: a safetensors file.
-            index: the slice's index in its dataset; none when unknown.
-            order: gives a permutation of that many sample numbers.
-            raw: tensors that are taken as they are stored.
+            index: the slice's index in its dataset; None if unknown.
+            order: returns a permutation of the given number of samples.
+            raw: tensors read as stored.
 
         Raises:
             DataError: the file is malformed, or its tensors do not share their first dimension.
@@ -69,26 +69,26 @@ class Slice:
 
     @property
     def left(self) -> int:
-        """Samples not taken yet."""
+        """Return the number of samples not taken yet."""
         return self.samples - self._used
 
     def take(self, samples: int) -> dict[str, NDArray[Any]]:
-        """Take the next samples, every tensor of them, fewer when fewer are left."""
+        """Return all tensors of the next samples, fewer if fewer are left."""
         rows = self._order[self._used : self._used + samples]
         self._used += len(rows)
         return {name: read_rows(self._file, name, rows, name in self._raw) for name in self._file.tensors}
 
-    def drop(self) -> None:
+    def delete(self) -> None:
         """Close the file and delete it."""
         self._file.close()
         self.path.unlink(missing_ok=True)
 
 
 def count_samples(file: TensorFile) -> int:
-    """Give the first dimension that all tensors of a slice share.
+    """Return the first dimension that all tensors of a slice share.
 
     Raises:
-        DataError: they do not, or there is none.
+        DataError: the tensors differ in it, or have none.
     """
     counts = {info.shape[0] if info.shape else None for info in file.tensors.values()}
     count = counts.pop() if len(counts) == 1 else None
@@ -112,23 +112,23 @@ def read_rows(file: TensorFile, name: str, rows: NDArray[np.int64], raw: bool = 
 
 
 def shuffled(samples: int, seed: int, epoch: int, index: int) -> NDArray[np.int64]:
-    """Give the order of a slice's samples: a permutation that (seed, epoch, index) alone decide."""
+    """Return the order of a slice's samples: a permutation determined by (seed, epoch, index) alone."""
     return np.random.default_rng([seed, epoch, index]).permutation(samples)
 
 
 class Batches:
-    """An endless row of batches, as long as the scheduler hands out slices."""
+    """Iterator of batches, as long as the scheduler assigns slices."""
 
     def __init__(
         self, fetch: Callable[[], list[Fetched]], batch_size: int, seed: int, raw: Collection[str] = ()
     ) -> None:
-        """Prepare; the first slice is asked for by `prefetch` or by the first batch.
+        """Prepare; the first slice is fetched by `prefetch` or by the first batch.
 
         Args:
-            fetch: brings the next slice; raises `NoMoreData` when there is none.
-            batch_size: samples in a batch; the last one of all may have fewer.
-            seed: of the order of samples.
-            raw: tensors whose integers stay as they are stored: what a preprocessor takes.
+            fetch: fetches the next slice; raises `NoMoreData` if there is none.
+            batch_size: samples per batch; the last batch may have fewer.
+            seed: decides the order of samples.
+            raw: tensors whose integers are kept as stored: inputs of a preprocessor.
         """
         self._fetch = fetch
         self._raw = frozenset(raw)
@@ -142,26 +142,26 @@ class Batches:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="slices")
 
     def prefetch(self) -> None:
-        """Start to fetch a slice, unless one is coming already or there is none left."""
+        """Start fetching a slice, unless one is being fetched or none is left."""
         if self._coming is None and not self._ended:
             self._coming = self._thread.submit(self._fetch)
 
     def close(self) -> None:
-        """Forget what is coming and delete the slices that were fetched."""
+        """Discard the pending fetch and delete the fetched slices."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         for opened in self._open:
-            opened.drop()
+            opened.delete()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        """Give the next batch, waiting for its slices.
+        """Return the next batch, waiting for its slices.
 
         Raises:
-            StopIteration: no sample is left and the scheduler hands out no further slice.
+            StopIteration: no sample is left and the scheduler assigns no further slice.
             DataError: a slice is malformed.
-            ExecutorError: it could not be fetched.
+            ExecutorError: a slice could not be fetched.
         """
         parts: list[dict[str, NDArray[Any]]] = []
         taken: dict[str, int] = {}
@@ -179,7 +179,7 @@ class Batches:
         return Batch(_join(parts), self._batch_size - missing, taken)
 
     def _refill(self) -> bool:
-        """Have an open slice with samples left; false when there is no more."""
+        """Open the next slice if the current one is used up; return False if there is none."""
         while not self._open and not self._ended:
             self.prefetch()
             assert self._coming is not None
@@ -197,7 +197,7 @@ class Batches:
         if len(self._open) == 1 and current.left * 2 <= current.samples:
             self.prefetch()
         if not current.left:
-            self._open.pop(0).drop()
+            self._open.pop(0).delete()
 
     def _opened(self, fetched: Fetched) -> Slice:
         name = fetched.metadata.get("slice")
@@ -215,5 +215,5 @@ def _join(parts: list[dict[str, NDArray[Any]]]) -> Arrays:
         return parts[0]
     for part in parts[1:]:
         if part.keys() != parts[0].keys():
-            raise DataError(f"two slices hold different tensors: {sorted(parts[0])} and {sorted(part)}")
+            raise DataError(f"two slices have different tensors: {sorted(parts[0])} and {sorted(part)}")
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -1,7 +1,7 @@
-"""How a batch is divided over processes and micro-batches so that the update stays that of the whole batch; pure.
+"""Splits a batch over processes and micro-batches so that the update equals that of the whole batch; no I/O.
 
-The loss of a batch is a mean over its labels. A piece's own mean counts by its share of those labels, so that the sum
-over pieces is the mean over the batch also where pieces hold different numbers of labels (padding).
+The loss of a batch is a mean over its labels. A micro-batch's mean loss is weighted by its share of the labels, so
+that the weighted sum is the batch's mean even if micro-batches have different numbers of labels (padding).
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from hypha.accelerate_executor.data.model_inputs import IGNORED_LABEL
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of a batch that are computed at once."""
+    """Rows of a batch that are computed together."""
 
     arguments: Mapping[str, torch.Tensor]
     weight: float
-    """Factor on this piece's mean loss: its share of the batch's labels."""
+    """Factor on this micro-batch's mean loss: its share of the batch's labels."""
 
 
 def split_batch(
     arguments: Mapping[str, torch.Tensor], processes: int, micro: int, shifted: bool
 ) -> list[list[MicroBatch]]:
-    """Divide a batch into `micro` pieces for each of `processes`, of rows in order and as equal as can be.
+    """Split a batch into `micro` micro-batches for each of `processes`, rows in order and sizes as equal as possible.
 
-    All processes get as many pieces, for they compute in step; one for whom nothing is left gets rows of another with
-    weight 0. A single process gets only pieces that count.
+    All processes get the same number, because they compute in lockstep; a process without rows gets rows of another
+    with weight 0. A single process gets only micro-batches with a weight.
 
     Args:
         arguments: tensors whose first dimension is the samples.
-        processes: how many share the batch.
-        micro: pieces that each of them computes one after the other.
-        shifted: whether a row's first label is not used.
+        processes: number of processes that share the batch.
+        micro: micro-batches that each process computes in sequence.
+        shifted: whether a row's first label is unused.
     """
     wanted = processes * micro
     if wanted == 1:
@@ -47,14 +47,16 @@ def split_batch(
     counts = [count_labels(part, shifted) for part in parts]
     whole = max(1, sum(counts))
     filling = max(zip(counts, parts, strict=True), key=lambda pair: (pair[0], _rows(pair[1])))[1]
-    pieces = [MicroBatch(part if count else filling, count / whole) for part, count in zip(parts, counts, strict=True)]
+    micro_batches = [
+        MicroBatch(part if count else filling, count / whole) for part, count in zip(parts, counts, strict=True)
+    ]
     if processes == 1:
-        return [[piece for piece in pieces if piece.weight > 0] or pieces[-1:]]
-    return [pieces[begin : begin + micro] for begin in range(0, wanted, micro)]
+        return [[micro_batch for micro_batch in micro_batches if micro_batch.weight > 0] or micro_batches[-1:]]
+    return [micro_batches[begin : begin + micro] for begin in range(0, wanted, micro)]
 
 
 def count_labels(arguments: Mapping[str, torch.Tensor], shifted: bool) -> int:
-    """Count the labels that a loss is the mean of: integers that are not ignored, else all numbers, else samples."""
+    """Count the labels that the loss averages over: integers that are not ignored, else all numbers, else samples."""
     labels = arguments.get("labels")
     if labels is None:
         return _rows(arguments)

@@ -1,6 +1,6 @@
-"""Which tensors of a slice become which arguments of the model, from the job's input names.
+"""Maps the tensors of a slice to arguments of the model, using the job's input names.
 
-Between `data` (or `preprocess`) and the model itself; `trainer` and `evaluate` call it.
+Called by `train.trainer` and `modeling.evaluation` after `data.batches` or `data.preprocess`.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ _TEXT_INPUTS: Final = ("input_ids", "attention_mask", "labels")
 _OPTIONAL: Final = frozenset({"attention_mask", "labels"})
 _SELF_LABELLED: Final = frozenset({"causal-lm"})
 IGNORED_LABEL: Final = -100
-"""The label that losses of transformers leave out."""
+"""The label that transformers' losses ignore."""
 
 
 def default_inputs(task: str) -> tuple[str, ...]:
-    """Name the tensors of a slice that a task's model gets when the job names none."""
+    """Return the names of the tensors that a task's model takes if the job names none."""
     return _IMAGE_INPUTS if "image" in task or "segmentation" in task else _TEXT_INPUTS
 
 
 class ModelInputs:
-    """Turns the arrays of a batch into the arguments of a model.
+    """Converts the arrays of a batch to the arguments of a model.
 
     Attributes:
-        shifted: whether a token's label is that of the next one, so that a row's first label is not used.
+        shifted: whether a token's label is the next token, so that a row's first label is unused.
     """
 
     def __init__(self, task: str, input_names: Sequence[str], module: torch.nn.Module) -> None:
-        """Decide which tensor of a slice goes where.
+        """Map tensor names of a slice to arguments.
 
         Args:
             task: wire name of the task.
-            input_names: the job's names, in order; empty for the task's own. A name that the model's `forward` does not
-                know stands for the task's own name at that place. A model of task `torch` has the names of its
-                `forward`, of which those without a default are needed.
+            input_names: the job's names, in order; empty for the task's default. A name that is no argument of the
+                model's `forward` replaces the task's default name at its position. A model of task `torch` takes the
+                names of its `forward`, of which those without a default are required.
             module: the model.
         """
         parameters = inspect.signature(module.forward).parameters
@@ -62,14 +62,14 @@ class ModelInputs:
             self._arguments.setdefault("labels", "labels")
 
     def __call__(self, arrays: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
-        """Give the arguments by name, with labels.
+        """Return the arguments by name, with labels.
 
         Raises:
             DataError: the slice lacks a tensor that the model needs.
         """
         missing = sorted(self._required - arrays.keys())
         if missing:
-            raise DataError(f"a slice lacks the tensor {missing[0]!r}; it holds {sorted(arrays)!r:.300}")
+            raise DataError(f"a slice lacks the tensor {missing[0]!r}; it has {sorted(arrays)!r:.300}")
         arguments = {
             argument: torch.from_numpy(arrays[name]).to(device)
             for argument, name in self._arguments.items()
@@ -80,9 +80,9 @@ class ModelInputs:
         return arguments
 
     def _own_labels(self, arguments: Mapping[str, torch.Tensor], arrays: Arrays) -> torch.Tensor:
-        """Make labels for a model of text: the tokens themselves, but for padding."""
+        """Return labels of a text model: the tokens themselves, with padding ignored."""
         if not self.shifted or "input_ids" not in arguments:
-            raise DataError(f"a slice lacks the tensor 'labels'; it holds {sorted(arrays)!r:.300}")
+            raise DataError(f"a slice lacks the tensor 'labels'; it has {sorted(arrays)!r:.300}")
         labels = arguments["input_ids"].clone()
         if "attention_mask" in arguments:
             labels[arguments["attention_mask"] == 0] = IGNORED_LABEL

@@ -1,8 +1,8 @@
-"""What a job applies to each batch before the model: a tokenizer, an image processor, a feature extractor.
+"""Preprocessors that a job applies to each batch: a tokenizer, an image processor, a feature extractor.
 
-Between `data`, which makes batches, and `trainer`. The preprocessor's columns of a slice go in and are replaced by what
-comes out; the other columns (labels) stay. Text stands in a slice as bytes: a uint8 tensor of shape (samples, bytes),
-UTF-8, filled up with zeros at the end.
+Applied to batches of `data.batches` before `train.trainer`. The preprocessor's input columns are replaced by its
+outputs; other columns (labels) are kept. Text is stored in a slice as bytes: a uint8 tensor of shape (samples, bytes),
+UTF-8, padded with zeros.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ DEFAULT_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {
     "image": ("image",),
     "video": ("video",),
 }
-"""Columns that are taken when the job names none."""
+"""Input columns if the job names none."""
 _TEXT_NAMES: Final = ("text", "text_pair", "text_target")
 _LONGEST: Final = 1 << 20
-"""A tokenizer whose limit is larger than this has none."""
+"""A tokenizer with a larger limit has none."""
 
 
 class Preprocessor:
-    """Replaces columns of a batch by what the model takes."""
+    """Replaces columns of a batch by inputs of the model."""
 
     def __init__(self, kind: str, process: Callable[..., Any], columns: Sequence[str], longest: int | None) -> None:
-        """Take a processor of transformers.
+        """Wrap a processor of transformers.
 
         Args:
-            kind: wire name, which decides how columns are handed over.
-            process: what is called on a batch.
-            columns: columns of a slice that it takes, in order.
-            longest: tokens that the model takes; none when it does not say.
+            kind: wire name, which decides how columns are passed.
+            process: called on a batch.
+            columns: input columns of a slice, in order.
+            longest: most tokens that the model takes; None if unknown.
         """
         self.columns = tuple(columns)
         self._kind = kind
@@ -62,13 +62,13 @@ class Preprocessor:
         """Process one batch.
 
         Args:
-            arrays: columns of the batch as they are stored.
+            arrays: columns of the batch as stored.
 
         Returns:
-            The columns that were not taken, and the preprocessor's.
+            The remaining columns and the preprocessor's outputs.
 
         Raises:
-            DataError: a column is missing, or the preprocessor cannot take it.
+            DataError: a column is missing, or the preprocessor rejects it.
         """
         missing = [name for name in self.columns if name not in arrays]
         if missing:
@@ -82,11 +82,11 @@ class Preprocessor:
             found = {str(name): np.asarray(value) for name, value in dict(made).items()}
         except (ValueError, TypeError, KeyError, RuntimeError, IndexError) as error:
             shapes = {name: list(arrays[name].shape) for name in self.columns}
-            raise DataError(f"the preprocessor cannot take a batch of {shapes!r:.300}: {str(error)[:300]}") from error
+            raise DataError(f"the preprocessor rejects a batch of {shapes!r:.300}: {str(error)[:300]}") from error
         samples = len(columns[0])
         odd = [name for name, value in found.items() if value.ndim == 0 or len(value) != samples]
         if odd:
-            raise DataError(f"the preprocessor made {odd[0]!r} with other than one row a sample")
+            raise DataError(f"the preprocessor's output {odd[0]!r} does not have one row per sample")
         rest = {name: value for name, value in arrays.items() if name not in self.columns}
         return rest | {name: _plain(value) for name, value in found.items()}
 
@@ -102,45 +102,45 @@ class Preprocessor:
 
 
 def decode_text(rows: NDArray[Any]) -> list[str]:
-    """Read strings: each row's bytes up to the zeros that fill it up, as UTF-8.
+    """Decode each row's bytes as UTF-8, without the zero padding.
 
     Raises:
-        TypeError: the tensor is not of bytes.
+        TypeError: the tensor is not uint8.
     """
     if rows.dtype != np.uint8 or rows.ndim != 2:
-        raise TypeError(f"text must be a uint8 tensor of (samples, bytes), this is {rows.dtype} {list(rows.shape)}")
+        raise TypeError(f"text must be a uint8 tensor of shape (samples, bytes), not {rows.dtype} {list(rows.shape)}")
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
 def preprocessed_columns(config: TrainConfig) -> tuple[str, ...]:
-    """Name the tensors of a slice that the job's preprocessor takes; none without one.
+    """Return the tensors of a slice that the job's preprocessor takes; empty without a preprocessor.
 
     Raises:
-        JobError: the preprocessor is not known, or nothing says what it takes.
+        JobError: the preprocessor is unknown, or its input columns are not named.
     """
     if config.preprocessor is None:
         return ()
     task = config.preprocessor.task
     if task not in AUTO_CLASSES:
-        raise JobError(f"preprocessor {task!r:.80} is not known; known are {', '.join(AUTO_CLASSES)}")
+        raise JobError(f"preprocessor {task!r:.80} is unknown; known are {', '.join(AUTO_CLASSES)}")
     columns = config.preprocessor.input_names or DEFAULT_INPUTS[task]
     if not columns:
-        raise JobError(f"preprocessor {task!r} needs input-names: the tensors of a slice that it takes")
+        raise JobError(f"preprocessor {task!r} needs input-names: its input tensors of a slice")
     return tuple(columns)
 
 
 def load_preprocessor(task: str, folder: Path, columns: Sequence[str], longest: int | None) -> Preprocessor:
-    """Load a preprocessor from its files; code that comes with them is never run.
+    """Load a preprocessor from its files; code among them is never run.
 
     Args:
         task: wire name.
-        folder: its files.
-        columns: of a slice, in order.
-        longest: tokens that the model takes.
+        folder: directory of its files.
+        columns: input columns of a slice, in order.
+        longest: most tokens that the model takes.
 
     Raises:
         JobError: it needs a library that is not installed.
-        ModelError: the files are not such a preprocessor.
+        ModelError: the files are not a preprocessor of this kind.
     """
     import transformers
 
@@ -149,9 +149,9 @@ def load_preprocessor(task: str, folder: Path, columns: Sequence[str], longest: 
             folder, trust_remote_code=False, local_files_only=True
         )
     except ImportError as error:
-        raise JobError(f"preprocessor {task!r} needs a library that is not installed: {_words(error)}") from None
+        raise JobError(f"preprocessor {task!r} needs a library that is not installed: {_error_text(error)}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"the preprocessor cannot be loaded as {task!r}: {_words(error)}") from error
+        raise ModelError(f"the preprocessor cannot be loaded as {task!r}: {_error_text(error)}") from error
     return Preprocessor(task, process, columns, longest)
 
 
@@ -159,5 +159,5 @@ def _plain(value: NDArray[Any]) -> NDArray[Any]:
     return value.astype(np.float32 if value.dtype.kind == "f" else np.int64)
 
 
-def _words(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__

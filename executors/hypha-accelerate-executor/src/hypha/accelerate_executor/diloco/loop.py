@@ -1,7 +1,8 @@
-"""The loop of a training worker: batches, and at the end of each round the exchange with the parameter server.
+"""The DiLoCo training loop: inner steps, and an exchange with the parameter server at the end of each round.
 
-`training` starts it. From here the way of a job goes on through `bridge` to the worker, to the parameter server, and
-back with the outer update; `rounds` decides when, `replica` computes what is exchanged.
+Implements the worker side of DiLoCo (arXiv:2311.08105, algorithm 1). Started by `training`. Updates travel through
+`bridge` to the worker and the parameter server, which sends the outer update back; `round_countdown` decides when a
+round ends and `replica` computes what is exchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hypha.accelerate_executor.distributed.process_group import (
     LoadModel,
     LoadWeights,
     Shutdown,
-    form_team,
+    join_process_group,
 )
 from hypha.accelerate_executor.errors import BridgeRefused, DataError
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
@@ -41,7 +42,7 @@ INCOMING: Final = "incoming"
 
 @dataclass(frozen=True, slots=True)
 class LoopTiming:
-    """What bounds and slows the loop."""
+    """Timeout and artificial delay of the loop."""
 
     update_timeout: float
     """Seconds to wait for an outer update."""
@@ -50,7 +51,7 @@ class LoopTiming:
 
 
 class TrainingLoop:
-    """Trains rounds until the scheduler says that the job is done."""
+    """Trains rounds until the scheduler ends the job."""
 
     def __init__(
         self,
@@ -59,24 +60,24 @@ class TrainingLoop:
         setup: Setup,
         batches: Batches,
         outer_updates: OuterUpdates,
-        pace: LoopTiming,
+        timing: LoopTiming,
         spans: Spans,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Put the parts together; nothing happens before `run`."""
+        """Store the parts; nothing runs before `run`."""
         self._bridge = bridge
         self._config = config
         self._trainer = setup.trainer
         self._replica = setup.replica
-        self._team = setup.team
+        self._group = setup.group
         self._batches = batches
         self._outer_updates = outer_updates
-        self._pace = pace
+        self._timing = timing
         self._spans = spans
         self._clock = clock
         self._measure = setup.measure
-        self._samples: list[Path] | None = None
-        """Files to evaluate on, once they were fetched."""
+        self._evaluation_files: list[Path] | None = None
+        """Files of the evaluation dataset, once fetched."""
         self._countdown = RoundCountdown(config.first_round or 1)
         self._mark = 0.0
 
@@ -84,7 +85,7 @@ class TrainingLoop:
         """Train until the job is done or there is no more data.
 
         Raises:
-            ExecutorError: the run cannot go on.
+            ExecutorError: training cannot continue.
         """
         following = NextStep.TRAIN
         while following is not NextStep.STOP:
@@ -95,17 +96,17 @@ class TrainingLoop:
                 if following is NextStep.SYNCHRONISE and not self._synchronise(tally):
                     following = NextStep.STOP
             if following is NextStep.SYNCHRONISE:
-                following = self._end_round()
-        self._team.order([Shutdown()] * self._team.size)
+                following = self._finish_round()
+        self._group.scatter_commands([Shutdown()] * self._group.size)
 
     def _train_round(self, tally: RoundTally) -> NextStep:
-        """Process batches until the round ends, and tell of it."""
-        with self._spans.span("train") as about:
+        """Process batches until the round ends, inside a span."""
+        with self._spans.span("train") as span:
             try:
                 return self._train(tally)
             finally:
-                about |= {"hypha.batches": tally.batches, "hypha.samples": tally.samples}
-                about |= {"hypha.batch_seconds": tally.seconds}
+                span |= {"hypha.batches": tally.batches, "hypha.samples": tally.samples}
+                span |= {"hypha.batch_seconds": tally.seconds}
 
     def _train(self, tally: RoundTally) -> NextStep:
         """Process batches until the round ends."""
@@ -116,11 +117,11 @@ class TrainingLoop:
             batch = next(self._batches, None)
             waited = self._clock() - before
             if batch is None:
-                logger.info("no data is left in round %d: training is over", self._countdown.round)
+                logger.info("no data left in round %d: training is over", self._countdown.round)
                 return self._countdown.without_data() if tally.samples else NextStep.STOP
             loss = self._step(batch)
-            if self._pace.delay:
-                time.sleep(self._pace.delay)
+            if self._timing.delay:
+                time.sleep(self._timing.delay)
             now = self._clock()
             seconds, self._mark = now - self._mark - waited, now
             tally.add(loss, batch.samples, seconds)
@@ -130,13 +131,13 @@ class TrainingLoop:
         return following
 
     def _step(self, batch: Batch) -> float:
-        """Have every process train on its part of the batch."""
-        parts = self._trainer.divide(batch, self._team.size)
-        self._team.order([Compute(part) for part in parts])
+        """Train every process on its part of the batch; return the batch's mean loss."""
+        parts = self._trainer.split(batch, self._group.size)
+        self._group.scatter_commands([Compute(part) for part in parts])
         return self._trainer.compute(parts[0])
 
     def _synchronise(self, tally: RoundTally) -> bool:
-        """Send the pseudo-gradient, wait for the outer update, merge it; false when the job is done before that."""
+        """Send the pseudo-gradient, wait for the outer update and merge it; return False if the job ended first."""
         number = self._countdown.round
         if isinstance(self._bridge.report(SendingUpdate()), Done):
             return False
@@ -145,9 +146,9 @@ class TrainingLoop:
         if isinstance(self._bridge.report(metrics), Done):
             return False
         with self._spans.span("wait for outer update"):
-            outer = self._outer_updates.wait(number, self._pace.update_timeout)
+            outer = self._outer_updates.wait(number, self._timing.update_timeout)
         with self._spans.span("merge outer update"):
-            self._team.order([LoadWeights()] * self._team.size)
+            self._group.scatter_commands([LoadWeights()] * self._group.size)
             self._replica.merge(outer)
         outer.unlink(missing_ok=True)
         self._evaluate(number)
@@ -155,18 +156,18 @@ class TrainingLoop:
         return True
 
     def _evaluate(self, number: int) -> None:
-        """Measure the merged model on this worker's share of the samples to evaluate on, when it is time for that."""
+        """Evaluate the merged model on this worker's share of the evaluation dataset, if due in this round."""
         wanted, measure = self._config.evaluation, self._measure
         if wanted is None or measure is None or wanted.every == 0 or number % wanted.every:
             return
         try:
-            with self._spans.span("evaluate") as about:
-                if self._samples is None:
-                    self._samples = [fetched.path for fetched in self._bridge.fetch(wanted.data, "evaluation")]
-                found = measure(self._samples, self._config.batch_size)
-                about["hypha.samples"] = found.samples
-        except (BridgeRefused, DataError) as error:  # training goes on without
-            logger.warning("the model is not evaluated any more: %s", error)
+            with self._spans.span("evaluate") as span:
+                if self._evaluation_files is None:
+                    self._evaluation_files = [fetched.path for fetched in self._bridge.fetch(wanted.data, "evaluation")]
+                found = measure(self._evaluation_files, self._config.batch_size)
+                span["hypha.samples"] = found.samples
+        except (BridgeRefused, DataError) as error:  # training continues without evaluation
+            logger.warning("evaluation is disabled: %s", error)
             self._measure = None
             return
         metrics = {"evaluation_loss": found.loss, "evaluation_samples": float(found.samples)}
@@ -174,74 +175,74 @@ class TrainingLoop:
             metrics["accuracy"] = found.accuracy
         self._bridge.report(RoundMetrics(round=number, metrics=metrics))
 
-    def _end_round(self) -> NextStep:
-        """Tell that the outer update was merged; hear whether there is another round."""
-        self._spans.flush()  # before the report: after the last one the worker closes its door
+    def _finish_round(self) -> NextStep:
+        """Report that the outer update was merged; return whether another round follows."""
+        self._spans.flush()  # before the report: after the last one the worker closes the bridge
         return self._countdown.after_merge(self._bridge.report(UpdateMerged()))
 
     def _send_update(self, number: int, samples: int) -> None:
         path = self._bridge.work_dir / f"update-{number}.safetensors"
-        with self._spans.span("write pseudo-gradient") as about:
-            self._team.order([GatherWeights()] * self._team.size)
+        with self._spans.span("write pseudo-gradient") as span:
+            self._group.scatter_commands([GatherWeights()] * self._group.size)
             self._replica.write_update(path, number, samples)
-            about["hypha.file.size"] = path.stat().st_size
+            span["hypha.file.size"] = path.stat().st_size
         self._bridge.send(self._config.updates, path, number, samples)
         path.unlink(missing_ok=True)
 
 
-def follow(config: TrainConfig, choices: OwnerOptions, pace: LoopTiming) -> None:
-    """Compute for the process that leads, until it says that the job is over.
+def follow(config: TrainConfig, options: OwnerOptions, timing: LoopTiming) -> None:
+    """Execute the leader's commands until it ends the job.
 
     Raises:
-        ExecutorError: the leader has ended, or this process cannot go on.
+        ExecutorError: the leader has exited, or this process cannot continue.
     """
-    device, team = choose_device(), form_team(pace.update_timeout)
-    first = team.hear()
+    device, group = choose_device(), join_process_group(timing.update_timeout)
+    first = group.receive_command()
     if not isinstance(first, LoadModel):
         return
-    setup = build_setup(config, choices, first.files, device, team)
-    while not isinstance(order := team.hear(), Shutdown):
-        match order:
-            case Compute(pieces):
-                setup.trainer.compute(pieces)
+    setup = build_setup(config, options, first.files, device, group)
+    while not isinstance(command := group.receive_command(), Shutdown):
+        match command:
+            case Compute(micro_batches):
+                setup.trainer.compute(micro_batches)
             case GatherWeights():
                 setup.weights.gather()
             case LoadWeights():
-                setup.weights.take({})
+                setup.weights.load({})
 
 
 def build_loop(
     bridge: Bridge,
     config: TrainConfig,
-    choices: OwnerOptions,
+    options: OwnerOptions,
     fetched: Callable[[], ModelFiles],
     batches: Batches,
-    pace: LoopTiming,
+    timing: LoopTiming,
     spans: Spans,
 ) -> TrainingLoop:
-    """Load the model and put a loop together that trains it.
+    """Load the model and build the loop that trains it.
 
     Args:
-        choices: what the worker's owner has allowed and asked for.
-        fetched: waits for the model's files and says where they lie.
-        spans: takes what is done.
+        options: set by the worker's owner.
+        fetched: waits for the model's files and returns their paths.
+        spans: records the work done.
 
     Raises:
-        ExecutorError: the model cannot be loaded, or the job asks for what is not supported.
+        ExecutorError: the model cannot be loaded, or the job is not supported.
     """
-    device, team = choose_device(), form_team(pace.update_timeout)
+    device, group = choose_device(), join_process_group(timing.update_timeout)
     with spans.span("wait for model"):
         files = fetched()
     batches.prefetch()
-    with spans.span("load model", task=config.model.task, processes=team.size) as about:
-        team.order([LoadModel(files)] * team.size)
-        setup = build_setup(config, choices, files, device, team)
-        about["hypha.parameters"] = sum(value.numel() for value in setup.replica.parameters.values())
+    with spans.span("load model", task=config.model.task, processes=group.size) as span:
+        group.scatter_commands([LoadModel(files)] * group.size)
+        setup = build_setup(config, options, files, device, group)
+        span["hypha.parameters"] = sum(value.numel() for value in setup.replica.parameters.values())
     outer_updates = bridge.updates(_source(config), INCOMING)
-    return TrainingLoop(bridge, config, setup, batches, outer_updates, pace, spans)
+    return TrainingLoop(bridge, config, setup, batches, outer_updates, timing, spans)
 
 
 def _source(config: TrainConfig) -> Reference:
-    """Say who sends outer updates: the peers of `results`, or those that get ours when it names none."""
+    """Return who sends outer updates: the peers of `results`, or the receivers of ours if it names none."""
     results = config.results
     return config.updates if isinstance(results, PeersReference) and not results.peers else results

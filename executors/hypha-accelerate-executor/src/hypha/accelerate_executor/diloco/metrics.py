@@ -1,6 +1,6 @@
-"""What an executor says about its training, computed from what it saw; pure.
+"""Progress reports and round metrics of an executor; no I/O.
 
-`loop` feeds it after every batch and posts what it makes over `bridge`; the scheduler answers, and keeps the metrics.
+`diloco.loop` updates them after every batch and posts them over `bridge`; the scheduler answers and stores the metrics.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ _MS: float = 1000.0
 
 
 def batch_done(samples: int, slices: Mapping[str, int], seconds: float) -> BatchDone:
-    """Report one batch.
+    """Build the report of one batch.
 
     Args:
-        samples: how many it had.
-        slices: slice index -> how many of them came from it; empty when slices have no index.
-        seconds: what it took, waiting for data and synchronisation apart.
+        samples: number of samples in it.
+        slices: slice index -> samples taken from it; empty if slices have no index.
+        seconds: duration without waiting for data and synchronisation.
     """
     return BatchDone(batch_size=samples, slices=dict(slices) or None, batch_ms=seconds * _MS)
 
 
 @dataclass(slots=True)
 class RoundTally:
-    """Sums over the batches of one round."""
+    """Running sums over the batches of one round."""
 
     samples: int = 0
     batches: int = 0
     seconds: float = 0.0
     loss_sum: float = 0.0
-    """Loss times samples, so that a short batch counts for what it is."""
+    """Loss times samples, so that short batches are weighted correctly."""
 
     def add(self, loss: float, samples: int, seconds: float) -> None:
-        """Count one batch: its mean loss, its samples and the seconds it took."""
+        """Add one batch: its mean loss, samples and duration in seconds."""
         self.samples += samples
         self.batches += 1
         self.seconds += seconds
         self.loss_sum += loss * samples
 
     def metrics(self, round_number: int) -> RoundMetrics:
-        """Report the round: mean loss, samples, batches, and samples per second of work."""
+        """Build the round's report: mean loss, samples, batches, samples per second of work."""
         return RoundMetrics(
             round=round_number,
             metrics={

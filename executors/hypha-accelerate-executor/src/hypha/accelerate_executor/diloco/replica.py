@@ -1,7 +1,7 @@
-"""This worker's copy of the model beside the one that all workers agreed on last.
+"""This worker's weights and the global weights of the last outer step.
 
-Before it stands `model`, which loads the module, and `weights`, which reads and sets it; `loop` asks it for the
-pseudo-gradient `theta_local - theta_global` at the end of a round and has it merge the outer update that answers it.
+Built by `training_setup`. `diloco.loop` calls it for the pseudo-gradient `theta_local - theta_global` at the end of a
+round and to merge the outer update. (The sign is opposite to the paper's: the parameter server adds outer updates.)
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from hypha_proto.errors import TensorFileError
 from hypha_proto.update_file import Float32Array, TensorFile, UpdateMetadata, model_files, open_update, write_update
 
 STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
-"""Last parts of the names of buffers that follow the data: averaged over workers, then added without momentum."""
+"""Name suffixes of running statistics: averaged over workers, then added without momentum."""
 
 
 class Replica:
-    """The tensors of a module that travel, and their agreed values.
+    """The exchanged tensors of a module and their global values.
 
     Attributes:
-        parameters: name as in the model's files -> parameter that is trained; tied ones once.
+        parameters: name in the model's files -> trained parameter; tied ones once.
         statistics: name -> running statistic, float32 or an integer count.
     """
 
     def __init__(self, module: torch.nn.Module, model_dir: Path, keep: bool = True) -> None:
-        """Take the module's present values as agreed on.
+        """Take the module's current values as the global ones.
 
         Args:
-            module: just loaded from `model_dir`, in float32.
-            model_dir: whose files give the names.
-            keep: whether to keep a copy of the agreed values; a process that follows another needs none.
+            module: loaded from `model_dir`, in float32.
+            model_dir: directory whose files give the tensor names.
+            keep: whether to keep a copy of the global values; followers need none.
 
         Raises:
-            ModelError: a trained tensor is not in the files under its name.
+            ModelError: a trained tensor is missing in the files.
         """
         names = names_in_files(model_dir)
         self.parameters = _trained_parameters(module, names)
@@ -49,41 +49,41 @@ class Replica:
         self._global = {name: tensor.detach().to("cpu", copy=True) for name, tensor in local.items()}
         self._weights: Weights = WholeWeights(self.local, SingleProcess())
 
-    def hold(self, weights: Weights) -> None:
-        """Read and set the module through `weights` from now on: it has been placed."""
+    def attach_weights(self, weights: Weights) -> None:
+        """Access the module through `weights` from now on, after it was placed on its device."""
         self._weights = weights
 
     @property
     def local(self) -> dict[str, torch.Tensor]:
-        """The module's own tensors that travel, as they were when it was loaded: parameters, then statistics."""
+        """Return the module's own exchanged tensors: parameters, then statistics."""
         return {**self.parameters, **self.statistics}
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors that travel."""
+        """Return the names of all exchanged tensors."""
         return frozenset(self.local)
 
     def write_update(self, path: Path, round_number: int, samples: int) -> None:
         """Write the pseudo-gradient `theta_local - theta_global` as an update file.
 
         Args:
-            path: where to.
-            round_number: the round it ends.
-            samples: how many it was learned from.
+            path: file to write.
+            round_number: number of the round.
+            samples: samples trained on in the round.
 
         Raises:
-            TensorFileError, OSError: it cannot be written.
+            TensorFileError, OSError: the file cannot be written.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in self._global.items()}
         metadata = UpdateMetadata(round=round_number, samples=samples, statistics=frozenset(self.statistics))
         write_update(path, shapes, self._differences(), metadata)
 
     def merge(self, path: Path) -> None:
-        """Add an outer update to the agreed values and make them this worker's own.
+        """Add an outer update to the global values and set the module to them.
 
         Raises:
-            ModelError: the file is malformed, does not hold exactly the tensors that travel, or holds a NaN or an
-                infinity; nothing has changed then.
+            ModelError: the file is malformed, does not have exactly the exchanged tensors, or contains NaN or infinity;
+                nothing has changed then.
         """
         try:
             file, _ = open_update(path)
@@ -93,7 +93,7 @@ class Replica:
             self._check(file)
             for name in self._global:
                 self._add(name, torch.from_numpy(file.tensor(name)))
-        self._weights.take(self._global)
+        self._weights.load(self._global)
 
     def _differences(self) -> Iterator[tuple[str, Float32Array]]:
         tensors = self._weights.gather()
@@ -105,7 +105,7 @@ class Replica:
         if file.tensors.keys() != self._global.keys():
             odd = sorted(file.tensors.keys() ^ self._global.keys())
             fault = "names the unknown tensor" if odd[0] in file.tensors else "lacks the tensor"
-            raise ModelError(f"outer update {file.path.name} {fault} {odd[0]!r:.200} ({len(odd)} such in all)")
+            raise ModelError(f"outer update {file.path.name} {fault} {odd[0]!r:.200} ({len(odd)} in total)")
         for name, info in file.tensors.items():
             shape = tuple(self._global[name].shape)
             if info.shape != shape:
@@ -113,19 +113,19 @@ class Replica:
                     f"outer update {file.path.name}: {name!r} has shape {info.shape}, the model's is {shape}"
                 )
             if not all(np.isfinite(block).all() for block in file.blocks(name)):
-                raise ModelError(f"outer update {file.path.name}: {name!r} holds a NaN or an infinity")
+                raise ModelError(f"outer update {file.path.name}: {name!r} contains NaN or infinity")
 
     def _add(self, name: str, update: torch.Tensor) -> None:
         agreed = self._global[name]
         if agreed.is_floating_point():
             agreed += update
         else:
-            # as `hypha_proto.update_file.apply_update` does, so that the scheduler's copy stays the same
+            # same arithmetic as `hypha_proto.update_file.apply_update`, so that the scheduler's copy stays identical
             agreed.copy_((agreed.to(torch.float64) + update.to(torch.float64)).round())
 
 
 def names_in_files(model_dir: Path) -> frozenset[str]:
-    """Give the names of all tensors in a model's files.
+    """Return the names of all tensors in a model's files.
 
     Raises:
         ModelError: a file is malformed.
@@ -141,7 +141,7 @@ def names_in_files(model_dir: Path) -> frozenset[str]:
 
 
 def _trained_parameters(module: torch.nn.Module, names: frozenset[str]) -> dict[str, torch.nn.Parameter]:
-    """Name every trained parameter as the files do; one that is tied has several names and is in the files once."""
+    """Map names in the files to trained parameters; a tied parameter has several names and is in the files once."""
     aliases: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:

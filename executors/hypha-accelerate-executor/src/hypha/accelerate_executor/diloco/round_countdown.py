@@ -1,7 +1,7 @@
-"""When a round ends, decided from the scheduler's answers; pure.
+"""Decides from the scheduler's answers when a round ends; no I/O.
 
-A worker trains batch after batch until an answer names how many more there are to do before the round's update; it then
-sends its pseudo-gradient, merges the outer update, and begins the next round unless told that the job is done.
+A worker trains until an answer states how many more batches the round has; it then sends its pseudo-gradient, merges
+the outer update, and starts the next round unless the job is done.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hypha_proto.progress import Done, ProgressResponse, ScheduleUpdate
 
 
 class NextStep(Enum):
-    """What to do now."""
+    """What the loop does next."""
 
     TRAIN = "another batch"
     SYNCHRONISE = "send the update of this round"
@@ -32,7 +32,7 @@ class RoundCountdown:
         self._left: int | None = None
 
     def after_batch(self, answer: ProgressResponse) -> NextStep:
-        """Decide after the answer to a batch's report; a newer count replaces the one before it."""
+        """Return the next step after the answer to a batch's report; a newer count replaces the older one."""
         if isinstance(answer, Done):
             return NextStep.STOP
         if isinstance(answer, ScheduleUpdate):
@@ -42,11 +42,11 @@ class RoundCountdown:
         return NextStep.SYNCHRONISE if self._left is not None and self._left <= 0 else NextStep.TRAIN
 
     def without_data(self) -> NextStep:
-        """Decide when no sample is left: a round whose end was announced is still owed its update."""
+        """Return the next step when no sample is left: a round whose end was announced still sends its update."""
         return NextStep.STOP if self._left is None else NextStep.SYNCHRONISE
 
     def after_merge(self, answer: ProgressResponse) -> NextStep:
-        """Decide after the answer to the report that the outer update was merged: the next round, or the end."""
+        """Return the next step after the answer to the merge report: the next round, or the end."""
         if isinstance(answer, Done):
             return NextStep.STOP
         self.round += 1

@@ -1,8 +1,8 @@
-"""Where the model computes: plainly on this machine's processor, or as Hugging Face Accelerate arranges it.
+"""Compute backends: the CPU, or Hugging Face Accelerate.
 
-Accelerate takes seconds to start, so it is used only where it has something to do: when the process was started by
-`accelerate launch`, or when there is an accelerator. What accelerate's configuration file says arrives as environment
-variables of `accelerate launch`: mixed precision, gradient accumulation, FSDP, the number of processes.
+Accelerate takes seconds to start, so it is used only when needed: if the process was started by `accelerate launch`,
+or if there is an accelerator. Its configuration file arrives as environment variables of `accelerate launch`: mixed
+precision, gradient accumulation, FSDP, the number of processes.
 """
 
 from __future__ import annotations
@@ -27,65 +27,65 @@ _CPU_PRECISIONS: Final = ("no", "bf16")
 
 
 class Device(Protocol):
-    """Where the model computes."""
+    """Compute backend of one process."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Where the tensors of a batch go."""
+        """Return the torch device of batch tensors."""
         ...
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches that a batch is computed in, one after the other."""
+        """Return the number of micro-batches per batch, computed in sequence."""
         ...
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no process holds the whole model (FSDP)."""
+        """Return whether the model is sharded over processes (FSDP)."""
         ...
 
     def prepare(
         self, module: torch.nn.Module, make: Callable[[list[torch.nn.Parameter]], InnerOptimizer]
     ) -> tuple[torch.nn.Module, InnerOptimizer]:
-        """Place the module for training; give what is to be called, and the optimiser of its parameters."""
+        """Place the module for training; return the callable module and the optimizer of its parameters."""
         ...
 
     def synchronised(self, module: torch.nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Where a micro-batch is computed: gradients are exchanged between processes after the last one only."""
+        """Return the context of a micro-batch: gradients are exchanged between processes only after the last one."""
         ...
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients; over processes they become the sum of each one's."""
+        """Compute the gradients; summed over processes."""
         ...
 
     def total(self, value: float) -> float:
-        """Sum a number over all processes."""
+        """Return the sum of a number over all processes."""
         ...
 
     def apply(self, optimizer: InnerOptimizer) -> None:
-        """Clip gradients and have the optimiser step."""
+        """Clip gradients and step the optimizer."""
         ...
 
 
 class CpuBackend:
-    """This machine's processor, without Accelerate."""
+    """The CPU, without Accelerate."""
 
     accumulation = 1
     is_sharded = False
 
     @property
     def torch_device(self) -> torch.device:
-        """The processor."""
+        """Return the CPU device."""
         return torch.device("cpu")
 
     def prepare(
         self, module: torch.nn.Module, make: Callable[[list[torch.nn.Parameter]], InnerOptimizer]
     ) -> tuple[torch.nn.Module, InnerOptimizer]:
-        """Leave the module as it is."""
-        return module, make(trained(module))
+        """Return the module unchanged, with a new optimizer."""
+        return module, make(trained_parameters(module))
 
     def synchronised(self, module: torch.nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Nothing to exchange."""
+        """Return an empty context: there is nothing to exchange."""
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -93,66 +93,66 @@ class CpuBackend:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def total(self, value: float) -> float:
-        """There is no other process."""
+        """Return the value: there is no other process."""
         return value
 
     def apply(self, optimizer: InnerOptimizer) -> None:
-        """Clip gradients and have the optimiser step."""
+        """Clip gradients and step the optimizer."""
         clip_and_step(optimizer)
 
 
 class AccelerateBackend:
-    """What Accelerate found: its devices, its processes, and mixed precision as it was launched with."""
+    """Accelerate's device, processes and mixed precision, as launched."""
 
     def __init__(self, accelerator: Accelerator, accumulation: int) -> None:
-        """Use `accelerator`, which must not count accumulation itself: `trainer` divides batches."""
+        """Use `accelerator`, which must not count accumulation itself: `train.trainer` splits batches."""
         self._accelerator = accelerator
         self.accumulation = accumulation
 
     @property
     def torch_device(self) -> torch.device:
-        """This process's device."""
+        """Return this process's device."""
         device: torch.device = self._accelerator.device
         return device
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it is FSDP that was launched."""
+        """Return whether FSDP is in use."""
         return str(getattr(self._accelerator.distributed_type, "value", "")) == "FSDP"
 
     def prepare(
         self, module: torch.nn.Module, make: Callable[[list[torch.nn.Parameter]], InnerOptimizer]
     ) -> tuple[torch.nn.Module, InnerOptimizer]:
-        """Move, wrap or shard the module; in mixed precision its forward computes so."""
-        if getattr(self._accelerator, "is_fsdp2", False):  # shards parameters in place, in the optimiser too
-            optimizer = make(trained(module))
+        """Move, wrap or shard the module; its forward uses mixed precision if launched so."""
+        if getattr(self._accelerator, "is_fsdp2", False):  # shards parameters in place, also in the optimizer
+            optimizer = make(trained_parameters(module))
             placed, wrapped = self._accelerator.prepare(module, optimizer.adamw)
             optimizer.adopt(wrapped.optimizer)
             return placed, optimizer
         placed = self._accelerator.prepare_model(module)
-        return placed, make(trained(placed))
+        return placed, make(trained_parameters(placed))
 
     def synchronised(self, module: torch.nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Exchange gradients after the last micro-batch only."""
+        """Return a context that exchanges gradients after the last micro-batch only."""
         context: AbstractContextManager[object] = (
             contextlib.nullcontext() if last else self._accelerator.no_sync(module)
         )
         return context
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients: processes average theirs, so that the loss is multiplied by how many they are."""
+        """Compute the gradients; processes average them, so the loss is multiplied by the number of processes."""
         processes = self._accelerator.num_processes
         self._accelerator.backward(loss * processes if processes > 1 else loss)
 
     def total(self, value: float) -> float:
-        """Sum over processes."""
+        """Return the sum over processes."""
         if self._accelerator.num_processes == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float32, device=self.torch_device)
         return float(self._accelerator.reduce(tensor, reduction="sum"))
 
     def apply(self, optimizer: InnerOptimizer) -> None:
-        """Clip gradients and have the optimiser step; with fp16 what was scaled is divided again first."""
+        """Clip gradients and step the optimizer; with fp16 gradients are unscaled first."""
         scaler = self._accelerator.scaler
         if scaler is not None:
             scaler.unscale_(optimizer.adamw)
@@ -165,18 +165,18 @@ class AccelerateBackend:
             scaler.update()
 
 
-def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Parameters that are trained, tied ones once."""
+def trained_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the trained parameters, tied ones once."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def choose_device(environment: Mapping[str, str] = os.environ) -> Device:
-    """Give the processor, or Accelerate where it was asked for or an accelerator is at hand.
+    """Return the CPU backend, or Accelerate if launched with it or if there is an accelerator.
 
-    With several processes this waits until all of them have come.
+    With several processes this waits until all of them have started.
 
     Raises:
-        JobError: it was launched with a precision that the device does not have.
+        JobError: launched with a precision that the device does not support.
     """
     launched = any(name in environment for name in _LAUNCH_VARIABLES)
     if not launched and not _has_accelerator():
@@ -193,9 +193,9 @@ def choose_device(environment: Mapping[str, str] = os.environ) -> Device:
     from accelerate import Accelerator
     from accelerate.utils import GradientAccumulationPlugin  # type: ignore[import-untyped]
 
-    # Accelerate would count batches and let the optimiser rest meanwhile; here a batch is one step everywhere
+    # Accelerate would count batches and skip optimizer steps meanwhile; here every batch is one step
     plugin = GradientAccumulationPlugin(num_steps=1)
-    # without a GPU it must be told so: `accelerate launch` does not, and each process would then train by itself
+    # without a GPU this must be explicit: `accelerate launch` does not pass it on, and each process would train alone
     accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_plugin=plugin)
     launched_processes = int(environment.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched_processes:

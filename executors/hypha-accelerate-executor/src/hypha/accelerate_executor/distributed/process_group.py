@@ -1,8 +1,8 @@
-"""Several processes of one executor, started by `accelerate launch`: the first leads, the others follow.
+"""Several processes of one executor, started by `accelerate launch`: one leader and its followers.
 
-Only the leader (rank 0) talks to the bridge and has batches; it hands every process its part and says what comes next.
-A follower knows no rounds: it does what it hears until it hears that the job is over. Orders go over processes of one
-machine and one owner, by torch.distributed's gloo, beside what the device itself exchanges.
+Only the leader (rank 0) uses the bridge and has batches; it sends every process commands with its part of the batch. A
+follower knows no rounds: it executes commands until the shutdown. Commands travel between processes of one machine and
+one owner, by torch.distributed's gloo backend, separately from the gradient exchange of the device.
 """
 
 from __future__ import annotations
@@ -17,102 +17,102 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 import torch.distributed as dist
 
-from hypha.accelerate_executor.errors import TeamBroken
+from hypha.accelerate_executor.errors import ProcessGroupError
 
 if TYPE_CHECKING:
     from hypha.accelerate_executor.data.microbatches import MicroBatch
     from hypha.accelerate_executor.options import ModelFiles
 
 _SLACK: Final = 600.0
-"""Seconds a follower waits longer for its leader than the leader itself waits for anyone."""
+"""Seconds that a follower waits for its leader beyond the leader's own longest wait."""
 
 _CONNECTION: Final = re.compile(r"gloo|nccl|Connection (reset|closed)|Broken pipe|ProcessGroup|rank \d", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """The model's files have come."""
+    """Load the model from its files."""
 
     files: ModelFiles
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A part of a batch to train on."""
+    """Train on a part of a batch."""
 
-    pieces: Sequence[MicroBatch]
+    micro_batches: Sequence[MicroBatch]
 
 
 @dataclass(frozen=True, slots=True)
 class GatherWeights:
-    """Bring this process's shards of the weights together with the others'."""
+    """Gather the shards of the weights in the leader."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Take the leader's weights."""
+    """Load the leader's weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """The job is over."""
+    """Exit: the job is over."""
 
 
 Command = LoadModel | Compute | GatherWeights | LoadWeights | Shutdown
 
 
 class ProcessGroup(Protocol):
-    """The processes that compute for one job, as each of them sees it."""
+    """The processes that compute for one job."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Return the number of processes."""
         ...
 
     @property
     def leads(self) -> bool:
-        """Whether this is the one that talks to the bridge."""
+        """Return whether this process is the leader, which uses the bridge."""
         ...
 
-    def order(self, orders: Sequence[Command]) -> Command:
-        """Give each process its order (the leader's business); returns the leader's own."""
+    def scatter_commands(self, commands: Sequence[Command]) -> Command:
+        """Send each process its command (leader only); return the leader's own."""
         ...
 
-    def hear(self) -> Command:
-        """Wait for the next order (a follower's business)."""
+    def receive_command(self) -> Command:
+        """Wait for the next command (followers only)."""
         ...
 
-    def spread(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make tensors those of the leader, in place; every process calls it with the same names."""
+    def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the leader's tensors to all processes, in place; every process calls it with the same names."""
         ...
 
 
 class SingleProcess:
-    """One process, which leads nobody."""
+    """A single process without followers."""
 
     size = 1
     leads = True
 
-    def order(self, orders: Sequence[Command]) -> Command:
-        """Give back the one order."""
-        return orders[0]
+    def scatter_commands(self, commands: Sequence[Command]) -> Command:
+        """Return the only command."""
+        return commands[0]
 
-    def hear(self) -> Command:
-        """There is no leader to hear."""
+    def receive_command(self) -> Command:
+        """Raise: there is no leader."""
         raise AssertionError("a single process leads")
 
-    def spread(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """There is nobody else."""
+    def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Do nothing: there is no other process."""
 
 
 class MultiProcess:
-    """Several processes; made when `torch.distributed` has been started."""
+    """Several processes; created after `torch.distributed` is initialised."""
 
     def __init__(self, timeout: float) -> None:
-        """Open a channel of its own for orders.
+        """Open a separate gloo group for commands.
 
         Args:
-            timeout: seconds that the leader may be busy with the bridge between two orders.
+            timeout: seconds that the leader may take between two commands.
         """
         self.size = dist.get_world_size()
         self._rank = dist.get_rank()
@@ -122,62 +122,62 @@ class MultiProcess:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self._rank == 0
 
-    def order(self, orders: Sequence[Command]) -> Command:
-        """Send each process its order.
+    def scatter_commands(self, commands: Sequence[Command]) -> Command:
+        """Send each process its command.
 
         Raises:
-            TeamBroken: another process has ended.
+            ProcessGroupError: another process has exited.
         """
-        return self._scatter(list(orders))
+        return self._scatter(list(commands))
 
-    def hear(self) -> Command:
-        """Wait for the leader's next order.
+    def receive_command(self) -> Command:
+        """Wait for the leader's next command.
 
         Raises:
-            TeamBroken: the leader has ended, or says nothing for too long.
+            ProcessGroupError: the leader has exited or timed out.
         """
         return self._scatter(None)
 
-    def spread(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Broadcast, one tensor after the other over the processors' memory.
+    def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Broadcast one tensor after the other through CPU memory.
 
         Raises:
-            TeamBroken: another process has ended.
+            ProcessGroupError: another process has exited.
         """
-        with lost_team(always=True), torch.no_grad():
+        with translate_lost_process(always=True), torch.no_grad():
             for tensor in tensors.values():
                 copy = tensor.detach().to("cpu", copy=True).contiguous()
                 dist.broadcast(copy, src=0, group=self._group)
                 if not self.leads:
                     tensor.copy_(copy)
 
-    def _scatter(self, orders: list[Command] | None) -> Command:
+    def _scatter(self, commands: list[Command] | None) -> Command:
         received: list[Command | None] = [None]
-        with lost_team(always=True):
-            dist.scatter_object_list(received, orders, src=0, group=self._group)
+        with translate_lost_process(always=True):
+            dist.scatter_object_list(received, commands, src=0, group=self._group)
         [order] = received
         assert order is not None
         return order
 
 
-def form_team(timeout: float) -> ProcessGroup:
-    """Give the team that this process belongs to, when `device.choose_device` has found the others."""
+def join_process_group(timeout: float) -> ProcessGroup:
+    """Return the group of this process; call after `accelerator.choose_device` has initialised the others."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return MultiProcess(timeout) if several else SingleProcess()
 
 
 @contextmanager
-def lost_team(always: bool = False) -> Iterator[None]:
-    """Say in one line that another process has gone, in place of what its absence broke here.
+def translate_lost_process(always: bool = False) -> Iterator[None]:
+    """Translate failures caused by a lost process to one clear error.
 
     Args:
-        always: whether any failure within means that; else only those whose text speaks of connections.
+        always: whether every failure inside means a lost process; otherwise only those whose text mentions connections.
 
     Raises:
-        TeamBroken: that is what happened.
+        ProcessGroupError: another process was lost.
     """
     try:
         yield
@@ -185,4 +185,6 @@ def lost_team(always: bool = False) -> Iterator[None]:
         text = " ".join(str(error).split())[:200] or type(error).__name__
         if not always and _CONNECTION.search(text) is None:
             raise
-        raise TeamBroken(f"another process of this executor has ended; its own last line says why ({text})") from None
+        raise ProcessGroupError(
+            f"another process of this executor has ended; its own last line says why ({text})"
+        ) from None

@@ -1,6 +1,6 @@
-"""Make a model directory to start a job from: random weights, decided by a seed alone.
+"""Creates the start model of a job: random weights determined by a seed.
 
-What `create-model` runs. The directory goes to a scheduler as `[scheduler.job.model] path`, or to a hub.
+Run by `create-model`. The directory is given to a scheduler as `[scheduler.job.model] path`, or uploaded to a hub.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.modeling.hf import auto_class, lean_imports, quieten_transformers
 
 ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
-    # images of 1x8x8 and 10 classes: 20,522 parameters, batch norm, 2 ms a batch of 16 on a processor. One stage:
-    # with two the image shrinks to a single pixel, learns half as fast and costs half as much again
+    # images of 1x8x8 and 10 classes: 20,522 parameters, batch norm, 2 ms per batch of 16 on a CPU. One stage: with two
+    # the image shrinks to a single pixel, trains half as fast and costs half as much again
     "resnet-digits": {
         "model_type": "resnet",
         "num_channels": 1,
@@ -25,7 +25,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "layer_type": "basic",
         "num_labels": 10,
     },
-    # bytes in rows of 128, each a token: 1,033,488 parameters, 0.12 s a batch of 8 on one core
+    # rows of 128 bytes, each byte a token: 1,033,488 parameters, 0.12 s per batch of 8 on one core
     "llama-bytes": {
         "model_type": "llama",
         "vocab_size": 256,
@@ -40,15 +40,15 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "eos_token_id": None,
     },
 }
-"""Configurations that `create-model` knows by name."""
+"""Named configurations of `create-model`."""
 
 
 def read_config(arch: str | None, config_json: Path | None) -> dict[str, Any]:
-    """Give a model's configuration as it stands in its config.json.
+    """Return a model's configuration as in config.json.
 
     Args:
         arch: one of `ARCHITECTURES`.
-        config_json: a file, in place of `arch`.
+        config_json: a file, instead of `arch`.
 
     Raises:
         JobError: neither or both are given, or there is no such configuration.
@@ -57,7 +57,7 @@ def read_config(arch: str | None, config_json: Path | None) -> dict[str, Any]:
         raise JobError("give either --arch or --config-json")
     if arch is not None:
         if arch not in ARCHITECTURES:
-            raise JobError(f"--arch {arch!r} is not known; known are {', '.join(ARCHITECTURES)}")
+            raise JobError(f"--arch {arch!r} is unknown; known are {', '.join(ARCHITECTURES)}")
         return dict(ARCHITECTURES[arch])
     assert config_json is not None
     try:
@@ -70,19 +70,19 @@ def read_config(arch: str | None, config_json: Path | None) -> dict[str, Any]:
 
 
 def create_model(task: str, config: Mapping[str, Any], seed: int, out: Path) -> int:
-    """Write a model with random weights: config.json and safetensors, the same for the same seed.
+    """Write a model with random weights: config.json and safetensors, identical for equal seeds.
 
     Args:
-        task: wire name of the task, which decides the head.
-        config: what config.json holds, with `model_type`.
-        seed: of the weights.
-        out: directory to make; must not hold anything yet.
+        task: wire name of the task, which selects the head.
+        config: contents of config.json, with `model_type`.
+        seed: decides the weights.
+        out: directory to create; must be empty or absent.
 
     Returns:
-        How many parameters the model has.
+        The number of parameters.
 
     Raises:
-        JobError: the directory is not empty, or transformers knows no such model for the task.
+        JobError: the directory is not empty, or transformers has no such model for the task.
     """
     _check_out(out)
     with lean_imports(task):
@@ -103,16 +103,16 @@ def create_model(task: str, config: Mapping[str, Any], seed: int, out: Path) -> 
 
 
 def create_torch_model(name: str, kwargs: str, seed: int, out: Path) -> int:
-    """Write a model of task `torch`; gives its parameters.
+    """Write a model of task `torch`; return its number of parameters.
 
     Args:
         name: ``module:Class``.
-        kwargs: what it is made with, a JSON object.
-        seed: of the weights.
-        out: directory to make; must not hold anything yet.
+        kwargs: keyword arguments of the class, a JSON object.
+        seed: decides the weights.
+        out: directory to create; must be empty or absent.
 
     Raises:
-        JobError, ModelError: the directory is not empty, or the class cannot be made.
+        JobError, ModelError: the directory is not empty, or the class cannot be instantiated.
     """
     _check_out(out)
     try:

@@ -1,4 +1,4 @@
-"""Measure a model on a file of samples: what `evaluate` runs on the result of a job."""
+"""Evaluates a model on files of samples; run by `evaluate` and between rounds."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ _ALIKE: Final = frozenset({"masked-lm", "image-classification", "sequence-classi
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How well a model does."""
+    """Quality of a model on a dataset."""
 
     accuracy: float | None
-    """Share of labels (of a text model: of tokens) that are predicted; none where a model gives no logits."""
+    """Fraction of labels (for a text model, tokens) predicted correctly; None if the model returns no logits."""
     loss: float
     """Mean loss over labels: cross entropy in nats."""
     samples: int
 
 
 def evaluate(task: str, model_dir: Path, data: Path, batch_size: int, allowed: Collection[str] = ()) -> Evaluation:
-    """Compare a model's predictions with the labels of a safetensors file, in the order of the file.
+    """Compare a model's predictions with the labels of a safetensors file, in file order.
 
     Args:
         task: wire name of the task.
-        model_dir: the model.
-        data: tensors as in a slice.
-        batch_size: samples computed at once.
-        allowed: modules whose classes a model of task `torch` may name.
+        model_dir: directory of the model.
+        data: safetensors file with tensors as in a slice.
+        batch_size: samples per batch.
+        allowed: modules whose classes models of task `torch` may use.
 
     Raises:
-        JobError: the task has no accuracy.
+        JobError: accuracy is not defined for the task.
         ModelError, DataError: the model or the data is malformed.
     """
     known = _SHIFTED | _ALIKE | {TORCH}
     if task not in known:
-        raise JobError(f"--task {task!r} has no accuracy; known are {', '.join(sorted(known))}")
+        raise JobError(f"--task {task!r} has no accuracy; tasks with one are {', '.join(sorted(known))}")
     module = load_model(task, model_dir, allowed=allowed)
     try:
         return measure(module, ModelInputs(task, (), module), [data], batch_size, torch.device("cpu"))
@@ -67,21 +67,21 @@ def measure(
     preprocess: Callable[[Arrays], Arrays] | None = None,
     raw: Collection[str] = (),
 ) -> Evaluation:
-    """Measure a model that is loaded; it is left as it was, in training or not.
+    """Evaluate a loaded model; its training mode is restored.
 
     Args:
-        module: the model, at `place`.
-        inputs: make its arguments of the tensors of a file.
+        module: the model, on the device `place`.
+        inputs: maps the tensors of a file to arguments.
         files: safetensors files.
-        batch_size: samples computed at once.
-        place: where it computes.
-        preprocess: applied to the tensors before.
-        raw: tensors whose integers stay as they are stored: what `preprocess` takes.
+        batch_size: samples per batch.
+        place: device of the model.
+        preprocess: applied to the tensors first.
+        raw: tensors whose integers are kept as stored: inputs of `preprocess`.
 
     Raises:
         DataError: a file is malformed.
     """
-    sums, training = _Sums(), module.training
+    sums, training = _Totals(), module.training
     module.eval()
     try:
         with torch.inference_mode():
@@ -101,8 +101,8 @@ def measure(
 
 
 @dataclass(slots=True)
-class _Sums:
-    """What was counted so far."""
+class _Totals:
+    """Running totals."""
 
     right: int = 0
     labelled: int = 0
@@ -116,7 +116,7 @@ class _Sums:
         count = count_labels(arguments, inputs.shifted)
         logits, labels = getattr(output, "logits", None), arguments.get("labels")
         if labels is not None and logits is not None and logits.shape[:-1] == labels.shape:
-            self.right += _count_right(logits, labels, inputs.shifted)
+            self.right += _count_correct(logits, labels, inputs.shifted)
         else:
             self.compared = False
         self.labelled += count
@@ -127,8 +127,8 @@ class _Sums:
         return Evaluation(self.right / labels if self.compared else None, self.loss / labels, self.samples)
 
 
-def _count_right(logits: torch.Tensor, labels: torch.Tensor, shifted: bool) -> int:
-    """Count right predictions; `shifted` when a token's logits predict the next one."""
+def _count_correct(logits: torch.Tensor, labels: torch.Tensor, shifted: bool) -> int:
+    """Count correct predictions; `shifted` if a token's logits predict the next token."""
     if shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
     return int(((logits.argmax(-1) == labels) & (labels != IGNORED_LABEL)).sum())

@@ -1,7 +1,7 @@
-"""The model: from a directory of files to a module that trains, by the job's task.
+"""Loads a Hugging Face model for a job's task from a directory of files.
 
-Before it stands `bridge`, which brought the files; after it `replica`, which compares the module with what all workers
-agreed on last. Only the class that the model's own config names is imported, and no code from the model's files.
+Called by `training_setup` and `modeling.evaluation`. Only the class named by the model's config is imported, and no
+code from the model's files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# where the Auto class is not simply `AutoModelFor` and the task's words
+# tasks whose Auto class is not simply `AutoModelFor` and the task's words
 _AUTO_CLASSES: Final = {
     "auto": "AutoModel",
     "causal-lm": "AutoModelForCausalLM",
@@ -35,28 +35,30 @@ _AUTO_CLASSES: Final = {
     "backbone": "AutoBackbone",
     "pre-training": "AutoModelForPreTraining",
 }
-# transformers imports these when they are installed; models of these tasks do not use them, and they cost half a second
+# transformers imports these if installed; models of these tasks do not use them, and they cost half a second
 _NEEDLESS: Final = ("scipy", "sklearn", "torchvision", "tensorboard")
 _LEAN_TASKS: Final = frozenset({"image-classification", "causal-lm", "masked-lm", "sequence-classification"})
 _CONFIG: Final = "config.json"
 TORCH: Final = "torch"
-"""The task whose models are classes of the worker's owner."""
+"""The task whose models are classes allowed by the worker's owner."""
 
 
 def auto_class_name(task: str) -> str:
-    """Name the Auto class of transformers for a task's wire name.
+    """Return the name of transformers' Auto class for a task's wire name.
 
     Raises:
         JobError: the task is not supported.
     """
     if task == TORCH:
-        raise JobError("task 'torch' has no Auto class: its model's config.json names a class of the worker's owner")
+        raise JobError(
+            "task 'torch' has no Auto class: its model's config.json names a class allowed by the worker's owner"
+        )
     words = "".join(word.capitalize() for word in task.split("-"))
     return _AUTO_CLASSES.get(task, f"AutoModelFor{words}")
 
 
 def auto_class(task: str) -> Any:
-    """Import the Auto class for a task, and nothing that models of this task do not need.
+    """Import the Auto class of a task, without packages that its models do not need.
 
     Raises:
         JobError: the task is not supported by this version of transformers.
@@ -72,9 +74,9 @@ def auto_class(task: str) -> Any:
 
 @contextlib.contextmanager
 def lean_imports(task: str) -> Iterator[None]:
-    """Hide packages that transformers would import though models of this task do not use them."""
+    """Hide packages that transformers would import although models of this task do not use them."""
     wanted = _NEEDLESS if task in _LEAN_TASKS else ()
-    hidden = [name for name in wanted if name not in sys.modules and not _counted_on(name)]
+    hidden = [name for name in wanted if name not in sys.modules and not _already_detected(name)]
     absent = dict.fromkeys(hidden)
     sys.modules.update(absent)  # type: ignore[arg-type]  # None is the documented way to refuse an import
     try:
@@ -84,8 +86,8 @@ def lean_imports(task: str) -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
-def _counted_on(name: str) -> bool:
-    """Whether transformers has looked for a package already and will import it whenever it likes."""
+def _already_detected(name: str) -> bool:
+    """Return whether transformers has already found a package and may import it later."""
     looked = getattr(sys.modules.get("transformers.utils.import_utils"), f"is_{name}_available", None)
     return looked is not None and hasattr(looked, "cache_info") and looked.cache_info().currsize > 0 and bool(looked())
 
@@ -98,13 +100,13 @@ def load_model(
     Args:
         task: wire name of the task.
         model_dir: config.json and safetensors files.
-        allowed: modules whose classes a model of task `torch` may name.
-        device_map: how to lay the model's layers over several devices, as transformers takes it; none loads it whole.
+        allowed: modules whose classes models of task `torch` may use.
+        device_map: how transformers distributes the layers over several devices; None keeps the model on one.
 
     Raises:
         JobError: the task is not supported.
-        ModelError: the files are not a whole model of that task. A head that they lack would start from other random
-            numbers on every worker, so it is refused rather than made up.
+        ModelError: the files are not a complete model of that task. A missing head would be initialised differently on
+            every worker, so it is refused.
     """
     if not (model_dir / _CONFIG).is_file():
         raise ModelError(f"the model has no {_CONFIG}")
@@ -112,7 +114,7 @@ def load_model(
         from hypha.accelerate_executor.modeling.torch import load_torch_model
 
         if device_map is not None:
-            raise JobError("--device-map needs a model of transformers; task 'torch' has none")
+            raise JobError("--device-map needs a transformers model; task 'torch' has none")
         module = load_torch_model(model_dir, allowed)
     else:
         module = _load_transformers(task, model_dir, device_map)
@@ -146,21 +148,21 @@ def _load_transformers(task: str, model_dir: Path, device_map: str | None) -> to
 
 
 def model_directory(paths: list[Path]) -> Path:
-    """Find the directory of a model among fetched files: where its config.json lies.
+    """Return the directory of a model among fetched files: that of its config.json.
 
     Raises:
-        ModelError: none of them is a config.json.
+        ModelError: there is no config.json.
     """
     for path in paths:
         if path.name == _CONFIG:
             return path.parent
         if path.is_dir() and (path / _CONFIG).is_file():
             return path
-    raise ModelError(f"the model's artifact holds no {_CONFIG}, only {[path.name for path in paths]!r:.300}")
+    raise ModelError(f"the model's artifact has no {_CONFIG}, only {[path.name for path in paths]!r:.300}")
 
 
 def quieten_transformers() -> None:
-    """Keep transformers from writing hints and progress bars among our own lines."""
+    """Silence transformers' hints and progress bars."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]

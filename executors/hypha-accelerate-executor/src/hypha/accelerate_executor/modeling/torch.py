@@ -1,8 +1,8 @@
-"""Models of task `torch`: a class of the worker's owner, and weights from safetensors. Nothing is unpickled.
+"""Models of task `torch`: a class allowed by the worker's owner, with weights from safetensors. Nothing is unpickled.
 
 The model's `config.json` names the class: ``{"torch_class": "module:Class", "kwargs": {...}}``. The module must be
 installed where the executor runs and allowed by the worker's owner (`--allow-module`); it never comes with the job.
-Its `forward` takes tensors of a slice by name and gives the loss: a scalar, or something with a `loss`.
+Its `forward` takes tensors of a slice by name and returns the loss: a scalar, or an object with a `loss`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CLASS: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASC
 
 
 def load_torch_model(model_dir: Path, allowed: Collection[str]) -> torch.nn.Module:
-    """Make the class that a model directory names and load its weights.
+    """Instantiate the class that a model directory names and load its weights.
 
     Args:
         model_dir: config.json and safetensors files.
@@ -35,7 +35,7 @@ def load_torch_model(model_dir: Path, allowed: Collection[str]) -> torch.nn.Modu
 
     Raises:
         JobError: the module is not allowed, or not installed.
-        ModelError: the class cannot be made of its kwargs, or the files do not hold its tensors.
+        ModelError: the class cannot be instantiated with its kwargs, or the files lack its tensors.
     """
     name, kwargs = _read_config(model_dir / CONFIG)
     module = make_module(name, kwargs, allowed)
@@ -44,11 +44,11 @@ def load_torch_model(model_dir: Path, allowed: Collection[str]) -> torch.nn.Modu
 
 
 def make_module(name: str, kwargs: Mapping[str, Any], allowed: Collection[str]) -> torch.nn.Module:
-    """Make a class, given as ``module:Class``.
+    """Instantiate a class given as ``module:Class``.
 
     Raises:
-        JobError: the module is not allowed or not installed, or holds no such class.
-        ModelError: the class does not take these kwargs.
+        JobError: the module is not allowed or not installed, or has no such class.
+        ModelError: the class does not accept these kwargs.
     """
     if _CLASS.fullmatch(name) is None:
         raise JobError(f"torch_class: {name!r:.200} is not of the form module:Class")
@@ -65,18 +65,20 @@ def make_module(name: str, kwargs: Mapping[str, Any], allowed: Collection[str]) 
     except AttributeError:
         raise JobError(f"torch_class: module {module_name!r} has no {class_name!r}") from None
     if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
-        raise JobError(f"torch_class: {name!r} is not a class of torch.nn.Module")
+        raise JobError(f"torch_class: {name!r} is not a subclass of torch.nn.Module")
     try:
         return kind(**kwargs)
     except (TypeError, ValueError, KeyError) as error:
-        raise ModelError(f"torch_class: {name} cannot be made with kwargs {sorted(kwargs)!r:.200}: {error}") from error
+        raise ModelError(
+            f"torch_class: {name} cannot be instantiated with kwargs {sorted(kwargs)!r:.200}: {error}"
+        ) from error
 
 
 def write_torch_model(name: str, kwargs: Mapping[str, Any], seed: int, out: Path) -> int:
-    """Write a model directory with the class's own random weights, decided by a seed; gives its parameters.
+    """Write a model directory with random weights determined by a seed; return the number of parameters.
 
     Raises:
-        JobError, ModelError: there is no such class, or it cannot be made.
+        JobError, ModelError: there is no such class, or it cannot be instantiated.
     """
     torch.manual_seed(seed)
     module = make_module(name, kwargs, {name.partition(":")[0]})
@@ -94,12 +96,12 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     name = config.get("torch_class") if isinstance(config, dict) else None
     kwargs = config.get("kwargs", {}) if isinstance(config, dict) else None
     if not isinstance(name, str) or not isinstance(kwargs, dict):
-        raise ModelError(f'the model\'s {CONFIG} does not hold {{"torch_class": "module:Class", "kwargs": {{...}}}}')
+        raise ModelError(f'the model\'s {CONFIG} is not {{"torch_class": "module:Class", "kwargs": {{...}}}}')
     return name, kwargs
 
 
 def _load_weights(module: torch.nn.Module, model_dir: Path) -> None:
-    """Load every tensor; one that is tied to another may be in the files under one of its names only."""
+    """Load every tensor; tied tensors may be in the files under one of their names only."""
     tensors: dict[str, torch.Tensor] = {}
     try:
         for path in model_files(model_dir):

@@ -1,6 +1,6 @@
-"""The inner optimiser: AdamW, and the learning rate over the steps of the whole job.
+"""The inner optimizer: AdamW with a learning-rate schedule over the steps of the whole job.
 
-Its state lives as long as the process: an outer update changes the parameters in place and leaves the moments alone.
+Its state is kept for the life of the process: an outer update changes the parameters in place and keeps the moments.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _WEIGHT_DECAY: Final = 0.01
 
 
 def learning_rate_factor(schedule: LearningRateSchedule | None) -> Callable[[int], float]:
-    """Give the factor on the learning rate as a function of the steps taken so far (0 before the first).
+    """Return the learning-rate factor as a function of the steps taken so far (0 before the first).
 
-    The curves are those of `transformers.optimization`. A `wsd` without `training_steps` has no end to decay towards:
-    it stays at 1 after its warmup.
+    The schedules are those of `transformers.optimization`. A `wsd` without `training_steps` does not decay: it stays
+    at 1 after its warmup.
     """
     match schedule:
         case CosineWithWarmup(warmup_steps=warmup, training_steps=total):
@@ -46,13 +46,13 @@ class InnerOptimizer:
         schedule: LearningRateSchedule | None = None,
         first_step: int = 0,
     ) -> None:
-        """Make the optimiser; what the job leaves out has the defaults of `torch.optim.AdamW`.
+        """Create the optimizer; values that the job leaves out are the defaults of `torch.optim.AdamW`.
 
         Args:
-            parameters: what it changes.
-            config: learning rate, betas, epsilon, weight decay, limit of the gradient's norm.
-            schedule: of the learning rate; none keeps it constant.
-            first_step: steps that the schedule has behind it already: of a worker that joins a job late.
+            parameters: parameters to optimize.
+            config: learning rate, betas, epsilon, weight decay, maximum gradient norm.
+            schedule: learning-rate schedule; None keeps it constant.
+            first_step: steps of the schedule already taken, for a worker that joins late.
         """
         self.parameters = list(parameters)
         self.max_norm = config.max_grad_norm
@@ -68,15 +68,15 @@ class InnerOptimizer:
         )
 
     def adopt(self, adamw: torch.optim.Optimizer) -> None:
-        """Go on with AdamW as a device has rearranged it, before the first step: its parameters are shards now."""
+        """Replace AdamW, before the first step, by the device's version whose parameters are shards."""
         self.adamw = adamw
         self.parameters = [parameter for group in adamw.param_groups for parameter in group["params"]]
 
     def step(self, apply: Callable[[InnerOptimizer], None] | None = None) -> None:
-        """Change the parameters by their gradients, and forget those.
+        """Update the parameters from their gradients, then clear these.
 
         Args:
-            apply: clips the gradients and has `adamw` step, for a device that has its own ways; none does it plainly.
+            apply: device-specific function that clips the gradients and steps `adamw`; None uses the default.
         """
         rate = self._rate * self._factor(self._steps)
         for group in self.adamw.param_groups:
@@ -87,14 +87,14 @@ class InnerOptimizer:
 
 
 def clip_and_step(optimizer: InnerOptimizer) -> None:
-    """Clip the gradients where the job says so, and have AdamW step."""
+    """Clip the gradients if the job asks for it, and step AdamW."""
     if optimizer.max_norm is not None:
         torch.nn.utils.clip_grad_norm_(optimizer.parameters, optimizer.max_norm)
     optimizer.adamw.step()
 
 
 def _warmed(warmup: int, after: Callable[[int], float]) -> Callable[[int], float]:
-    """Put a linear warmup before a curve. The very first step has factor 0, as in transformers."""
+    """Prepend a linear warmup. The first step has factor 0, as in transformers."""
     return lambda step: step / warmup if step < warmup else after(step)
 
 

@@ -1,7 +1,7 @@
-"""One step of training: a batch goes in, a loss comes out, the parameters have moved.
+"""One training step: forward, backward and optimizer step for a batch.
 
-Before it stands `data`, which makes batches; after it `loop`, which reports each. Where a batch's tensors go in the
-model is decided in `inputs`; how a batch is divided over processes and micro-batches in `pieces`.
+Called by `diloco.loop` with batches of `data.batches`. `data.model_inputs` maps a batch's tensors to arguments of the
+model; `data.microbatches` splits a batch over processes and micro-batches.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from hypha.accelerate_executor.data.batches import Arrays, Batch
 from hypha.accelerate_executor.data.microbatches import MicroBatch, split_batch
 from hypha.accelerate_executor.data.model_inputs import ModelInputs
 from hypha.accelerate_executor.distributed.accelerator import Device
-from hypha.accelerate_executor.distributed.process_group import lost_team
+from hypha.accelerate_executor.distributed.process_group import translate_lost_process
 from hypha.accelerate_executor.errors import DataError
 from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer
 
 
 class Trainer:
-    """A model and its optimiser."""
+    """A model and its optimizer."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class Trainer:
         device: Device,
         preprocess: Callable[[Arrays], Arrays] | None = None,
     ) -> None:
-        """Take a module that was placed on `device`; `inputs` says how batches become its arguments.
+        """Take a module placed on `device`; `inputs` maps batches to its arguments.
 
         Args:
-            preprocess: applied to the columns of a batch before that.
+            preprocess: applied to the columns of a batch first.
         """
         self._module = module
         self._inputs = inputs
@@ -41,8 +41,8 @@ class Trainer:
         self._device = device
         self._preprocess = preprocess
 
-    def divide(self, batch: Batch, processes: int = 1) -> list[list[MicroBatch]]:
-        """Make the model's arguments of a batch and divide them: for each process the micro-batches it computes.
+    def split(self, batch: Batch, processes: int = 1) -> list[list[MicroBatch]]:
+        """Split a batch into the model's arguments: for each process the micro-batches it computes.
 
         Raises:
             DataError: the batch lacks a tensor.
@@ -52,7 +52,7 @@ class Trainer:
         return split_batch(arguments, processes, self._device.accumulation, self._inputs.shifted)
 
     def step(self, batch: Batch) -> float:
-        """Train on one batch, all of it in this process.
+        """Train on one batch in this process.
 
         Returns:
             The batch's mean loss, before the step.
@@ -60,10 +60,10 @@ class Trainer:
         Raises:
             DataError: the batch lacks a tensor or does not fit the model, or the loss is not finite.
         """
-        [pieces] = self.divide(batch)
-        return self.compute(pieces)
+        [micro_batches] = self.split(batch)
+        return self.compute(micro_batches)
 
-    def compute(self, pieces: Sequence[MicroBatch]) -> float:
+    def compute(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Train on this process's part of a batch, together with the other processes.
 
         Returns:
@@ -71,23 +71,23 @@ class Trainer:
 
         Raises:
             DataError: the batch does not fit the model, or the loss is not finite.
-            TeamBroken: another process has ended.
+            ProcessGroupError: another process has exited.
         """
-        with lost_team():
-            value = self._gradients(pieces)
+        with translate_lost_process():
+            value = self._gradients(micro_batches)
         if value - value != 0.0:
-            raise DataError(f"the loss is {value}: the learning rate may be too high, or a slice holds no numbers")
+            raise DataError(f"the loss is {value}: the learning rate may be too high, or a slice contains NaN")
         self._optimizer.step(self._device.apply)
         return value
 
-    def _gradients(self, pieces: Sequence[MicroBatch]) -> float:
-        """Compute the gradients of the whole batch; gives its mean loss."""
+    def _gradients(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Compute the gradients of the whole batch; return its mean loss."""
         value = 0.0
-        for number, piece in enumerate(pieces, 1):
-            with self._device.synchronised(self._module, number == len(pieces)):
-                loss = self._loss(piece.arguments)
-                if piece.weight != 1.0:
-                    loss = loss * piece.weight
+        for number, micro_batch in enumerate(micro_batches, 1):
+            with self._device.synchronised(self._module, number == len(micro_batches)):
+                loss = self._loss(micro_batch.arguments)
+                if micro_batch.weight != 1.0:
+                    loss = loss * micro_batch.weight
                 value += float(loss.detach())
                 self._device.backward(loss)
         return self._device.total(value)
@@ -96,7 +96,7 @@ class Trainer:
         place = self._device.torch_device
         arguments = {name: value.to(place) for name, value in given.items()}
         try:
-            with lost_team():
+            with translate_lost_process():
                 return loss_of(self._module(**arguments))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             shapes = {name: list(value.shape) for name, value in arguments.items()}
@@ -104,7 +104,7 @@ class Trainer:
 
 
 def loss_of(output: object) -> torch.Tensor:
-    """Find the loss in what a model gave: itself a scalar, its `loss`, or its entry ``"loss"``.
+    """Return the loss of a model output: the output itself if scalar, its `loss`, or its entry ``"loss"``.
 
     Raises:
         TypeError: there is none.
@@ -112,5 +112,7 @@ def loss_of(output: object) -> torch.Tensor:
     if not isinstance(output, torch.Tensor):
         output = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(output, torch.Tensor) or output.ndim != 0:
-        raise TypeError("the model gives no loss; a model of task 'torch' returns a scalar, or something with a loss")
+        raise TypeError(
+            "the model returns no loss; a model of task 'torch' must return a scalar or an object with a loss"
+        )
     return output

@@ -1,4 +1,4 @@
-"""Models of every kind that a job may name: what is loaded, refused, sent and merged."""
+"""Models that a job may name: loading, refusing, sending and merging."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_tied_weights_are_sent_once_and_stay_tied(make_worker: Callable[..., Any
     assert module.get_parameter("lm_head.weight") is module.get_parameter("model.embed_tokens.weight")
 
 
-def test_executors_and_the_schedulers_copy_stay_the_same_to_the_bit(digit_model: Path, tmp_path: Path) -> None:
+def test_executors_and_the_schedulers_copy_stay_bit_identical(digit_model: Path, tmp_path: Path) -> None:
     module = load_model("image-classification", digit_model)
     replica = Replica(module, digit_model)
     start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -63,10 +63,10 @@ def test_executors_and_the_schedulers_copy_stay_the_same_to_the_bit(digit_model:
     copy.write_bytes((digit_model / "model.safetensors").read_bytes())
     chance = np.random.default_rng(0)
     path = tmp_path / "outer.safetensors"
-    for count in (3.4, 2.5, 2.5, 1.5):  # a mean of counts over workers is no whole number
+    for count in (3.4, 2.5, 2.5, 1.5):  # the mean of counts over workers is not an integer
         with torch.no_grad():
             for parameter in module.parameters():
-                parameter.add_(7.0)  # what this worker learned is replaced by what all agreed on
+                parameter.add_(7.0)  # this worker's local changes are replaced by the global weights
         change = {name: chance.normal(size=tuple(start[name].shape)).astype("f4") for name in replica.names}
         change = {name: np.float32(count) if name.endswith("tracked") else value for name, value in change.items()}
         write_update(path, {name: np.shape(value) for name, value in change.items()}, change.items(), UpdateMetadata())
@@ -88,7 +88,7 @@ def test_executors_and_the_schedulers_copy_stay_the_same_to_the_bit(digit_model:
         (lambda tensors: tensors | {"classifier.1.bias": np.full(10, np.nan, "f4")}, "NaN"),
     ],
 )
-def test_an_update_that_does_not_fit_changes_nothing(
+def test_a_mismatched_update_changes_nothing(
     digit_model: Path, tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], words: str
 ) -> None:
     module = load_model("image-classification", digit_model)
@@ -103,7 +103,7 @@ def test_an_update_that_does_not_fit_changes_nothing(
 
 
 def test_a_model_without_its_head_is_refused(llama: Path, tmp_path: Path) -> None:
-    # a head that the files lack would start from other random numbers on every worker
+    # a missing head would be initialised differently on every worker
     config = json.loads((llama / "config.json").read_text()) | {"tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
@@ -145,7 +145,7 @@ def _run(*arguments: str) -> str:
     return result.stdout
 
 
-def test_create_model_is_decided_by_the_seed(tmp_path: Path) -> None:
+def test_create_model_is_determined_by_the_seed(tmp_path: Path) -> None:
     for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
         _run("create-model", "--arch", "resnet-digits", "--seed", seed, "--out", str(tmp_path / name))
     contents = [(tmp_path / name / "model.safetensors").read_bytes() for name in "abc"]
@@ -169,7 +169,7 @@ def test_create_model_from_a_configuration(llama_config: dict[str, Any], tmp_pat
         create_model("causal-lm", {"model_type": "resnet"}, 0, tmp_path / "n")
 
 
-def test_evaluate_says_what_plain_transformers_says(
+def test_evaluate_agrees_with_plain_transformers(
     make_worker: Callable[..., Any], tmp_path: Path, digits: dict[str, Any]
 ) -> None:
     from transformers import AutoModelForImageClassification
@@ -190,7 +190,7 @@ def test_evaluate_says_what_plain_transformers_says(
         assert result["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_evaluate_a_language_model_in_nats(llama: Path, tmp_path: Path) -> None:
+def test_evaluate_reports_language_model_loss_in_nats(llama: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     tokens = np.random.default_rng(0).integers(0, 64, (10, 12))
@@ -205,7 +205,7 @@ def test_evaluate_a_language_model_in_nats(llama: Path, tmp_path: Path) -> None:
     assert result["accuracy"] == right / (10 * 11)
 
 
-def test_evaluate_says_what_is_wrong(llama: Path, tmp_path: Path) -> None:
+def test_evaluate_reports_errors(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"x" * 20)
     for task, words in (("causal-lm", "--data"), ("depth-estimation", "accuracy")):
         arguments = ["evaluate", "--task", task, "--model", str(llama), "--data", str(tmp_path / "bad.safetensors")]

@@ -1,4 +1,4 @@
-"""Every task that a job may name asks for the right class of transformers."""
+"""Every task loads the right Auto class of transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypha.accelerate_executor.errors import JobError, ModelError
 from hypha.accelerate_executor.modeling.hf import load_model
 from hypha_proto.job_spec import PREPROCESSOR_TASKS, TASKS
 
-# written out, so that a slip in the rule that makes names of tasks is seen
+# written out, to catch errors in the rule that derives class names
 CLASSES = {
     "auto": "AutoModel",
     "causal-lm": "AutoModelForCausalLM",
@@ -70,11 +70,11 @@ AUTO_CLASSES = {
 
 
 class _AskedError(Exception):
-    """The class was asked for."""
+    """The class was requested."""
 
 
 @pytest.mark.parametrize("task", [task for task in TASKS if task != "torch"])
-def test_a_task_asks_for_its_auto_class(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_loads_its_auto_class(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     asked: list[tuple[Any, ...]] = []
@@ -90,25 +90,25 @@ def test_a_task_asks_for_its_auto_class(task: str, tmp_path: Path, monkeypatch: 
     assert asked == [(tmp_path, False, True)]
 
 
-def test_the_torch_task_asks_for_a_class_of_the_owner(tmp_path: Path) -> None:
+def test_the_torch_task_loads_a_class_of_the_owner(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"torch_class": "owners:Net"}')
     with pytest.raises(JobError, match="--allow-module owners"):
         load_model("torch", tmp_path)
 
 
 @pytest.mark.parametrize("task", PREPROCESSOR_TASKS)
-def test_a_preprocessor_asks_for_its_auto_class(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preprocessor_loads_its_auto_class(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     asked: list[Any] = []
 
-    class Auto:  # those of images are not there without Pillow or torchvision
+    class Auto:  # image classes are missing without Pillow or torchvision
         @staticmethod
         def from_pretrained(folder: Path, **options: Any) -> Any:
             asked.append(options["trust_remote_code"])
             raise OSError("no such file")
 
-    hasattr(transformers, AUTO_CLASSES[task])  # transformers may put another module in its own place meanwhile
+    hasattr(transformers, AUTO_CLASSES[task])  # transformers may replace its own module meanwhile
     monkeypatch.setattr(sys.modules["transformers"], AUTO_CLASSES[task], Auto)
     with pytest.raises(ModelError, match=task):
         load_preprocessor(task, tmp_path, ("x",), None)

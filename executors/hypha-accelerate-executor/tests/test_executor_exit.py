@@ -1,4 +1,4 @@
-"""How the process ends: code 0 when done, else one line that says why, never a traceback."""
+"""Exit of the process: code 0 when done, otherwise one line with the reason and never a traceback."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MODEL = {"task": "image-classification", "artifact": {"type": "uri", "value": "x
 
 
 def _process(worker: Any) -> subprocess.CompletedProcess[str]:
-    """The executor as a worker starts it, which has ended or was killed after 100 seconds."""
+    """Run the executor as a worker starts it; killed after 100 seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "hypha.accelerate_executor.training", *worker.arguments()]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.slow
-def test_the_process_runs_a_job_and_leaves_quietly(make_worker: Callable[..., Any]) -> None:
+def test_the_process_runs_a_job_and_exits_without_output(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=2, batches=5)
     done = _process(worker)
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def test_the_process_runs_a_job_and_leaves_quietly(make_worker: Callable[..., An
 
 
 @pytest.mark.slow
-def test_the_process_ends_with_one_line_when_its_worker_dies(make_worker: Callable[..., Any]) -> None:
+def test_the_process_fails_with_one_line_when_its_worker_dies(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=100, batches=100)
     worker.answers["/status/send"] = lambda body: (0, None) if len(worker.reports) > 5 else worker.status(body)
     done = _process(worker)
@@ -51,7 +51,9 @@ def test_the_process_ends_with_one_line_when_its_worker_dies(make_worker: Callab
     assert "the worker closed the bridge" in done.stderr.splitlines()[-1]
 
 
-def test_a_worker_that_does_not_answer(make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_does_not_answer_times_out(
+    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     worker = make_worker()
     enough = threading.Event()
 
@@ -74,19 +76,23 @@ def _ends_with(caplog: pytest.LogCaptureFixture, arguments: list[str], code: int
     return errors[0].getMessage()
 
 
-def test_an_outer_update_that_never_comes(make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outer_update_that_never_arrives_times_out(
+    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     worker = make_worker(batches=3, silent=True)
     message = _ends_with(caplog, [*worker.arguments(), "--timeout", "0.5"], 1)
     assert message == "no outer update of round 1 came within 0.5 s"
 
 
-def test_a_stream_that_ends(make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_that_ends_early_fails(make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     worker = make_worker(batches=3, silent=True)
     worker.events.put(None)
     assert "closed the stream" in _ends_with(caplog, worker.arguments(), 1)
 
 
-def test_no_worker_at_all(tmp_path: Path, make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_socket_fails(
+    tmp_path: Path, make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     arguments = make_worker().arguments()
     arguments[1] = str(tmp_path / "nothing.sock")
     assert "closed the bridge" in _ends_with(caplog, arguments, 1)
@@ -107,7 +113,7 @@ def test_no_worker_at_all(tmp_path: Path, make_worker: Callable[..., Any], caplo
         ("/status/send", 200, {"type": "Perhaps"}, 1, "malformed-answer"),
     ],
 )
-def test_a_worker_that_refuses_or_talks_nonsense(
+def test_a_worker_with_error_or_malformed_answers(
     make_worker: Callable[..., Any],
     caplog: pytest.LogCaptureFixture,
     route: str,
@@ -121,7 +127,7 @@ def test_a_worker_that_refuses_or_talks_nonsense(
     assert words in _ends_with(caplog, worker.arguments(), code)
 
 
-def test_a_worker_that_is_busy_is_asked_again(make_worker: Callable[..., Any]) -> None:
+def test_a_busy_worker_is_asked_again(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=1, batches=3)
     refusals = iter([503, 503])
 
@@ -134,7 +140,7 @@ def test_a_worker_that_is_busy_is_asked_again(make_worker: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("kind", ["update", "metrics", "update-received", "status"])
-def test_done_ends_the_run_wherever_it_comes(make_worker: Callable[..., Any], kind: str) -> None:
+def test_done_ends_the_run_after_any_report(make_worker: Callable[..., Any], kind: str) -> None:
     worker = make_worker(rounds=100, batches=3)
 
     def status(body: Any) -> tuple[int, Any]:
@@ -155,11 +161,11 @@ def test_done_ends_the_run_wherever_it_comes(make_worker: Callable[..., Any], ki
         ({"model": {**MODEL, "task": "torch"}}, 1, "torch_class"),
         ({"model": {**MODEL, "task": "causal-lm"}}, 1, "causal-lm"),
         ({"model": {**MODEL, "task": "no-such"}}, 2, "AutoModelForNoSuch"),
-        ({"preprocessor": MODEL}, 2, "preprocessor 'image-classification' is not known"),
+        ({"preprocessor": MODEL}, 2, "preprocessor 'image-classification' is unknown"),
         ({"model": {**MODEL, "input-names": ["pixels"]}}, 1, "lacks the tensor 'pixels'"),
     ],
 )
-def test_a_job_that_cannot_be_done(
+def test_an_unsupported_job_is_refused(
     make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, config: Any, code: int, words: str
 ) -> None:
     assert words in _ends_with(caplog, make_worker().arguments(**config), code)
@@ -203,7 +209,7 @@ def test_a_delay_slows_every_batch(make_worker: Callable[..., Any], monkeypatch:
     assert all(report["status"]["batch_ms"] >= 50 for report in worker.reports[:4])
 
 
-def test_a_delay_that_is_no_number(
+def test_a_delay_that_is_not_a_number_is_refused(
     make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(training.DELAY_VARIABLE, "slow")

@@ -1,4 +1,4 @@
-"""A token that a job carries is seen by the bridge and by nobody else."""
+"""The token in a job is sent to the bridge and written nowhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _job(worker: Any, **config: Any) -> str:
 
 
 def _run(worker: Any, job: str) -> tuple[int, str]:
-    """Start the executor as a worker does; gives its status and all that it wrote, arguments included."""
+    """Run the executor as a worker does; return its exit code and all output, arguments included."""
     path = worker.work_dir / "job.json"
     path.write_text(job)
     command = [sys.executable, "-m", "hypha.accelerate_executor.training", *worker.arguments()[:-1], f"@{path}"]
@@ -44,7 +44,7 @@ def _run(worker: Any, job: str) -> tuple[int, str]:
 
 
 def _written(worker: Any) -> str:
-    """Everything that the executor left in its directory, but for the job itself."""
+    """Return everything that the executor left in its directory except the job."""
     files = (path for path in worker.work_dir.rglob("*") if path.is_file() and path.name != "job.json")
     return "".join(path.read_bytes().decode(errors="replace") for path in files)
 
@@ -58,7 +58,9 @@ def _written(worker: Any) -> str:
         ("/status/send", (400, {"error": "bad", "detail": TOKEN}), 1),
     ],
 )
-def test_an_error_that_quotes_the_token(make_worker: Callable[..., Any], route: str, answer: Any, status: int) -> None:
+def test_an_error_that_quotes_the_token_is_redacted(
+    make_worker: Callable[..., Any], route: str, answer: Any, status: int
+) -> None:
     worker = make_worker()
     worker.answers[route] = lambda _: answer
     code, output = _run(worker, _job(worker))
@@ -68,27 +70,27 @@ def test_an_error_that_quotes_the_token(make_worker: Callable[..., Any], route: 
     assert TOKEN not in _written(worker)
 
 
-def test_a_run_from_its_start_to_its_end(make_worker: Callable[..., Any]) -> None:
+def test_a_complete_run_writes_no_token(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=2, batches=4)
     asked: list[Any] = []
     worker.answers["/resources/fetch"] = lambda body: asked.append(body) or worker.fetch(body)
     code, output = _run(worker, _job(worker))
     assert code == 0
-    assert TOKEN in str(asked[0])  # the bridge is told: it may be one that does not put tokens back
+    assert TOKEN in str(asked[0])  # sent to the bridge, which may not insert tokens itself
     assert TOKEN not in output
     assert TOKEN not in _written(worker)
     assert TOKEN not in str(worker.reports) + str(worker.sent)
 
 
 @pytest.mark.parametrize("change", [{"batch_size": "many"}, {"optimizer": None}, {"batch_size": 0}])
-def test_a_job_that_cannot_be_read(make_worker: Callable[..., Any], change: Any) -> None:
+def test_a_malformed_job_is_reported_without_its_token(make_worker: Callable[..., Any], change: Any) -> None:
     worker = make_worker()
     code, output = _run(worker, _job(worker, **change))
     assert code == 2
     assert TOKEN not in output
 
 
-def test_a_traceback_is_blotted_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_traceback_is_redacted_too(caplog: pytest.LogCaptureFixture) -> None:
     handler = logging.StreamHandler()
     records: list[str] = []
     handler.emit = lambda record: records.append(handler.format(record))  # type: ignore[method-assign]

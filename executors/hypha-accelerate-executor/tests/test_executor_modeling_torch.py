@@ -1,4 +1,4 @@
-"""Models of task `torch`: classes that the worker's owner allows, weights without pickles."""
+"""Models of task `torch`: classes allowed by the worker's owner, weights without pickle."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NOT_A_CLASS = 3
 
 @pytest.fixture
 def owners_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module that the worker's owner has installed."""
+    """Install a module of the worker's owner."""
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed" / "owners_nets.py").write_text(OWNERS_MODULE)
     monkeypatch.syspath_prepend(str(tmp_path / "installed"))
@@ -97,7 +97,7 @@ def test_a_class_of_the_owner_trains(
         assert result["accuracy"] is None
 
 
-def test_a_module_that_the_owner_has_not_allowed(
+def test_a_module_that_the_owner_has_not_allowed_is_refused(
     owners_module: str, make_worker: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = _create(tmp_path / "model", f"{owners_module}:Net")
@@ -108,7 +108,7 @@ def test_a_module_that_the_owner_has_not_allowed(
     assert owners_module not in sys.modules
 
 
-def test_a_file_of_the_job_is_not_a_module(
+def test_a_file_of_the_job_is_not_importable(
     make_worker: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / "model"
@@ -116,7 +116,7 @@ def test_a_file_of_the_job_is_not_a_module(
     (model / "config.json").write_text('{"torch_class": "jobs_own:Net"}')
     worker = make_worker(model_dir=model)
     (worker.work_dir / "jobs_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    monkeypatch.syspath_prepend(str(worker.work_dir))  # as `python -m` does with the directory it is started in
+    monkeypatch.syspath_prepend(str(worker.work_dir))  # as `python -m` does with the current directory
     assert training.main([*worker.arguments(model=_model()), "--allow-module", "jobs_own"]) == 2
     assert "cannot be imported" in caplog.records[-1].getMessage()
     assert not (tmp_path / "ran").exists()
@@ -127,7 +127,7 @@ def test_a_file_of_the_job_is_not_a_module(
     [
         ({"torch_class": "owners_nets.Net"}, JobError, "module:Class"),
         ({"torch_class": "owners_nets:Missing"}, JobError, "has no 'Missing'"),
-        ({"torch_class": "owners_nets:NOT_A_CLASS"}, JobError, "not a class of torch"),
+        ({"torch_class": "owners_nets:NOT_A_CLASS"}, JobError, "not a subclass of torch"),
         ({"torch_class": "owners_nets:Net", "kwargs": {"depth": 2}}, ModelError, "depth"),
         ({"torch_class": "owners_nets:Net", "kwargs": {"width": 8}}, ModelError, "inner.weight"),
         ({"torch_class": "os:system", "kwargs": {"command": "false"}}, JobError, "'os' is not allowed"),
@@ -135,7 +135,7 @@ def test_a_file_of_the_job_is_not_a_module(
         ([], ModelError, "torch_class"),
     ],
 )
-def test_a_config_that_names_no_such_model(
+def test_an_invalid_model_config_is_refused(
     owners_module: str, tmp_path: Path, config: Any, kind: type[ExecutorError], words: str
 ) -> None:
     model = _create(tmp_path / "model", f"{owners_module}:Net")
@@ -144,7 +144,7 @@ def test_a_config_that_names_no_such_model(
         load_model("torch", model, allowed={owners_module})
 
 
-def test_weights_that_lack_a_tensor_and_tied_ones(owners_module: str, tmp_path: Path) -> None:
+def test_missing_tensors_are_refused_and_tied_ones_are_loaded(owners_module: str, tmp_path: Path) -> None:
     model = _create(tmp_path / "tied", f"{owners_module}:Net", "--kwargs", '{"tied": true}')
     stored = safetensors.numpy.load_file(model / "model.safetensors")
     assert ("outer.weight" in stored) != ("again.weight" in stored)
@@ -168,15 +168,15 @@ def test_pickled_weights_of_a_torch_model_are_not_loaded(owners_module: str, tmp
         load_model("torch", model, allowed={owners_module})
 
 
-def test_a_model_without_a_loss(
+def test_a_model_without_a_loss_is_refused(
     owners_module: str, make_worker: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = make_worker(model_dir=_create(tmp_path / "model", f"{owners_module}:WithoutLoss"))
     assert training.main([*worker.arguments(model=_model()), "--allow-module", owners_module]) == 1
-    assert "gives no loss" in caplog.records[-1].getMessage()
+    assert "returns no loss" in caplog.records[-1].getMessage()
 
 
-def test_create_model_says_what_is_wrong(owners_module: str, tmp_path: Path) -> None:
+def test_create_model_reports_errors(owners_module: str, tmp_path: Path) -> None:
     for options, words in (
         (["--torch-class", f"{owners_module}:Net", "--kwargs", "[1]"], "JSON object"),
         (["--torch-class", f"{owners_module}:Net", "--kwargs", "x"], "not JSON"),
