@@ -38,8 +38,8 @@ class Clock:
 
 
 def test_spans_are_reported_with_children_and_age() -> None:
-    told, clock = Recorder(), Clock()
-    spans = Spans(told, SAMPLED, clock=clock)
+    recorder, clock = Recorder(), Clock()
+    spans = Spans(recorder, SAMPLED, clock=clock)
     with spans.span("outer", 2.0, round=3) as about:
         clock.now += 1
         with spans.span("inner"):
@@ -48,7 +48,7 @@ def test_spans_are_reported_with_children_and_age() -> None:
     clock.now += 10
     spans.flush()
     spans.flush()
-    [report] = told.reports
+    [report] = recorder.reports
     [outer] = report.spans
     assert (outer.name, outer.ago_ms, outer.duration_ms) == ("outer", 17_000, 7_000)
     assert outer.attributes == {"hypha.round": 3, "hypha.samples": 12}
@@ -57,23 +57,23 @@ def test_spans_are_reported_with_children_and_age() -> None:
 
 
 def test_a_failed_span_has_the_redacted_reason() -> None:
-    told = Recorder()
-    spans = Spans(told, SAMPLED, lambda text: text.replace("hf_secret", "***"))
+    recorder = Recorder()
+    spans = Spans(recorder, SAMPLED, lambda text: text.replace("hf_secret", "***"))
     with pytest.raises(ValueError, match="hf_secret"), spans.span("outer"), spans.span("inner"):
         raise ValueError("token hf_secret is not taken")
     spans.flush()
-    [outer] = told.reports[0].spans
+    [outer] = recorder.reports[0].spans
     assert outer.error == outer.inside[0].error == "ValueError: token *** is not taken"
 
 
 @pytest.mark.parametrize("traceparent", [None, "", UNSAMPLED, "nonsense1"])
 def test_an_untraced_job_reports_no_spans(traceparent: str | None) -> None:
-    told = Recorder()
-    spans = Spans(told, traceparent)
+    recorder = Recorder()
+    spans = Spans(recorder, traceparent)
     with spans.span("work"):
         pass
     spans.flush()
-    assert told.reports == []
+    assert recorder.reports == []
 
 
 def test_a_worker_that_rejects_spans_is_asked_once() -> None:
@@ -94,12 +94,12 @@ def test_a_worker_that_rejects_spans_is_asked_once() -> None:
 def test_a_job_reports_its_start_and_every_round(
     make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []
+    recorder: list[Any] = []
     worker = make_worker(rounds=2, batches=4)
-    worker.answers["/telemetry/spans"] = lambda body: (told.append(body), (200, {"recorded": 1}))[1]
+    worker.answers["/telemetry/spans"] = lambda body: (recorder.append(body), (200, {"recorded": 1}))[1]
     monkeypatch.setenv(TRACE_VARIABLE, SAMPLED)
     assert training.main(worker.arguments()) == 0
-    spans = [span for body in told for span in body["spans"]]
+    spans = [span for body in recorder for span in body["spans"]]
     assert [span["name"] for span in spans] == ["start executor", "round", "round"]
     assert {"import torch", "wait for model", "load model"} == {inner["name"] for inner in spans[0]["inside"]}
     for number, span in enumerate(spans[1:], 1):
