@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from bounded_waits import wait_until
 from local_network import LocalNetwork, processes_of
-from namespaces import WAN, Namespaces, two_homes
+from namespaces import WAN, Namespaces, needs_namespaces, two_homes
 
 from hypha_local import plan
 from hypha_local.plan import NodePlan
 from hypha_local.processes import Child, Processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), needs_namespaces]
 
 HOME = {"gateway": "wan", "worker-1": "a", "scheduler": "a", "job-1": "a"}
 """Where each program runs; the data node, the other worker and the parameter server live in b."""

@@ -12,10 +12,10 @@ from typing import Any
 import anyio
 import pytest
 from bounded_waits import run, until
-from namespaces import WAN, Namespaces, two_homes
+from namespaces import WAN, Namespaces, needs_namespaces, two_homes
 from node_processes import Child, crew
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs_namespaces]
 
 HEALED = 5 * 10.0
 """Five times the ten seconds after a cut within which the two talk again."""
