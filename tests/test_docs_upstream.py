@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(120)]
 
 PAGE = Path(__file__).parent.parent / "docs" / "upstream.md"
 

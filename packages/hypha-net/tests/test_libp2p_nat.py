@@ -56,6 +56,7 @@ async def move_in(authority: Any, start: Any, spaces: Namespaces) -> Homes:
     return Homes(gateway, nodes, ids)
 
 
+@pytest.mark.concurrent
 def test_nodes_behind_two_nats_talk_through_the_gateway_and_heal_after_a_cut(authority: Any, tmp_path: Path) -> None:
     async def main() -> None:
         with two_homes() as spaces:
