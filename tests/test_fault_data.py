@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from bounded_waits import wait_until
-from local_network import Job, LocalNetwork, processes_of
+from local_network import LocalNetwork, processes_of
 
 from hypha_local import plan
 from hypha_local.plan import NodePlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-ROUNDS = 60
 
 
 def given(network: LocalNetwork, name: str) -> int:
@@ -22,55 +20,62 @@ def given(network: LocalNetwork, name: str) -> int:
     return network.log(name).count("INFO hypha_data.serve: slice ")
 
 
-def test_a_killed_data_node_costs_a_job_nothing_while_another_serves_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned = plan.plan_nodes
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
+    """A network with one data node; `second_data_node` adds another for the tests after it."""
+    planned, root = plan.plan_nodes, tmp_path_factory.mktemp("network") / "run"
 
     def with_two(workers: int) -> list[NodePlan]:
         nodes = planned(workers)
         [data] = [node for node in nodes if node.name == "data"]
         return [*nodes, NodePlan("data-2", data.program, data.role, plan.free_ports(1)[0])]
 
-    monkeypatch.setattr("local_network.plan_nodes", with_two)
-    root = tmp_path / "run"
-    network = LocalNetwork(root, 2)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("local_network.plan_nodes", with_two)
+        network = LocalNetwork(root, 2)
+    second = network.nodes.pop("data-2")
     try:
         network.up()
-        job = network.job(rounds=ROUNDS)
-        train_past_the_end_of_a_data_node(network, job)
+        network.nodes["data-2"] = second
+        yield network
     finally:
         network.down()
     assert processes_of(root) == []
 
 
-def train_past_the_end_of_a_data_node(network: LocalNetwork, job: Job) -> None:
-    nodes = ["data", "data-2"]
-    wait_until(lambda: all(given(network, name) for name in nodes), 60, "slices from both data nodes")
+@pytest.fixture
+def second_data_node(network: LocalNetwork) -> str:
+    """Start another data node with the same dataset; returns its name once it has announced it."""
+    network.start("data-2")
+    network.wait_healthy("data-2")
+    return "data-2"
+
+
+def test_a_job_goes_on_when_its_only_data_node_is_back(network: LocalNetwork) -> None:
+    job = network.job(rounds=20)
+    job.wait_for_round(5)
     network.kill("data")
-    before = given(network, "data-2")
-    [closed] = [len(job.events("round"))]
-    job.wait_for_round(closed + 10, timeout=120)
-    assert given(network, "data-2") > before
+    time.sleep(10)
+    network.start("data")
+    network.wait_healthy("data")
     assert job.wait(240) == 0, job.log
     assert "Traceback" not in job.log
     assert not job.events("worker_lost")
+    assert "again in 2 s" in "".join(map(network.log, network.trainers))
 
 
-def test_a_job_goes_on_when_its_only_data_node_is_back(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    network = LocalNetwork(root, 2)
-    try:
-        network.up()
-        job = network.job(rounds=ROUNDS)
-        job.wait_for_round(5)
-        network.kill("data")
-        time.sleep(10)
-        network.revive()
-        assert job.wait(240) == 0, job.log
-        assert "Traceback" not in job.log
-        assert not job.events("worker_lost")
-        assert "again in 2 s" in "".join(map(network.log, network.trainers))
-    finally:
-        network.down()
-    assert processes_of(root) == []
+def test_a_killed_data_node_costs_a_job_nothing_while_another_serves_the_same(
+    network: LocalNetwork, second_data_node: str
+) -> None:
+    nodes = ["data", second_data_node]
+    already = {name: given(network, name) for name in nodes}
+    job = network.job(rounds=40)
+    wait_until(lambda: all(given(network, name) > already[name] for name in nodes), 60, "slices from both data nodes")
+    network.kill("data")
+    before = given(network, second_data_node)
+    [closed] = [len(job.events("round"))]
+    job.wait_for_round(closed + 10, timeout=120)
+    assert given(network, second_data_node) > before
+    assert job.wait(240) == 0, job.log
+    assert "Traceback" not in job.log
+    assert not job.events("worker_lost")

@@ -219,6 +219,7 @@ def test_the_entry_does_not_wait_for_torch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 def test_a_loaded_model_brings_only_its_own_class(digit_model: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from hypha.accelerate_executor.model import load_model\n"

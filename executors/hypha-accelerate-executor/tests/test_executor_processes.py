@@ -22,7 +22,7 @@ from hypha.accelerate_executor import training
 from hypha.accelerate_executor.pieces import count_labels, divide
 from hypha_proto.update import UpdateMetadata, open_update, write_update
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(240)]
 
 TEXT = {"task": "causal-lm", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
 # an epsilon well above the rounding of gradients: AdamW's first steps would blow it up to a whole learning rate
