@@ -8,6 +8,14 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+PROCESSES = 2
+"""Tests that run at once with ``-n auto``, as pytest.ini has it; most of them wait for something."""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of processes for ``-n auto``; xdist does not ask under ``--pdb`` and starts none."""
+    return int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS", PROCESSES))
+
 
 @pytest.fixture(autouse=True)
 def restore_logging() -> Iterator[None]:

@@ -25,6 +25,7 @@ def run(tmp_path: Path, *arguments: str, timeout: float) -> tuple[str, list[dict
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_runs_and_transfers_its_data(tmp_path: Path, name: str) -> None:

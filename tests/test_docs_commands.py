@@ -163,6 +163,7 @@ def test_the_complete_worker_starts_by_the_older_command_and_is_healthy(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 def test_a_file_for_accelerate_is_one(tmp_path: Path) -> None:
     (tmp_path / "accelerate.yaml").write_text(block("worker-older:339").text)
     code = (
@@ -177,6 +178,7 @@ def test_a_file_for_accelerate_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 @pytest.mark.timeout(300)
 def test_accelerate_asks_for_a_configuration(tmp_path: Path) -> None:
     """The block is interactive, so only its help and its default are run."""
@@ -188,6 +190,7 @@ def test_accelerate_asks_for_a_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 @pytest.mark.timeout(300)
 def test_the_executor_is_run_from_the_wheel_of_a_release(wheels: Path, tmp_path: Path) -> None:
     """Replaced: the release site (a local server), the version (that of this tree) and the Python interpreter."""
@@ -205,6 +208,7 @@ def test_the_executor_is_run_from_the_wheel_of_a_release(wheels: Path, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 def test_an_extra_without_a_project_has_no_effect(tmp_path: Path, wheels: Path) -> None:
     """The user's documents choose PyTorch's build by `--extra`; ours use `package[extra] @ URL`, for this reason."""
     with empty_environment(tmp_path / "env", wheels) as environment:

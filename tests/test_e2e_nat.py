@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from support.local_network import LocalNetwork, processes_of
-from support.netns import WAN, Namespaces, two_homes
+from support.netns import WAN, Namespaces, needs_namespaces, two_homes
 from support.waiting import wait_until
 
 from hypha_local import network_layout
 from hypha_local.network_layout import NodePlan
 from hypha_local.processes import Child, Processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), needs_namespaces]
 
 HOME = {"gateway": "wan", "worker-1": "a", "scheduler": "a", "job-1": "a"}
 """Network namespace of each program; the data node, the other worker and the parameter server run in b."""

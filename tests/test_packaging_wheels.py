@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.wheelhouse import OVERRIDE, ROOT, Package, empty_environment, packages
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(600)]
 
 ON_LIBP2P = {"hypha-data", "hypha-gateway", "hypha-local", "hypha-net", "hypha-scheduler", "hypha-worker"}
 """Packages that need the override."""

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback_ports import free_port
+from wheelhouse import passed, run, uv
 
 ROOT = Path(__file__).parents[3]
 A = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 B = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 JOB, OTHER = "6f6d1c54-6b5f-4e0f-8d7c-0f3c5a1b2d3e", "0b9c2d1e-1111-4222-8333-444455556666"
 PYTHONS = ("python3.12", "python3.11")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(600)]
 
 READ = """
 import json, sys
@@ -58,17 +59,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = next((path for path in candidates if path), None)
     assert base is not None, f"AIM needs one of {', '.join(PYTHONS)} on the PATH"
     folder = tmp_path_factory.mktemp("aim-environment")
-    subprocess.run([base, "-m", "venv", folder], check=True, timeout=120)
+    passed(run([*uv(), "venv", "--quiet", "--python", base, str(folder)]))
     driver = f"hypha-aim-driver[aim] @ {(ROOT / 'drivers/hypha-aim-driver').as_uri()}"
     proto = f"hypha-proto @ {(ROOT / 'packages/hypha-proto').as_uri()}"
-    subprocess.run([folder / "bin/pip", "install", "--quiet", proto, driver], check=True, timeout=500)
+    install = [*uv(), "pip", "install", "--quiet", "--python", str(folder / "bin/python"), proto, driver]
+    passed(run(install, timeout=500))
     return folder / "bin/python"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -29,6 +29,7 @@ def _process(worker: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 def test_the_process_runs_a_job_and_exits_without_output(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=2, batches=5)
     done = _process(worker)
@@ -41,6 +42,7 @@ def test_the_process_runs_a_job_and_exits_without_output(make_worker: Callable[.
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 def test_the_process_fails_with_one_line_when_its_worker_dies(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=100, batches=100)
     worker.answers["/status/send"] = lambda body: (0, None) if len(worker.reports) > 5 else worker.status(body)

@@ -17,6 +17,7 @@ def test_the_entry_point_does_not_import_torch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 def test_a_loaded_model_imports_only_its_own_class(digit_model: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from hypha.accelerate_executor.modeling.hf import load_model\n"

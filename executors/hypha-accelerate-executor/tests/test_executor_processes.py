@@ -22,7 +22,7 @@ from hypha.accelerate_executor import training
 from hypha.accelerate_executor.data.microbatches import count_labels, split_batch
 from hypha_proto.update_file import UpdateMetadata, open_update, write_update
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(240)]
 
 TEXT = {"task": "causal-lm", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
 # an epsilon well above rounding errors of gradients, which AdamW's first steps would amplify to a whole learning rate

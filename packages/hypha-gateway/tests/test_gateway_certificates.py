@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from loopback_ports import free_port
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.errors import RefusedError
@@ -41,9 +41,7 @@ class Gateway:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}"
+        self.address = f"/ip4/127.0.0.1/tcp/{free_port()}"
         self.log = folder / "gateway.log"
         (folder / "gateway.toml").write_text(
             'cert_pem = "gateway-cert.pem"\nkey_pem = "gateway-key.pem"\ntrust_pem = "gateway-trust.pem"\n'
@@ -98,6 +96,7 @@ def run(main: Callable[[], Awaitable[None]], limit: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 def test_a_renewed_certificate_is_taken_on_sighup_and_by_itself(gateway: Gateway) -> None:
     before = gateway.probe()
     certutil("renew", gateway.folder / "gateway-cert.pem", "--days", "200", "--dir", gateway.folder)
@@ -112,6 +111,7 @@ def test_a_renewed_certificate_is_taken_on_sighup_and_by_itself(gateway: Gateway
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 def test_sighup_with_files_that_cannot_be_used_keeps_the_old(gateway: Gateway) -> None:
     trust = gateway.folder / "gateway-trust.pem"
     whole = trust.read_bytes()
@@ -127,6 +127,7 @@ def test_sighup_with_files_that_cannot_be_used_keeps_the_old(gateway: Gateway) -
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 def test_a_node_that_is_revoked_while_connected_is_out_within_a_minute(gateway: Gateway) -> None:
     certutil("node", "leaving", "--role", "worker", "--dir", gateway.folder)
     files = [gateway.folder / f"leaving-{kind}.pem" for kind in ("cert", "key", "trust")]
@@ -152,6 +153,7 @@ def test_a_node_that_is_revoked_while_connected_is_out_within_a_minute(gateway: 
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 def test_of_two_programs_on_one_port_the_second_says_so_and_ends(gateway: Gateway) -> None:
     second = subprocess.run(gateway.command(), capture_output=True, text=True, timeout=30)
     assert second.returncode == 1

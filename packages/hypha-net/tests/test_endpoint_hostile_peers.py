@@ -281,6 +281,7 @@ async def come_and_go(authority: Any, times: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 def test_a_hundred_connections_one_after_the_other_use_nothing_up(authority: Any) -> None:
     run(lambda: come_and_go(authority, 100), 60)
 

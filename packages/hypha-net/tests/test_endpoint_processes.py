@@ -143,6 +143,7 @@ async def leaves(stack: AsyncExitStack, authority: Any, gateway: Gateway, count:
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 @pytest.mark.timeout(180)
 def test_a_stopped_gateway_is_noticed_and_its_nodes_are_back_when_it_goes_on(authority: Any) -> None:
     async def main() -> None:
@@ -165,6 +166,7 @@ def test_a_stopped_gateway_is_noticed_and_its_nodes_are_back_when_it_goes_on(aut
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 @pytest.mark.timeout(120)
 def test_connections_survive_a_gateway_that_is_stopped_for_twenty_seconds(authority: Any) -> None:
     async def main() -> None:
@@ -189,6 +191,7 @@ def test_connections_survive_a_gateway_that_is_stopped_for_twenty_seconds(author
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 @pytest.mark.timeout(120)
 def test_a_gateway_that_is_stopped_while_it_takes_a_node_keeps_it(authority: Any) -> None:
     async def main() -> None:

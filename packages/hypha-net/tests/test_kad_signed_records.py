@@ -292,6 +292,7 @@ def test_an_older_number_of_the_same_publisher_never_wins(key: bytes) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 @pytest.mark.timeout(150)
 def test_processes_that_are_killed_or_stopped_hold_nobody_up(authority: Any, tmp_path: Path) -> None:
     """A data node is killed and a gateway stopped: the one is gone within 30 s, the other is not waited for."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import anyio
 import pytest
-from support.netns import WAN, Namespaces, two_homes
+from support.netns import WAN, Namespaces, needs_namespaces, two_homes
 from support.node_processes import Child, crew
 from support.waiting import run, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs_namespaces]
 
 HEALED = 5 * 10.0
 """Five times the ten seconds after a cut within which the two talk again."""
@@ -56,6 +56,7 @@ async def move_in(authority: Any, start: Any, spaces: Namespaces) -> Homes:
     return Homes(gateway, nodes, ids)
 
 
+@pytest.mark.concurrent
 def test_nodes_behind_two_nats_talk_through_the_gateway_and_heal_after_a_cut(authority: Any, tmp_path: Path) -> None:
     async def main() -> None:
         with two_homes() as spaces:

@@ -384,6 +384,7 @@ def test_a_gateway_in_no_topic_of_ours_is_gone_around(authority: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("seconds", [20, 45])
 def test_a_gateway_that_was_stopped_has_lost_nobody_who_stayed(authority: Any, tmp_path: Path, seconds: int) -> None:

@@ -178,6 +178,7 @@ def test_gossip_that_is_late_on_a_busy_machine_arrives_at_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.concurrent
 @pytest.mark.timeout(400)
 def test_five_hundred_nodes_live_an_hour_in_less_than_a_minute() -> None:
     began = time.monotonic()

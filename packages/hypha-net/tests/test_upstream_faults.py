@@ -263,13 +263,19 @@ def play(row: Row, engine: Engine, folder: Path) -> None:
     run(main, 80)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)
+def as_parameter(row: Row, *more: str) -> Any:
+    """Return a row as a test's parameter; one that times connections to the hundredth runs alone."""
+    marks = () if row is connecting_takes_no_pause else (pytest.mark.concurrent,)
+    return pytest.param(row, *more, id=row.__name__, marks=marks)
+
+
+@pytest.mark.parametrize("row", [as_parameter(row) for row in ROWS])
 def test_ours_does_not_have_it(row: Row, authority: Any) -> None:
     authority.files("server")
     play(row, Ours(authority.files), authority.folder)
 
 
-@pytest.mark.parametrize(("row", "symptom"), ROWS.items(), ids=lambda row: getattr(row, "__name__", ""))
+@pytest.mark.parametrize(("row", "symptom"), [as_parameter(*item) for item in ROWS.items()])
 def test_stock_has_it(row: Row, symptom: str, tmp_path: Path) -> None:
     with pytest.raises(Exception) as raised:  # noqa: PT011 - what it says is compared below
         play(row, Stock(), tmp_path)
