@@ -1,4 +1,4 @@
-"""Every report of docs/upstream.md holds for the pinned py-libp2p: its program prints what the report says."""
+"""Run the program of every report in docs/upstream against the pinned py-libp2p and compare its output."""
 
 from __future__ import annotations
 
@@ -12,26 +12,35 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-PAGE = Path(__file__).parent.parent / "docs" / "upstream.md"
+FOLDER = Path(__file__).parent.parent / "docs" / "upstream"
+FILES = sorted(FOLDER.glob("[0-9]*.md"))
 
 
 def reports() -> list[tuple[str, str, str]]:
-    """Title, program and output of each report."""
-    begin, *sections = PAGE.read_text().split("\n## ")
-    (preamble,) = re.findall(r"```python\n(.*?)```", begin, re.DOTALL)
+    """Return title, program and output of each report."""
+    (prelude,) = re.findall(r"```python\n(.*?)```", (FOLDER / "index.md").read_text(), re.DOTALL)
     found = []
-    for section in sections:
-        title = section.splitlines()[0]
-        for program, output in re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", section, re.DOTALL):
-            found.append((title, preamble + "\n" + program, output))
+    for file in FILES:
+        text = file.read_text()
+        title = text.splitlines()[0].removeprefix("# ")
+        for program, output in re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", text, re.DOTALL):
+            found.append((title, prelude + "\n" + program, output))
     return found
 
 
 REPORTS = reports()
 
 
-def test_the_page_is_read() -> None:
-    assert len(REPORTS) == PAGE.read_text().count("\nWhere: ") > 10
+def test_every_report_is_found() -> None:
+    assert len(REPORTS) == sum(file.read_text().count("\nWhere: ") for file in FILES) > 10
+
+
+def test_the_index_lists_every_report() -> None:
+    rows = re.findall(r"^\| (\d+) \| \[(.+)\]\((.+)\) \| .+ \|$", (FOLDER / "index.md").read_text(), re.MULTILINE)
+    assert [name for _, _, name in rows] == [file.name for file in FILES]
+    assert [f"{number}. {title}" for number, title, _ in rows] == [
+        file.read_text().splitlines()[0].removeprefix("# ") for file in FILES
+    ]
 
 
 def as_parameter(title: str, program: str, output: str) -> Any:
