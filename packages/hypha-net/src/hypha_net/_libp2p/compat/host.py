@@ -24,9 +24,9 @@ from libp2p.peer.peerstore import PeerStoreError
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.compat.multiselect_limits import contain
-from hypha_net._libp2p.dial.upgrade import YamuxMultistream, patch_swarm
-from hypha_net._libp2p.security.tls import TLS_PROTOCOL, SecurityRecords, TlsTransport, libp2p_key_pair
-from hypha_net._libp2p.streams.inbound import NEGOTIATE_TIMEOUT, Inbound
+from hypha_net._libp2p.compat.swarm import YamuxMultistream, patch_swarm
+from hypha_net._libp2p.security.tls import TLS_PROTOCOL, SecurityState, TlsTransport, libp2p_key_pair
+from hypha_net._libp2p.streams.inbound import NEGOTIATE_TIMEOUT, InboundStreams
 from hypha_net._libp2p.yamux.session import PROTOCOL, YamuxSession
 from hypha_net.addresses import DNSADDR, split_peer
 from hypha_net.errors import AddressError, NetError
@@ -46,7 +46,7 @@ _FOR_GOOD: Final = 10 * 365 * 86400
 
 
 def make_host(
-    identity: Identity, records: SecurityRecords, max_connections: int, own_addresses: Callable[[], Sequence[str]]
+    identity: Identity, records: SecurityState, max_connections: int, own_addresses: Callable[[], Sequence[str]]
 ) -> BasicHost:
     """A host that speaks mutual TLS and our yamux, and reports `own_addresses` (without ``/p2p/``) to peers."""
     for module in (basic_host, push_module):
@@ -70,12 +70,12 @@ def make_host(
     # py-libp2p's own cuts a circuit's address at its first /p2p/, which makes it the relay's
     vars(host)["get_addrs"] = lambda: [Multiaddr(f"{address}/p2p/{identity.peer_id}") for address in own_addresses()]
     contain()
-    inbound = Inbound(cast(BasicHost, host).multiselect.handlers)
+    inbound = InboundStreams(cast(BasicHost, host).multiselect.handlers)
     _prepare(cast(Swarm, host.get_network()), records.events, inbound)
     return cast(BasicHost, host)
 
 
-def _prepare(swarm: Swarm, events: Events, inbound: Inbound) -> None:
+def _prepare(swarm: Swarm, events: Events, inbound: InboundStreams) -> None:
     swarm.set_resource_manager(None)  # its limits per peer and second fit public swarms
     swarm.upgrader.muxer_multistream = YamuxMultistream(inbound.serve)
     vars(swarm.auto_connector)["maybe_connect"] = _dial_nobody
