@@ -423,7 +423,7 @@ def test_a_connection_that_is_made_while_the_node_ends_is_given_up_quietly(
                 swarm = two._swarm
             transport, _ = split_peer(one.addresses[0])
             # what it had begun to dial before
-            with pytest.raises(UnreachableError, match="this node is ending"):
+            with pytest.raises(UnreachableError, match="this node is shutting down"):
                 await dial_tcp(swarm, Multiaddr(transport), one.peer_id)
 
     run(main)

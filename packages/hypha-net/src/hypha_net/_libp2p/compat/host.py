@@ -1,4 +1,7 @@
-"""py-libp2p's host, made with our transport and muxer, and what of it has to be replaced or turned off."""
+"""Make py-libp2p's host with our TLS, yamux and stream handling, and replace or disable parts of it.
+
+Called by the endpoint. The other functions read what identify has recorded of a peer in the host's peerstore.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +44,14 @@ _IDENTIFIED_AT: Final = "identified_at"
 _MAX_OBSERVED: Final = 64
 _MAX_ADDRESSES: Final = 32
 _MAX_TOLD: Final = 256
-"""Addresses in one identify message that are looked at."""
+"""Addresses of one identify message that are checked."""
 _FOR_GOOD: Final = 10 * 365 * 86400
 
 
 def make_host(
     identity: Identity, records: SecurityState, max_connections: int, own_addresses: Callable[[], Sequence[str]]
 ) -> BasicHost:
-    """A host that speaks mutual TLS and our yamux, and reports `own_addresses` (without ``/p2p/``) to peers."""
+    """Make a host that speaks mutual TLS and our yamux, and reports `own_addresses` (without ``/p2p/``) to peers."""
     for module in (basic_host, push_module):
         vars(module)["update_peerstore_from_identify"] = _remember_identify
     identify_module.PROTOCOL_VERSION = IDENTIFY_VERSION
@@ -67,7 +70,7 @@ def make_host(
         disable_identify_address_discovery=True,
         negotiate_timeout=NEGOTIATE_TIMEOUT,
     )
-    # py-libp2p's own cuts a circuit's address at its first /p2p/, which makes it the relay's
+    # py-libp2p's own method cuts a circuit's address at its first /p2p/, which makes it the relay's
     vars(host)["get_addrs"] = lambda: [Multiaddr(f"{address}/p2p/{identity.peer_id}") for address in own_addresses()]
     contain()
     inbound = InboundStreams(cast(BasicHost, host).multiselect.handlers)
@@ -76,20 +79,20 @@ def make_host(
 
 
 def _prepare(swarm: Swarm, events: Events, inbound: InboundStreams) -> None:
-    swarm.set_resource_manager(None)  # its limits per peer and second fit public swarms
+    swarm.set_resource_manager(None)  # its limits per peer and second are made for public swarms
     swarm.upgrader.muxer_multistream = YamuxMultistream(inbound.serve)
     vars(swarm.auto_connector)["maybe_connect"] = _dial_nobody
     patch_swarm(swarm, events)
 
 
 async def _dial_nobody() -> None:
-    """Instead of the automatic dials to everyone in the peerstore."""
+    """Replace the auto-connector, which dials every peer in the peerstore."""
 
 
 async def _remember_identify(peerstore: IPeerStore, peer: ID, message: Identify) -> None:
-    """What py-libp2p keeps of an identify message, for as long as it is not replaced, and the agent, which it drops.
+    """Record an identify message: what py-libp2p records, without expiry, and what it drops (agent, observed address).
 
-    Addresses that cannot be read are left out: whoever shows addresses would fail at them, later and for every peer.
+    Unreadable addresses are left out: everything that formats a peer's addresses would fail at them later.
     """
     peerstore.put(peer, _AGENT, message.agent_version[:200])
     peerstore.put(peer, _IDENTIFIED_AT, trio.current_time())
@@ -111,7 +114,7 @@ def _is_readable(address: Multiaddr) -> bool:
 
 
 def observed_by(peerstore: IPeerStore, peer: ID) -> str | None:
-    """This node's own host as a peer sees it, such as ``/ip4/203.0.113.7``; none where the peer has not said."""
+    """Return this node's host as a peer sees it, such as ``/ip4/203.0.113.7``; None before identify."""
     try:
         parts = str(Multiaddr(bytes.fromhex(str(peerstore.get(peer, _OBSERVED))))).split("/")
     except (PeerStoreError, KeyError, ValueError):
@@ -120,7 +123,7 @@ def observed_by(peerstore: IPeerStore, peer: ID) -> str | None:
 
 
 def identified_at(peerstore: IPeerStore, peer: ID) -> float:
-    """When a peer last said who it is, by the local monotonic clock; long ago before it has."""
+    """Return when a peer was last identified, by trio's clock; minus infinity before identify."""
     try:
         return cast(float, peerstore.get(peer, _IDENTIFIED_AT))
     except (PeerStoreError, KeyError):
@@ -128,7 +131,7 @@ def identified_at(peerstore: IPeerStore, peer: ID) -> float:
 
 
 def agent_of(peerstore: IPeerStore, peer: ID) -> str:
-    """The agent version of a peer; empty before identify."""
+    """Return the agent version of a peer; empty before identify."""
     try:
         return str(peerstore.get(peer, _AGENT))
     except (PeerStoreError, KeyError):
@@ -136,7 +139,7 @@ def agent_of(peerstore: IPeerStore, peer: ID) -> str:
 
 
 def protocols_of(peerstore: IPeerStore, peer: ID) -> frozenset[str]:
-    """The protocols a peer speaks; none before identify."""
+    """Return the protocols that a peer supports; empty before identify."""
     try:
         return frozenset(peerstore.get_protocols(peer))
     except (PeerStoreError, KeyError):
@@ -144,7 +147,7 @@ def protocols_of(peerstore: IPeerStore, peer: ID) -> frozenset[str]:
 
 
 def addresses_of(peerstore: IPeerStore, peer: ID) -> tuple[bytes, ...]:
-    """Where a peer says it listens, as multiaddr bytes; nothing before identify."""
+    """Return the addresses that a peer reports, as multiaddr bytes; empty before identify."""
     try:
         return tuple(address.to_bytes() for address in peerstore.addrs(peer)[:_MAX_ADDRESSES])
     except (PeerStoreError, KeyError):
@@ -152,10 +155,11 @@ def addresses_of(peerstore: IPeerStore, peer: ID) -> tuple[bytes, ...]:
 
 
 def check_port_free(address: str) -> None:
-    """Listeners share a port silently (SO_REUSEPORT): bind it once without, which fails when it is taken.
+    """Check that a listen address can be bound. Listeners use SO_REUSEPORT, which would share a port silently.
 
     Raises:
-        NetError: another program has the port, or this machine does not have the address, or it is none of a machine.
+        NetError: another program uses the port, or the address is not one of this machine.
+        AddressError: it is a ``/dnsaddr``.
     """
     if address.startswith(DNSADDR):
         raise AddressError(f"listen_addresses {address}: a name stands for many addresses; write one such as {_LISTEN}")
