@@ -1,6 +1,6 @@
 """Make py-libp2p's host with our TLS, yamux and stream handling, and replace or disable parts of it.
 
-Called by the endpoint. The other functions read what identify has recorded of a peer in the host's peerstore.
+Called by the endpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _IDENTIFIED_AT: Final = "identified_at"
 _MAX_OBSERVED: Final = 64
 _MAX_ADDRESSES: Final = 32
 _MAX_TOLD: Final = 256
-"""Addresses of one identify message that are checked."""
+"""Addresses in one identify message that are looked at."""
 _FOR_GOOD: Final = 10 * 365 * 86400
 
 
@@ -90,9 +90,9 @@ async def _dial_nobody() -> None:
 
 
 async def _remember_identify(peerstore: IPeerStore, peer: ID, message: Identify) -> None:
-    """Record an identify message: what py-libp2p records, without expiry, and what it drops (agent, observed address).
+    """What py-libp2p keeps of an identify message, for as long as it is not replaced, and the agent, which it drops.
 
-    Unreadable addresses are left out: everything that formats a peer's addresses would fail at them later.
+    Addresses that cannot be read are left out: whoever shows addresses would fail at them, later and for every peer.
     """
     peerstore.put(peer, _AGENT, message.agent_version[:200])
     peerstore.put(peer, _IDENTIFIED_AT, trio.current_time())
@@ -114,7 +114,7 @@ def _is_readable(address: Multiaddr) -> bool:
 
 
 def observed_by(peerstore: IPeerStore, peer: ID) -> str | None:
-    """Return this node's host as a peer sees it, such as ``/ip4/203.0.113.7``; None before identify."""
+    """This node's own host as a peer sees it, such as ``/ip4/203.0.113.7``; none where the peer has not said."""
     try:
         parts = str(Multiaddr(bytes.fromhex(str(peerstore.get(peer, _OBSERVED))))).split("/")
     except (PeerStoreError, KeyError, ValueError):
@@ -123,7 +123,7 @@ def observed_by(peerstore: IPeerStore, peer: ID) -> str | None:
 
 
 def identified_at(peerstore: IPeerStore, peer: ID) -> float:
-    """Return when a peer was last identified, by trio's clock; minus infinity before identify."""
+    """When a peer last said who it is, by the local monotonic clock; long ago before it has."""
     try:
         return cast(float, peerstore.get(peer, _IDENTIFIED_AT))
     except (PeerStoreError, KeyError):
@@ -131,7 +131,7 @@ def identified_at(peerstore: IPeerStore, peer: ID) -> float:
 
 
 def agent_of(peerstore: IPeerStore, peer: ID) -> str:
-    """Return the agent version of a peer; empty before identify."""
+    """The agent version of a peer; empty before identify."""
     try:
         return str(peerstore.get(peer, _AGENT))
     except (PeerStoreError, KeyError):
@@ -139,7 +139,7 @@ def agent_of(peerstore: IPeerStore, peer: ID) -> str:
 
 
 def protocols_of(peerstore: IPeerStore, peer: ID) -> frozenset[str]:
-    """Return the protocols that a peer supports; empty before identify."""
+    """The protocols a peer speaks; none before identify."""
     try:
         return frozenset(peerstore.get_protocols(peer))
     except (PeerStoreError, KeyError):
@@ -147,7 +147,7 @@ def protocols_of(peerstore: IPeerStore, peer: ID) -> frozenset[str]:
 
 
 def addresses_of(peerstore: IPeerStore, peer: ID) -> tuple[bytes, ...]:
-    """Return the addresses that a peer reports, as multiaddr bytes; empty before identify."""
+    """Where a peer says it listens, as multiaddr bytes; nothing before identify."""
     try:
         return tuple(address.to_bytes() for address in peerstore.addrs(peer)[:_MAX_ADDRESSES])
     except (PeerStoreError, KeyError):

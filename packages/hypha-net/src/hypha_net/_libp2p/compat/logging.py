@@ -1,7 +1,7 @@
 """Reroute py-libp2p's log records to the logger ``hypha_net.libp2p``: one line each, at DEBUG unless critical.
 
-py-libp2p logs tracebacks for peers that leave, and errors for attempts that fail. What matters of that to an operator is
-raised or logged by `dial` and `security`, with the reason.
+py-libp2p logs tracebacks for peers that leave, and errors for attempts that fail. What matters of that to
+operators is raised or logged by `dial` and `security`, with the reason.
 """
 
 from __future__ import annotations
