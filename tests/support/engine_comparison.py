@@ -131,7 +131,7 @@ class OurNode:
         for address in addresses:
             self.know(address)
         with anyio.fail_after(10):
-            await self._endpoint._dialer.ensure(_our_peer(addresses[0]))
+            await self._endpoint._dialer.get_or_connect(_our_peer(addresses[0]))
 
     async def leave(self, address: str) -> None:
         await self._endpoint.disconnect(_our_peer(address))

@@ -16,7 +16,7 @@ from support.waiting import run, until
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.dial import connection_pruning
-from hypha_net._libp2p.dial.upgrade import dial
+from hypha_net._libp2p.dial.tcp import dial_tcp
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net._libp2p.relay.messages import HopKind, HopMessage, Status
 from hypha_net.events import CircuitEnded
@@ -58,8 +58,8 @@ def where(address: str) -> Multiaddr:
 async def dial_each_other(one: Libp2pEndpoint, two: Libp2pEndpoint, both: int = 2) -> None:
     """A connection from either side, as if both had dialled before they heard of the other's."""
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(dial, one._swarm, where(two.addresses[0]), two.peer_id)
-        tasks.start_soon(dial, two._swarm, where(one.addresses[0]), one.peer_id)
+        tasks.start_soon(dial_tcp, one._swarm, where(two.addresses[0]), two.peer_id)
+        tasks.start_soon(dial_tcp, two._swarm, where(one.addresses[0]), one.peer_id)
     await until(lambda: between(one, two) == between(two, one) == both)
 
 
@@ -133,10 +133,10 @@ def in_mesh(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> bool:
 def test_of_two_connections_both_ends_keep_what_the_smaller_id_dialled(authority: Any, soon: None, times: int) -> None:
     async def main() -> None:
         async with pair(authority) as (smaller, larger):
-            await dial(larger._swarm, where(smaller.addresses[0]), smaller.peer_id)
+            await dial_tcp(larger._swarm, where(smaller.addresses[0]), smaller.peer_id)
             talk = Talk(smaller, larger)
             async with talk.going_on():
-                await dial(smaller._swarm, where(larger.addresses[0]), larger.peer_id)
+                await dial_tcp(smaller._swarm, where(larger.addresses[0]), larger.peer_id)
                 await until(lambda: between(larger, smaller) == 2)
                 for node, peer in ((smaller, larger), (larger, smaller)):
                     used = node._dialer.connection(peer.peer_id)
@@ -188,13 +188,13 @@ def test_two_that_connect_at_once_end_with_one_connection(authority: Any, soon: 
 def test_what_is_open_on_the_other_connection_stays_to_its_end(authority: Any, soon: None) -> None:
     async def main() -> None:
         async with pair(authority) as (smaller, larger):
-            await dial(larger._swarm, where(smaller.addresses[0]), smaller.peer_id)
+            await dial_tcp(larger._swarm, where(smaller.addresses[0]), smaller.peer_id)
             await until(lambda: between(smaller, larger) == 1)
             streams = [
                 await larger.open_stream(smaller.peer_id, [ECHO]),
                 await smaller.open_stream(larger.peer_id, [ECHO]),
             ]
-            await dial(smaller._swarm, where(larger.addresses[0]), larger.peer_id)
+            await dial_tcp(smaller._swarm, where(larger.addresses[0]), larger.peer_id)
             await anyio.sleep(3 * connection_pruning.GRACE)
             for stream in streams:
                 assert between(smaller, larger) == between(larger, smaller) == 2
@@ -209,7 +209,7 @@ def test_what_is_open_on_the_other_connection_stays_to_its_end(authority: Any, s
 def test_what_a_peer_has_dialled_is_the_peer_s_to_close(authority: Any, soon: None) -> None:
     async def main() -> None:
         async with pair(authority) as (smaller, larger):
-            larger._merger._may_go = lambda *_: False  # type: ignore[method-assign]  # as one that keeps what it has
+            larger._merger._can_close = lambda *_: False  # type: ignore[method-assign]  # as one that keeps what it has
             await dial_each_other(smaller, larger)
             await anyio.sleep(3 * connection_pruning.GRACE)
             assert between(smaller, larger) == between(larger, smaller) == 2
@@ -244,7 +244,7 @@ def test_a_place_at_a_relay_moves_before_its_connection_goes(authority: Any, soo
             hop = gateway._hop
             assert hop is not None
             [first] = gateway._dialer.connections(leaf.peer_id)
-            await dial(leaf._swarm, where(gateway.addresses[0]), gateway.peer_id)
+            await dial_tcp(leaf._swarm, where(gateway.addresses[0]), gateway.peer_id)
             await until(lambda: between(gateway, leaf) == 2)
             assert hop.rests_on(leaf.peer_id, first)
             await until(lambda: first not in gateway._dialer.connections(leaf.peer_id))
@@ -264,7 +264,7 @@ def test_a_connection_stays_when_the_place_on_it_cannot_be_moved(authority: Any,
             [first] = gateway._dialer.connections(leaf.peer_id)
             hop._reserve = lambda _peer: HopMessage(type=HopKind.STATUS, status=Status.RESERVATION_REFUSED)  # type: ignore[method-assign]
             for node, peer in ((leaf, gateway), (gateway, leaf)):
-                await dial(node._swarm, where(peer.addresses[0]), peer.peer_id)
+                await dial_tcp(node._swarm, where(peer.addresses[0]), peer.peer_id)
             await until(lambda: between(gateway, leaf) == between(leaf, gateway) == 3)
             of_gateway = gateway._dialer.connections(leaf.peer_id)
             assert [hop.rests_on(leaf.peer_id, each) for each in of_gateway] == [True, False, False]

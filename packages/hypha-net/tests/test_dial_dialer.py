@@ -23,7 +23,7 @@ from multiaddr import Multiaddr
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.dial import dialer
 from hypha_net._libp2p.dial.happy_eyeballs import run_staggered
-from hypha_net._libp2p.dial.upgrade import dial
+from hypha_net._libp2p.dial.tcp import dial_tcp
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net.addresses import is_excluded_host, split_peer
 from hypha_net.backoff import JITTER, MAX_KEPT, Backoff
@@ -423,8 +423,8 @@ def test_a_connection_that_is_made_while_the_node_ends_is_given_up_quietly(
                 swarm = two._swarm
             transport, _ = split_peer(one.addresses[0])
             # what it had begun to dial before
-            with pytest.raises(UnreachableError, match="this node is ending"):
-                await dial(swarm, Multiaddr(transport), one.peer_id)
+            with pytest.raises(UnreachableError, match="this node is shutting down"):
+                await dial_tcp(swarm, Multiaddr(transport), one.peer_id)
 
     run(main)
     own = [record for record in caplog.records if record.name.startswith("hypha_net")]

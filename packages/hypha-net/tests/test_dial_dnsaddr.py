@@ -22,7 +22,7 @@ from support.waiting import run, until
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.dial import dnsaddr
-from hypha_net._libp2p.dial.dnsaddr import Found, TextRecords
+from hypha_net._libp2p.dial.dnsaddr import DnsaddrResolver, ResolvedAddress
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net.addresses import split_peer
 from hypha_net.errors import AddressError, RefusedError, UnreachableError
@@ -75,7 +75,7 @@ class NameServer:
         return answer
 
     def find(self, address: str) -> Any:
-        return TextRecords([self.place]).find(address)
+        return DnsaddrResolver([self.place]).resolve(address)
 
 
 @asynccontextmanager
@@ -144,8 +144,11 @@ def test_records_are_followed_and_filtered_by_how_the_address_ends() -> None:
                     "dnsaddr=/ip4/192.0.2.8/tcp/4001",
                 ],
             }
-            first, named = Found("/ip4/192.0.2.1/tcp/4001", one), Found("/dns4/two.example/tcp/4002", two)
-            further = Found("/ip6/2001:db8::1/tcp/4001", one)
+            first, named = (
+                ResolvedAddress("/ip4/192.0.2.1/tcp/4001", one),
+                ResolvedAddress("/dns4/two.example/tcp/4002", two),
+            )
+            further = ResolvedAddress("/ip6/2001:db8::1/tcp/4001", one)
             for address, expected in (
                 ("/dnsaddr/all.example", {first, named, further}),
                 (f"/dnsaddr/all.example/p2p/{one}", {first, further}),
@@ -199,7 +202,7 @@ def test_look_ups_are_bounded_in_number_depth_and_time(monkeypatch: pytest.Monke
                 "late.example": ["dnsaddr=/ip4/192.0.2.1/tcp/1", "dnsaddr=/dnsaddr/silent.example"],
             }
             server.silent = {"silent.example"}
-            assert await server.find("/dnsaddr/loop.example") == [Found("/ip4/192.0.2.1/tcp/1", None)]
+            assert await server.find("/dnsaddr/loop.example") == [ResolvedAddress("/ip4/192.0.2.1/tcp/1", None)]
             assert server.asked["loop.example"] == 1
             assert len(await server.find("/dnsaddr/many.example")) == 16
             server.asked.clear()
@@ -213,7 +216,7 @@ def test_look_ups_are_bounded_in_number_depth_and_time(monkeypatch: pytest.Monke
             with anyio.fail_after(5 * dnsaddr.TIMEOUT):
                 with pytest.raises(UnreachableError, match=r"silent\.example"):
                     await server.find("/dnsaddr/silent.example")
-                assert await server.find("/dnsaddr/late.example") == [Found("/ip4/192.0.2.1/tcp/1", None)]
+                assert await server.find("/dnsaddr/late.example") == [ResolvedAddress("/ip4/192.0.2.1/tcp/1", None)]
 
     run(main)
 

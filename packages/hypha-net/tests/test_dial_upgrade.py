@@ -12,7 +12,7 @@ from libp2p.network.connection.swarm_connection import SwarmConn
 from support.waiting import run, until
 
 from hypha_net import EndpointSettings, open_endpoint
-from hypha_net._libp2p.dial import upgrade
+from hypha_net._libp2p.dial import listener
 from hypha_net._libp2p.relay import client
 from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError, UnreachableError
@@ -128,16 +128,16 @@ def test_sockets_that_say_nothing_take_no_place_from_nodes(authority: Any) -> No
     [("192.0.2.7", "192.0.2.7"), ("::ffff:192.0.2.7", "192.0.2.7"), ("2001:db8:1:2:3::4", "2001:db8:1:2::/64")],
 )
 def test_strangers_are_counted_by_what_a_network_has(host: str, network: str) -> None:
-    assert upgrade.network_of(host) == network
+    assert listener.network_of(host) == network
 
 
 @pytest.mark.parametrize("loopback", [LOOPBACK, "/ip6/::1/tcp/0"])
 def test_of_one_host_so_many_sockets_that_say_nothing_are_heard(
     authority: Any, monkeypatch: Any, caplog: Any, loopback: str
 ) -> None:
-    monkeypatch.setattr(upgrade, "MAX_STRANGERS_OF_HOST", 2)
+    monkeypatch.setattr(listener, "MAX_HANDSHAKES_PER_HOST", 2)
     hosts = list[str]()
-    monkeypatch.setattr(upgrade, "network_of", lambda host: hosts.append(host) or host)
+    monkeypatch.setattr(listener, "network_of", lambda host: hosts.append(host) or host)
 
     async def main() -> None:
         async with (
@@ -148,7 +148,7 @@ def test_of_one_host_so_many_sockets_that_say_nothing_are_heard(
             sockets = [await stack.enter_async_context(await idle(gateway.addresses[0])) for _ in range(3)]
             with anyio.fail_after(10):
                 assert await sockets[2].receive_some(1) == b""
-            assert caplog.text.count("not taken: too many are in their handshake") == 1
+            assert caplog.text.count("rejected: too many concurrent handshakes") == 1
             with pytest.raises(UnreachableError, match="it ended the connection before a handshake; is it full"):
                 await leaf.connect(gateway.addresses[0])
             await sockets[0].aclose()

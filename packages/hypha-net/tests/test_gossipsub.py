@@ -22,7 +22,7 @@ from support.endpoint_helpers import publish_until_heard
 from support.waiting import run, until
 
 from hypha_net import EndpointSettings, open_endpoint, pubsub
-from hypha_net._libp2p.dial.upgrade import dial
+from hypha_net._libp2p.dial.tcp import dial_tcp
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net._libp2p.gossipsub import validation
 from hypha_net._libp2p.gossipsub.validation import MAX_DATA, MAX_RPC, ORIGIN_BURST, KeyedTokenBucket, SeenMessages
@@ -237,7 +237,7 @@ def test_gossip_goes_on_over_a_second_connection_when_the_first_is_given_up(auth
         async with star.good.subscribe(TOPIC) as back:
             old = star.good._dialer.connections(star.gateway.peer_id)
             assert len(old) == 1
-            await dial(star.good._swarm, Multiaddr(star.gateway.addresses[0].partition("/p2p/")[0]), None)
+            await dial_tcp(star.good._swarm, Multiaddr(star.gateway.addresses[0].partition("/p2p/")[0]), None)
             await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 2)
             await anyio.sleep(0.5)
             await old[0].close()
@@ -319,7 +319,7 @@ async def said_back(star: Star, heard: AsyncIterator[GossipMessage], text: bytes
     """Wait until the gateway's gossip stream is another one, which needs no publish, and what it says is heard."""
     router = star.gateway._gossip[0]
     leaf = ID(star.good.peer_id.raw)
-    await until(lambda: leaf in router.peers and not router.peers[leaf].muxed_stream.over)  # type: ignore[attr-defined]
+    await until(lambda: leaf in router.peers and not router.peers[leaf].muxed_stream.is_finished)  # type: ignore[attr-defined]
     await publish_until_heard(star.gateway, TOPIC, text, heard)
 
 

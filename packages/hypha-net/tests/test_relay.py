@@ -23,9 +23,9 @@ from hypha_net._libp2p.relay.client import SWEEP_EVERY, RelayHop
 from hypha_net._libp2p.relay.dcutr import PROTOCOL as DCUTR
 from hypha_net._libp2p.relay.messages import HOP, STOP, HopKind, HopMessage, Status, StopKind, StopMessage
 from hypha_net._libp2p.wire.delimited import read_message, write_message
+from hypha_net._libp2p.yamux.buffer_pool import MAX_POOLED_BODY
+from hypha_net._libp2p.yamux.frames import HEADER, size_with_tls
 from hypha_net._libp2p.yamux.link_estimator import MAX_FRAME, MIN_FRAME
-from hypha_net._libp2p.yamux.receive_buffer import MAX_BODY
-from hypha_net._libp2p.yamux.stream import HEADER, with_tls
 from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamResetError, UnreachableError, UnsupportedProtocolError
 from hypha_net.events import CircuitEnded, Connected, Events, HolePunched
@@ -336,11 +336,11 @@ def test_a_frame_of_a_circuit_is_one_frame_of_the_connection_that_carries_it(aut
             side.do_handshake()
     there.read()
     size = MAX_FRAME
-    assert with_tls(size) == MAX_BODY
+    assert size_with_tls(size) == MAX_POOLED_BODY
     while size >= MIN_FRAME:
         dialling.write(bytes(HEADER.size))  # as the muxer writes it
         dialling.write(bytes(size))
-        assert size < len(there.read()) <= with_tls(size)
+        assert size < len(there.read()) <= size_with_tls(size)
         size //= 2
 
 

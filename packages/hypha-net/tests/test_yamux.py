@@ -1,4 +1,4 @@
-"""The muxer over a pipe in memory, on a clock that jumps: what it carries, what it withstands, whom it understands."""
+"""Yamux session over a pipe in memory, on a mock clock: transfer, flow control, cancellation, hostile peers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 from libp2p.stream_muxer.yamux.yamux import Yamux
 
-from hypha_net._libp2p.yamux import session as muxer_module
-from hypha_net._libp2p.yamux.receive_buffer import Unread, release_buffer
+from hypha_net._libp2p.yamux import session as session_module
+from hypha_net._libp2p.yamux.buffer_pool import release_buffer
+from hypha_net._libp2p.yamux.frames import MAX_WINDOW, START_WINDOW
+from hypha_net._libp2p.yamux.receive_buffer import UnreadBytes
 from hypha_net._libp2p.yamux.session import MAX_STREAMS, PING_INTERVAL, PING_TIMEOUT, YamuxSession
-from hypha_net._libp2p.yamux.stream import START_WINDOW, WINDOW
 
 PEER = ID(b"\x00\x24" + bytes(36))
 HEADER = struct.Struct(">BBHII")
@@ -55,7 +56,7 @@ class PipeConnection:
         buffer[: len(data)] = data
         return len(data)
 
-    async def more(self) -> None:
+    async def wait_readable(self) -> None:
         self._waiting = await self.read(1 << 16) or None
 
     async def write(self, data: bytes, body: memoryview | None = None) -> None:
@@ -136,39 +137,39 @@ Pipe = Callable[[], tuple[Any, Any]]
 
 
 @asynccontextmanager
-async def two_muxers(
+async def two_sessions(
     make_pipe: Pipe = trio.testing.memory_stream_pair, kinds: tuple[type, type] = (YamuxSession, YamuxSession)
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """A dialling and an accepting muxer, of the kinds that are wanted."""
+    """A dialling and an accepting session, of the kinds that are wanted."""
     ends = make_pipe()
     made: list[Any] = []
     for kind, end, initiator in zip(kinds, ends, (True, False), strict=True):
         connection: Any = PipeConnection(end, is_initiator=initiator)
         made.append(kind(connection, PEER) if kind is YamuxSession else kind(connection, PEER, is_initiator=initiator))
     async with trio.open_nursery() as nursery:
-        for muxer in made:
-            nursery.start_soon(muxer.start)
-        for muxer in made:
-            await muxer.event_started.wait()
+        for session in made:
+            nursery.start_soon(session.start)
+        for session in made:
+            await session.event_started.wait()
         yield made[0], made[1]
-        for muxer in made:
-            await muxer.close()
+        for session in made:
+            await session.close()
         nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
-async def muxer_and_wire(
-    make_pipe: Pipe = trio.testing.memory_stream_pair, unread: Unread | None = None
+async def session_and_wire(
+    make_pipe: Pipe = trio.testing.memory_stream_pair, unread: UnreadBytes | None = None
 ) -> AsyncIterator[tuple[YamuxSession, Any]]:
-    """An accepting muxer and the other end of its pipe, for a peer that keeps to no rule."""
+    """An accepting session and the other end of its pipe, for a peer that keeps to no rule."""
     ours, theirs = make_pipe()
     connection: Any = PipeConnection(ours, is_initiator=False)
-    muxer = YamuxSession(connection, PEER, unread=unread)
+    session = YamuxSession(connection, PEER, unread=unread)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(muxer.start)
-        await muxer.event_started.wait()
-        yield muxer, theirs
-        await muxer.close()
+        nursery.start_soon(session.start)
+        await session.event_started.wait()
+        yield session, theirs
+        await session.close()
 
 
 def run(case: Callable[[], Awaitable[None]]) -> None:
@@ -202,29 +203,29 @@ async def read_all(stream: Any) -> bytes:
 
 def test_a_frame_that_lands_in_the_moment_its_reader_is_cancelled_is_read_by_the_next() -> None:
     async def case() -> None:
-        async with muxer_and_wire() as (muxer, wire):
+        async with session_and_wire() as (session, wire):
             await wire.send_all(frame(UPDATE, SYN, 1, 0))
-            stream = await muxer.accept_stream()
+            stream = await session.accept_stream()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(stream.read_into, memoryview(bytearray(9)))
                 await trio.testing.wait_all_tasks_blocked()
                 nursery.cancel_scope.cancel()
-                landing = stream.landing(0, 5)  # what the muxer does before the reader's task runs again
-                assert landing is not None
-                landing[:] = b"first"
-                stream.land(5)
+                target = stream.inplace_target(0, 5)  # what the session does before the reader's task runs again
+                assert target is not None
+                target[:] = b"first"
+                stream.commit_inplace(5)
                 stream.receive(memoryview(bytearray(b" then")))
             assert await stream.read(99) + await stream.read(99) == b"first then"
-            assert muxer.unread.size == 0
+            assert session.unread.size == 0
 
     run(case)
 
 
 def test_a_frame_of_which_a_part_has_come_outlives_several_readers() -> None:
     async def case() -> None:
-        async with muxer_and_wire() as (muxer, wire):
+        async with session_and_wire() as (session, wire):
             await wire.send_all(frame(UPDATE, SYN, 1, 0))
-            stream = await muxer.accept_stream()
+            stream = await session.accept_stream()
             said = frame(DATA, 0, 1, data=b"half of a frame")
 
             async def look() -> None:
@@ -242,7 +243,7 @@ def test_a_frame_of_which_a_part_has_come_outlives_several_readers() -> None:
                 nursery.start_soon(wire.send_all, said[16:])
                 count = await stream.read_into(memoryview(buffer))
             assert buffer[:count] == b"half of a frame"
-            assert muxer.unread.size == 0
+            assert session.unread.size == 0
 
     run(case)
 
@@ -279,9 +280,9 @@ def test_readers_that_give_up_lose_nothing_wherever_frames_are_cut(
     whole = random.Random(len(frames)).randbytes(sum(frames))
 
     async def case() -> None:
-        async with muxer_and_wire() as (muxer, wire):
+        async with session_and_wire() as (session, wire):
             await wire.send_all(frame(UPDATE, SYN, 1, 0))
-            stream = await muxer.accept_stream()
+            stream = await session.accept_stream()
             got = bytearray()
 
             async def arrive() -> None:
@@ -316,7 +317,7 @@ def test_readers_that_give_up_lose_nothing_wherever_frames_are_cut(
                 await read()
                 nursery.cancel_scope.cancel()
             assert bytes(got) == whole
-            assert muxer.unread.size == 0
+            assert session.unread.size == 0
 
     run(case)
 
@@ -330,7 +331,7 @@ def test_readers_that_give_up_lose_nothing_wherever_frames_are_cut(
 )
 def test_every_stream_brings_what_was_sent_in_order(plan: list[tuple[bool, list[int], list[int]]]) -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             for index, (dialler, there, back) in enumerate(plan):
                 opener, accepter = (one, two) if dialler else (two, one)
                 near = await opener.open_stream()
@@ -368,7 +369,7 @@ def test_every_stream_brings_what_was_sent_in_order(plan: list[tuple[bool, list[
 @pytest.mark.parametrize("ours_opens", [True, False])
 def test_the_stock_muxer_is_understood(kinds: tuple[type, type], ours_opens: bool) -> None:
     async def case() -> None:
-        async with two_muxers(kinds=kinds) as pair:
+        async with two_sessions(kinds=kinds) as pair:
             ours, stock = pair if kinds[0] is YamuxSession else pair[::-1]
             opener, accepter = (ours, stock) if ours_opens else (stock, ours)
             payload = random.Random(1).randbytes(1_500_000)
@@ -406,26 +407,26 @@ def test_the_stock_muxer_is_understood(kinds: tuple[type, type], ours_opens: boo
 
 def test_a_writer_waits_as_long_as_nobody_reads_and_other_streams_pass_it() -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             slow = await one.open_stream()
             slow_far = await two.accept_stream()
             done = trio.Event()
 
             async def write() -> None:
-                await slow.write(bytes(3 * WINDOW))
+                await slow.write(bytes(3 * MAX_WINDOW))
                 await slow.close()
                 done.set()
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(write)
-                await trio.sleep(120)  # far longer than the stock muxer's five seconds, and than keepalive
+                await trio.sleep(120)  # far longer than the stock session's five seconds, and than keepalive
                 assert not done.is_set()
-                assert two.unread.size <= WINDOW
+                assert two.unread.size <= MAX_WINDOW
                 quick = await one.open_stream()
                 quick_far = await two.accept_stream()
                 await quick.write(b"hello")
                 assert await quick_far.read(10) == b"hello"
-                assert len(await read_all(slow_far)) == 3 * WINDOW
+                assert len(await read_all(slow_far)) == 3 * MAX_WINDOW
             assert done.is_set()
             assert two.unread.size == 0
 
@@ -434,7 +435,7 @@ def test_a_writer_waits_as_long_as_nobody_reads_and_other_streams_pass_it() -> N
 
 def test_a_deadline_ends_what_waits_for_the_peer_and_nothing_else() -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             near, other = await one.open_stream(), await one.open_stream()
             far, _ = await two.accept_stream(), await two.accept_stream()
             with pytest.raises(ValueError, match="-1"):
@@ -445,7 +446,7 @@ def test_a_deadline_ends_what_waits_for_the_peer_and_nothing_else() -> None:
                 await near.read(1)
             assert trio.current_time() - began == pytest.approx(5)
             with pytest.raises(MuxedStreamError, match="deadline"):
-                await near.write(bytes(2 * WINDOW))
+                await near.write(bytes(2 * MAX_WINDOW))
             near.set_deadline(60)
             await far.write(b"later")
             assert await near.read(5) == b"later"
@@ -458,7 +459,7 @@ def test_a_deadline_ends_what_waits_for_the_peer_and_nothing_else() -> None:
 
 def test_a_window_grows_where_the_link_is_long_and_only_there() -> None:
     async def case(delay: float) -> int:
-        async with two_muxers(lambda: delayed_pair(delay)) as (one, two):
+        async with two_sessions(lambda: delayed_pair(delay)) as (one, two):
             near = await one.open_stream()
             far = await two.accept_stream()
             async with trio.open_nursery() as nursery:
@@ -467,18 +468,18 @@ def test_a_window_grows_where_the_link_is_long_and_only_there() -> None:
                 while left:
                     left -= len(await far.read(100_000))
                     await trio.sleep(0.005)  # 20 MB a second
-            return int(far._window)
+            return int(far._receive_window)
 
     clock = trio.testing.MockClock(autojump_threshold=0)
     assert trio.run(case, 0.0001, clock=clock) == START_WINDOW
     clock = trio.testing.MockClock(autojump_threshold=0)
-    assert trio.run(case, 0.1, clock=clock) == WINDOW
+    assert trio.run(case, 0.1, clock=clock) == MAX_WINDOW
 
 
 @pytest.mark.parametrize("rate", [40_000_000, 2_000_000], ids=lambda rate: f"{rate // 125_000} Mbit/s")
 def test_a_request_passes_two_transfers_that_fill_the_link(rate: int) -> None:
     async def case() -> None:
-        async with two_muxers(lambda: paced_pair(rate)) as (one, two):
+        async with two_sessions(lambda: paced_pair(rate)) as (one, two):
 
             async def serve() -> None:
                 while True:
@@ -520,13 +521,13 @@ def test_a_request_passes_two_transfers_that_fill_the_link(rate: int) -> None:
 
 def test_a_slow_reader_is_seen_to_read() -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             near = await one.open_stream()
             far = await two.accept_stream()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(near.write, bytes(2 * START_WINDOW))
                 await trio.sleep(1)
-                assert near._credit == 0
+                assert near._send_window == 0
                 for _ in range(10):
                     await trio.sleep(1.1)
                     await far.read(1000)
@@ -543,7 +544,7 @@ def test_a_slow_reader_is_seen_to_read() -> None:
 
 def test_a_connection_that_breaks_off_is_never_a_clean_end() -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             near = await one.open_stream()
             far = await two.accept_stream()
             await near.write(b"half of it")
@@ -565,7 +566,7 @@ def test_a_connection_that_breaks_off_is_never_a_clean_end() -> None:
 
 def test_a_reset_discards_what_was_not_read() -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             near = await one.open_stream()
             far = await two.accept_stream()
             await near.write(bytes(1000))
@@ -583,13 +584,13 @@ def test_a_reset_discards_what_was_not_read() -> None:
 
 def test_a_reader_that_has_closed_does_not_stop_the_writer() -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             near = await one.open_stream()
             far = await two.accept_stream()
             await near.write(b"x")
             await far.close()
             await far.discard()
-            await near.write(bytes(3 * WINDOW))
+            await near.write(bytes(3 * MAX_WINDOW))
             await near.close()
             with pytest.raises(MuxedStreamEOF):
                 await near.read(1)
@@ -602,7 +603,7 @@ def test_a_reader_that_has_closed_does_not_stop_the_writer() -> None:
 
 def test_closing_flushes_what_was_ended_and_does_not_wait_for_who_is_gone() -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             near = await one.open_stream()
             far = await two.accept_stream()
             await near.write(b"the last answer")
@@ -621,7 +622,7 @@ def test_closing_flushes_what_was_ended_and_does_not_wait_for_who_is_gone() -> N
 
 def test_what_was_ended_before_the_connection_closed_is_read_whole() -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             near, cut = await one.open_stream(), await one.open_stream()
             far, cut_far = await two.accept_stream(), await two.accept_stream()
             await near.write(bytes(100_000))
@@ -640,11 +641,11 @@ def test_what_was_ended_before_the_connection_closed_is_read_whole() -> None:
 
 def test_closing_a_connection_that_takes_nothing_is_bounded() -> None:
     async def case() -> None:
-        async with muxer_and_wire(trio.testing.lockstep_stream_pair) as (muxer, _peer):
+        async with session_and_wire(trio.testing.lockstep_stream_pair) as (session, _peer):
             await trio.sleep(PING_INTERVAL + 1)  # a ping is being written, and stays so
             began = trio.current_time()
-            await muxer.close()
-            assert trio.current_time() - began <= muxer_module.GOODBYE_TIMEOUT
+            await session.close()
+            assert trio.current_time() - began <= session_module.GO_AWAY_TIMEOUT
 
     run(case)
 
@@ -654,12 +655,12 @@ def test_closing_a_connection_that_takes_nothing_is_bounded() -> None:
 
 def test_a_cancelled_write_leaves_other_streams_whole() -> None:
     async def case() -> None:
-        async with two_muxers(trio.testing.lockstep_stream_pair) as (one, two):
+        async with two_sessions(trio.testing.lockstep_stream_pair) as (one, two):
             streams = [await one.open_stream() for _ in range(8)]
             far = [await two.accept_stream() for _ in streams]
             for number, stream in enumerate(streams):
                 with trio.move_on_after(0.01 * number):
-                    await stream.write(bytes(WINDOW))
+                    await stream.write(bytes(MAX_WINDOW))
             survivor = await one.open_stream()
             survivor_far = await two.accept_stream()
             async with trio.open_nursery() as nursery:
@@ -676,10 +677,10 @@ def test_a_cancelled_write_leaves_other_streams_whole() -> None:
 
 def test_a_cancelled_read_loses_nothing() -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             near = await one.open_stream()
             far = await two.accept_stream()
-            payload = random.Random(3).randbytes(2 * WINDOW)
+            payload = random.Random(3).randbytes(2 * MAX_WINDOW)
             got = bytearray()
 
             async def write() -> None:
@@ -705,7 +706,7 @@ def test_a_cancelled_read_loses_nothing() -> None:
 @pytest.mark.parametrize("how", ["close", "reset"])
 def test_an_end_that_was_cancelled_still_reaches_the_peer(how: str) -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             near = await one.open_stream()
             far = await two.accept_stream()
             with trio.CancelScope() as scope:
@@ -720,7 +721,7 @@ def test_an_end_that_was_cancelled_still_reaches_the_peer(how: str) -> None:
 
 def test_a_cancelled_open_leaves_nothing() -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             with trio.CancelScope() as scope:
                 scope.cancel()
                 await one.open_stream()
@@ -740,21 +741,21 @@ def test_a_cancelled_open_leaves_nothing() -> None:
     [
         b"\x01" + bytes(11),
         frame(7, 0, 0),
-        frame(DATA, SYN, 1, WINDOW + 1),
+        frame(DATA, SYN, 1, MAX_WINDOW + 1),
         frame(DATA, SYN, 2, data=b"x"),
         frame(DATA, SYN, 0, data=b"x"),
         frame(UPDATE, SYN, 1, 0) * 2,
-        frame(UPDATE, SYN, 1, 0) + frame(DATA, 0, 1, data=bytes(WINDOW)) + frame(DATA, 0, 1, data=b"x"),
+        frame(UPDATE, SYN, 1, 0) + frame(DATA, 0, 1, data=bytes(MAX_WINDOW)) + frame(DATA, 0, 1, data=b"x"),
         frame(DATA, SYN | FIN, 1, data=b"x") + frame(DATA, 0, 1, data=b"y"),
     ],
     ids=["version", "type", "length", "our id", "id 0", "open twice", "window", "after its end"],
 )
 def test_a_violation_ends_the_connection(wire: bytes) -> None:
     async def case() -> None:
-        async with muxer_and_wire() as (muxer, peer):
+        async with session_and_wire() as (session, peer):
             await peer.send_all(wire)
-            await muxer.event_closed.wait()
-            assert muxer.is_closed
+            await session.event_closed.wait()
+            assert session.is_closed
 
     run(case)
 
@@ -777,12 +778,12 @@ def test_a_violation_ends_the_connection(wire: bytes) -> None:
 )
 def test_rubbish_ends_in_a_closed_connection_and_nothing_else(wire: list[bytes]) -> None:
     async def case() -> None:
-        async with muxer_and_wire() as (muxer, peer), trio.open_nursery() as nursery:
+        async with session_and_wire() as (session, peer), trio.open_nursery() as nursery:
 
             async def accept() -> None:
                 try:
                     while True:
-                        nursery.start_soon(read, await muxer.accept_stream())
+                        nursery.start_soon(read, await session.accept_stream())
                 except MuxedConnUnavailable:
                     return
 
@@ -803,8 +804,8 @@ def test_rubbish_ends_in_a_closed_connection_and_nothing_else(wire: list[bytes])
                 except trio.BrokenResourceError:
                     break
             await peer.aclose()
-            await muxer.event_closed.wait()
-        assert muxer.is_closed
+            await session.event_closed.wait()
+        assert session.is_closed
 
     run(case)
 
@@ -820,64 +821,70 @@ def test_rubbish_ends_in_a_closed_connection_and_nothing_else(wire: list[bytes])
 )
 def test_a_flood_by_a_peer_that_reads_nothing_ends_in_a_closed_connection(flood: Callable[[int], bytes]) -> None:
     async def case() -> None:
-        async with muxer_and_wire(trio.testing.lockstep_stream_pair) as (muxer, peer), trio.open_nursery() as nursery:
+        async with (
+            session_and_wire(trio.testing.lockstep_stream_pair) as (session, peer),
+            trio.open_nursery() as nursery,
+        ):
 
             async def accept() -> None:
                 with pytest.raises(MuxedConnUnavailable):
                     while True:
-                        await muxer.accept_stream()
+                        await session.accept_stream()
 
             nursery.start_soon(accept)
             with pytest.raises((trio.BrokenResourceError, trio.ClosedResourceError)):
                 for first in range(0, 8 * MAX_STREAMS, 64):
                     await peer.send_all(b"".join(map(flood, range(first, first + 64))))
-            await muxer.event_closed.wait()
+            await session.event_closed.wait()
 
     run(case)
 
 
 def test_a_peer_cannot_make_us_keep_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muxer_module, "MAX_UNREAD", 3 * WINDOW)
+    monkeypatch.setattr(session_module, "MAX_UNREAD", 3 * MAX_WINDOW)
 
     async def case() -> None:
-        async with muxer_and_wire() as (muxer, peer):
+        async with session_and_wire() as (session, peer):
             for stream in range(1, 11, 2):
                 await peer.send_all(frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(START_WINDOW)))
-            await muxer.event_closed.wait()
-            assert muxer.unread.size == 0
+            await session.event_closed.wait()
+            assert session.unread.size == 0
 
     run(case)
 
 
 def test_many_circuits_that_nobody_reads_do_not_end_the_connection() -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             nears, fars = [], []
             for _ in range(128):  # as many as a relay carries for one peer
                 nears.append(await one.open_stream())
                 fars.append(await two.accept_stream())
                 fars[-1].carry_circuit()
-            assert sum(far.is_wide for far in fars) == muxer_module.MAX_WIDE
+            assert sum(far.is_wide for far in fars) == session_module.MAX_WIDE
             async with trio.open_nursery() as nursery:
                 for near in nears:
-                    nursery.start_soon(near.write, bytes(2 * WINDOW))
+                    nursery.start_soon(near.write, bytes(2 * MAX_WINDOW))
                 await trio.sleep(60)
                 assert not two.is_closed
-                assert two.unread.size == muxer_module.MAX_WIDE * WINDOW + (128 - muxer_module.MAX_WIDE) * START_WINDOW
+                assert (
+                    two.unread.size
+                    == session_module.MAX_WIDE * MAX_WINDOW + (128 - session_module.MAX_WIDE) * START_WINDOW
+                )
                 nursery.cancel_scope.cancel()
 
     run(case)
 
 
 def test_what_a_peer_may_leave_unread_is_shared_by_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muxer_module, "MAX_UNREAD", 3 * WINDOW)
+    monkeypatch.setattr(session_module, "MAX_UNREAD", 3 * MAX_WINDOW)
     full = b"".join(
         frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(START_WINDOW)) for stream in range(1, 15, 2)
     )
 
     async def case() -> None:
-        shared = Unread()
-        async with muxer_and_wire(unread=shared) as (first, one), muxer_and_wire(unread=shared) as (second, two):
+        shared = UnreadBytes()
+        async with session_and_wire(unread=shared) as (first, one), session_and_wire(unread=shared) as (second, two):
             await one.send_all(full)
             await trio.testing.wait_all_tasks_blocked()
             assert not first.is_closed
@@ -894,11 +901,11 @@ def test_what_a_peer_may_leave_unread_is_shared_by_its_connections(monkeypatch: 
 
 def test_too_many_streams_are_reset_one_by_one() -> None:
     async def case() -> None:
-        async with muxer_and_wire() as (muxer, peer):
+        async with session_and_wire() as (session, peer):
 
             async def accept() -> None:
                 while True:
-                    await muxer.accept_stream()
+                    await session.accept_stream()
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(accept)
@@ -908,7 +915,7 @@ def test_too_many_streams_are_reset_one_by_one() -> None:
                 over = 2 * MAX_STREAMS + 1
                 await peer.send_all(frame(UPDATE, SYN, over, 0))
                 await trio.sleep(1)
-                assert not muxer.is_closed
+                assert not session.is_closed
                 assert (await peer.receive_some()).endswith(frame(UPDATE, RST, over, 0))
                 nursery.cancel_scope.cancel()
 
@@ -920,9 +927,9 @@ def test_too_many_streams_are_reset_one_by_one() -> None:
 
 def test_a_silent_peer_is_given_up_after_both_waits() -> None:
     async def case() -> None:
-        async with muxer_and_wire() as (muxer, peer):
+        async with session_and_wire() as (session, peer):
             began = trio.current_time()
-            await muxer.event_closed.wait()
+            await session.event_closed.wait()
             assert trio.current_time() - began == pytest.approx(PING_INTERVAL + PING_TIMEOUT)
             assert await peer.receive_some() == frame(PING, SYN, 0, 0)
 
@@ -931,7 +938,7 @@ def test_a_silent_peer_is_given_up_after_both_waits() -> None:
 
 def test_a_peer_that_answers_is_kept_for_ever() -> None:
     async def case() -> None:
-        async with two_muxers() as (one, two):
+        async with two_sessions() as (one, two):
             await trio.sleep(1000)
             assert not one.is_closed
             assert not two.is_closed
@@ -943,12 +950,12 @@ def test_a_process_that_was_stopped_itself_gives_nobody_up() -> None:
     clock = trio.testing.MockClock()
 
     async def case() -> None:
-        async with muxer_and_wire() as (muxer, peer):
+        async with session_and_wire() as (session, peer):
             for seconds in (PING_INTERVAL + 40, PING_INTERVAL, PING_TIMEOUT + 40):
                 await trio.testing.wait_all_tasks_blocked()
                 clock.jump(seconds)
             await trio.testing.wait_all_tasks_blocked()
-            assert not muxer.is_closed
+            assert not session.is_closed
             assert await peer.receive_some() == frame(PING, SYN, 0, 0)
             clock.jump(PING_INTERVAL)
             await trio.testing.wait_all_tasks_blocked()
@@ -956,20 +963,20 @@ def test_a_process_that_was_stopped_itself_gives_nobody_up() -> None:
             await trio.testing.wait_all_tasks_blocked()
             clock.jump(PING_TIMEOUT)
             await trio.testing.wait_all_tasks_blocked()
-            assert not muxer.is_closed
+            assert not session.is_closed
 
     trio.run(case, clock=clock)
 
 
 def test_a_silent_peer_that_also_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muxer_module, "MAX_CONTROL", 4)
+    monkeypatch.setattr(session_module, "MAX_CONTROL", 4)
 
     async def case() -> None:
-        async with muxer_and_wire(trio.testing.lockstep_stream_pair) as (muxer, peer):
+        async with session_and_wire(trio.testing.lockstep_stream_pair) as (session, peer):
             await peer.send_all(frame(PING, SYN, 0, 1))
             await trio.testing.wait_all_tasks_blocked()
             await peer.send_all(frame(PING, SYN, 0, 1) * 4)  # the first is being written, these wait
-            await muxer.event_closed.wait()
+            await session.event_closed.wait()
             await peer.aclose()
 
     run(case)

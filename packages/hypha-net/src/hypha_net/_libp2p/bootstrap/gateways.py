@@ -17,7 +17,7 @@ import anyio.abc
 from libp2p.network.connection.swarm_connection import SwarmConn
 
 from hypha_net._libp2p.dial.dialer import Dialer
-from hypha_net._libp2p.dial.upgrade import secured
+from hypha_net._libp2p.dial.upgrade import tls_connection_of
 from hypha_net._libp2p.gossipsub.subscriptions import Subscriptions
 from hypha_net._libp2p.kad.client import ASK_TIMEOUT, KadClient
 from hypha_net._libp2p.relay.client import RelayClient
@@ -200,7 +200,7 @@ class Gateways:
 
     def _check_role(self, peer: PeerId, address: str) -> None:
         connection = self._dialer.connection(peer)
-        certificate = None if connection is None else secured(connection).certificate
+        certificate = None if connection is None else tls_connection_of(connection).certificate
         if certificate is not None and certificate.role not in (None, "gateway"):
             _log.error(
                 "gateway_addresses %s: %s is a %s's; name gateways there", address, certificate, certificate.role
@@ -240,10 +240,10 @@ class Gateways:
 
     async def _dial_neighbour(self, peer: PeerId, addresses: Iterable[bytes], turns: anyio.CapacityLimiter) -> None:
         async with turns:
-            for address in self._dialer.dialable(addresses):
+            for address in self._dialer.filter_dialable(addresses):
                 try:
                     with anyio.fail_after(NEIGHBOUR_TIMEOUT):
-                        await self._dialer.connect_reported(peer, address)
+                        await self._dialer.connect_to_advertised(peer, address)
                     return
                 except (NetError, TimeoutError) as error:
                     _log.debug("neighbour %s at %s: %s", peer, address, error)

@@ -1,1 +1,1 @@
-"""Everything that patches or replaces a part of py-libp2p 0.8.1."""
+"""Patches and replacements of parts of py-libp2p 0.8.1; docs/libp2p.md lists what they cure."""

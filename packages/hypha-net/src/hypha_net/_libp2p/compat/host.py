@@ -1,4 +1,7 @@
-"""py-libp2p's host, made with our transport and muxer, and what of it has to be replaced or turned off."""
+"""Make py-libp2p's host with our TLS, yamux and stream handling, and replace or disable parts of it.
+
+Called by the endpoint.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ from libp2p.peer.peerstore import PeerStoreError
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.compat.multiselect_limits import contain
-from hypha_net._libp2p.dial.upgrade import YamuxMultistream, patch_swarm
-from hypha_net._libp2p.security.tls import TLS_PROTOCOL, SecurityRecords, TlsTransport, libp2p_key_pair
-from hypha_net._libp2p.streams.inbound import NEGOTIATE_TIMEOUT, Inbound
+from hypha_net._libp2p.compat.swarm import YamuxMultistream, patch_swarm
+from hypha_net._libp2p.security.tls import TLS_PROTOCOL, SecurityState, TlsTransport, libp2p_key_pair
+from hypha_net._libp2p.streams.inbound import NEGOTIATE_TIMEOUT, InboundStreams
 from hypha_net._libp2p.yamux.session import PROTOCOL, YamuxSession
 from hypha_net.addresses import DNSADDR, split_peer
 from hypha_net.errors import AddressError, NetError
@@ -46,9 +49,9 @@ _FOR_GOOD: Final = 10 * 365 * 86400
 
 
 def make_host(
-    identity: Identity, records: SecurityRecords, max_connections: int, own_addresses: Callable[[], Sequence[str]]
+    identity: Identity, records: SecurityState, max_connections: int, own_addresses: Callable[[], Sequence[str]]
 ) -> BasicHost:
-    """A host that speaks mutual TLS and our yamux, and reports `own_addresses` (without ``/p2p/``) to peers."""
+    """Make a host that speaks mutual TLS and our yamux, and reports `own_addresses` (without ``/p2p/``) to peers."""
     for module in (basic_host, push_module):
         vars(module)["update_peerstore_from_identify"] = _remember_identify
     identify_module.PROTOCOL_VERSION = IDENTIFY_VERSION
@@ -67,23 +70,23 @@ def make_host(
         disable_identify_address_discovery=True,
         negotiate_timeout=NEGOTIATE_TIMEOUT,
     )
-    # py-libp2p's own cuts a circuit's address at its first /p2p/, which makes it the relay's
+    # py-libp2p's own method cuts a circuit's address at its first /p2p/, which makes it the relay's
     vars(host)["get_addrs"] = lambda: [Multiaddr(f"{address}/p2p/{identity.peer_id}") for address in own_addresses()]
     contain()
-    inbound = Inbound(cast(BasicHost, host).multiselect.handlers)
+    inbound = InboundStreams(cast(BasicHost, host).multiselect.handlers)
     _prepare(cast(Swarm, host.get_network()), records.events, inbound)
     return cast(BasicHost, host)
 
 
-def _prepare(swarm: Swarm, events: Events, inbound: Inbound) -> None:
-    swarm.set_resource_manager(None)  # its limits per peer and second fit public swarms
+def _prepare(swarm: Swarm, events: Events, inbound: InboundStreams) -> None:
+    swarm.set_resource_manager(None)  # its limits per peer and second are made for public swarms
     swarm.upgrader.muxer_multistream = YamuxMultistream(inbound.serve)
     vars(swarm.auto_connector)["maybe_connect"] = _dial_nobody
     patch_swarm(swarm, events)
 
 
 async def _dial_nobody() -> None:
-    """Instead of the automatic dials to everyone in the peerstore."""
+    """Replace the auto-connector, which dials every peer in the peerstore."""
 
 
 async def _remember_identify(peerstore: IPeerStore, peer: ID, message: Identify) -> None:
@@ -152,10 +155,11 @@ def addresses_of(peerstore: IPeerStore, peer: ID) -> tuple[bytes, ...]:
 
 
 def check_port_free(address: str) -> None:
-    """Listeners share a port silently (SO_REUSEPORT): bind it once without, which fails when it is taken.
+    """Check that a listen address can be bound. Listeners use SO_REUSEPORT, which would share a port silently.
 
     Raises:
-        NetError: another program has the port, or this machine does not have the address, or it is none of a machine.
+        NetError: another program uses the port, or the address is not one of this machine.
+        AddressError: it is a ``/dnsaddr``.
     """
     if address.startswith(DNSADDR):
         raise AddressError(f"listen_addresses {address}: a name stands for many addresses; write one such as {_LISTEN}")

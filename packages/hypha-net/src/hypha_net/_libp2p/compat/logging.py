@@ -1,7 +1,7 @@
-"""What py-libp2p logs, one line a record, under our name and for debugging only.
+"""Reroute py-libp2p's log records to the logger ``hypha_net.libp2p``: one line each, at DEBUG unless critical.
 
-It logs tracebacks for peers that leave and errors for attempts that fail. What of that concerns anybody is raised or
-logged by `connections`, `security` and `dialer`, with the reason; only critical records pass as they are.
+py-libp2p logs tracebacks for peers that leave, and errors for attempts that fail. What matters of that to
+operators is raised or logged by `dial` and `security`, with the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from libp2p.network.connection import swarm_connection
 _log: Final = logging.getLogger("hypha_net.libp2p")
 
 
-class _OneLine(logging.Handler):
+class _OneLineHandler(logging.Handler):
+    """Forwards the first line of a record and its exception."""
+
     def emit(self, record: logging.LogRecord) -> None:
         level = logging.CRITICAL if record.levelno >= logging.CRITICAL else logging.DEBUG
         error = record.exc_info[1] if record.exc_info else None
@@ -23,11 +25,11 @@ class _OneLine(logging.Handler):
 
 
 def adopt_library_logs() -> None:
-    """Take the library's records over, for every program that opens an endpoint. Idempotent."""
+    """Install the handler on py-libp2p's logger; called for every endpoint. Idempotent."""
     library = logging.getLogger("libp2p")
-    if not any(isinstance(handler, _OneLine) for handler in library.handlers):
-        library.handlers[:] = [_OneLine(logging.WARNING)]
-    library.setLevel(logging.WARNING)  # building the records below that costs time, and nobody wants them
+    if not any(isinstance(handler, _OneLineHandler) for handler in library.handlers):
+        library.handlers[:] = [_OneLineHandler(logging.WARNING)]
+    library.setLevel(logging.WARNING)  # lower records cost time and are dropped anyway
     library.propagate = False
-    # this module logs to the root logger, whose functions install a handler of their own where there is none
+    # this module logs through the functions of `logging`, which install a handler on a root logger without one
     vars(swarm_connection)["logging"] = logging.getLogger("libp2p.network.swarm_connection")

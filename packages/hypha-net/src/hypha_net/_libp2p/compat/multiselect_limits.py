@@ -1,7 +1,7 @@
-"""Lines of multistream-select outside `negotiation`: before there are streams, and on those that py-libp2p opens.
+"""Limits on multistream-select lines in py-libp2p's own negotiation: of security and muxer, and of its own streams.
 
-py-libp2p takes a line of any length, a hundred reads of it, before anybody is authenticated, and one that is no text is
-an error that it does not expect, which ends the swarm (docs/upstream.md).
+py-libp2p reads a line of any length in up to a hundred reads before the peer is authenticated, and raises an unexpected
+error for one that is not UTF-8, which ends the swarm (docs/upstream.md). Our streams use `streams.multistream_select`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from hypha_net._libp2p.streams.multistream_select import MAX_LINE
 
 
 def contain() -> None:
-    """Bound what is read, and make errors of it that py-libp2p knows."""
+    """Replace `MultiselectCommunicator.read` by one that limits lines and raises errors that py-libp2p expects."""
     MultiselectCommunicator.read = _read_line  # type: ignore[method-assign]
 
 
 async def _read_line(self: MultiselectCommunicator) -> str:
-    """The next line."""
+    """Read one line of at most `MAX_LINE` bytes."""
     try:
         line = await read_varint_prefixed_bytes_limited(self.read_writer, MAX_LINE)
     except (ParseError, IOException) as error:
-        raise MultiselectCommunicatorError(f"the other side ended, or sent no line: {error}") from error
+        raise MultiselectCommunicatorError(f"the peer ended the stream, or sent no line: {error}") from error
     if line[-1:] != b"\n":
-        raise MultiselectCommunicatorError(f"{line[:80]!r} is no line")
+        raise MultiselectCommunicatorError(f"{line[:80]!r} does not end in a newline")
     try:
         return line[:-1].decode()
     except UnicodeDecodeError as error:

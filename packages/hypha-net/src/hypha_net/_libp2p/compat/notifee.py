@@ -1,4 +1,7 @@
-"""What the swarm notices of connections, told as the endpoint's events."""
+"""Notifees of py-libp2p's swarm: turn its notifications of connections into the endpoint's events.
+
+A notifee is libp2p's observer of a network. Registered by the endpoint and by `compat.swarm`.
+"""
 
 from __future__ import annotations
 
@@ -11,41 +14,41 @@ from hypha_proto.ids import PeerId
 
 
 class SilentNotifee(INotifee):
-    """Notices nothing: for those who want to know of one thing only."""
+    """Ignores every notification; a base for notifees that handle only some."""
 
     async def connected(self, network: INetwork, conn: INetConn) -> None:
-        """A connection is up."""
+        """Ignore a new connection."""
 
     async def disconnected(self, network: INetwork, conn: INetConn) -> None:
-        """A connection is gone."""
+        """Ignore the end of a connection."""
 
     async def opened_stream(self, network: INetwork, stream: INetStream) -> None:
-        """Streams are their users' business."""
+        """Ignore a new stream."""
 
     async def closed_stream(self, network: INetwork, stream: INetStream) -> None:
-        """Streams are their users' business."""
+        """Ignore the end of a stream."""
 
     async def listen(self, network: INetwork, multiaddr: Multiaddr) -> None:
-        """Listeners are the engine's own."""
+        """Ignore a new listener."""
 
     async def listen_close(self, network: INetwork, multiaddr: Multiaddr) -> None:
-        """Listeners are the engine's own."""
+        """Ignore the end of a listener."""
 
 
 class EventNotifee(SilentNotifee):
-    """Registered with the swarm; emits an event for each connection that comes or goes."""
+    """Emits `Connected` and `Disconnected` for each connection."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
 
     async def connected(self, network: INetwork, conn: INetConn) -> None:
-        """A connection is up."""
+        """Emit `Connected`."""
         muxed = conn.muxed_conn
         peer = PeerId(muxed.peer_id.to_bytes())
         relayed = muxed.get_connection_type() == ConnectionType.RELAYED
         self._events.emit(Connected(peer, "outbound" if muxed.is_initiator else "inbound", relayed))
 
     async def disconnected(self, network: INetwork, conn: INetConn) -> None:
-        """A connection is gone."""
+        """Emit `Disconnected`, with the reason if known."""
         muxed = conn.muxed_conn
         self._events.emit(Disconnected(PeerId(muxed.peer_id.to_bytes()), getattr(muxed, "end_reason", "")))

@@ -1,1 +1,1 @@
-"""Connections: dialling, accepting, upgrading, choosing and pruning them."""
+"""Connections: dial, accept, upgrade, select and prune them."""

@@ -1,6 +1,7 @@
-"""Finding the way to a peer: a connection that is there, its addresses all at once, or a circuit through a relay.
+"""Connect to a peer: an existing connection, its addresses in parallel (Happy Eyeballs), or a circuit through a relay.
 
-Before it: `engine.open_stream`, which needs a connection. After it: `connections`, which makes one at one address.
+Called by `streams.outbound`, which needs a connection, by the endpoint's `connect`, and by `bootstrap.gateways`; calls
+`dial.tcp` for one address and `dial.dnsaddr` for names.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
-from hypha_net._libp2p.dial.dnsaddr import Found, TextRecords
-from hypha_net._libp2p.dial.happy_eyeballs import Race, happy_eyeballs, run_staggered
-from hypha_net._libp2p.dial.upgrade import STAGGER, dial, upgrade
+from hypha_net._libp2p.dial.dnsaddr import DnsaddrResolver, ResolvedAddress
+from hypha_net._libp2p.dial.happy_eyeballs import ATTEMPT_DELAY, Race, happy_eyeballs, run_staggered
+from hypha_net._libp2p.dial.tcp import dial_tcp
+from hypha_net._libp2p.dial.upgrade import upgrade
 from hypha_net._libp2p.relay.circuit import CircuitConnection
 from hypha_net.addresses import DNSADDR, Network, is_excluded, is_excluded_host, split_peer
 from hypha_net.backoff import Backoff
@@ -31,78 +33,89 @@ from hypha_net.events import DialFinished, Events
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
-_log = logging.getLogger("hypha_net.dialer")
+_log = logging.getLogger("hypha_net.dial")
 
 CIRCUIT_DELAY: Final = 1.0
-"""Head start in seconds that direct dials have before a relay is asked, and one relay before the next."""
+"""Head start in seconds of direct dials over the first relay, and of each relay over the next."""
 LOOK_UP_DELAY: Final = 1.0
-"""Seconds after which the directory is asked although addresses at hand have not failed yet: they may be old."""
+"""Seconds after which the directory is queried although known addresses have not failed yet: they may be outdated."""
 PEER_PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
-"""Seconds for which a peer that could not be reached is left alone, however often it is asked for meanwhile."""
-PEEK: Final = 0.05
-SETTLED: Final = 1.0
-"""Age in seconds at which a connection that the peer has made ends this node's own attempts.
+"""Backoff in seconds of a peer that could not be reached, however often it is requested meanwhile."""
+POLL_INTERVAL: Final = 0.05
+"""Seconds between checks whether the peer has connected to this node."""
+INBOUND_SETTLE_TIME: Final = 1.0
+"""Age in seconds at which a connection from the peer ends this node's own attempts.
 
-Not at once: two nodes that dial each other at the same moment would each give up its own for the other's.
+Not at once: of two nodes that dial each other at the same moment, each would cancel its attempt for the other's.
 """
-LOOK_UPS: Final = (0.1, 0.2, 0.4, 0.0)
+LOOK_UP_PAUSES: Final = (0.1, 0.2, 0.4, 0.0)
 """Pauses in seconds after look-ups that find nothing: a gateway knows a node only moments after it has joined."""
+MAX_EXCLUDED_LOGGED: Final = 4096
+"""Excluded addresses that are remembered, so that each is logged once."""
 CIRCUIT: Final = "/p2p-circuit"
 Outcome = Literal["connected", "refused", "unreachable", "timeout"]
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Where a dialer learns how to reach a peer."""
+    """Sources of ways to reach a peer; provided by the endpoint."""
 
     known: Callable[[PeerId], Iterable[bytes]]
-    """Addresses at hand, as multiaddr bytes."""
+    """Addresses that the peer has reported, as multiaddr bytes."""
     look_up: Callable[[PeerId], Awaitable[Iterable[bytes]]]
-    """Addresses that the directory knows. Raises `UnreachableError`."""
+    """Addresses in the directory. Raises `UnreachableError`."""
     relays: Callable[[], Sequence[PeerId]]
-    """Relays to try."""
+    """Relays to try, in order."""
     open_circuit: Callable[[PeerId, PeerId], Awaitable[CircuitConnection]]
-    """A circuit through a relay to a peer. Raises `NetError`."""
+    """Open a circuit through a relay (first argument) to a peer (second). Raises `NetError`."""
 
 
 @dataclass(slots=True)
-class _Flight:
-    """One attempt to connect, shared by all who want it; without an error when its first caller gave up."""
+class _Attempt:
+    """An attempt to connect in progress, shared by all callers that want the same peer."""
 
-    address: str
-    """What was asked for: who asked for something else does not share a failure."""
+    target: str
+    """What was requested; a caller that requested something else does not share a failure."""
     done: anyio.Event = field(default_factory=anyio.Event)
     error: NetError | None = None
+    """Why it failed; None also if its first caller was cancelled."""
 
 
 class Dialer:
-    """The connections of one endpoint."""
+    """Connections of one endpoint."""
 
-    def __init__(self, swarm: Swarm, excluded: Sequence[Network], events: Events, names: TextRecords) -> None:
+    def __init__(self, swarm: Swarm, excluded: Sequence[Network], events: Events, resolver: DnsaddrResolver) -> None:
         self._swarm = swarm
         self._excluded = excluded
         self._events = events
-        self._names = names
-        self._told: set[str] = set()
+        self._resolver = resolver
+        self._excluded_logged: set[str] = set()
         self._addresses: Backoff[str] = Backoff((0.0,))
-        """Which addresses failed lately: they are dialled after the others."""
+        """Addresses that failed recently; they are dialled after the others."""
         self._peers: Backoff[PeerId] = Backoff(PEER_PAUSES)
-        self._flights: dict[PeerId, _Flight] = {}
-        self.routes = Routes(lambda _: (), _nothing, lambda: (), _no_circuit)
-        self.closed = False
-        own = swarm.get_peer_id().to_bytes()
-        self._own: bytes = own
-        # py-libp2p's own streams, gossip above all, go where ours go, and to nobody who is not connected
-        vars(swarm)["_select_connection"] = lambda connections, _peer: select_connection(own, connections)
-        vars(swarm)["dial_peer"] = _dial_nobody
+        self._attempts: dict[PeerId, _Attempt] = {}
+        self._routes = Routes(lambda _: (), _no_addresses, lambda: (), _no_circuit)
+        self._closed = False
+        self._own: bytes = swarm.get_peer_id().to_bytes()
+        # py-libp2p's own streams, those of gossip above all, use the same connections and do not dial
+        vars(swarm)["_select_connection"] = lambda connections, _peer: select_connection(self._own, connections)
+        vars(swarm)["dial_peer"] = _refuse_to_dial
+
+    def set_routes(self, routes: Routes) -> None:
+        """Set where to find ways to peers; before that only addresses that callers name are dialled."""
+        self._routes = routes
+
+    def close(self) -> None:
+        """Start no more attempts and emit no more events."""
+        self._closed = True
 
     def connection(self, peer: PeerId) -> SwarmConn | None:
-        """A living connection to `peer`, of several the one that is `preferred` at both ends."""
+        """Return the live connection to `peer`, chosen by `select_connection`; None if there is none."""
         alive = [connection for connection in self.connections(peer) if not connection.is_closed]
         return select_connection(self._own, alive) if alive else None
 
     def connections(self, peer: PeerId) -> list[SwarmConn]:
-        """Every connection to `peer` whose muxer lives."""
+        """Return every connection to `peer` whose yamux session is established."""
         found = [cast(SwarmConn, connection) for connection in self._swarm.get_connections(ID(peer.raw))]
         return [connection for connection in found if connection.muxed_conn.is_established]
 
@@ -115,75 +128,80 @@ class Dialer:
         transport, peer = split_peer(address)
         if peer is not None:
             named = peer
-            dial_it = self._dial_listed if transport.startswith(DNSADDR) else self._dial
-            await self._once(named, address, lambda: dial_it(transport, named))
+            dial = self._dial_dnsaddr if transport.startswith(DNSADDR) else self._dial_trusted
+            await self._single_flight(named, address, lambda: dial(transport, named))
             return named
         if transport.startswith(DNSADDR):
-            return await self._connect_listed(address)
-        with self._telling(address):
-            connection = await dial(self._swarm, Multiaddr(transport), None)
+            return await self._connect_dnsaddr(address)
+        with self._report_outcome(address):
+            connection = await dial_tcp(self._swarm, Multiaddr(transport), None)
         return PeerId(connection.muxed_conn.peer_id.to_bytes())
 
-    async def dial_known(self, peer: PeerId) -> None:
-        """Dial what a peer has reported, also where a circuit leads to it. Raises `NetError` when nobody answers."""
-        addresses = self._dialable(self.routes.known(peer))
-        await happy_eyeballs(str(peer), STAGGER, [partial(self._dial_reported, address, peer) for address in addresses])
+    async def dial_known_addresses(self, peer: PeerId) -> None:
+        """Dial the addresses that a peer has reported, even if a circuit to it exists (DCUtR). Raises `NetError`."""
+        addresses = self._advertised_addresses(self._routes.known(peer))
+        attempts = [partial(self._dial_advertised, address, peer) for address in addresses]
+        await happy_eyeballs(str(peer), ATTEMPT_DELAY, attempts)
 
-    async def connect_reported(self, peer: PeerId, transport: str) -> None:
+    async def connect_to_advertised(self, peer: PeerId, transport: str) -> None:
         """Connect to `peer` at an address that a peer reported, without its ``/p2p/`` part. Raises `NetError`."""
-        await self._once(peer, transport, lambda: self._dial_reported(transport, peer))
+        await self._single_flight(peer, transport, lambda: self._dial_advertised(transport, peer))
 
-    async def _dial(self, transport: str, peer: PeerId) -> None:
-        """Dial an address that the operator or a caller named."""
-        await dial(self._swarm, Multiaddr(transport), peer)
+    async def _dial_trusted(self, transport: str, peer: PeerId) -> None:
+        """Dial an address that the operator or a caller named; ``exclude_cidr`` does not apply."""
+        await dial_tcp(self._swarm, Multiaddr(transport), peer)
 
-    async def _dial_reported(self, transport: str, peer: PeerId) -> None:
-        """Dial an address that a peer reported; a name in it is held to the same exclusions as an address."""
+    async def _dial_advertised(self, transport: str, peer: PeerId) -> None:
+        """Dial an address that a peer reported. ``exclude_cidr`` also applies to what a name in it resolves to."""
         try:
             if transport.startswith(DNSADDR):
-                await self._dial_listed(transport, peer)
+                await self._dial_dnsaddr(transport, peer)
             else:
-                await self._dial_allowed(transport, peer)
+                await self._dial_not_excluded(transport, peer)
         except NetError:
             self._addresses.failed(transport)
             raise
         self._addresses.succeeded(transport)
 
-    async def _dial_allowed(self, transport: str, peer: PeerId | None) -> PeerId:
-        """Dial what others have written: no name in it may lead to an excluded address."""
-        made = await dial(self._swarm, Multiaddr(transport), peer, lambda host: is_excluded_host(host, self._excluded))
-        return PeerId(made.muxed_conn.peer_id.to_bytes())
+    async def _dial_not_excluded(self, transport: str, peer: PeerId | None) -> PeerId:
+        """Dial an address unless a name in it resolves to excluded addresses only; return who answers."""
+        connection = await dial_tcp(
+            self._swarm, Multiaddr(transport), peer, lambda host: is_excluded_host(host, self._excluded)
+        )
+        return PeerId(connection.muxed_conn.peer_id.to_bytes())
 
-    async def _connect_listed(self, address: str) -> PeerId:
-        """Connect to whichever peer is the first of those that a ``/dnsaddr`` leads to."""
+    async def _connect_dnsaddr(self, address: str) -> PeerId:
+        """Connect to the first peer that answers behind a ``/dnsaddr``."""
         reached: list[PeerId] = []
 
-        async def attempt(found: Found) -> None:
+        async def attempt(found: ResolvedAddress) -> None:
             named = found.peer
             if named is None:
-                reached.append(await self._dial_allowed(found.transport, None))
+                reached.append(await self._dial_not_excluded(found.transport, None))
                 return
             if self.connection(named) is None:
-                await self._dial_reported(found.transport, named)
+                await self._dial_advertised(found.transport, named)
             reached.append(named)
 
-        with self._telling(address):
-            await happy_eyeballs(address, STAGGER, [partial(attempt, found) for found in await self._listed(address)])
+        with self._report_outcome(address):
+            attempts = [partial(attempt, found) for found in await self._resolve(address)]
+            await happy_eyeballs(address, ATTEMPT_DELAY, attempts)
         return reached[0]
 
-    async def _dial_listed(self, transport: str, peer: PeerId) -> None:
-        """Dial the addresses of one peer that a ``/dnsaddr`` leads to."""
+    async def _dial_dnsaddr(self, transport: str, peer: PeerId) -> None:
+        """Dial the addresses of one peer behind a ``/dnsaddr``."""
         address = f"{transport}/p2p/{peer}"
-        found = await self._listed(address)
-        await happy_eyeballs(address, STAGGER, [partial(self._dial_reported, each.transport, peer) for each in found])
+        found = await self._resolve(address)
+        attempts = [partial(self._dial_advertised, each.transport, peer) for each in found]
+        await happy_eyeballs(address, ATTEMPT_DELAY, attempts)
 
-    async def _listed(self, address: str) -> list[Found]:
-        """What a ``/dnsaddr`` stands for, without what is excluded. Raises `UnreachableError` when nothing is left."""
-        found = await self._names.find(address)
+    async def _resolve(self, address: str) -> list[ResolvedAddress]:
+        """Resolve a ``/dnsaddr``, without excluded addresses. Raises `UnreachableError` when none is left."""
+        found = await self._resolver.resolve(address)
         allowed = [each for each in found if not is_excluded(each.transport, self._excluded)]
         if not allowed:
-            leads = ", ".join(each.transport for each in found)
-            raise UnreachableError(f"{address} leads to {leads}, left out by exclude_cidr")
+            resolved = ", ".join(each.transport for each in found)
+            raise UnreachableError(f"{address} leads to {resolved}, left out by exclude_cidr")
         return allowed
 
     async def _connect_by_relay(self, address: str) -> PeerId:
@@ -197,53 +215,53 @@ class Dialer:
             raise AddressError(f"{address!r} does not name its relay: /p2p/<id> before {CIRCUIT}")
         if self.connection(target) is None:
             await self.connect(relay_address)
-            await self._once(target, address, lambda: self._dial_circuit(relay, target))
+            await self._single_flight(target, address, lambda: self._dial_circuit(relay, target))
         return target
 
     async def _dial_circuit(self, relay: PeerId, target: PeerId) -> None:
-        await upgrade(self._swarm, await self.routes.open_circuit(relay, target), expected=target)
+        await upgrade(self._swarm, await self._routes.open_circuit(relay, target), expected=target)
 
     # -------------------------------------------------------------------------------------------------- a peer
 
-    async def ensure(self, peer: PeerId) -> SwarmConn:
-        """The connection to `peer`, made if need be.
+    async def get_or_connect(self, peer: PeerId) -> SwarmConn:
+        """Return the connection to `peer`; make one if there is none.
 
         Raises:
-            RefusedError: it was reached, and one side refused the other.
-            UnreachableError: there is no way to it.
+            RefusedError: the peer was reached, and one side refused the other.
+            UnreachableError: no attempt succeeded.
         """
         while (connection := self.connection(peer)) is None:
-            await self._leave_alone(peer)
-            await self._once(peer, str(peer), lambda: self._find(peer))
+            await self._wait_for_backoff(peer)
+            await self._single_flight(peer, str(peer), lambda: self._connect_with_backoff(peer))
         return connection
 
-    async def _once(self, peer: PeerId, address: str, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Run `attempt` unless there is a connection, or somebody else's attempt brings one."""
+    async def _single_flight(self, peer: PeerId, target: str, connect: Callable[[], Awaitable[None]]) -> None:
+        """Run `connect` unless a connection exists; join another caller's attempt if one is in progress."""
         while self.connection(peer) is None:
-            if self.closed:
+            if self._closed:
                 raise StreamClosedError("the endpoint is shut down")
-            if (flight := self._flights.get(peer)) is not None:
-                await flight.done.wait()
-                if flight.error is not None and flight.address == address:
-                    raise type(flight.error)(str(flight.error)) from flight.error
+            if (running := self._attempts.get(peer)) is not None:
+                await running.done.wait()
+                if running.error is not None and running.target == target:
+                    raise type(running.error)(str(running.error)) from running.error
                 continue
-            flight = self._flights[peer] = _Flight(address)
+            attempt = self._attempts[peer] = _Attempt(target)
             try:
-                with self._telling(address, peer):
-                    await attempt()
+                with self._report_outcome(target, peer):
+                    await connect()
                 return
             except NetError as error:
                 if self.connection(peer) is not None:
-                    return  # it has come by itself meanwhile
-                flight.error = error
+                    return  # the peer has connected to this node meanwhile
+                attempt.error = error
                 raise
             finally:
-                del self._flights[peer]
-                flight.done.set()
+                del self._attempts[peer]
+                attempt.done.set()
 
     @contextmanager
-    def _telling(self, address: str, peer: PeerId | None = None) -> Iterator[None]:
-        """Emit how an attempt ended, and after how long."""
+    def _report_outcome(self, target: str, peer: PeerId | None = None) -> Iterator[None]:
+        """Emit `DialFinished` with outcome and duration of the attempt in the context."""
         began, reason = anyio.current_time(), ""
         outcome: Outcome = "timeout"
         try:
@@ -253,58 +271,60 @@ class Dialer:
             outcome, reason = "refused" if isinstance(error, RefusedError) else "unreachable", str(error)
             raise
         finally:
-            if not self.closed:
+            if not self._closed:
                 made = None if peer is None else self.connection(peer)
-                relayed = CIRCUIT in address if made is None else not is_direct(made)
-                self._events.emit(DialFinished(address, outcome, anyio.current_time() - began, relayed, reason))
+                relayed = CIRCUIT in target if made is None else not is_direct(made)
+                self._events.emit(DialFinished(target, outcome, anyio.current_time() - began, relayed, reason))
 
-    async def _leave_alone(self, peer: PeerId) -> None:
-        """Wait while a peer that has just failed is to be left alone; one that comes by itself ends that."""
+    async def _wait_for_backoff(self, peer: PeerId) -> None:
+        """Wait until a peer that has just failed may be tried again, or has connected to this node."""
         while self.connection(peer) is None and self._peers.left(peer):  # noqa: ASYNC110 - there is no event for it
-            await anyio.sleep(min(PEEK, self._peers.left(peer)))
+            await anyio.sleep(min(POLL_INTERVAL, self._peers.left(peer)))
 
-    async def _find(self, peer: PeerId) -> None:
+    async def _connect_with_backoff(self, peer: PeerId) -> None:
         try:
-            await self._find_and_dial(peer)
+            await self._race(peer)
         except NetError:
             self._peers.failed(peer)
             raise
-        if self.connection(peer) is None:  # it was over at once
+        if self.connection(peer) is None:  # it was closed at once
             self._peers.failed(peer)
         else:
             self._peers.succeeded(peer)
 
-    async def _find_and_dial(self, peer: PeerId) -> None:
+    async def _race(self, peer: PeerId) -> None:
+        """Race direct dials against relays, and against a connection that the peer makes."""
         race = Race()
         async with anyio.create_task_group() as watching:
-            watching.start_soon(self._may_come, peer, race)
-            async with anyio.create_task_group() as tasks:
-                race.scope = tasks.cancel_scope
-                tasks.start_soon(self._go_direct, peer, race)
-                tasks.start_soon(self._go_by_relay, peer, race)
+            watching.start_soon(self._watch_for_inbound, peer, race)
+            with race.scope:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._race_direct, peer, race)
+                    tasks.start_soon(self._race_relays, peer, race)
             watching.cancel_scope.cancel()
-        race.check(str(peer))
+        race.raise_if_failed(str(peer))
 
-    async def _may_come(self, peer: PeerId, race: Race) -> None:
-        """End the race for a peer that has come by itself."""
+    async def _watch_for_inbound(self, peer: PeerId, race: Race) -> None:
+        """Win the race when the peer has connected to this node."""
 
-        async def come() -> None:
+        async def wait_until_settled() -> None:
             since = anyio.current_time()
-            while anyio.current_time() - since < SETTLED:
-                await anyio.sleep(PEEK)
+            while anyio.current_time() - since < INBOUND_SETTLE_TIME:
+                await anyio.sleep(POLL_INTERVAL)
                 if self.connection(peer) is None:
                     since = anyio.current_time()
 
-        await race.run(come())
+        await race.run(wait_until_settled())
 
-    async def _go_direct(self, peer: PeerId, race: Race) -> None:
-        tried = self._dialable(self.routes.known(peer))
+    async def _race_direct(self, peer: PeerId, race: Race) -> None:
+        """Dial known addresses; query the directory when they have failed, or after `LOOK_UP_DELAY`."""
+        known = self._advertised_addresses(self._routes.known(peer))
         async with anyio.create_task_group() as tasks:
             ended = anyio.Event()
-            tasks.start_soon(self._dial_known, peer, tried, race, ended)
+            tasks.start_soon(self._dial_known, peer, known, race, ended)
             with anyio.move_on_after(LOOK_UP_DELAY):
                 await ended.wait()
-            await self._look_up_and_dial(peer, tried, race)
+            await self._look_up_and_dial(peer, known, race)
         race.direct_failed.set()
 
     async def _dial_known(self, peer: PeerId, addresses: Sequence[str], race: Race, ended: anyio.Event) -> None:
@@ -312,81 +332,85 @@ class Dialer:
         ended.set()
 
     async def _look_up_and_dial(self, peer: PeerId, tried: Sequence[str], race: Race) -> None:
-        hidden = 0
-        for pause in LOOK_UPS:
+        """Query the directory until it knows addresses, and dial those that were not `tried`."""
+        without_addresses = 0
+        for pause in LOOK_UP_PAUSES:
             try:
-                answer = list(await self.routes.look_up(peer))
+                answer = list(await self._routes.look_up(peer))
             except UnreachableError as error:
-                race.failures.append(error)
+                race.add_failure(error)
                 break
-            if found := self._dialable(answer):
+            if found := self._advertised_addresses(answer):
                 await self._dial_all(peer, [address for address in found if address not in tried], race)
                 break
-            hidden += bool(answer)
-            if hidden == 2:  # only circuits lead to it; the first time its addresses may just not be known yet
+            without_addresses += bool(answer)
+            if without_addresses == 2:  # only circuits lead to it; once, its addresses may just not be known yet
                 break
             await anyio.sleep(pause)
 
     async def _dial_all(self, peer: PeerId, addresses: Sequence[str], race: Race) -> None:
         async def attempt(address: str) -> None:
-            await race.run(self._dial_reported(address, peer))
+            await race.run(self._dial_advertised(address, peer))
 
-        promising = sorted(addresses, key=self._addresses.failed_at)
-        await run_staggered([partial(attempt, address) for address in promising], STAGGER)
+        oldest_failure_first = sorted(addresses, key=self._addresses.failed_at)
+        await run_staggered([partial(attempt, address) for address in oldest_failure_first], ATTEMPT_DELAY)
 
-    async def _go_by_relay(self, peer: PeerId, race: Race) -> None:
+    async def _race_relays(self, peer: PeerId, race: Race) -> None:
+        """Try relays one after the other when direct dials have failed, or after `CIRCUIT_DELAY`."""
         with anyio.move_on_after(CIRCUIT_DELAY):
             await race.direct_failed.wait()
 
         async def attempt(relay: PeerId) -> None:
             await race.run(self._dial_circuit(relay, peer))
 
-        relays = [relay for relay in self.routes.relays() if relay != peer]
+        relays = [relay for relay in self._routes.relays() if relay != peer]
         await run_staggered([partial(attempt, relay) for relay in relays], CIRCUIT_DELAY)
 
-    def passes_on(self, address: bytes) -> bool:
-        """Whether a peer's address is told to others: circuits are, and what the operator does not exclude."""
+    # ----------------------------------------------------------------------------------------------- addresses
+
+    def is_shareable(self, address: bytes) -> bool:
+        """Return whether a peer's address may be passed on to others: any circuit, and what is not excluded."""
         try:
             text = str(Multiaddr(address))
         except ValueError:
             return False
         return CIRCUIT in text or not is_excluded(text, self._excluded)
 
-    def _dialable(self, addresses: Iterable[bytes]) -> list[str]:
-        """Reported addresses that are TCP and not excluded; what is excluded is logged once."""
+    def _advertised_addresses(self, addresses: Iterable[bytes]) -> list[str]:
+        """Return those of a peer's reported addresses that are TCP and not excluded; log each excluded one once."""
         made: dict[str, None] = {}
         for raw in addresses:
             try:
                 address, _ = split_peer(str(Multiaddr(raw)))
             except (ValueError, NetError):
-                continue  # QUIC, circuits and rubbish: nothing that is dialled directly
+                continue  # QUIC, circuits and malformed ones: not dialled directly
             if is_excluded(address, self._excluded):
-                if address not in self._told and len(self._told) < 4096:
-                    self._told.add(address)
+                if address not in self._excluded_logged and len(self._excluded_logged) < MAX_EXCLUDED_LOGGED:
+                    self._excluded_logged.add(address)
                     _log.warning("address %s of a peer is left out by exclude_cidr", address)
                 continue
             made[address] = None
         return list(made)
 
-    def dialable(self, addresses: Iterable[bytes]) -> list[str]:
-        """Those of a peer's reported addresses that may be dialled as they are, as text without ``/p2p/``."""
-        return [address for address in self._dialable(addresses) if not address.startswith(DNSADDR)]
+    def filter_dialable(self, addresses: Iterable[bytes]) -> list[str]:
+        """Return those of a peer's reported addresses that can be dialled without a look-up, without ``/p2p/``."""
+        return [address for address in self._advertised_addresses(addresses) if not address.startswith(DNSADDR)]
 
 
 def is_direct(connection: SwarmConn) -> bool:
-    """Whether a connection does not run through a relay."""
+    """Return whether a connection does not run through a relay."""
     return connection.muxed_conn.get_connection_type() != ConnectionType.RELAYED
 
 
 def select_connection(own: bytes, connections: Sequence[SwarmConn]) -> SwarmConn:
-    """Which of several connections to one peer is used; the peer comes to the same.
+    """Return which of several connections to one peer to use; the peer selects the same one.
 
-    A direct one before a circuit, then what the peer with the smaller id has dialled, then the newest: whoever dials
-    again has lost what it had.
+    A direct connection before a circuit, then one dialled by the peer with the smaller id, then the newest: a peer that
+    dials again has lost its previous connection.
 
     Args:
         own: this node's id.
-        connections: at least one, in the order in which they came about.
+        connections: at least one, in the order in which they were made.
     """
     if len(connections) == 1:
         return connections[0]
@@ -398,12 +422,12 @@ def select_connection(own: bytes, connections: Sequence[SwarmConn]) -> SwarmConn
     return max(reversed(connections), key=rank)
 
 
-async def _dial_nobody(peer: ID) -> list[SwarmConn]:
-    """Instead of dials to whatever a peer has reported, excluded or not, while a stream to it is opened."""
+async def _refuse_to_dial(peer: ID) -> list[SwarmConn]:
+    """Replace `Swarm.dial_peer`, which would dial any reported address, excluded or not, to open a stream."""
     raise SwarmException(f"{PeerId(peer.to_bytes())} is not connected")
 
 
-async def _nothing(_peer: PeerId) -> Iterable[bytes]:
+async def _no_addresses(_peer: PeerId) -> Iterable[bytes]:
     return ()
 
 

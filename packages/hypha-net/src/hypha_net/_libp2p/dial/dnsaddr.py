@@ -1,9 +1,9 @@
-"""What ``/dnsaddr/<name>`` stands for: the multiaddrs in the TXT records of ``_dnsaddr.<name>``, wherever they lead on.
+"""Resolve ``/dnsaddr/<name>``: the multiaddrs in the TXT records of ``_dnsaddr.<name>``, followed recursively.
 
-`dialer` asks here before it dials; what comes out holds addresses or host names, never another ``/dnsaddr``. Whoever
-keeps the records decides what is dialled, so everything is bounded, and the dialler applies ``exclude_cidr`` to it.
+Called by `dial.dialer` before it dials; the result holds addresses or host names, never another ``/dnsaddr``. The owner
+of the records decides what is dialled, so every step is bounded, and the dialer applies ``exclude_cidr`` to the result.
 
-The specification: https://github.com/multiformats/multiaddr/blob/master/protocols/DNSADDR.md
+Specification: https://github.com/multiformats/multiaddr/blob/master/protocols/DNSADDR.md
 """
 
 from __future__ import annotations
@@ -26,60 +26,64 @@ from hypha_net.addresses import DNSADDR, split_peer
 from hypha_net.errors import AddressError, UnreachableError
 from hypha_proto.ids import PeerId
 
-_log = logging.getLogger("hypha_net.dialer")
+_log = logging.getLogger("hypha_net.dial")
 
 TIMEOUT: Final = 5.0
-"""Seconds for all look-ups of one address."""
+"""Seconds for all queries of one address."""
 MAX_RECORDS: Final = 16
-"""Records of one name that are looked at, and addresses that are found in all."""
-MAX_LOOK_UPS: Final = 16
+"""Records used of one name, and addresses returned in all."""
+MAX_QUERIES: Final = 16
 MAX_DEPTH: Final = 4
-"""Names that lead from one to the next; also the first counts."""
+"""Length of a chain of names, the first included."""
 _PREFIX: Final = b"dnsaddr="
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """An address that can be dialled."""
+class ResolvedAddress:
+    """A TCP address that can be dialled."""
 
     transport: str
-    """Without its ``/p2p/``."""
+    """The address without its ``/p2p/`` part."""
     peer: PeerId | None
+    """The peer that the record names."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
-    """A name to be asked about, and what its records have to end in."""
+class _Query:
+    """A name to query, and the suffix and peer that its records must have."""
 
     name: str
-    tail: str
+    suffix: str
     peer: PeerId | None
     depth: int = field(compare=False)
 
     @classmethod
-    def of(cls, transport: str, peer: PeerId | None, depth: int) -> _Link:
-        name, slash, tail = transport.removeprefix(DNSADDR).partition("/")
-        return cls(name, slash + tail, peer, depth)
+    def parse(cls, transport: str, peer: PeerId | None, depth: int) -> _Query:
+        name, slash, suffix = transport.removeprefix(DNSADDR).partition("/")
+        return cls(name, slash + suffix, peer, depth)
 
-    def fits(self, transport: str, peer: PeerId | None) -> bool:
-        return transport.endswith(self.tail) and self.peer in (None, peer)
+    def matches(self, transport: str, peer: PeerId | None) -> bool:
+        return transport.endswith(self.suffix) and self.peer in (None, peer)
 
 
-class TextRecords:
-    """Asks name servers: those given, as address and port, else the system's."""
+class DnsaddrResolver:
+    """Resolver of ``/dnsaddr`` over DNS."""
 
     def __init__(self, servers: Sequence[tuple[str, int]] = ()) -> None:
+        """Query `servers` (address and port), or the system's name servers if there are none."""
         self._servers = servers
 
-    async def find(self, address: str) -> list[Found]:
-        """The addresses behind ``/dnsaddr/<name>``, with or without a port and ``/p2p/<id>`` that they have to end in.
+    async def resolve(self, address: str) -> list[ResolvedAddress]:
+        """Return the addresses behind ``/dnsaddr/<name>``, those nearest in the chain of names first.
+
+        A port and ``/p2p/<id>`` in `address` restrict the result to addresses that end in them.
 
         Raises:
-            AddressError: it is no such address.
-            UnreachableError: there are no such records, or no name server answers within `TIMEOUT`.
+            AddressError: `address` is malformed.
+            UnreachableError: no record matches, or no name server answers within `TIMEOUT`.
         """
-        first = _Link.of(*split_peer(address), depth=1)
-        found: dict[Found, None] = {}
+        first = _Query.parse(*split_peer(address), depth=1)
+        found: dict[ResolvedAddress, None] = {}
         failures: list[str] = []
         with anyio.move_on_after(TIMEOUT) as scope:
             await self._follow(first, found, failures)
@@ -87,33 +91,33 @@ class TextRecords:
             failures.append(f"no answer within {TIMEOUT:g} s")
         if not found:
             why = "; ".join(dict.fromkeys(failures)) or f"no TXT record of _dnsaddr.{first.name} leads to a TCP address"
-            raise UnreachableError(f"{address}: {why}{_ending(first)}")
+            raise UnreachableError(f"{address}: {why}{_describe_filter(first)}")
         return list(found)[:MAX_RECORDS]
 
-    async def _follow(self, first: _Link, found: dict[Found, None], failures: list[str]) -> None:
-        """Collect what is found, the nearest first."""
-        asked: set[_Link] = set()
-        waiting = deque([first])
-        while waiting and len(found) < MAX_RECORDS and len(asked) < MAX_LOOK_UPS:
-            link = waiting.popleft()
-            if link in asked:
+    async def _follow(self, first: _Query, found: dict[ResolvedAddress, None], failures: list[str]) -> None:
+        """Query names breadth first, and collect addresses in `found` and problems in `failures`."""
+        done: set[_Query] = set()
+        queue = deque([first])
+        while queue and len(found) < MAX_RECORDS and len(done) < MAX_QUERIES:
+            query = queue.popleft()
+            if query in done:
                 continue
-            asked.add(link)
+            done.add(query)
             try:
-                texts = await self._texts(link.name)
+                texts = await self._query_txt(query.name)
             except UnreachableError as error:
                 failures.append(str(error))
                 continue
-            for transport, peer in filter(lambda each: link.fits(*each), _split_all(texts)):
+            for transport, peer in filter(lambda each: query.matches(*each), _split_all(texts)):
                 if not transport.startswith(DNSADDR):
-                    found[Found(transport, peer)] = None
-                elif link.depth < MAX_DEPTH:
-                    waiting.append(_Link.of(transport, peer, link.depth + 1))
+                    found[ResolvedAddress(transport, peer)] = None
+                elif query.depth < MAX_DEPTH:
+                    queue.append(_Query.parse(transport, peer, query.depth + 1))
                 else:
                     failures.append(f"more than {MAX_DEPTH} names lead from one to the next")
 
-    async def _texts(self, name: str) -> list[str]:
-        """The multiaddrs in a name's records, unchecked."""
+    async def _query_txt(self, name: str) -> list[str]:
+        """Return the multiaddrs in a name's TXT records, unchecked."""
         asked = f"_dnsaddr.{name.rstrip('.')}"
         try:
             answer = await self._resolver().resolve(
@@ -131,7 +135,7 @@ class TextRecords:
         if not texts:
             raise UnreachableError(f"there is no TXT record dnsaddr=<multiaddr> at {asked}")
         if len(texts) > MAX_RECORDS:
-            _log.warning("%s has %d addresses; %d of them are looked at", asked, len(texts), MAX_RECORDS)
+            _log.warning("%s has %d addresses; the first %d are used", asked, len(texts), MAX_RECORDS)
         return texts[:MAX_RECORDS]
 
     def _resolver(self) -> dns.asyncresolver.Resolver:
@@ -142,16 +146,17 @@ class TextRecords:
 
 
 def _split_all(texts: Sequence[str]) -> list[tuple[str, PeerId | None]]:
-    """Those of the texts that are TCP addresses or lead on, split; QUIC, circuits and rubbish are passed over."""
+    """Split the TCP and ``/dnsaddr`` addresses among `texts`; skip QUIC, circuits and malformed ones."""
     made = []
     for text in texts:
         try:
             made.append(split_peer(text))
         except AddressError as error:
-            _log.debug("a dnsaddr record is passed over: %s", error)
+            _log.debug("a dnsaddr record is skipped: %s", error)
     return made
 
 
-def _ending(link: _Link) -> str:
-    peer = "" if link.peer is None else f"/p2p/{link.peer}"
-    return f" (asked for those that end in {link.tail}{peer})" if link.tail or peer else ""
+def _describe_filter(query: _Query) -> str:
+    """Describe the suffix to which a query is restricted, for an error; empty without one."""
+    peer = "" if query.peer is None else f"/p2p/{query.peer}"
+    return f" (asked for those that end in {query.suffix}{peer})" if query.suffix or peer else ""

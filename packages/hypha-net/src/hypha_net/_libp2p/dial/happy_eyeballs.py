@@ -1,19 +1,28 @@
-"""Attempts at the same thing that are begun one after the other, without waiting long for those that say nothing."""
+"""Happy Eyeballs (RFC 8305): staggered connection attempts, of which the first success cancels the others.
+
+A new attempt starts when the one before it has failed or after a delay, so that an address that does not answer costs
+little. Unlike the RFC, addresses are not sorted by family: the caller orders them. Used by `dial.dialer` for the
+addresses and relays of a peer, and by `dial.tcp` for the addresses of a host name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from typing import Final
 
 import anyio
 
 from hypha_net.errors import NetError, RefusedError, UnreachableError
 
+ATTEMPT_DELAY: Final = 0.25
+"""Connection Attempt Delay in seconds, the value that RFC 8305 section 5 recommends."""
 
-async def run_staggered(attempts: Iterable[Callable[[], Awaitable[None]]], pause: float) -> None:
-    """Run all, each begun `pause` seconds after the one before it or as soon as that has ended; returns with the last.
 
-    Whoever succeeds cancels the others through a scope of its caller's.
+async def run_staggered(attempts: Iterable[Callable[[], Awaitable[None]]], delay: float) -> None:
+    """Run all attempts, each started `delay` seconds after the one before it or as soon as that has ended.
+
+    Returns when the last has ended. An attempt that succeeds cancels the others through a scope of the caller's.
     """
 
     async def run(attempt: Callable[[], Awaitable[None]], ended: anyio.Event) -> None:
@@ -26,47 +35,55 @@ async def run_staggered(attempts: Iterable[Callable[[], Awaitable[None]]], pause
         for attempt in attempts:
             ended = anyio.Event()
             tasks.start_soon(run, attempt, ended)
-            with anyio.move_on_after(pause):
+            with anyio.move_on_after(delay):
                 await ended.wait()
 
 
 class Race:
-    """Attempts of which the first success ends the others."""
+    """Attempts of which the first success cancels the others; they run inside `scope`."""
 
     def __init__(self) -> None:
-        self.won = False
-        self.failures: list[NetError] = []
+        self.scope = anyio.CancelScope()
         self.direct_failed = anyio.Event()
-        self.scope: anyio.CancelScope | None = None
+        """Set when no direct attempt is left."""
+        self._succeeded = False
+        self._failures: list[NetError] = []
 
     async def run(self, attempt: Awaitable[None]) -> None:
-        """Run one attempt, and note how it ends."""
+        """Run one attempt: record its failure, or cancel the others on success."""
         try:
             await attempt
         except NetError as error:
-            self.failures.append(error)
+            self.add_failure(error)
             return
-        self.won = True
-        if self.scope is not None:
-            self.scope.cancel()
+        self._succeeded = True
+        self.scope.cancel()
 
-    def check(self, what: str) -> None:
-        """Raise for `what` if no attempt succeeded: `RefusedError` if all were refused, else `UnreachableError`."""
-        if self.won:
+    def add_failure(self, error: NetError) -> None:
+        """Record why an attempt failed, or could not be made."""
+        self._failures.append(error)
+
+    def raise_if_failed(self, target: str) -> None:
+        """Raise an error for `target` if no attempt succeeded.
+
+        Raises:
+            RefusedError: all attempts were refused.
+            UnreachableError: any other failure, or no attempt was made.
+        """
+        if self._succeeded:
             return
-        refused = bool(self.failures) and all(isinstance(error, RefusedError) for error in self.failures)
-        reasons = "; ".join(dict.fromkeys(map(str, self.failures))) or "no address of it is known"
-        raise (RefusedError if refused else UnreachableError)(f"{what} cannot be reached: {reasons}")
+        refused = bool(self._failures) and all(isinstance(error, RefusedError) for error in self._failures)
+        reasons = "; ".join(dict.fromkeys(map(str, self._failures))) or "no address of it is known"
+        raise (RefusedError if refused else UnreachableError)(f"{target} cannot be reached: {reasons}")
 
 
-async def happy_eyeballs(what: str, pause: float, attempts: Sequence[Callable[[], Awaitable[None]]]) -> None:
-    """Run attempts, staggered by `pause` seconds, until one succeeds; raises as `Race.check` when none does."""
+async def happy_eyeballs(target: str, delay: float, attempts: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """Run attempts, staggered by `delay` seconds, until one succeeds. Raises as `Race.raise_if_failed` if none does."""
     race = Race()
 
     async def run(attempt: Callable[[], Awaitable[None]]) -> None:
         await race.run(attempt())
 
-    async with anyio.create_task_group() as tasks:
-        race.scope = tasks.cancel_scope
-        await run_staggered([partial(run, attempt) for attempt in attempts], pause)
-    race.check(what)
+    with race.scope:
+        await run_staggered([partial(run, attempt) for attempt in attempts], delay)
+    race.raise_if_failed(target)

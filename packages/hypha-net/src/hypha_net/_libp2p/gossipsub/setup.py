@@ -192,5 +192,5 @@ async def keep_registered(pubsub: Pubsub, speaks: Callable[[ID], bool]) -> None:
             stream = pubsub.peers.get(peer)
             if stream is None and speaks(peer) and pubsub._peer_is_connected(peer):
                 pubsub._schedule_peer_stream_retry(peer)
-            elif stream is not None and cast(YamuxStream, stream.muxed_stream).over:  # type: ignore[attr-defined]
+            elif stream is not None and cast(YamuxStream, stream.muxed_stream).is_finished:  # type: ignore[attr-defined]
                 pubsub._handle_dead_peer(peer)

@@ -51,7 +51,7 @@ class Identifying:
             muxers = [cast(YamuxSession, each.muxed_conn) for each in found if each.muxed_conn.is_established]
             at_work = peer in self._asking or peer in self._host._identify_inflight
             if muxers and not at_work and not self._failed.left(peer):
-                began = max(muxer.began for muxer in muxers)
+                began = max(muxer.started_at for muxer in muxers)
                 if identified_at(self._host.peerstore, peer) < began <= anyio.current_time() - INTERVAL:
                     yield peer
 

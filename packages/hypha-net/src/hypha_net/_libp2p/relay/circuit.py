@@ -11,7 +11,7 @@ from libp2p.io.exceptions import ConnectionClosedError
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.streams.stream import Libp2pStream
-from hypha_net._libp2p.yamux.receive_buffer import release_buffer
+from hypha_net._libp2p.yamux.buffer_pool import release_buffer
 from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamClosedError, StreamResetError
 
@@ -47,7 +47,7 @@ class CircuitConnection(IRawConnection):
             raise ConnectionClosedError(f"the circuit broke off: {error}") from error
 
     async def read_part(self) -> memoryview:
-        """What came together, without a copy; `inflow.give_back` takes the buffer back. Empty at the clean end."""
+        """Return the next part without a copy, for `buffer_pool.release_buffer`; empty at the clean end."""
         try:
             return await _next_part(self._circuit)
         except _GONE as error:

@@ -1,1 +1,1 @@
-"""Mutual TLS: handshake, certificate contexts, monitoring of live certificates."""
+"""Mutual TLS: handshake and transport, SSL contexts, readable TLS errors, monitoring of live certificates."""

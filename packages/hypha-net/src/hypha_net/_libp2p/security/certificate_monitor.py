@@ -1,8 +1,11 @@
-"""Certificates of a running node: read again when their files change, and compared with every live connection.
+"""Monitor of certificates: reload changed files, and check live connections against current lists and the clock.
 
-Before it: `security`, which verifies a chain once, in the handshake. Its contexts cannot be changed, so fresh ones are
-made and handed over for the handshakes to come; what is connected already is judged here, at every round, by the lists
-and the clock of that moment. Files that cannot be used change nothing: the log names the remedy, and the old stay.
+`security.tls` verifies a chain once, in the handshake. Here every live connection's chain is checked again at each
+interval, with `certificate_validation`. When the identity's files change, fresh contexts are made and passed to the
+endpoint for handshakes to come. Files that cannot be used change nothing: the log names the remedy, and the previous
+certificates stay in use.
+
+Run by the endpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import anyio
 import anyio.to_thread
 from cryptography.exceptions import UnsupportedAlgorithm
 
-from hypha_net._libp2p.security.tls import TlsContexts
+from hypha_net._libp2p.security.contexts import TlsContexts
 from hypha_net.certificate_validation import CertificateVerifier, Chain, EndWarnings, Rejection
 from hypha_net.errors import IdentityError
 from hypha_net.events import Events, PeerRejected
@@ -31,15 +34,15 @@ CLOSE_TIMEOUT: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LiveConnection:
-    """A connection as the watch sees it."""
+    """A connection to check: whose it is, its chain, and how to close it."""
 
     peer: PeerId
     chain: Chain
     close: Callable[[], Coroutine[Any, Any, None]]
 
 
-class CertificateWatch:
-    """Keeps one endpoint's identity and connections up to date."""
+class CertificateMonitor:
+    """Keeps the identity of one endpoint current, and closes connections whose certificates are no longer valid."""
 
     def __init__(
         self,
@@ -54,25 +57,25 @@ class CertificateWatch:
         self._adopt = adopt
         self._events = events
         self._clock = clock
-        self._trust = CertificateVerifier(identity)
+        self._verifier = CertificateVerifier(identity)
         self._warnings = EndWarnings()
-        self._own: Rejection | None = None
+        self._own_rejection: Rejection | None = None
         self._pending: FileState | None = None
-        """A change that has been seen once: it is acted on when the files look the same a round later."""
+        """A change seen once; the files are reloaded when they look the same an interval later."""
         self._failed: FileState | None = None
-        """Files that could not be used, and are not tried again until they change."""
-        self._turn = anyio.Lock()
+        """Files that could not be used; they are not tried again until they change."""
+        self._reloading = anyio.Lock()
 
     async def run(self, interval: float) -> None:
-        """Look at the files, the clock and the connections every `interval` seconds until cancelled."""
-        self._judge_own()
+        """Check files, own certificate and connections every `interval` seconds until cancelled."""
+        self._check_own()
         while True:
             await anyio.sleep(interval)
-            await self._look_at_files()
-            self._judge_own()
+            await self._reload_if_changed()
+            self._check_own()
             await self.check()
 
-    async def _look_at_files(self) -> None:
+    async def _reload_if_changed(self) -> None:
         state = await anyio.to_thread.run_sync(file_state, self._identity)
         if state in (self._identity.read_from, self._failed):
             self._pending = None
@@ -82,44 +85,48 @@ class CertificateWatch:
             self._pending = state
 
     async def reload(self) -> bool:
-        """Read the files again and drop who is not trusted any more; false if the old have to stay, as the log says."""
-        async with self._turn:
+        """Reload the files and close connections that are no longer trusted.
+
+        Return False if the files cannot be used; the log says why, and the previous certificates stay in use.
+        """
+        async with self._reloading:
             before = await anyio.to_thread.run_sync(file_state, self._identity)
             try:
-                fresh, contexts, trust = await anyio.to_thread.run_sync(_read_again, self._identity)
+                fresh, contexts, verifier = await anyio.to_thread.run_sync(_read_files, self._identity)
             except _ChangingError:
-                _log.info("certificates are being changed right now, and are read again in a moment")
+                _log.info("certificate files are being changed; reading them again in a moment")
                 return False
             except IdentityError as error:
                 self._failed = before
-                _log.error("certificates are not reloaded, and those from before stay in use: %s", error)
+                _log.error("certificates are not reloaded, the previous ones stay in use: %s", error)
                 return False
             self._failed = self._pending = None
-            self._identity, self._trust = fresh, trust
+            self._identity, self._verifier = fresh, verifier
             self._adopt(fresh, contexts)
             _log.info("certificates reloaded: %s", fresh.certificate)
-        self._judge_own()
+        self._check_own()
         await self.check()
         return True
 
-    def _judge_own(self) -> None:
+    def _check_own(self) -> None:
+        """Log the coming end of own files, and an own certificate that peers refuse."""
         now = self._clock()
-        self._warnings.tell(self._trust, now)
-        verdict = self._trust.own_verdict(now)
-        if verdict is not None and verdict != self._own:
-            _log.error("peers refuse this node: %s; have a new certificate issued for its key", verdict.detail)
-        self._own = verdict
+        self._warnings.tell(self._verifier, now)
+        rejection = self._verifier.own_verdict(now)
+        if rejection is not None and rejection != self._own_rejection:
+            _log.error("peers refuse this node: %s; have a new certificate issued for its key", rejection.detail)
+        self._own_rejection = rejection
 
     async def check(self) -> None:
-        """Close every connection whose chain does not hold any more."""
+        """Close every connection whose chain is no longer valid."""
         now = self._clock()
-        judged = [(connection, self._trust.verdict(connection.chain, now)) for connection in self._connections()]
-        bad = [(connection, verdict) for connection, verdict in judged if verdict is not None]
+        checked = [(connection, self._verifier.verdict(connection.chain, now)) for connection in self._connections()]
+        rejected = [(connection, rejection) for connection, rejection in checked if rejection is not None]
         with anyio.move_on_after(CLOSE_TIMEOUT):
             async with anyio.create_task_group() as tasks:
-                for connection, verdict in bad:
-                    _log.warning("connection to %s is ended: %s", connection.peer, verdict.detail)
-                    self._events.emit(PeerRejected(connection.peer, verdict.reason, verdict.detail))
+                for connection, rejection in rejected:
+                    _log.warning("closing the connection to %s: %s", connection.peer, rejection.detail)
+                    self._events.emit(PeerRejected(connection.peer, rejection.reason, rejection.detail))
                     tasks.start_soon(connection.close)
 
 
@@ -127,14 +134,14 @@ class _ChangingError(IdentityError):
     """The files changed while they were read."""
 
 
-def _read_again(identity: Identity) -> tuple[Identity, TlsContexts, CertificateVerifier]:
-    """A fresh identity with what is made of it, all of one state of the files. Raises `IdentityError`."""
+def _read_files(identity: Identity) -> tuple[Identity, TlsContexts, CertificateVerifier]:
+    """Read the files again and make contexts and verifier of one state of them. Raises `IdentityError`."""
     try:
         fresh = reload_identity(identity)
-        contexts, trust = TlsContexts(fresh), CertificateVerifier(fresh)
-        list(trust.ends())
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # of fields that are parsed when they are needed
-        raise IdentityError(f"a certificate or list makes no sense: {error}") from error
+        contexts, verifier = TlsContexts(fresh), CertificateVerifier(fresh)
+        list(verifier.ends())
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # of fields that are parsed only when used
+        raise IdentityError(f"a certificate or revocation list is malformed: {error}") from error
     if file_state(fresh) != fresh.read_from:
         raise _ChangingError("the files changed while they were read")
-    return fresh, contexts, trust
+    return fresh, contexts, verifier

@@ -1,7 +1,11 @@
-"""``/tls/1.0.0`` as Hypha nodes speak it: TLS 1.3 with CA-signed certificates on both sides.
+"""``/tls/1.0.0`` as Hypha nodes speak it: TLS 1.3 (RFC 8446) with CA-signed certificates on both sides.
 
-`SSLObject` works on memory buffers, the socket is read in large pieces straight from trio: the stock transport reads
-4 KiB at a time, and carries on after a certificate that did not verify.
+Replaces py-libp2p's TLS transport, which reads 4 KiB at a time and carries on after a certificate that did not verify.
+`ssl.SSLObject` works on memory buffers; ciphertext moves between them and the socket in large pieces. Differs from the
+libp2p specification (https://github.com/libp2p/specs/blob/master/tls/tls.md) in that a CA signs the certificates.
+
+Called by py-libp2p's upgrader, which `compat.host` gives a `TlsTransport`; calls `security.tls_errors` to explain a
+failed handshake. The resulting `TlsConnection` is the transport of a `yamux.session.YamuxSession`.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ from libp2p.security.exceptions import HandshakeFailure
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.relay.circuit import CircuitConnection
-from hypha_net._libp2p.security.peer_certificates import shown, verified_chain, watch
+from hypha_net._libp2p.security.contexts import TlsContexts
+from hypha_net._libp2p.security.peer_certificates import shown_certificate, verified_chain
 from hypha_net._libp2p.security.tls_errors import RefusalReason, explain, is_refusal
-from hypha_net._libp2p.yamux.receive_buffer import release_buffer
+from hypha_net._libp2p.yamux.buffer_pool import release_buffer
 from hypha_net.certificate_validation import Chain, read_chain
 from hypha_net.errors import IdentityError, RefusedError
 from hypha_net.events import Events, PeerRejected
@@ -41,56 +46,49 @@ _log = logging.getLogger("hypha_net.security")
 TLS_PROTOCOL: Final = TProtocol("/tls/1.0.0")
 HANDSHAKE_TIMEOUT: Final = 10.0
 SEND_TIMEOUT: Final = 60.0
-"""Seconds for one encrypted frame to leave; a peer that takes nothing for so long loses its connection."""
-_PIECE: Final = 256 << 10
+"""Seconds within which one encrypted frame must be sent; then the connection is closed."""
+_READ_SIZE: Final = 256 << 10
 
 
 @dataclass(slots=True)
 class ByteCount:
-    """Bytes on the wire of all connections of one endpoint."""
+    """Counter of bytes on the wire, over all connections of one endpoint."""
 
     sent: int = 0
     received: int = 0
 
 
-class TlsContexts:
-    """An identity's contexts, which cannot be changed: when its files change they are made anew and swapped."""
-
-    def __init__(self, identity: Identity) -> None:
-        """Raises `IdentityError` when TLS does not take the files."""
-        self.plain = {True: identity.server_context(), False: identity.client_context()}
-        self.watched = {True: identity.server_context(), False: identity.client_context()}
-        for context in self.watched.values():
-            watch(context)
-
-
 @dataclass(slots=True)
-class SecurityRecords:
-    """What the security layer shares with the engine."""
+class SecurityState:
+    """State that the security layer shares with the endpoint."""
 
     contexts: TlsContexts
     """For handshakes that begin from now on."""
     events: Events
     bytes: ByteCount = field(default_factory=ByteCount)
 
+    def replace_contexts(self, contexts: TlsContexts) -> None:
+        """Use other contexts for handshakes that begin from now on."""
+        self.contexts = contexts
+
 
 def libp2p_key_pair(identity: Identity) -> KeyPair:
-    """The identity's key as py-libp2p holds keys."""
+    """Return the identity's key as py-libp2p's key pair."""
     return create_new_key_pair(identity.seed)
 
 
 class _Scratch(threading.local):
-    """Where ciphertext is between the socket and OpenSSL: never over an await, so one for all connections does."""
+    """Buffer for ciphertext between the socket and OpenSSL. Shared by all connections: not used across an await."""
 
     def __init__(self) -> None:
-        self.buffer = memoryview(bytearray(_PIECE))
+        self.buffer = memoryview(bytearray(_READ_SIZE))
 
 
 _scratch: Final = _Scratch()
 
 
 class TlsConnection(ISecureConn):
-    """An encrypted, authenticated connection; what the muxer reads and writes."""
+    """An encrypted, authenticated connection; the `SecureTransport` of a yamux session."""
 
     def __init__(self, raw: IRawConnection, tls: ssl.SSLObject, bios: tuple[ssl.MemoryBIO, ssl.MemoryBIO]) -> None:
         self._raw = raw
@@ -104,22 +102,22 @@ class TlsConnection(ISecureConn):
         self._local: tuple[ID, PrivateKey] | None = None
         self.certificate: CertificateInfo | None = None
         self.chain: Chain = ()
-        """The peer's certificate and the CAs above it, as they were verified."""
+        """The peer's certificate and the CAs above it, as verified in the handshake."""
         self.refusal: str | None = None
-        """Why the other side refused this side, once it has said so."""
+        """The peer's alert that refuses this side's certificate, explained; None without one."""
         self.refused_for: RefusalReason | None = None
-        """Why this side refused the other, once it has."""
+        """Why this side refused the peer's certificate; None if it did not."""
         self.is_initiator = not tls.server_side
 
-    def attach(self, records: SecurityRecords, local: ID, key: PrivateKey) -> None:
-        """Count into the endpoint's records, and know the local identity."""
-        self._bytes = records.bytes
+    def attach(self, state: SecurityState, local: ID, key: PrivateKey) -> None:
+        """Count bytes in the endpoint's state, and set the local identity that py-libp2p asks for."""
+        self._bytes = state.bytes
         self._local = (local, key)
 
     # ----------------------------------------------------------------------------------------------- handshake
 
     async def handshake(self) -> CertificateInfo:
-        """Run the TLS handshake and read the peer's certificate.
+        """Run the TLS handshake and return the peer's certificate.
 
         Raises:
             RefusedError: one side does not accept the other's certificate.
@@ -131,8 +129,8 @@ class TlsConnection(ISecureConn):
                 break
             except ssl.SSLWantReadError:
                 await self._flush()
-                await self.more()
-            except ssl.SSLEOFError as error:  # no refusal: it may be about to end, or to start
+                await self.wait_readable()
+            except ssl.SSLEOFError as error:  # not a refusal: the peer may be stopping or starting
                 raise ConnectionClosedError("the peer closed the connection during the TLS handshake") from error
             except ssl.SSLError as error:
                 await self._flush_quietly()
@@ -152,13 +150,13 @@ class TlsConnection(ISecureConn):
         return self.certificate
 
     def _explain(self, error: ssl.SSLError) -> str:
-        """Who refused whose certificate, and why; notes that this side did, if it did."""
-        words, self.refused_for = explain(error, shown(self._tls))
-        return words
+        """Describe who refused whose certificate, and why; set `refused_for` if this side did."""
+        text, self.refused_for = explain(error, shown_certificate(self._tls))
+        return text
 
     def shown_peer(self) -> PeerId | None:
-        """Who the peer said it was, for one that was refused; nobody has verified that."""
-        certificate = shown(self._tls)
+        """Return the unverified peer id in the certificate of a peer that was refused; None without one."""
+        certificate = shown_certificate(self._tls)
         try:
             return None if certificate is None else read_certificate(certificate).peer_id
         except IdentityError:
@@ -167,30 +165,33 @@ class TlsConnection(ISecureConn):
     # ------------------------------------------------------------------------------------------------- data
 
     async def read(self, n: int | None = None) -> bytes:
-        """Up to `n` decrypted bytes; empty after the peer's clean end."""
-        buffer = bytearray(n if n is not None and n > 0 else _PIECE)
+        """Return up to `n` decrypted bytes; empty after the peer's clean end."""
+        buffer = bytearray(n if n is not None and n > 0 else _READ_SIZE)
         async with self._receive_lock:
             return bytes(buffer[: await self.read_into(memoryview(buffer))])
 
     async def read_into(self, buffer: memoryview) -> int:
-        """Wait for at least one decrypted byte and fill as much of `buffer` as is there; 0 after the peer's clean end.
+        """Wait for at least one decrypted byte, fill as much of `buffer` as is there and return how much.
 
-        One task at a time.
+        Return 0 after the peer's clean end. One task at a time.
         """
         while (count := self.read_now(buffer)) is None:
-            await self.more()
+            await self.wait_readable()
         return count
 
     def read_now(self, buffer: memoryview) -> int | None:
-        """Fill as much of `buffer` as can be decrypted, a record of 16 KiB after the other; none if `more` must come.
+        """Fill as much of `buffer` as can be decrypted, one record of up to 16 KiB after the other.
 
-        0 after the peer's clean end. Raises `ConnectionClosedError` after any other.
+        Return how much; 0 after the peer's clean end, None if `wait_readable` has to be awaited first.
+
+        Raises:
+            ConnectionClosedError: the connection broke off, or the peer sent an alert.
         """
         size = 0
         while size < len(buffer):
             try:
                 count: int = self._tls.read(len(buffer) - size, buffer[size:])  # type: ignore[assignment]
-            except ssl.SSLError as error:  # the next call meets it again
+            except ssl.SSLError as error:  # after some bytes it is left to the next call
                 if size:
                     break
                 if isinstance(error, ssl.SSLWantReadError):
@@ -206,7 +207,7 @@ class TlsConnection(ISecureConn):
         return size
 
     async def write(self, data: bytes, body: memoryview | None = None) -> None:
-        """Send `data` and `body`. A cancellation waits until they are out: half a frame would end the connection."""
+        """Send `data` and `body`. Shielded from cancellation once begun: half a frame would corrupt the connection."""
         try:
             self._send_lock.acquire_nowait()
         except trio.WouldBlock:
@@ -230,22 +231,22 @@ class TlsConnection(ISecureConn):
             await self._send(rest)
         if scope.cancelled_caught:
             await self.close()
-            raise ConnectionClosedError(f"the peer took nothing for {SEND_TIMEOUT:g} s")
+            raise ConnectionClosedError(f"the peer accepted no data for {SEND_TIMEOUT:g} s")
 
     async def _flush(self) -> None:
         if self._outgoing.pending:
             await self._send(self._outgoing.read())
 
     async def _flush_quietly(self) -> None:
-        """Send the alert that tells the peer why, if it still listens."""
+        """Send pending TLS alerts, if the peer is still there."""
         try:
             await self._flush()
         except ConnectionClosedError:
-            _log.debug("the peer was gone before it could be told why")
+            _log.debug("the connection was closed before a TLS alert could be sent")
 
-    async def more(self) -> None:
-        """Move ciphertext from the wire to TLS; waits for some."""
-        if isinstance(self._raw, CircuitConnection):  # its bytes are counted by the connection that carries it
+    async def wait_readable(self) -> None:
+        """Wait for ciphertext and pass it to TLS."""
+        if isinstance(self._raw, CircuitConnection):  # its bytes are counted by the connection to the relay
             part = await self._raw.read_part()
             self._feed(part)
             release_buffer(part)
@@ -258,11 +259,11 @@ class TlsConnection(ISecureConn):
             except (OSError, trio.ClosedResourceError) as error:
                 raise ConnectionClosedError(f"the connection broke off: {error}") from error
             waited = True
-        if not waited:  # others have their turn; what has come is in TLS already, so a cancellation loses nothing
+        if not waited:  # let other tasks run; the bytes are in TLS already, so a cancellation loses none
             await trio.lowlevel.checkpoint()
 
     def _receive_now(self, socket: trio.socket.SocketType) -> bool:
-        """Move what the socket has to TLS; false if it has nothing now."""
+        """Pass what the socket has to TLS; return False if it has nothing now."""
         try:
             count = os.readv(socket.fileno(), (_scratch.buffer,))
         except BlockingIOError:
@@ -292,7 +293,7 @@ class TlsConnection(ISecureConn):
             rest = self._send_now(rest)
 
     def _send_now(self, data: memoryview) -> memoryview:
-        """Send what the socket takes at once; the rest."""
+        """Send what the socket accepts at once; return the rest."""
         assert self._socket is not None
         try:
             count = os.write(self._socket.socket.fileno(), data)
@@ -304,10 +305,10 @@ class TlsConnection(ISecureConn):
         return data[count:]
 
     async def close(self) -> None:
-        """Say goodbye if that needs no waiting, and close the connection."""
+        """Send close_notify if that needs no waiting, and close the connection."""
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 0.5):
             if self._socket is not None and not self._send_lock.locked():
-                # the other side's goodbye is not waited for, and there is none to say before the handshake's end
+                # does not wait for the peer's close_notify; before the end of the handshake there is none to send
                 with suppress(ssl.SSLError, ValueError):
                     self._tls.unwrap()
                 await self._flush_quietly()
@@ -319,85 +320,85 @@ class TlsConnection(ISecureConn):
     # --------------------------------------------------------------------------------------------- properties
 
     def get_local_peer(self) -> ID:
-        """The local peer id, as py-libp2p holds it."""
+        """Return the local peer id as py-libp2p's type."""
         assert self._local is not None
         return self._local[0]
 
     def get_local_private_key(self) -> PrivateKey:
-        """The local key, as py-libp2p holds it."""
+        """Return the local private key as py-libp2p's type."""
         assert self._local is not None
         return self._local[1]
 
     def get_remote_peer(self) -> ID:
-        """The authenticated peer's id."""
+        """Return the authenticated peer's id."""
         assert self._peer is not None
         return ID(self._peer.raw)
 
     def get_remote_public_key(self) -> PublicKey:
-        """The authenticated peer's key."""
+        """Return the authenticated peer's public key."""
         assert self._peer is not None
         return Ed25519PublicKey.from_bytes(self._peer.public_key)
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        """Host and port of the other end, if there is one."""
+        """Return host and port of the other end; None on a relayed connection."""
         address: tuple[str, int] | None = self._raw.get_remote_address()
         return address
 
     def get_transport_addresses(self) -> list[Multiaddr]:
-        """Addresses of the connection itself."""
+        """Return the addresses of the raw connection."""
         return list(self._raw.get_transport_addresses())
 
     def get_connection_type(self) -> ConnectionType:
-        """Direct or relayed."""
+        """Return whether the connection is direct or relayed."""
         return self._raw.get_connection_type()
 
 
 class TlsTransport(ISecureTransport):
-    """Upgrades raw connections; logs refusals with what was refused, the same one once a minute."""
+    """Upgrades raw connections to TLS; logs refusals, the same one at most once a minute."""
 
-    def __init__(self, identity: Identity, records: SecurityRecords) -> None:
-        self._records = records
+    def __init__(self, identity: Identity, state: SecurityState) -> None:
+        self._state = state
         self._refusals = LogThrottle()
         self._keys = libp2p_key_pair(identity)
         self._local = ID.from_pubkey(self._keys.public_key)
 
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
-        """Accept a peer."""
+        """Run the server side of the handshake."""
         return await self._secure(conn, server=True)
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
-        """Dial a peer; whether it is the one that was meant is the dialler's to check."""
+        """Run the client side of the handshake. `dial.upgrade` checks that the peer is the expected one."""
         return await self._secure(conn, server=False)
 
     async def _secure(self, conn: IRawConnection, *, server: bool) -> TlsConnection:
         bios = (ssl.MemoryBIO(), ssl.MemoryBIO())
-        contexts = self._records.contexts
-        tls = contexts.watched[server].wrap_bio(*bios, server_side=server)
+        contexts = self._state.contexts
+        tls = contexts.recording[server].wrap_bio(*bios, server_side=server)
         secured = TlsConnection(conn, tls, bios)
-        secured.attach(self._records, self._local, self._keys.private_key)
+        secured.attach(self._state, self._local, self._keys.private_key)
         try:
             with trio.fail_after(HANDSHAKE_TIMEOUT):
                 await secured.handshake()
         except RefusedError as error:
             if secured.refused_for is not None:
-                self._records.events.emit(PeerRejected(secured.shown_peer(), secured.refused_for, str(error)))
-            self._tell_refusal(conn, secured, str(error), "from" if server else "to")
+                self._state.events.emit(PeerRejected(secured.shown_peer(), secured.refused_for, str(error)))
+            self._log_refusal(conn, secured, str(error), "from" if server else "to")
             raise HandshakeFailure(str(error)) from error
         except trio.TooSlowError as error:
             raise ConnectionClosedError(f"no TLS handshake within {HANDSHAKE_TIMEOUT:g} s") from error
-        tls.context = contexts.plain[server]  # watching costs a call for every record, and there is nothing more to see
+        tls.context = contexts.plain[server]  # the recording hook costs a Python call for every record
         return secured
 
-    def _tell_refusal(self, conn: IRawConnection, secured: TlsConnection, error: str, way: str) -> None:
+    def _log_refusal(self, conn: IRawConnection, secured: TlsConnection, error: str, direction: str) -> None:
         address = conn.get_remote_address()
-        host = address[0] if address and not secured.is_initiator else address  # callers' ports change
-        untold = self._refusals.since_told((way, secured.shown_peer() or host, error))
-        if untold is not None:
-            more = f" (and {untold} times more since it was last told)" if untold else ""
-            _log.warning("connection %s %s refused: %s%s", way, shown_address(conn), error, more)
+        host = address[0] if address and not secured.is_initiator else address  # the port of a client changes each time
+        suppressed = self._refusals.since_told((direction, secured.shown_peer() or host, error))
+        if suppressed is not None:
+            more = f" ({suppressed} more since it was last logged)" if suppressed else ""
+            _log.warning("connection %s %s refused: %s%s", direction, describe_address(conn), error, more)
 
 
-def shown_address(conn: Any) -> str:
-    """Where a raw connection comes from or leads to, for people."""
+def describe_address(conn: Any) -> str:
+    """Describe the remote address of a raw connection for logs."""
     address = conn.get_remote_address()
     return f"{address[0]}:{address[1]}" if address else "a relayed peer"

@@ -1,4 +1,7 @@
-"""What a TLS handshake that failed means, in words for whoever has to mend it: which certificate, why, what to do."""
+"""Explanations of failed TLS handshakes for operators: which certificate was refused, why, and the remedy.
+
+Called by `security.tls`. Alerts: RFC 8446 section 6.2; verification errors: OpenSSL's ``X509_V_ERR`` codes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _ALERTS: Final = {
     "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "ours is of a kind it does not take",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it wants a certificate",
 }
-"""What the other side's alert says of this side's certificate."""
+"""Meaning of the peer's alert about this side's certificate."""
 _REMEDIES: Final = {
     3: "crls_pem lacks a list of one of the CAs in its chain",
     9: "check the clocks of both nodes",
@@ -31,19 +34,19 @@ _REMEDIES: Final = {
     20: _COMPARE,
     21: _COMPARE,
 }
-"""What to do about OpenSSL's verification errors, by their code."""
+"""Remedies for OpenSSL's verification errors, by code."""
 
 RefusalReason = Literal["revoked", "expired", "untrusted", "protocol"]
 _REASONS: Final[Mapping[int, RefusalReason]] = {10: "expired", 23: "revoked"}
 
 
 def is_refusal(error: ssl.SSLError) -> bool:
-    """Whether the other side has said that it does not take this side's certificate."""
+    """Return whether the error is the peer's alert that it does not accept this side's certificate."""
     return error.reason in _ALERTS
 
 
 def explain(error: ssl.SSLError, shown: bytes | None) -> tuple[str, RefusalReason | None]:
-    """Who refused whose certificate and what to do, and why this side refused, if it was this side.
+    """Describe who refused whose certificate and the remedy; return that, and the reason if this side refused.
 
     Args:
         shown: the certificate that the peer showed, as DER.

@@ -1,1 +1,1 @@
-"""Streams of the libp2p endpoint: the application's stream, accepting, opening, protocol negotiation."""
+"""Streams: opening and accepting them, protocol negotiation, and the `Stream` that applications use."""

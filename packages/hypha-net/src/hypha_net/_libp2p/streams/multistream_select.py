@@ -1,10 +1,12 @@
-"""multistream-select on streams: which protocol one speaks. Before `streams`, which knows that already.
+"""multistream-select (``/multistream/1.0.0``): agree on the protocol of a stream.
 
-py-libp2p's takes two round trips where one does, and the answerer a frame for each line. Here the dialler's greeting,
-protocol and, if it likes, all that it has to say leave together, and so do the answers to what has come together.
-Others see an ordinary negotiation: every implementation allows lines to arrive at once.
+py-libp2p's negotiation takes two round trips where one suffices, and answers in a frame for each line. Here the dialler
+sends greeting, protocol and optionally all of its request together, and the listener answers together what has arrived
+together. Other implementations see an ordinary negotiation, in which lines may arrive at once.
 
-The specification: https://github.com/multiformats/multistream-select
+Called by `streams.outbound` and `streams.inbound`.
+
+Specification: https://github.com/multiformats/multistream-select
 """
 
 from __future__ import annotations
@@ -17,78 +19,78 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 from hypha_net._libp2p.yamux.stream import YamuxStream
 
 GREETING: Final = b"/multistream/1.0.0"
-NOT_SPOKEN: Final = b"na"
+NOT_AVAILABLE: Final = b"na"
 MAX_LINE: Final = 1024
-"""Bytes of a line, its end included."""
+"""Bytes of a line, with its newline."""
 MAX_LINES: Final = 64
-"""Protocols that a dialler may ask for on one stream."""
+"""Protocols that a dialler may propose on one stream."""
 
 
 class NoMultistreamError(Exception):
-    """What comes is not multistream-select."""
+    """The peer does not speak multistream-select."""
 
 
-class NotSpokenError(Exception):
-    """The peer speaks none of the protocols."""
+class ProtocolNotSupportedError(Exception):
+    """The peer supports none of the proposed protocols."""
 
 
-async def propose(stream: YamuxStream, protocols: Sequence[str], said: bytes | None = None) -> str:
-    """Offer protocols in order; the first that the peer speaks.
+async def negotiate_outbound(stream: YamuxStream, protocols: Sequence[str], early_data: bytes | None = None) -> str:
+    """Propose protocols in order; return the first that the peer supports.
 
     Args:
-        said: sent at once, with the end of this side behind it, where only one protocol is offered.
+        early_data: the whole request, sent with the proposal and the end of this side. For a single protocol only.
 
     Raises:
-        NotSpokenError: it speaks none of them.
+        ProtocolNotSupportedError: the peer supports none of them.
         NoMultistreamError: it answers something else.
         MuxedStreamEOF, MuxedStreamError: it ends the stream, or the connection breaks off.
     """
     greeting = _line(GREETING)
     for protocol in protocols:
         lines = greeting + _line(protocol.encode())
-        if said is None:
+        if early_data is None:
             await stream.write(lines)
         else:
-            await stream.write(lines + said, end=True)
+            await stream.write(lines + early_data, end=True)
         if greeting:
             await _expect_greeting(stream)
             greeting = b""
         answer = await _read_line(stream)
         if answer == protocol.encode():
             return protocol
-        if answer != NOT_SPOKEN:
+        if answer != NOT_AVAILABLE:
             raise NoMultistreamError(f"{answer[:80]!r} in answer to {protocol}")
-    raise NotSpokenError(", ".join(protocols))
+    raise ProtocolNotSupportedError(", ".join(protocols))
 
 
-async def agree(stream: YamuxStream, spoken: Container[str]) -> str | None:
-    """Answer a dialler until it asks for a protocol that is spoken here; none if it gives up.
+async def negotiate_inbound(stream: YamuxStream, supported: Container[str]) -> str | None:
+    """Answer a dialler's proposals until one is supported and return it; None if the dialler gives up.
 
     Raises:
-        NoMultistreamError: what it says is not multistream-select, or it asks for too much.
+        NoMultistreamError: it does not speak multistream-select, or proposes more than `MAX_LINES` protocols.
         MuxedStreamError: it resets the stream, or the connection breaks off.
     """
-    if not stream.readable:  # it may wait for this before it says anything
+    if not stream.readable:  # a dialler may wait for the greeting before it sends anything
         await stream.write(_line(GREETING))
-        waiting = b""
+        unsent = b""
     else:
-        waiting = _line(GREETING)
+        unsent = _line(GREETING)
     try:
         await _expect_greeting(stream)
-        for asked in range(MAX_LINES):
-            if waiting and not stream.readable:
-                await stream.write(waiting)
-                waiting = b""
+        for proposed in range(MAX_LINES):
+            if unsent and not stream.readable:
+                await stream.write(unsent)
+                unsent = b""
             try:
                 line = await _read_line(stream)
             except NoMultistreamError:
-                if asked:
-                    return None  # what it would have said, had a protocol fitted
+                if proposed:
+                    return None  # early data after a protocol that is not supported
                 raise
             protocol = line.decode(errors="replace")
-            answer, waiting = waiting + _line(line if protocol in spoken else NOT_SPOKEN), b""
+            answer, unsent = unsent + _line(line if protocol in supported else NOT_AVAILABLE), b""
             await stream.write(answer)
-            if protocol in spoken:
+            if protocol in supported:
                 return protocol
     except MuxedStreamEOF:
         return None
@@ -96,6 +98,7 @@ async def agree(stream: YamuxStream, spoken: Container[str]) -> str | None:
 
 
 def _line(text: bytes) -> bytes:
+    """Frame a line: its length with the newline as an unsigned varint, then the line."""
     size = len(text) + 1
     return (bytes((size,)) if size < 0x80 else bytes((size & 0x7F | 0x80, size >> 7))) + text + b"\n"
 
@@ -103,11 +106,11 @@ def _line(text: bytes) -> bytes:
 async def _expect_greeting(stream: YamuxStream) -> None:
     greeting = await _read_line(stream)
     if greeting != GREETING:
-        raise NoMultistreamError(f"{greeting[:80]!r} for a greeting")
+        raise NoMultistreamError(f"{greeting[:80]!r} instead of a greeting")
 
 
 async def _read_line(stream: YamuxStream) -> bytes:
-    """The next line, and not a byte of what follows it. Raises `MuxedStreamEOF` at the stream's end."""
+    """Read one line and no byte after it. Raises `MuxedStreamEOF` at the stream's end."""
     size = (await stream.read(1))[0]
     if size >= 0x80:
         size = size & 0x7F | (await stream.read(1))[0] << 7
@@ -117,5 +120,5 @@ async def _read_line(stream: YamuxStream) -> bytes:
     while len(line) < size:
         line += await stream.read(size - len(line))
     if line[-1:] != b"\n":
-        raise NoMultistreamError(f"{line[:80]!r} is no line")
+        raise NoMultistreamError(f"{line[:80]!r} does not end in a newline")
     return line[:-1]

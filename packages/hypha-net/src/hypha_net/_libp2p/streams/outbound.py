@@ -1,4 +1,7 @@
-"""Streams that this node opens: a connection, then a protocol that the peer agrees to. The counterpart of `inbound`."""
+"""Outbound streams: get a connection, open a stream, negotiate a protocol. The counterpart of `streams.inbound`.
+
+Called by the endpoint's `open_stream`; calls `dial.dialer`, `yamux.session` and `streams.multistream_select`.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,35 @@ from libp2p.stream_muxer.exceptions import MuxedConnError, MuxedStreamError
 from hypha_net._libp2p.compat.host import protocols_of
 from hypha_net._libp2p.dial.dialer import Dialer
 from hypha_net._libp2p.streams.inbound import NEGOTIATE_TIMEOUT
-from hypha_net._libp2p.streams.multistream_select import NoMultistreamError, NotSpokenError, propose
+from hypha_net._libp2p.streams.multistream_select import (
+    NoMultistreamError,
+    ProtocolNotSupportedError,
+    negotiate_outbound,
+)
 from hypha_net._libp2p.streams.stream import Libp2pStream
 from hypha_net._libp2p.yamux.session import YamuxSession
 from hypha_net.errors import NetError, StreamDroppedError, UnreachableError, UnsupportedProtocolError
 from hypha_proto.ids import PeerId
 
 
-class Outbound:
-    """The streams that one endpoint opens."""
+class OutboundStreams:
+    """Outbound streams of one endpoint."""
 
     def __init__(self, dialer: Dialer, peerstore: IPeerStore) -> None:
         self._dialer = dialer
         self._peerstore = peerstore
 
     async def open(self, peer: PeerId, protocols: Sequence[str], request: bytes | None, timeout: float) -> Libp2pStream:
-        """See `Endpoint.open_stream`."""
+        """Open a stream; see `Endpoint.open_stream`."""
         with anyio.move_on_after(timeout):
-            connection = await self._dialer.ensure(peer)
+            connection = await self._dialer.get_or_connect(peer)
             try:
                 return await self._negotiate(connection, peer, protocols, request)
             except NetError:
-                # tried again where the connection had just broken off, unless what a request brought may have arrived
+                # retried if the connection has just broken off, unless the peer may have received the request
                 if connection.muxed_conn.is_established or request is not None:
                     raise
-            connection = await self._dialer.ensure(peer)
+            connection = await self._dialer.get_or_connect(peer)
             return await self._negotiate(connection, peer, protocols, request)
         raise UnreachableError(f"{peer} did not answer within {timeout:g} s")
 
@@ -46,20 +53,20 @@ class Outbound:
         self, connection: SwarmConn, peer: PeerId, protocols: Sequence[str], request: bytes | None
     ) -> Libp2pStream:
         try:
-            muxed = await cast(YamuxSession, connection.muxed_conn).open_stream(announce=False)
+            muxed = await cast(YamuxSession, connection.muxed_conn).open_stream(send_syn=False)
         except (MuxedConnError, MuxedStreamError) as error:
             raise UnreachableError(f"{peer}: {error}") from error
-        known = protocols_of(self._peerstore, ID(peer.raw))
-        at_once = request if len(protocols) == 1 and protocols[0] in known else None
+        supported = protocols_of(self._peerstore, ID(peer.raw))
+        early_data = request if len(protocols) == 1 and protocols[0] in supported else None
         opened = False
         try:
             with anyio.fail_after(NEGOTIATE_TIMEOUT):
-                stream = Libp2pStream(muxed, await propose(muxed, protocols, at_once))
-            if request is not None and at_once is None:
+                stream = Libp2pStream(muxed, await negotiate_outbound(muxed, protocols, early_data))
+            if request is not None and early_data is None:
                 await stream.send_eof(request)
             opened = True
             return stream
-        except NotSpokenError as error:
+        except ProtocolNotSupportedError as error:
             raise UnsupportedProtocolError(f"{peer} speaks none of {error}") from error
         except NoMultistreamError as error:
             raise UnsupportedProtocolError(f"{peer} does not negotiate protocols: {error}") from error

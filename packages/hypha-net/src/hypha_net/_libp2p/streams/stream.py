@@ -1,4 +1,7 @@
-"""`Stream` over a muxed stream, with the library's errors translated."""
+"""`hypha_net.endpoint.Stream` over a yamux stream; translates py-libp2p's errors.
+
+Made by `streams.inbound` and `streams.outbound` once a protocol is agreed on; used by protocol handlers and clients.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ def _translated(error: Exception) -> StreamClosedError | StreamResetError:
 
 
 class Libp2pStream:
-    """See `hypha_net.endpoint.Stream`."""
+    """A negotiated stream; see `hypha_net.endpoint.Stream`."""
 
     def __init__(self, muxed: YamuxStream, protocol: str) -> None:
         self._muxed = muxed
         self._protocol = protocol
         self._closed = False
-        self._peer = PeerId(muxed.muxer.peer_id.to_bytes())
+        self._peer = PeerId(muxed.peer_id.to_bytes())
 
     @property
     def peer(self) -> PeerId:
@@ -66,7 +69,7 @@ class Libp2pStream:
             raise _translated(error) from error
 
     async def receive_part(self) -> memoryview:
-        """Like `receive_some` without a limit and without a copy; `inflow.give_back` takes the buffer back."""
+        """Return the next received part without a copy, for `yamux.buffer_pool.release_buffer`; empty at the end."""
         self._check_open()
         try:
             return await self._muxed.read_part()
@@ -76,7 +79,7 @@ class Libp2pStream:
             raise _translated(error) from error
 
     def carry_circuit(self) -> None:
-        """Have more under way: what takes a circuit passes through three processes, which wait for each other."""
+        """Widen the receive window: a relayed connection passes through three processes that wait for each other."""
         self._muxed.carry_circuit()
 
     async def send_eof(self, last: bytes = b"") -> None:
@@ -100,7 +103,7 @@ class Libp2pStream:
             await self._end(self._muxed.discard)
 
     async def _end(self, action: Callable[[], Awaitable[None]]) -> None:
-        with suppress(MuxedStreamError, MuxedConnUnavailable):  # it has ended already, by the other side
+        with suppress(MuxedStreamError, MuxedConnUnavailable):  # the peer has ended it already
             await action()
         await trio.lowlevel.checkpoint_if_cancelled()
 

@@ -1,4 +1,8 @@
-"""Protobuf messages on a stream, each behind its length as an unsigned varint: what the DHT and the relay speak."""
+"""Length-delimited protobuf messages on a stream: each after its length as an unsigned varint.
+
+The framing of the DHT, relay and DCUtR protocols; used by `kad`, `relay` and `gossipsub`. Varints:
+https://github.com/multiformats/unsigned-varint
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ MAX_MESSAGE: Final = 1 << 20
 
 
 class TooLongError(TransferError):
-    """A message's length is over the limit."""
+    """A message exceeds the size limit."""
 
 
 async def write_message(stream: Stream, message: Any) -> None:
-    """Send a message behind its length."""
+    """Send a message after its length."""
     data = message.SerializeToString()
     size, prefix = len(data), bytearray()
     while size > 0x7F:
@@ -28,11 +32,11 @@ async def write_message(stream: Stream, message: Any) -> None:
 
 
 async def read_message(stream: Stream, kind: Any, limit: int = MAX_MESSAGE) -> Any:
-    """Receive a message of the class `kind` and not a byte of what follows it; none at the clean end of the stream.
+    """Read one message of class `kind` and no byte after it. Return None at the clean end of the stream.
 
     Raises:
-        TooLongError: it is over `limit` bytes.
-        TransferError: it is cut, or not such a message.
+        TooLongError: the message exceeds `limit` bytes.
+        TransferError: the message is truncated or malformed.
     """
     size = await _read_length(stream)
     if size is None:
@@ -49,38 +53,38 @@ async def read_message(stream: Stream, kind: Any, limit: int = MAX_MESSAGE) -> A
 
 
 class MessageReader:
-    """Receives one message after the other from a stream that carries nothing else, many with one read."""
+    """Reads messages from a stream that carries nothing else, with buffering: one read may bring many."""
 
     def __init__(self, stream: Stream, kind: Any, limit: int = MAX_MESSAGE) -> None:
         self._stream = stream
         self._kind = kind
         self._limit = limit
-        self._waiting = bytearray()
+        self._buffer = bytearray()
 
     async def next(self) -> Any:
-        """The next message; none at the clean end of the stream. Raises as `read_message` does."""
-        while (found := self._length()) is None or len(self._waiting) < sum(found):
+        """Return the next message; None at the clean end of the stream. Raises as `read_message`."""
+        while (found := self._length()) is None or len(self._buffer) < sum(found):
             part = await self._stream.receive_some(64 << 10)
             if not part:
-                if self._waiting:
+                if self._buffer:
                     raise TransferError("the stream ended within a message")
                 return None
-            self._waiting += part
+            self._buffer += part
         start, size = found
-        data = self._waiting[start : start + size]
-        del self._waiting[: start + size]
+        data = self._buffer[start : start + size]
+        del self._buffer[: start + size]
         return _parse(self._stream, self._kind, data)
 
     def _length(self) -> tuple[int, int] | None:
-        """Bytes of the length and the length itself; none while it has not come whole."""
+        """Return the size of the length prefix and the length; None while the prefix is incomplete."""
         size = 0
-        for index, byte in enumerate(self._waiting[:5]):
+        for index, byte in enumerate(self._buffer[:5]):
             size |= (byte & 0x7F) << 7 * index
             if byte < 0x80:
                 if size > self._limit:
                     raise TooLongError(f"a message of {size} bytes is over the limit of {self._limit}")
                 return index + 1, size
-        if len(self._waiting) >= 5:
+        if len(self._buffer) >= 5:
             raise TransferError("a message's length has too many bytes")
         return None
 

@@ -1,4 +1,8 @@
-"""Protobuf messages from tables: what `protoc` would generate, for messages that py-libp2p's own lack fields of."""
+"""Protobuf message classes made from tables of fields, without `protoc`.
+
+For messages of libp2p protocols that py-libp2p lacks, or whose fields it lacks: used by `kad.messages` and
+`relay.messages`.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ INT32: Final = descriptor_pb2.FieldDescriptorProto.TYPE_INT32
 MESSAGE: Final = descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
 
 Field = tuple[str, int, Any, bool, str]
-"""Name, number, type, whether it is repeated, and for a message the full name of its type."""
+"""Name, number, type, whether it is repeated, and the full type name of a message field (empty for others)."""
 
 
 def message_classes(package: str, syntax: str, tables: Mapping[str, Sequence[Field]]) -> dict[str, Any]:
     """Make a class for each table of fields.
 
     Args:
-        package: such as ``hypha.kad``; types of fields are named ``.hypha.kad.Record``.
+        package: such as ``hypha.kad``; a field's message type is then named ``.hypha.kad.Record``.
         syntax: ``proto2`` or ``proto3``.
     """
     name = package.replace(".", "_") + ".proto"

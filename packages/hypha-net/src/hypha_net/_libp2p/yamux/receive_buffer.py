@@ -1,63 +1,40 @@
-"""Bytes of one stream between the wire and its reader: large frames as they came, small ones put together.
+"""Receive buffer of one stream: bytes between the wire and their reader.
 
-A frame's body is decrypted straight into the buffer in which it waits, and copied once, to where its reader wants it.
+Large frame bodies stay in the pooled buffer into which they were decrypted and are copied once, to their reader. Small
+ones are joined. Filled by `yamux.stream.YamuxStream`, which counts the bytes against the receive window.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Final, cast
+from typing import Final
 
-MAX_BODY: Final = 257 << 10
-"""Size of the largest frames that we send, a circuit's; larger ones are others'."""
-_POOLED: Final = tuple(MAX_BODY >> halvings for halvings in (3, 2, 1, 0))
-"""Sizes of the buffers that are used again and again: each holds more than half of its size."""
-_SPARE: Final = 16
-"""Buffers of each size that are kept while nobody needs them."""
+from hypha_net._libp2p.yamux.buffer_pool import release_buffer
+
 _SMALL: Final = 16 << 10
-"""Bodies up to here are joined: a peer that sends byte by byte must not cost an object for each."""
-
-_spare: Final[dict[int, list[bytearray]]] = {size: [] for size in _POOLED}
+"""Largest body that is joined with others, so that a peer that sends single bytes does not cost an object for each."""
 
 
-def acquire_buffer(size: int) -> memoryview:
-    """A writable buffer of `size` bytes; what is in it is arbitrary."""
-    if _POOLED[0] // 2 < size <= MAX_BODY:
-        pooled = next(each for each in _POOLED if size <= each)
-        spare = _spare[pooled]
-        return memoryview(spare.pop() if spare else bytearray(pooled))[:size]
-    return memoryview(bytearray(size))
-
-
-def release_buffer(body: memoryview) -> None:
-    """Nobody needs the buffer any more; it must not be touched afterwards."""
-    buffer = body.obj
-    body.release()
-    spare = _spare.get(len(buffer)) if isinstance(buffer, bytearray) else None
-    if spare is not None and len(spare) < _SPARE:
-        spare.append(cast(bytearray, buffer))
-
-
-class Unread:
-    """Bytes that have come from a peer and are not read yet, over all its connections."""
+class UnreadBytes:
+    """Number of received bytes that have not been read, over all connections with one peer."""
 
     def __init__(self) -> None:
         self.size = 0
 
 
 class ReceiveBuffer:
-    """A queue of bytes."""
+    """Queue of bytes."""
 
     __slots__ = ("_offset", "_parts", "size")
 
     def __init__(self) -> None:
         self._parts: deque[bytearray | memoryview] = deque()
         self._offset = 0
-        """Bytes of the first part that have been taken."""
+        """Bytes of the first part that have been read."""
         self.size = 0
 
-    def add(self, body: memoryview) -> None:
-        """Append what came; the buffer belongs to the queue from now on."""
+    def append(self, body: memoryview) -> None:
+        """Append a frame's body and take ownership of its buffer."""
         self.size += len(body)
         if len(body) > _SMALL:
             self._parts.append(body)
@@ -69,30 +46,30 @@ class ReceiveBuffer:
             self._parts.append(bytearray(body))
         release_buffer(body)
 
-    def put_back(self, data: bytes) -> None:
-        """Put bytes before what came; nothing of that has been taken."""
+    def prepend(self, data: bytes) -> None:
+        """Put bytes before all others. May be called only while nothing has been read of the first part."""
         if data:
             self._parts.appendleft(bytearray(data))
             self.size += len(data)
 
     def take_into(self, target: memoryview) -> int:
-        """Move as many bytes into `target` as there are and fit; how many."""
+        """Move as many bytes into `target` as are buffered and fit. Return how many."""
         taken = 0
         while taken < len(target) and self._parts:
-            taken += self._take_part(target[taken:])
+            taken += self._take_from_first(target[taken:])
         self.size -= taken
         return taken
 
-    def _take_part(self, target: memoryview) -> int:
+    def _take_from_first(self, target: memoryview) -> int:
         part = self._parts[0]
         count = min(len(target), len(part) - self._offset)
-        with memoryview(part) as there:
-            target[:count] = there[self._offset : self._offset + count]
+        with memoryview(part) as view:
+            target[:count] = view[self._offset : self._offset + count]
         self._offset += count
-        self._drop_taken(part)
+        self._remove_first_if_read(part)
         return count
 
-    def _drop_taken(self, part: bytearray | memoryview) -> None:
+    def _remove_first_if_read(self, part: bytearray | memoryview) -> None:
         if self._offset == len(part):
             self._offset = 0
             self._parts.popleft()
@@ -100,19 +77,19 @@ class ReceiveBuffer:
                 release_buffer(part)
 
     def take(self, limit: int) -> bytes:
-        """Up to `limit` bytes, of what came together."""
+        """Return up to `limit` bytes of the first part; empty when nothing is buffered."""
         if not self._parts:
             return b""
         part = self._parts[0]
-        with memoryview(part) as there:
-            data = bytes(there[self._offset : self._offset + limit])
+        with memoryview(part) as view:
+            data = bytes(view[self._offset : self._offset + limit])
         self.size -= len(data)
         self._offset += len(data)
-        self._drop_taken(part)
+        self._remove_first_if_read(part)
         return data
 
     def take_part(self) -> memoryview:
-        """What came together, in the buffer that it came in; for `give_back` when nobody reads it any more."""
+        """Return the first part without a copy; the caller releases it with `buffer_pool.release_buffer`."""
         part, offset = self._parts.popleft(), self._offset
         self._offset = 0
         whole = memoryview(part)
@@ -120,7 +97,7 @@ class ReceiveBuffer:
         return whole[offset:] if offset else whole
 
     def clear(self) -> int:
-        """Drop everything; how many bytes that were."""
-        dropped, self.size, self._offset = self.size, 0, 0
+        """Discard everything. Return how many bytes that were."""
+        discarded, self.size, self._offset = self.size, 0, 0
         self._parts.clear()
-        return dropped
+        return discarded

@@ -1,11 +1,14 @@
-"""``/yamux/1.0.0``: many streams over one connection, wire-compatible with other yamux implementations.
+"""Yamux session (``/yamux/1.0.0``): many streams over one connection, wire-compatible with other implementations.
 
-py-libp2p's own fails a write after five seconds without credit, takes a killed peer for a clean end of stream, and
-corrupts the connection when a blocked write is cancelled. Here a broken connection resets its streams, a frame is sent
-whole or not at all (the connection below shields it), and a peer that is silent for `PING_INTERVAL` + `PING_TIMEOUT`
-loses the connection.
+Replaces py-libp2p's yamux, which fails a write after five seconds without credit, takes a killed peer for a clean end
+of stream, and corrupts the connection when a blocked write is cancelled. Here a broken connection resets its streams, a
+frame is sent whole or not at all (the transport shields it), and a peer that is silent for `PING_INTERVAL` +
+`PING_TIMEOUT` loses the connection.
 
-The specification: https://github.com/hashicorp/yamux/blob/master/spec.md
+Made by `compat.swarm.YamuxMultistream` over a `yamux.transport.SecureTransport`; passes each inbound stream to
+`streams.inbound`.
+
+Specification: https://github.com/hashicorp/yamux/blob/master/spec.md
 """
 
 from __future__ import annotations
@@ -22,92 +25,95 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamError, MuxedStreamReset
 from multiaddr import Multiaddr
 
-from hypha_net._libp2p.yamux.link_estimator import AdaptiveFrameSize, RttEstimator
-from hypha_net._libp2p.yamux.receive_buffer import Unread, acquire_buffer
-from hypha_net._libp2p.yamux.stream import (
+from hypha_net._libp2p.yamux.buffer_pool import acquire_buffer
+from hypha_net._libp2p.yamux.frames import (
     HEADER,
-    SMALL,
+    MAX_WINDOW,
+    SMALL_BODY,
     START_WINDOW,
-    WINDOW,
     FrameFlag,
     FrameType,
-    YamuxStream,
     frame_header,
 )
+from hypha_net._libp2p.yamux.link_estimator import AdaptiveFrameSize, RttEstimator
+from hypha_net._libp2p.yamux.receive_buffer import UnreadBytes
+from hypha_net._libp2p.yamux.stream import YamuxStream
 from hypha_net._libp2p.yamux.transport import SecureTransport
 
-_log = logging.getLogger("hypha_net.muxer")
+_log = logging.getLogger("hypha_net.yamux")
 
 PROTOCOL: Final = "/yamux/1.0.0"
 MAX_STREAMS: Final = 4096
 """Streams that a peer may have open at once."""
 PING_INTERVAL: Final = 15.0
+"""Seconds of silence after which the peer is pinged."""
 PING_TIMEOUT: Final = 15.0
-GOODBYE_TIMEOUT: Final = 0.5
-"""Seconds within which what waits to be sent has to leave when this side closes the connection."""
-FROZEN: Final = 2.0
-"""When a sleep overshoots by so much this process was stopped, and silence says nothing about the peer."""
+"""Seconds within which it must then send something."""
+GO_AWAY_TIMEOUT: Final = 0.5
+"""Seconds within which queued control frames are sent when this side closes the connection."""
+SUSPENDED: Final = 2.0
+"""A sleep that overshoots by so many seconds means that this process was suspended: silence then proves nothing."""
 MAX_CONTROL: Final = 4 * MAX_STREAMS
-"""Control frames that wait to be sent; a peer that causes more without reading any is dropped."""
-
+"""Queued control frames; a peer that causes more without reading any loses the connection."""
 MAX_UNREAD: Final = 256 << 20
-"""Bytes of one peer that may wait to be read; a connection that brings more is dropped."""
-MAX_WIDE: Final = MAX_UNREAD // 2 // WINDOW
-"""Streams of a connection that have the largest window at once."""
+"""Received bytes of one peer that may wait to be read; a connection that exceeds it is closed."""
+MAX_WIDE: Final = MAX_UNREAD // 2 // MAX_WINDOW
+"""Streams of one connection that may have a widened receive window at once."""
 
 _EMPTY: Final = memoryview(b"")
 
 
 class YamuxSession(IMuxedConn):
-    """A connection that carries streams."""
+    """A connection that carries streams; the `SessionHandle` of each of them."""
 
     def __init__(
         self,
         conn: SecureTransport,
         peer_id: ID,
         serve: Callable[[YamuxStream], Awaitable[None]] | None = None,
-        unread: Unread | None = None,
+        unread: UnreadBytes | None = None,
     ) -> None:
         """Carry streams over `conn`; those that the peer opens go to `serve`, or wait for `accept_stream`.
 
         Args:
-            unread: what the peer's other connections have brought too, if it has any.
+            unread: the counter that the peer's other connections use, if it has any.
         """
         self._conn = conn
         self._serve = serve
         self._served: trio.Nursery
         self._serving = 0
-        """Streams that `serve` has not done with."""
+        """Number of streams for which `serve` is running."""
         self.peer_id = peer_id
         self.event_started = trio.Event()
         self.event_closed = trio.Event()
         self.on_close: Callable[[], Awaitable[None]] | None = None
         self._fault = ""
-        """What the peer did that ends the connection, once it has."""
+        """The peer's protocol violation that ends the connection; empty without one."""
         self.end_reason = ""
-        """Why the connection ended, once it has."""
-        self.unread = unread or Unread()
-        self._round_trips = RttEstimator()
-        self.relayed = conn.get_connection_type() is ConnectionType.RELAYED
+        """Why the connection ended; empty while it lives."""
+        self._unread = unread or UnreadBytes()
+        self._rtt = RttEstimator()
+        self._is_relayed = conn.get_connection_type() is ConnectionType.RELAYED
         self._frame_size = AdaptiveFrameSize()
         self._bulk = trio.Lock()
-        """Held while a large frame is sent: large ones take turns, and small ones wait for one of them at most."""
+        """Held while a large frame is sent, so that a small frame waits for one large frame at most."""
         self._streams: dict[int, YamuxStream] = {}
         self._next_id = 1 if conn.is_initiator else 2
         self._accepted, self._to_accept = trio.open_memory_channel[YamuxStream](MAX_STREAMS)
-        self._control, self._to_send = trio.open_memory_channel[tuple[FrameType, FrameFlag, int, int]](MAX_CONTROL)
+        self._control, self._queued = trio.open_memory_channel[tuple[FrameType, FrameFlag, int, int]](MAX_CONTROL)
         self._queue_empty = trio.Event()
-        self._leaving = False
-        self._peer_leaving = False
+        self._closing = False
+        self._peer_closing = False
+        """Whether the peer has sent GO_AWAY."""
         self._write_failed = False
-        """What the peer has sent before may still be read, and then the connection ends."""
-        self.began = self._heard = trio.current_time()
+        """Whether sending has failed; what the peer has sent before may still be read."""
+        self.started_at = self._last_received_at = trio.current_time()
         self._scope = trio.CancelScope()
 
-    # -------------------------------------------------------------------------------------------------- life
+    # --------------------------------------------------------------------------------------------- lifetime
 
     async def start(self) -> None:
-        """Read frames until the connection ends, and serve streams until each has; py-libp2p runs this in a task."""
+        """Read frames until the connection ends, and serve its streams to their end. Run in a task by py-libp2p."""
         async with trio.open_nursery() as self._served:
             await self._run()
 
@@ -122,22 +128,21 @@ class YamuxSession(IMuxedConn):
                     try:
                         reason = await self._read_frames()
                     finally:
-                        await self._shut_down(
-                            self._fault or reason
-                        )  # first: it frees a write that the peer does not take
+                        # before the tasks are cancelled: it ends a write that the peer does not accept
+                        await self._shut_down(self._fault or reason)
                         nursery.cancel_scope.cancel()
-        except Exception:  # noqa: BLE001 - it runs in a task of the swarm's, which an error would end with every connection
-            _log.exception("the connection with %s is given up", self.peer_id)
+        except Exception:  # noqa: BLE001 - in a task of the swarm: an error would end it with every other connection
+            _log.exception("closing the connection with %s after an unexpected error", self.peer_id)
         finally:
             self.event_started.set()
             await self._shut_down(self._fault or reason)
 
     async def close(self) -> None:
-        """Tell the peer, end every stream and the connection. Idempotent."""
-        if self._leaving or self.is_closed:
+        """Send GO_AWAY, end every stream and close the connection. Idempotent."""
+        if self._closing or self.is_closed:
             return
-        self._leaving = True
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + GOODBYE_TIMEOUT):
+        self._closing = True
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + GO_AWAY_TIMEOUT):
             self.queue_frame(FrameType.GO_AWAY, FrameFlag(0), 0, 0)
             await self._queue_empty.wait()
         await self._shut_down("the connection was closed")
@@ -148,7 +153,7 @@ class YamuxSession(IMuxedConn):
             return
         self.end_reason = reason
         self.event_closed.set()
-        self._queue_empty.set()  # nothing of it will be sent any more
+        self._queue_empty.set()  # nothing more of it is sent
         for stream in list(self._streams.values()):
             stream.connection_lost(reason)
         self._accepted.close()
@@ -159,50 +164,50 @@ class YamuxSession(IMuxedConn):
                 await self.on_close()
 
     async def _keep_alive(self) -> None:
-        """Ask a silent peer for a sign of life, and end the connection when none comes."""
+        """Ping a silent peer, and close the connection when it does not answer."""
         while True:
-            frozen = await self._sleeps_too_long(max(0.0, self._heard + PING_INTERVAL - trio.current_time()))
-            await self._end_wasted_streams()
-            if frozen:
+            silent_until = self._last_received_at + PING_INTERVAL
+            suspended = await self._sleep_was_suspended(max(0.0, silent_until - trio.current_time()))
+            await self._reset_overdue_streams()
+            if suspended:
                 continue
-            if trio.current_time() - self._heard < PING_INTERVAL:
+            if trio.current_time() - self._last_received_at < PING_INTERVAL:
                 continue
-            asked_at = trio.current_time()
+            pinged_at = trio.current_time()
             self.queue_frame(FrameType.PING, FrameFlag.SYN, 0, 0)
-            if not await self._sleeps_too_long(PING_TIMEOUT) and self._heard < asked_at:
-                silent = trio.current_time() - self._heard
-                _log.warning("%s has been silent for %.0f s and is given up", self.peer_id, silent)
+            if not await self._sleep_was_suspended(PING_TIMEOUT) and self._last_received_at < pinged_at:
+                silent = trio.current_time() - self._last_received_at
+                _log.warning("closing the connection with %s: silent for %.0f s", self.peer_id, silent)
                 await self._shut_down("the peer is silent")
                 self._scope.cancel()
                 return
 
-    async def _end_wasted_streams(self) -> None:
+    async def _reset_overdue_streams(self) -> None:
         now = trio.current_time()
-        for stream in [stream for stream in self._streams.values() if stream.is_wasted(now)]:
+        for stream in [stream for stream in self._streams.values() if stream.is_discard_overdue(now)]:
             await stream.reset()
 
-    async def _sleeps_too_long(self, seconds: float) -> bool:
-        """Sleep; true if this process was stopped meanwhile: then counting starts anew."""
+    async def _sleep_was_suspended(self, seconds: float) -> bool:
+        """Sleep; return whether this process was suspended meanwhile, after which the peer's silence counts anew."""
         until = trio.current_time() + seconds
         await trio.sleep_until(until)
-        if trio.current_time() <= until + FROZEN:
+        if trio.current_time() <= until + SUSPENDED:
             return False
-        self._heard = trio.current_time()
+        self._last_received_at = trio.current_time()
         return True
 
     # ------------------------------------------------------------------------------------------------ streams
 
-    async def open_stream(self, *, announce: bool = True) -> YamuxStream:
-        """Open a stream to the peer, which hears of it now, or without `announce` with the first bytes on it."""
-        if self.is_closed or self._leaving or self._peer_leaving:
+    async def open_stream(self, *, send_syn: bool = True) -> YamuxStream:
+        """Open a stream to the peer. Without `send_syn`, the SYN flag travels with the first bytes on it."""
+        if self.is_closed or self._closing or self._peer_closing:
             raise MuxedConnUnavailable("the connection is closing")
-        stream = YamuxStream(self, self._next_id)
-        stream.pending_flags = FrameFlag.SYN
+        stream = YamuxStream(self, self._next_id, FrameFlag.SYN)
         self._next_id += 2
         self._streams[stream.stream_id] = stream
         try:
-            if announce:
-                await stream.announce()
+            if send_syn:
+                await stream.send_syn()
             else:
                 await trio.lowlevel.checkpoint_if_cancelled()
         except BaseException:
@@ -211,18 +216,30 @@ class YamuxSession(IMuxedConn):
         return stream
 
     async def accept_stream(self) -> YamuxStream:
-        """Wait for a stream that the peer opens; for the connection's end where `serve` gets them."""
+        """Wait for a stream that the peer opens. With a `serve` function, which gets them, wait for the end."""
         try:
             stream = await self._to_accept.receive()
-            await stream.announce()
+            await stream.send_syn()
         except (trio.EndOfChannel, trio.ClosedResourceError, MuxedStreamReset):
             raise MuxedConnUnavailable("the connection is closed") from None
         return stream
 
-    def forget_if_over(self, stream: YamuxStream) -> None:
-        """Drop the entry of a stream that has ended."""
-        if stream.over:
-            self._streams.pop(stream.stream_id, None)
+    def remove_if_finished(self, stream_id: int) -> None:
+        """Forget a stream if it is finished in both directions."""
+        stream = self._streams.get(stream_id)
+        if stream is not None and stream.is_finished:
+            del self._streams[stream_id]
+
+    def has_streams_in_use(self) -> bool:
+        """Return whether streams are served here, or were opened here and are still in use by this side.
+
+        Does not count a stream that the peer opened and that is no longer served, nor one that was closed here without
+        reading on: those may stay half-open at the peer.
+        """
+        if self._serving:
+            return True
+        opened = (stream for number, stream in self._streams.items() if number % 2 == self._next_id % 2)
+        return any(not stream.is_unused for stream in opened)
 
     # ------------------------------------------------------------------------------------------------- frames
 
@@ -238,13 +255,13 @@ class YamuxSession(IMuxedConn):
         """Send one frame, whole. Raises `IOException` when the connection is gone.
 
         Args:
-            before: a frame that goes with it, made by `frame_header`.
+            before: a packed frame to send in front of it.
         """
         header = before + frame_header(kind, flags, stream_id, length)
         try:
             if data is None:
                 await self._conn.write(header)
-            elif length <= SMALL:  # one record of TLS
+            elif length <= SMALL_BODY:  # header and body in one TLS record
                 await self._conn.write(header + data)
             else:
                 await self._send_large(header, data, length)
@@ -260,12 +277,12 @@ class YamuxSession(IMuxedConn):
         try:
             began = trio.current_time()
             await self._conn.write(header, data)
-            self._frame_size.took(length, trio.current_time() - began)
+            self._frame_size.add_sample(length, trio.current_time() - began)
         finally:
             self._bulk.release()
 
     async def _read_frames(self) -> str:
-        """Handle frames until there are no more; why there are none."""
+        """Handle frames until the connection ends. Return why it ended."""
         header = memoryview(bytearray(HEADER.size))
         try:
             while True:
@@ -282,72 +299,69 @@ class YamuxSession(IMuxedConn):
                     body = read
                 self._handle(FrameType(kind), FrameFlag(flags & 15), stream_id, length, body)
         except MuxedStreamError as error:
-            _log.warning("%s does not speak yamux properly and is dropped: %s", self.peer_id, error)
+            _log.warning("%s violates the yamux protocol, closing the connection: %s", self.peer_id, error)
             return str(error)
         except IOException as error:
             return str(error)
 
     async def _read_body(self, stream_id: int, length: int) -> memoryview | None:
-        """A frame's bytes, empty where they have landed; none at the connection's end."""
-        if length > WINDOW:
+        """Return a frame's body: empty if it went straight to a reader, None at the connection's end."""
+        if length > MAX_WINDOW:
             raise MuxedStreamError(f"a frame of {length} bytes")
         stream = self._streams.get(stream_id)
-        if stream is not None and stream.lands(length):
-            return await self._fill_landing(stream, length)
+        if stream is not None and stream.can_receive_inplace(length):
+            return await self._fill_inplace(stream, length)
         body = acquire_buffer(length)
         return body if await self._fill(body) else None
 
     def queue_frame(self, kind: FrameType, flags: FrameFlag, stream_id: int, length: int) -> None:
-        """Have the writer task send a frame: readers that wait for room could wait for each other for ever."""
+        """Have the writer task send a frame without a body.
+
+        The reader must not wait for the connection to accept it: two peers that both do so would deadlock.
+        """
         if self.is_closed:
             return
         try:
             self._control.send_nowait((kind, flags, stream_id, length))
         except trio.WouldBlock:
-            self._give_up("it causes control frames faster than it reads them")
+            self._close_for_violation("it causes control frames faster than it reads them")
             return
         if self._queue_empty.is_set():
             self._queue_empty = trio.Event()
 
-    def _give_up(self, fault: str) -> None:
-        """Drop the connection, whoever notices that it must be."""
+    def _close_for_violation(self, fault: str) -> None:
+        """Close the connection from any task, because of what the peer did."""
         if not self._fault:
             self._fault = fault
-            _log.warning("%s does not speak yamux properly and is dropped: %s", self.peer_id, fault)
+            _log.warning("%s violates the yamux protocol, closing the connection: %s", self.peer_id, fault)
             self._scope.cancel()
 
     @property
-    def first_window(self) -> int:
-        """What a peer may have under way on one stream at first: more where three processes keep each other busy."""
-        return WINDOW if self.relayed and self.may_widen() else START_WINDOW
+    def initial_receive_window(self) -> int:
+        """Receive window of a new stream; larger on relayed connections, which pass through three processes."""
+        return MAX_WINDOW if self._is_relayed and self.can_widen() else START_WINDOW
 
-    def may_widen(self) -> bool:
-        """Whether one more stream may have the largest window: many of them unread would end the connection."""
+    def can_widen(self) -> bool:
+        """Return whether one more stream may have a widened window: many of them unread would exceed `MAX_UNREAD`."""
         return sum(stream.is_wide for stream in self._streams.values()) < MAX_WIDE
 
     @property
-    def frame(self) -> int:
-        """How many bytes of one stream are sent at a time now."""
+    def frame_size(self) -> int:
+        """How many bytes of one stream are sent in one frame at present."""
         return self._frame_size.bytes
 
     def round_trip(self) -> float:
-        """The shortest time that a ping took to come back, in seconds; 0 until there have been a few. Asks again."""
-        number = self._round_trips.next_number()
+        """Return the shortest round trip so far in seconds, 0 until there are enough; ping again if it is time."""
+        number = self._rtt.next_ping()
         if number is not None:
             self.queue_frame(FrameType.PING, FrameFlag.SYN, 0, number)
-        return self._round_trips.seconds()
-
-    def queue_credit(self, stream: YamuxStream, amount: int) -> None:
-        """Return credit for bytes that nobody wants."""
-        if amount:
-            stream.allow(amount)
-            self.queue_frame(FrameType.WINDOW, FrameFlag(0), stream.stream_id, amount)
+        return self._rtt.seconds()
 
     async def _send_control(self) -> None:
         try:
-            async for frame in self._to_send:
+            async for frame in self._queued:
                 await self.send_frame(*frame)
-                if not self._to_send.statistics().current_buffer_used:
+                if not self._queued.statistics().current_buffer_used:
                     self._queue_empty.set()
         except IOException as error:
             _log.debug("control frames to %s end: %s", self.peer_id, error)
@@ -357,35 +371,35 @@ class YamuxSession(IMuxedConn):
         while buffer:
             count = self._conn.read_now(buffer)
             if count is None:
-                await self._conn.more()
+                await self._conn.wait_readable()
                 continue
             if not count:
                 return False
-            self._heard = trio.current_time()
+            self._last_received_at = trio.current_time()
             buffer = buffer[count:]
         return True
 
-    async def _fill_landing(self, stream: YamuxStream, length: int) -> memoryview | None:
-        """Read a frame's body to where a reader waits for it; to a buffer, if it goes away, and none at the end.
+    async def _fill_inplace(self, stream: YamuxStream, length: int) -> memoryview | None:
+        """Read a frame's body into the buffer of a waiting reader and return an empty buffer.
 
-        An empty buffer says that the body has landed.
+        If that reader leaves meanwhile, return the body in a buffer of its own. Return None at the connection's end.
         """
-        there = 0
-        while there < length:
-            rest = stream.landing(there, length)
+        received = 0
+        while received < length:
+            rest = stream.inplace_target(received, length)
             if rest is None:
                 body = acquire_buffer(length)
-                body[:there] = stream.rescued()
-                return body if await self._fill(body[there:]) else None
+                body[:received] = stream.take_spilled()
+                return body if await self._fill(body[received:]) else None
             count = self._conn.read_now(rest)
             if count is None:
-                await self._conn.more()
+                await self._conn.wait_readable()
                 continue
             if not count:
                 return None
-            self._heard = trio.current_time()
-            there += count
-        stream.land(length)
+            self._last_received_at = trio.current_time()
+            received += count
+        stream.commit_inplace(length)
         return _EMPTY
 
     def _handle(self, kind: FrameType, flags: FrameFlag, stream_id: int, length: int, body: memoryview) -> None:
@@ -393,10 +407,10 @@ class YamuxSession(IMuxedConn):
             if FrameFlag.SYN in flags:
                 self.queue_frame(FrameType.PING, FrameFlag.ACK, 0, length)
             else:
-                self._round_trips.came_back(length)
+                self._rtt.add_reply(length)
             return
         if kind == FrameType.GO_AWAY:
-            self._peer_leaving = True
+            self._peer_closing = True
             return
         stream = self._accept(stream_id) if FrameFlag.SYN in flags else self._streams.get(stream_id)
         if stream is None:
@@ -405,31 +419,30 @@ class YamuxSession(IMuxedConn):
             return
         if kind == FrameType.DATA:
             stream.receive(body)
-            if self.unread.size > MAX_UNREAD:
-                raise MuxedStreamError(f"{self.unread.size} bytes of it wait to be read")
+            if self._unread.size > MAX_UNREAD:
+                raise MuxedStreamError(f"{self._unread.size} bytes of it wait to be read")
         else:
-            stream.add_credit(length)
+            stream.add_send_window(length)
         if FrameFlag.RST in flags:
-            stream.break_off("the peer reset the stream")
+            stream.abort("the peer reset the stream")
         elif FrameFlag.FIN in flags:
-            stream.end_there()
-            self.forget_if_over(stream)
+            stream.receive_end()
+            self.remove_if_finished(stream_id)
 
     def _accept(self, stream_id: int) -> YamuxStream | None:
-        ours = stream_id % 2 == self._next_id % 2
-        if ours or stream_id == 0 or stream_id in self._streams:
+        is_ours = stream_id % 2 == self._next_id % 2
+        if is_ours or stream_id == 0 or stream_id in self._streams:
             raise MuxedStreamError(f"stream {stream_id} is not the peer's to open")
-        if self._is_crowded() or self._leaving or self.is_closed:
+        if self._has_max_streams() or self._closing or self.is_closed:
             self.queue_frame(FrameType.WINDOW, FrameFlag.RST, stream_id, 0)
             return None
-        stream = YamuxStream(self, stream_id)
-        stream.pending_flags = FrameFlag.ACK
+        stream = YamuxStream(self, stream_id, FrameFlag.ACK)
         self._hand_over(stream)
         self._streams[stream_id] = stream
         return stream
 
-    def _is_crowded(self) -> bool:
-        """Whether the peer has as many streams open as it may."""
+    def _has_max_streams(self) -> bool:
+        """Return whether the peer has `MAX_STREAMS` open."""
         if len(self._streams) < MAX_STREAMS:
             return False
         return sum(number % 2 != self._next_id % 2 for number in self._streams) >= MAX_STREAMS
@@ -442,7 +455,7 @@ class YamuxSession(IMuxedConn):
             if self._serving == 2 * MAX_STREAMS:
                 raise trio.WouldBlock
         except trio.WouldBlock:
-            raise MuxedStreamError("it opens and resets streams faster than they are looked at") from None
+            raise MuxedStreamError("it opens and resets streams faster than they are served") from None
         self._serving += 1
         self._served.start_soon(self._serve_one, self._serve, stream)
 
@@ -455,9 +468,29 @@ class YamuxSession(IMuxedConn):
     # --------------------------------------------------------------------------------------------- properties
 
     @property
+    def transport(self) -> SecureTransport:
+        """The secure connection below."""
+        return self._conn
+
+    @property
+    def unread(self) -> UnreadBytes:
+        """Counter of received bytes that have not been read, shared by the peer's connections."""
+        return self._unread
+
+    @property
+    def last_received_at(self) -> float:
+        """When the last bytes of the peer arrived, by trio's clock."""
+        return self._last_received_at
+
+    @property
     def is_initiator(self) -> bool:
         """Whether this side dialled."""
         return bool(self._conn.is_initiator)
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether the connection runs through a relay."""
+        return self._is_relayed
 
     @property
     def is_established(self) -> bool:
@@ -466,17 +499,17 @@ class YamuxSession(IMuxedConn):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the connection is over."""
+        """Whether the connection has ended."""
         return self.event_closed.is_set()
 
     def get_transport_addresses(self) -> list[Multiaddr]:
-        """Addresses of the connection below."""
+        """Return the addresses of the connection below."""
         return self._conn.get_transport_addresses()
 
     def get_connection_type(self) -> ConnectionType:
-        """Direct or relayed."""
+        """Return whether the connection is direct or relayed."""
         return self._conn.get_connection_type()
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        """Address of the connection's other end."""
+        """Return host and port of the connection's other end, if known."""
         return self._conn.get_remote_address()

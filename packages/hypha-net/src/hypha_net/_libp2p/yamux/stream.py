@@ -1,102 +1,85 @@
-"""One yamux stream: its buffer, its credit in both directions, and how it ends. Made by `muxer.Muxer`."""
+"""One yamux stream: its receive buffer, flow control in both directions, half-close and reset.
+
+Made by `yamux.session.YamuxSession`, which it knows as a `yamux.frames.SessionHandle`. Read and written by
+`streams.stream.Libp2pStream`, and by py-libp2p for its own protocols.
+
+Specification: https://github.com/hashicorp/yamux/blob/master/spec.md
+"""
 
 from __future__ import annotations
 
-import logging
-import struct
-from enum import IntEnum, IntFlag
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import Final, cast
 
 import trio
-from libp2p.abc import IMuxedStream
+from libp2p.abc import IMuxedConn, IMuxedStream
 from libp2p.io.exceptions import IOException
+from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 
+from hypha_net._libp2p.yamux.frames import (
+    INITIAL_WINDOW,
+    MAX_WINDOW,
+    SMALL_BODY,
+    START_WINDOW,
+    FrameFlag,
+    FrameType,
+    SessionHandle,
+    frame_header,
+    size_with_tls,
+)
 from hypha_net._libp2p.yamux.receive_buffer import ReceiveBuffer
 
-if TYPE_CHECKING:
-    from hypha_net._libp2p.yamux.session import YamuxSession
-
-_log = logging.getLogger("hypha_net.muxer")
-
-INITIAL_WINDOW: Final = 256 << 10
-"""What the specification grants every stream at its start."""
-START_WINDOW: Final = 1 << 20
-WINDOW: Final = 4 << 20
-"""What we let a peer have under way on one stream: at first, and at most when it takes so much to fill a long link."""
-SHORT_LINK: Final = 0.004
-"""Seconds there and back in which the first window moves as much as anybody wants."""
-SMALL: Final = 4 << 10
-"""Bytes up to which a frame costs others no time worth mentioning."""
-LINGER: Final = 30.0
+SHORT_ROUND_TRIP: Final = 0.004
+"""Round trip in seconds up to which `START_WINDOW` is large enough for full throughput."""
+DISCARD_TIMEOUT: Final = 30.0
 """Seconds within which a peer must end a stream that is not read any more."""
-CREDIT_EVERY: Final = 1.0
-"""Seconds after which a slow reader's credit goes back although it is little: the writer sees that it is read."""
-
-
-class FrameType(IntEnum):
-    """Kinds of frames."""
-
-    DATA = 0
-    WINDOW = 1
-    PING = 2
-    GO_AWAY = 3
-
-
-class FrameFlag(IntFlag):
-    """What a frame does to its stream."""
-
-    SYN = 1
-    ACK = 2
-    FIN = 4
-    RST = 8
-
-
-HEADER: Final = struct.Struct(">BBHII")
-
-
-def frame_header(kind: FrameType, flags: FrameFlag, stream_id: int, length: int) -> bytes:
-    """The twelve bytes that a frame begins with."""
-    return HEADER.pack(0, kind, flags, stream_id, length)
-
-
-def with_tls(frame: int) -> int:
-    """What a large frame of a circuit takes at most when TLS has encrypted it; frames of 16 KiB at least."""
-    return frame + frame // 256
+WINDOW_UPDATE_INTERVAL: Final = 1.0
+"""Seconds after which a slow reader grants even a small amount, so that the writer sees progress."""
 
 
 class YamuxStream(IMuxedStream):
-    """One stream. Reading returns buffered bytes before an end; a reset discards them."""
+    """A stream. Bytes received before a clean end can still be read after it; a reset discards them."""
 
-    def __init__(self, muxer: YamuxSession, stream_id: int) -> None:
-        self.muxed_conn = muxer
-        self.muxer = muxer
+    def __init__(self, session: SessionHandle, stream_id: int, pending_flags: FrameFlag) -> None:
+        """Make a stream whose first frame carries `pending_flags` (SYN or ACK) and our initial receive window."""
+        self.muxed_conn = cast(IMuxedConn, session)
         self.stream_id = stream_id
-        self.pending_flags = FrameFlag(0)
-        """SYN or ACK, until this side has sent its first frame, which tells the peer our window."""
-        self._inflow = ReceiveBuffer()
-        self._landing: memoryview | None = None
-        """Where a reader waits for bytes; a frame that fits in is decrypted there."""
-        self._landed = 0
-        self._under_way = 0
-        """Bytes there of a frame that has not come whole, which belong to the muxer."""
-        self._rescued = b""
-        self._unreturned = 0
-        self._returned_at = trio.current_time()
-        self._window = muxer.first_window
-        self._first_credit = self._window - INITIAL_WINDOW
-        self._credit = INITIAL_WINDOW
-        self._room = self._window
-        self._ended_here = False
-        self._ended_there = False
-        self._broken: str | None = None
+        self._session = session
+        self._pending_flags = pending_flags
+        self._buffer = ReceiveBuffer()
+        self._inplace_target: memoryview | None = None
+        """Buffer of a waiting reader; a frame that fits is decrypted straight into it."""
+        self._inplace_received = 0
+        """Bytes of a complete frame in the reader's buffer."""
+        self._inplace_partial = 0
+        """Bytes of an incomplete frame in the reader's buffer; the session takes them back if the reader leaves."""
+        self._spilled = b""
+        """Those bytes, after the reader has left."""
+        self._receive_window = session.initial_receive_window
+        self._initial_grant = self._receive_window - INITIAL_WINDOW
+        self._receive_allowance = self._receive_window
+        """Bytes that the peer may still send."""
+        self._read_since_update = 0
+        self._updated_at = trio.current_time()
+        self._send_window = INITIAL_WINDOW
+        """Bytes that this side may still send."""
+        self._local_closed = False
+        """Whether this side has sent FIN."""
+        self._remote_closed = False
+        """Whether the peer has sent FIN."""
+        self._reset_reason: str | None = None
         self._discarding = False
         self._discarding_since = 0.0
-        self._small = 0
+        self._small_writes = 0
         self._deadline = float("inf")
         self._carries_circuit = False
         self._changed = trio.Event()
+
+    @property
+    def peer_id(self) -> ID:
+        """The peer at the other end."""
+        return self._session.peer_id
 
     def _notify(self) -> None:
         self._changed.set()
@@ -106,309 +89,328 @@ class YamuxStream(IMuxedStream):
 
     @property
     def readable(self) -> int:
-        """Bytes that can be read without waiting."""
-        return self._inflow.size
+        """Number of bytes that can be read without waiting."""
+        return self._buffer.size
 
     async def read(self, n: int | None = None) -> bytes:
-        """1 to `n` bytes; `MuxedStreamEOF` after the peer's clean end, `MuxedStreamReset` after any other."""
+        """Return 1 to `n` bytes.
+
+        Raises:
+            MuxedStreamEOF: the peer has closed its sending side.
+            MuxedStreamReset: the stream was reset, or the connection broke.
+        """
         await self._wait_for_bytes()
-        data = self._inflow.take(self._inflow.size if n is None or n <= 0 else n)
-        self._taken(len(data))
+        data = self._buffer.take(self._buffer.size if n is None or n <= 0 else n)
+        self._count_read(len(data))
         return data
 
     async def read_part(self) -> memoryview:
-        """What came together, without a copy; `inflow.give_back` takes the buffer back. Raises as `read`."""
+        """Return the first buffered part without a copy; the caller passes it to `buffer_pool.release_buffer`.
+
+        Raises as `read`.
+        """
         await self._wait_for_bytes()
-        part = self._inflow.take_part()
-        self._taken(len(part))
+        part = self._buffer.take_part()
+        self._count_read(len(part))
         return part
 
     async def read_into(self, buffer: memoryview) -> int:
-        """At least one byte into `buffer`; how many. Raises as `read`."""
-        if not self._inflow.size and self._landing is None:
-            size = await self._wait_for_landing(buffer)
+        """Read at least one byte into `buffer` and return how many. Raises as `read`."""
+        if not self._buffer.size and self._inplace_target is None:
+            size = await self._read_inplace(buffer)
             if size:
                 return size
         await self._wait_for_bytes()
-        size = self._inflow.take_into(buffer)
-        self._taken(size)
+        size = self._buffer.take_into(buffer)
+        self._count_read(size)
         return size
 
-    async def _wait_for_landing(self, buffer: memoryview) -> int:
-        """Wait until a frame lands in `buffer` or there is something else to read; how many bytes have landed."""
-        self._landing = buffer
+    async def _read_inplace(self, buffer: memoryview) -> int:
+        """Offer `buffer` to the session and wait; return how many bytes it has put there, 0 if it used the queue."""
+        self._inplace_target = buffer
         try:
-            while not (self._landed or self._inflow.size or self._ended_there or self._broken):
+            while not (self._inplace_received or self._buffer.size or self._remote_closed or self._reset_reason):
                 await self._wait_for_change()
         except BaseException:
-            self._inflow.put_back(bytes(buffer[: self._landed]))
-            self._landed = 0
+            self._buffer.prepend(bytes(buffer[: self._inplace_received]))
+            self._inplace_received = 0
             raise
         finally:
-            if self._under_way:  # what an earlier reader left stays until the muxer takes it
-                self._rescued = bytes(buffer[: self._under_way])
-            self._landing, size, self._landed, self._under_way = None, self._landed, 0, 0
-        self._taken(size)
+            if self._inplace_partial:  # kept until the session takes it; a later reader must not overwrite it
+                self._spilled = bytes(buffer[: self._inplace_partial])
+            size = self._inplace_received
+            self._inplace_target, self._inplace_received, self._inplace_partial = None, 0, 0
+        self._count_read(size)
         return size
 
-    def lands(self, length: int) -> bool:
-        """Whether a frame of so many bytes can go straight to who waits for it."""
-        room = 0 if self._landing is None or self._inflow.size or self._landed else len(self._landing)
-        return length <= min(room, self._room) and not self._ended_there and not self._discarding
+    def can_receive_inplace(self, length: int) -> bool:
+        """Return whether a frame of `length` bytes can be decrypted straight into a waiting reader's buffer."""
+        target = self._inplace_target
+        space = 0 if target is None or self._buffer.size or self._inplace_received else len(target)
+        return length <= min(space, self._receive_allowance) and not self._remote_closed and not self._discarding
 
-    def landing(self, at: int, length: int) -> memoryview | None:
-        """Where the bytes of a frame from `at` on go, after those that are there; none when that reader is gone."""
-        if self._landing is None or self._rescued or len(self._landing) < length:
+    def inplace_target(self, at: int, length: int) -> memoryview | None:
+        """Return where to put the rest of a frame of `length` bytes, of which `at` are in the reader's buffer.
+
+        None when that reader has left: then `take_spilled` returns the first `at` bytes.
+        """
+        if self._inplace_target is None or self._spilled or len(self._inplace_target) < length:
             return None
-        self._under_way = at
-        return self._landing[at:length]
+        self._inplace_partial = at
+        return self._inplace_target[at:length]
 
-    def land(self, length: int) -> None:
-        """A frame has come whole."""
-        self._under_way, self._landed = 0, length
-        self._room -= length
-        self.muxer.unread.size += length
+    def commit_inplace(self, length: int) -> None:
+        """Hand a complete frame in the reader's buffer to the reader."""
+        self._inplace_partial, self._inplace_received = 0, length
+        self._receive_allowance -= length
+        self._session.unread.size += length
         self._notify()
 
-    def rescued(self) -> bytes:
-        """The bytes of a frame that had landed when the reader went away."""
-        rescued, self._rescued = self._rescued, b""
-        return rescued
+    def take_spilled(self) -> bytes:
+        """Return the bytes of an incomplete frame that were in a reader's buffer when it left."""
+        spilled, self._spilled = self._spilled, b""
+        return spilled
 
     async def _wait_for_bytes(self) -> None:
-        # here, and nowhere after bytes are taken: a cancellation must not lose them. Others need no turn when there are
-        # bytes: no more will come until the muxer has had its own, and a small message is read in many small steps
+        # cancellation is checked here and nowhere after bytes are taken, so that none are lost. With bytes at hand
+        # there is no full checkpoint: only the session's own turn brings more, and small messages take many small reads
         await trio.lowlevel.checkpoint_if_cancelled()
-        while not self._inflow.size:
-            if self._ended_there:
+        while not self._buffer.size:
+            if self._remote_closed:
                 raise MuxedStreamEOF("the peer has ended the stream")
-            if self._broken is not None:
-                raise MuxedStreamReset(self._broken)
+            if self._reset_reason is not None:
+                raise MuxedStreamReset(self._reset_reason)
             await self._wait_for_change()
 
-    def _taken(self, size: int) -> None:
-        self.muxer.unread.size -= size
-        self._return_credit(size)
+    def _count_read(self, size: int) -> None:
+        self._session.unread.size -= size
+        self._update_window(size)
 
-    def _return_credit(self, size: int) -> None:
-        """Let the peer send as much again as was read, in portions of half a window.
+    def _update_window(self, size: int) -> None:
+        """Grant the peer as much as was read, in portions of half a window.
 
-        The window grows only when half of it was used up within little more than a round trip: what a short link has
-        under way beyond that waits in some buffer, and requests wait behind it.
+        The window doubles only when half of it was used within 1.5 round trips. A larger window on a short link would
+        only fill buffers on the way, behind which requests wait.
         """
-        self._unreturned += size
-        if self._ended_there or self._broken is not None or not self._unreturned:
+        self._read_since_update += size
+        if self._remote_closed or self._reset_reason is not None or not self._read_since_update:
             return
         now = trio.current_time()
-        half, since = self._unreturned >= self._window // 2, now - self._returned_at
-        if not half and since < CREDIT_EVERY:
+        half_used, elapsed = self._read_since_update >= self._receive_window // 2, now - self._updated_at
+        if not half_used and elapsed < WINDOW_UPDATE_INTERVAL:
             return
-        amount, self._unreturned, self._returned_at = self._unreturned, 0, now
-        longer = half and self._window < WINDOW and since < 1.5 * self._long_round_trip()
-        if longer and (self.is_wide or self.muxer.may_widen()):
-            amount += self._window
-            self._window *= 2
-        self.muxer.queue_credit(self, amount)
+        amount, self._read_since_update, self._updated_at = self._read_since_update, 0, now
+        widen = half_used and self._receive_window < MAX_WINDOW and elapsed < 1.5 * self._long_round_trip()
+        if widen and (self.is_wide or self._session.can_widen()):
+            amount += self._receive_window
+            self._receive_window *= 2
+        self.grant_window(amount)
+
+    def grant_window(self, amount: int) -> None:
+        """Allow the peer to send `amount` more bytes, and send it a window update."""
+        if amount:
+            self._receive_allowance += amount
+            self._session.queue_frame(FrameType.WINDOW, FrameFlag(0), self.stream_id, amount)
 
     def carry_circuit(self) -> None:
-        """Let the peer have as much under way as on a long link, if few do, and take a circuit's frames whole."""
+        """Prepare the stream for a relayed connection: widest window if the session allows it, frames with TLS."""
         self._carries_circuit = True
-        if self.muxer.may_widen():
-            amount, self._window = WINDOW - self._window, WINDOW
-            self.muxer.queue_credit(self, amount)
+        if self._session.can_widen():
+            amount, self._receive_window = MAX_WINDOW - self._receive_window, MAX_WINDOW
+            self.grant_window(amount)
 
     @property
     def is_wide(self) -> bool:
-        """Whether its window has grown beyond what every stream has."""
-        return self._window > START_WINDOW
+        """Whether the receive window is larger than `START_WINDOW`."""
+        return self._receive_window > START_WINDOW
 
     def _long_round_trip(self) -> float:
-        """The link's round trip; 0 where it is so short that the first window is enough."""
-        seconds = self.muxer.round_trip()
-        return seconds if seconds > SHORT_LINK else 0.0
+        """Return the link's round trip in seconds; 0 where `START_WINDOW` is large enough for it."""
+        seconds = self._session.round_trip()
+        return seconds if seconds > SHORT_ROUND_TRIP else 0.0
 
     def receive(self, data: memoryview) -> None:
-        """Take bytes off the wire; their buffer belongs to the stream from now on.
+        """Take the body of a data frame and ownership of its buffer.
 
         Raises:
-            MuxedStreamError: they are more than this side allowed.
+            MuxedStreamError: the peer has ended the stream, or exceeds the receive window.
         """
-        if self._ended_there and data:
+        if self._remote_closed and data:
             raise MuxedStreamError(f"the peer sent {len(data)} bytes on stream {self.stream_id} after its end")
-        if len(data) > self._room:
+        if len(data) > self._receive_allowance:
             raise MuxedStreamError(
-                f"the peer sent {len(data)} bytes on stream {self.stream_id} with {self._room} allowed"
+                f"the peer sent {len(data)} bytes on stream {self.stream_id} with {self._receive_allowance} allowed"
             )
-        self._room -= len(data)
+        self._receive_allowance -= len(data)
         if self._discarding:
-            self.muxer.queue_credit(self, len(data))
+            self.grant_window(len(data))
         elif data:
-            self.muxer.unread.size += len(data)
-            self._inflow.add(data)
+            self._session.unread.size += len(data)
+            self._buffer.append(data)
             self._notify()
 
-    def allow(self, amount: int) -> None:
-        """Count credit that goes to the peer."""
-        self._room += amount
-
-    def end_there(self) -> None:
-        """The peer sends no more."""
-        self._ended_there = True
+    def receive_end(self) -> None:
+        """Record that the peer has closed its sending side."""
+        self._remote_closed = True
         self._notify()
 
     # ------------------------------------------------------------------------------------------------ writing
 
     async def write(self, data: bytes | bytearray | memoryview, *, end: bool = False) -> None:
-        """Send all of `data`, waiting for the peer's credit as long as it takes.
+        """Send all of `data`; wait as long as necessary for the peer's window updates. Do nothing without data.
 
-        With `end` the frame of the last byte is also the end of the sending side. Does nothing without data.
+        With `end` the frame of the last byte also closes the sending side.
         """
         rest = memoryview(data)
         while rest:
-            await self._take_turns(len(rest))  # a frame that has begun is not cancelled
-            if self._broken is not None:
-                raise MuxedStreamReset(self._broken)
-            if self._ended_here:
+            await self._yield_before_frame(len(rest))  # not later: a frame that has begun is not cancelled
+            if self._reset_reason is not None:
+                raise MuxedStreamReset(self._reset_reason)
+            if self._local_closed:
                 raise MuxedStreamClosed("sending has ended on this side")
-            if self._credit == 0:
+            if self._send_window == 0:
                 await self._wait_for_change()
                 continue
-            size = min(len(rest), self._credit, self._largest_frame())
-            self._credit -= size
+            size = min(len(rest), self._send_window, self._max_frame_size())
+            self._send_window -= size
             last = end and size == len(rest)
-            self._ended_here = self._ended_here or last
+            self._local_closed = self._local_closed or last
             try:
                 await self._send(FrameType.DATA, FrameFlag.FIN if last else FrameFlag(0), size, rest[:size])
-            except trio.Cancelled:  # before its turn: a frame is sent whole or not at all
-                self._credit += size
-                self._ended_here = self._ended_here and not last
+            except trio.Cancelled:  # before the frame has begun: a frame is sent whole or not at all
+                self._send_window += size
+                self._local_closed = self._local_closed and not last
                 raise
             rest = rest[size:]
-        self.muxer.forget_if_over(self)
+        self._session.remove_if_finished(self.stream_id)
 
-    def _largest_frame(self) -> int:
-        return with_tls(self.muxer.frame) if self._carries_circuit else self.muxer.frame
+    def _max_frame_size(self) -> int:
+        return size_with_tls(self._session.frame_size) if self._carries_circuit else self._session.frame_size
 
-    async def _take_turns(self, size: int) -> None:
-        """Let others have their turn before each large frame, and before one in a few small ones.
+    async def _yield_before_frame(self, size: int) -> None:
+        """Let other tasks run before each large frame and before every eighth small one.
 
-        In a circuit the stream that carries it does so already.
+        On a relayed connection the stream that carries the circuit already yields.
         """
-        self._small = self._small + 1 if size < SMALL else 0
-        if self._small % 8 or (self.muxer.relayed and size >= SMALL):
+        self._small_writes = self._small_writes + 1 if size < SMALL_BODY else 0
+        if self._small_writes % 8 or (self._session.is_relayed and size >= SMALL_BODY):
             await trio.lowlevel.checkpoint_if_cancelled()
         else:
             await trio.lowlevel.checkpoint()
 
     async def _send(self, kind: FrameType, flags: FrameFlag, length: int, data: memoryview | None = None) -> None:
-        pending, self.pending_flags = self.pending_flags, FrameFlag(0)
-        before = frame_header(FrameType.WINDOW, pending, self.stream_id, self._first_credit) if pending else b""
+        pending, self._pending_flags = self._pending_flags, FrameFlag(0)
+        before = frame_header(FrameType.WINDOW, pending, self.stream_id, self._initial_grant) if pending else b""
         try:
-            await self.muxer.send_frame(kind, flags, self.stream_id, length, data, before)
+            await self._session.send_frame(kind, flags, self.stream_id, length, data, before)
         except trio.Cancelled:
-            self.pending_flags = pending
+            self._pending_flags = pending
             raise
         except IOException as error:
             raise MuxedStreamReset(f"the connection broke off: {error}") from error
 
-    def add_credit(self, amount: int) -> None:
-        """The peer takes `amount` bytes more."""
-        self._credit = min(self._credit + amount, 1 << 32)
+    def add_send_window(self, amount: int) -> None:
+        """Record that the peer accepts `amount` more bytes."""
+        self._send_window = min(self._send_window + amount, 1 << 32)
         self._notify()
 
-    async def announce(self) -> None:
-        """Open the stream on the wire, with our window, if no frame has done that."""
-        pending, self.pending_flags = self.pending_flags, FrameFlag(0)
+    async def send_syn(self) -> None:
+        """Open or acknowledge the stream with a window update of its own, unless an earlier frame has done that."""
+        pending, self._pending_flags = self._pending_flags, FrameFlag(0)
         if not pending:
             return
         try:
-            await self._send(FrameType.WINDOW, pending, self._first_credit)
+            await self._send(FrameType.WINDOW, pending, self._initial_grant)
         except trio.Cancelled:
-            self.pending_flags = pending
+            self._pending_flags = pending
             raise
 
     # ------------------------------------------------------------------------------------------------- ending
 
     async def close(self) -> None:
-        """End the sending side; reading goes on. Idempotent."""
-        if self._ended_here or self._broken is not None:
+        """Close the sending side; reading goes on. Idempotent."""
+        if self._local_closed or self._reset_reason is not None:
             return
-        self._ended_here = True
+        self._local_closed = True
         self._notify()
         await self._send_end()
-        self.muxer.forget_if_over(self)
+        self._session.remove_if_finished(self.stream_id)
 
     async def discard(self) -> None:
-        """Read no more: what still comes is dropped, and the stream reset if it does not end in `LINGER` seconds."""
+        """Stop reading: drop what still arrives, and let the session reset the stream after `DISCARD_TIMEOUT`."""
         if self._discarding:
             return
         self._discarding, self._discarding_since = True, trio.current_time()
-        self._return_credit(self._drop_buffer())
+        self._update_window(self._drop_buffer())
 
     async def reset(self) -> None:
-        """Break the stream off, and tell the peer."""
-        if not self.over:
+        """Abort the stream and tell the peer."""
+        if not self.is_finished:
             self.reset_now()
             await trio.lowlevel.checkpoint_if_cancelled()
 
     def reset_now(self) -> None:
-        """The same without a moment for others in between."""
-        if self.over:
+        """Do the same as `reset` without a checkpoint."""
+        if self.is_finished:
             return
-        self.break_off("this side reset the stream")
-        if FrameFlag.SYN not in self.pending_flags:  # else the peer has never heard of it
-            self.muxer.queue_frame(
-                FrameType.WINDOW, FrameFlag.RST, self.stream_id, 0
-            )  # no wait for a peer that takes nothing
+        self.abort("this side reset the stream")
+        if FrameFlag.SYN not in self._pending_flags:  # otherwise the peer does not know the stream
+            # queued, so that nothing waits for a peer that does not read
+            self._session.queue_frame(FrameType.WINDOW, FrameFlag.RST, self.stream_id, 0)
 
     async def _send_end(self) -> None:
-        """Send FIN; a caller that is cancelled before its turn leaves that to the writer task."""
+        """Send FIN; on cancellation leave that to the writer task."""
         try:
             await self._send(FrameType.WINDOW, FrameFlag.FIN, 0)
         except trio.Cancelled:
-            self.muxer.queue_frame(FrameType.WINDOW, FrameFlag.FIN, self.stream_id, 0)
+            self._session.queue_frame(FrameType.WINDOW, FrameFlag.FIN, self.stream_id, 0)
             raise
 
-    def is_wasted(self, now: float) -> bool:
-        """Whether the peer has not ended a stream that nobody reads any more."""
-        return self._discarding and now - self._discarding_since > LINGER
+    def is_discard_overdue(self, now: float) -> bool:
+        """Return whether the peer has not ended a stream `DISCARD_TIMEOUT` seconds after reading stopped."""
+        return self._discarding and now - self._discarding_since > DISCARD_TIMEOUT
 
-    def break_off(self, reason: str) -> None:
-        """Everything under way is lost."""
-        self._ended_there = False
+    def abort(self, reason: str) -> None:
+        """Drop buffered bytes and fail every read and write with `reason`."""
+        self._remote_closed = False
         self._drop_buffer()
-        self._break(reason)
+        self._fail(reason)
 
     def connection_lost(self, reason: str) -> None:
-        """Nothing comes any more; what has come up to the peer's end of the stream can still be read."""
-        if self._ended_there:
-            self._break(reason)
+        """End the stream with its connection; if the peer had closed its side, buffered bytes can still be read."""
+        if self._remote_closed:
+            self._fail(reason)
         else:
-            self.break_off(reason)
+            self.abort(reason)
 
-    def _break(self, reason: str) -> None:
-        self._broken = self._broken or reason
+    def _fail(self, reason: str) -> None:
+        self._reset_reason = self._reset_reason or reason
         self._notify()
-        self.muxer.forget_if_over(self)
+        self._session.remove_if_finished(self.stream_id)
 
     def _drop_buffer(self) -> int:
-        size = self._inflow.clear()
-        self.muxer.unread.size -= size
+        size = self._buffer.clear()
+        self._session.unread.size -= size
         return size
 
     @property
-    def over(self) -> bool:
-        """Whether nothing will pass any more, in either direction."""
-        return self._broken is not None or (self._ended_here and self._ended_there)
+    def is_finished(self) -> bool:
+        """Whether no more bytes pass in either direction."""
+        return self._reset_reason is not None or (self._local_closed and self._remote_closed)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether this side has no more use for the stream: it is finished, or this side neither sends nor reads."""
+        return self.is_finished or (self._local_closed and self._discarding)
 
     def is_closed(self) -> bool:
-        """See `over`; the name that py-libp2p asks for."""
-        return self.over
+        """Return `is_finished`; the name that py-libp2p calls."""
+        return self.is_finished
 
     def set_deadline(self, ttl: int) -> None:
-        """In `ttl` seconds a read or write that still waits for the peer fails with `MuxedStreamError`.
+        """Fail reads and writes that still wait for the peer in `ttl` seconds with `MuxedStreamError`.
 
-        Part of py-libp2p's interface; Hypha's deadlines are the caller's cancel scopes.
+        Part of py-libp2p's interface; Hypha itself uses cancel scopes.
 
         Raises:
             ValueError: `ttl` is negative.
@@ -428,8 +430,8 @@ class YamuxStream(IMuxedStream):
             raise MuxedStreamError("the stream's deadline has passed")
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        """Address of the connection's other end."""
-        return self.muxer.get_remote_address()
+        """Return host and port of the connection's other end, if known."""
+        return self._session.get_remote_address()
 
     async def __aenter__(self) -> YamuxStream:
         return self

@@ -1,4 +1,4 @@
-"""What a muxer stands on: a connection that is secure already."""
+"""Interface of the secure connection below a yamux session; implemented by `security.tls.TlsConnection`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from multiaddr import Multiaddr
 
 
 class SecureTransport(Protocol):
-    """What the muxer needs of the secure connection below: no copies between the two."""
+    """An encrypted byte stream that decrypts into, and encrypts from, the session's own buffers."""
 
     is_initiator: bool
 
     def read_now(self, buffer: memoryview) -> int | None:
-        """Fill as much of `buffer` as is there; 0 after the peer's clean end, none if there is nothing now."""
+        """Fill as much of `buffer` as is available. Return 0 after the peer's clean end, None if nothing is there."""
         ...
 
-    async def more(self) -> None:
-        """Wait for more to read."""
+    async def wait_readable(self) -> None:
+        """Wait until `read_now` has more to return."""
         ...
 
     async def write(self, data: bytes, body: memoryview | None = None) -> None:
@@ -26,17 +26,17 @@ class SecureTransport(Protocol):
         ...
 
     async def close(self) -> None:
-        """End it."""
+        """Close the connection."""
         ...
 
     def get_transport_addresses(self) -> list[Multiaddr]:
-        """Its addresses."""
+        """Return the connection's addresses."""
         ...
 
     def get_connection_type(self) -> ConnectionType:
-        """Direct or relayed."""
+        """Return whether the connection is direct or relayed."""
         ...
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        """Where the other end is, if that is known."""
+        """Return host and port of the other end, if known."""
         ...

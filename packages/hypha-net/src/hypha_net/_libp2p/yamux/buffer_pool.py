@@ -1,0 +1,36 @@
+"""Pool of buffers for frame bodies: large buffers are reused instead of allocated for every frame.
+
+A frame's body is decrypted straight into such a buffer. Acquired by `yamux.session`; released by whoever reads the
+bytes: `yamux.receive_buffer`, or a circuit relay that forwards them without a copy.
+"""
+
+from __future__ import annotations
+
+from typing import Final, cast
+
+MAX_POOLED_BODY: Final = 257 << 10
+"""Size of the largest pooled buffer: the largest frame that this implementation sends, on a stream with a circuit."""
+_SIZES: Final = tuple(MAX_POOLED_BODY >> halvings for halvings in (3, 2, 1, 0))
+"""Sizes of pooled buffers; a request is served from the smallest that fits, so at least half of a buffer is used."""
+_MAX_FREE: Final = 16
+"""Free buffers kept of each size."""
+
+_free: Final[dict[int, list[bytearray]]] = {size: [] for size in _SIZES}
+
+
+def acquire_buffer(size: int) -> memoryview:
+    """Return a writable buffer of `size` bytes with arbitrary content."""
+    if _SIZES[0] // 2 < size <= MAX_POOLED_BODY:
+        pooled = next(each for each in _SIZES if size <= each)
+        free = _free[pooled]
+        return memoryview(free.pop() if free else bytearray(pooled))[:size]
+    return memoryview(bytearray(size))
+
+
+def release_buffer(body: memoryview) -> None:
+    """Return a buffer to the pool; it must not be used afterwards."""
+    buffer = body.obj
+    body.release()
+    free = _free.get(len(buffer)) if isinstance(buffer, bytearray) else None
+    if free is not None and len(free) < _MAX_FREE:
+        free.append(cast(bytearray, buffer))
