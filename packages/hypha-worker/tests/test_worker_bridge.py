@@ -44,7 +44,7 @@ from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import BridgeStartError, open_bridge
-from hypha_worker.connectors.access_policy import Access
+from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import BridgeError
 from hypha_worker.jobs.references import with_secrets, without_secrets
@@ -121,7 +121,9 @@ def make_spec(server: MemoryEndpoint, data: MemoryEndpoint, **changes: Any) -> J
 
 
 @asynccontextmanager
-async def opened(tmp_path: Path, short: Path, access: Access | None = None, **changes: Any) -> AsyncIterator[Door]:
+async def opened(
+    tmp_path: Path, short: Path, access: AccessPolicy | None = None, **changes: Any
+) -> AsyncIterator[Door]:
     network = MemoryNetwork()
     async with AsyncExitStack() as stack:
         names = ("worker", "server", "data", "stranger")
@@ -132,7 +134,7 @@ async def opened(tmp_path: Path, short: Path, access: Access | None = None, **ch
         inbox = DeliveryQueue(spec.job_id, work_dir, frozenset({server.peer_id}), LIMIT, OUTER_UPDATE)
         files = PeerFiles(worker, LIMIT)
         backend = JobBridgeBackend(
-            worker, spec, uuid.uuid4(), server.peer_id, work_dir, inbox, access or Access(), files
+            worker, spec, uuid.uuid4(), server.peer_id, work_dir, inbox, access or AccessPolicy(), files
         )
 
         async def accept(peer: Any, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
@@ -159,7 +161,7 @@ async def opened(tmp_path: Path, short: Path, access: Access | None = None, **ch
 
 @pytest.fixture
 def at_door(tmp_path: Path, short: Path) -> Callable[..., None]:
-    def run(case: Callable[[Door], Awaitable[None]], access: Access | None = None, **changes: Any) -> None:
+    def run(case: Callable[[Door], Awaitable[None]], access: AccessPolicy | None = None, **changes: Any) -> None:
         async def main() -> None:
             with anyio.fail_after(30):
                 async with opened(tmp_path, short, access, **changes) as door:
@@ -454,7 +456,7 @@ def test_files_of_this_machine_need_a_root(at_door: AtDoor, tmp_path: Path) -> N
         assert await door.kind("/resources/fetch", body(root / "none")) == (404, "not-found")
         assert await door.kind("/resources/fetch", body(Path("/x/../etc/passwd"))) == (403, "not-allowed")
 
-    at_door(case, Access(roots=(root,)))
+    at_door(case, AccessPolicy(roots=(root,)))
 
 
 def test_secrets_stay_with_the_worker(tmp_path: Path) -> None:

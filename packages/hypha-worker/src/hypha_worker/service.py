@@ -52,7 +52,7 @@ from hypha_proto.resources import Timestamp
 from hypha_proto.round_membership import ROUND_MEMBERS
 from hypha_worker.bidding.arbiter import Advertisement, Arbiter, PlannedOffer, RequestBatch
 from hypha_worker.config import ExecutorSection, WorkerConfig
-from hypha_worker.connectors.access_policy import Access
+from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.executors.parameter_server.server import ParameterServer
 from hypha_worker.executors.process.execution import ProcessExecution, ProcessSettings
 from hypha_worker.jobs.execution import ExecutionFactory, JobContext
@@ -184,7 +184,7 @@ def _socket_folder() -> Iterator[Path]:
 def make_factories(config: WorkerConfig, sockets: Path) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
     """What runs the jobs of each configured executor."""
     connectors = config.connectors
-    access = Access(tuple(connectors.hosts), tuple(connectors.repositories), tuple(connectors.roots))
+    access = AccessPolicy(tuple(connectors.hosts), tuple(connectors.repositories), tuple(connectors.roots))
 
     def make(executor: ExecutorSection) -> ExecutionFactory:
         if executor.runtime == "parameter-server":

@@ -36,8 +36,8 @@ from hypha_proto.progress import REPORT, BatchDone, Progress, ProgressRequest, P
 from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
 from hypha_worker.bridge.delivery_queue import DeliveryQueue, PendingFile
 from hypha_worker.bridge.spans import SpanAccount
-from hypha_worker.connectors.access_policy import Access
-from hypha_worker.connectors.downloads import Downloaded, from_hub, from_uri
+from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.downloads import Downloaded, download_from_hub, download_from_uri
 from hypha_worker.connectors.peer_files import PeerFiles, as_fault, ask, next_slice
 from hypha_worker.errors import bad_request, not_allowed
 from hypha_worker.jobs.references import check_peers, with_secrets
@@ -110,7 +110,7 @@ class JobBridgeBackend:
     scheduler: PeerId
     work_dir: Path
     inbox: DeliveryQueue
-    access: Access
+    access: AccessPolicy
     files: PeerFiles
     traceparent: str | None = None
     """The span of the job's execution, which everything here is part of."""
@@ -160,10 +160,10 @@ class JobBridgeBackend:
             return await self._fetch_from_peers(reference, folder)
         limit = self.files.max_bytes
         if isinstance(reference, HuggingFaceReference):
-            found = await from_hub(reference, folder, self.access, max_bytes=limit)
+            found = await download_from_hub(reference, folder, self.access, max_bytes=limit)
         else:
             assert isinstance(reference, UriReference)
-            found = [await from_uri(reference.value, folder, self.access, max_bytes=limit)]
+            found = [await download_from_uri(reference.value, folder, self.access, max_bytes=limit)]
         return [self._downloaded(file) for file in found]
 
     async def _fetch_slice(self, reference: SchedulerReference, path: str) -> FetchedFile:

@@ -11,7 +11,7 @@ from hypha_worker.errors import bad_request, not_allowed, not_found
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class AccessPolicy:
     """Patterns (``*`` for anything) of hosts and hub repositories, and folders whose files may be read."""
 
     hosts: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 
 from hypha_proto.job_spec import HuggingFaceReference
-from hypha_worker.connectors.access_policy import Access
+from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.errors import BridgeError, bad_request, not_found, peer_failed, timed_out
 from hypha_worker.paths import check_relative, safe_name
 
@@ -51,8 +51,8 @@ async def _described(path: Path, source: str) -> Downloaded:
     return Downloaded(path, size, checksum, source)
 
 
-async def from_hub(
-    reference: HuggingFaceReference, folder: Path, access: Access, *, max_bytes: int, timeout: float = 1800.0
+async def download_from_hub(
+    reference: HuggingFaceReference, folder: Path, access: AccessPolicy, *, max_bytes: int, timeout: float = 1800.0
 ) -> list[Downloaded]:
     """Download the files of a repository to `folder`, under the names they have there.
 
@@ -113,7 +113,9 @@ def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path,
     return Path(path).resolve()
 
 
-async def from_uri(url: str, folder: Path, access: Access, *, max_bytes: int, timeout: float = 1800.0) -> Downloaded:
+async def download_from_uri(
+    url: str, folder: Path, access: AccessPolicy, *, max_bytes: int, timeout: float = 1800.0
+) -> Downloaded:
     """Bring the file at an ``https:``, ``http:`` or ``file:`` URL to `folder`.
 
     Raises:
@@ -150,7 +152,7 @@ def _copy(source: Path, target: Path, max_bytes: int) -> None:
     shutil.copyfile(source, target)
 
 
-async def _download(url: str, target: Path, access: Access, max_bytes: int) -> None:
+async def _download(url: str, target: Path, access: AccessPolicy, max_bytes: int) -> None:
     import httpx
 
     async with httpx.AsyncClient(timeout=_IDLE, follow_redirects=False) as client:

@@ -33,7 +33,7 @@ from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
 from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import open_bridge
-from hypha_worker.connectors.access_policy import Access
+from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.executors.process.process_tree import SHUTDOWN_GRACE, TERM_GRACE, TOKEN_VARIABLE, terminate_tree
 from hypha_worker.hardware.usage import measure_usage
@@ -65,7 +65,7 @@ class ProcessSettings:
     cmd: str
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    access: Access = field(default_factory=Access)
+    access: AccessPolicy = field(default_factory=AccessPolicy)
     socket_folder: Path = Path("/tmp")
     """Where sockets are made; its path is short."""
     has_devices: bool = False
