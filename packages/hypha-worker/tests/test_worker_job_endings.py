@@ -17,8 +17,8 @@ class FailsWhenCancelled:
     """An execution that fails of itself while it is being cancelled, with a task of its own still running."""
 
     senders: frozenset[Any] = frozenset()
-    takes = ""
-    traces = ExecutionTrace(exit_code=3)
+    accepted_push_kind = ""
+    trace = ExecutionTrace(exit_code=3)
 
     def __init__(self, context: JobContext) -> None:
         self._context = context

@@ -118,9 +118,9 @@ print("done with", os.environ["OMP_NUM_THREADS"], "threads")
 """
 
 
-def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, take_pushes: Any) -> None:
+def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
-        spec, pushed = lab.train_spec(), take_pushes(lab.server, lab.folder / "server")
+        spec, pushed = lab.train_spec(), push_receiver(lab.server, lab.folder / "server")
         pushed.listen()
         await serve_slices(lab, 1)
 
@@ -231,7 +231,7 @@ def test_a_job_ends_with_its_lease_and_its_whole_tree(in_lab: InLab, how: str) -
         lease = await lab.start(WAITS)
         await lab.scheduler.until(lambda: lab.scheduler.reports)
         if how == "expiry":
-            [held] = lab.worker.ledger.leases
+            [held] = lab.worker.lease_manager.leases
             held.expires = anyio.current_time()
         endpoint, total = lab.scheduler.endpoint, lab.worker.arbiter.capabilities.capacity.resources
         if how == "release":
@@ -239,7 +239,7 @@ def test_a_job_ends_with_its_lease_and_its_whole_tree(in_lab: InLab, how: str) -
         elif how == "cancel":
             answer = await rpc.call(endpoint, lab.peer, CANCEL_JOB, CancelJob(id=lease, reason="enough"))
             assert answer.known
-        assert lab.worker.ledger.free.resources.cpu == 1.0, "not free before the processes are gone"
+        assert lab.worker.lease_manager.free.resources.cpu == 1.0, "not free before the processes are gone"
         await lab.scheduler.until(lambda: lab.scheduler.ends, 20.0)
         [end] = lab.scheduler.ends
         assert end.outcome == "cancelled"
@@ -249,7 +249,7 @@ def test_a_job_ends_with_its_lease_and_its_whole_tree(in_lab: InLab, how: str) -
         assert alive(pids) == []
         assert lab.left_behind() == []
         if how == "cancel":
-            assert lab.worker.ledger.free.resources.cpu == 1.0
+            assert lab.worker.lease_manager.free.resources.cpu == 1.0
             lab.write_script("print('again')")
             assert isinstance(await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec()), Dispatched)
             assert (await lab.scheduler.ended()).last_lines == ("again",)
@@ -365,7 +365,7 @@ def test_a_release_without_a_job_frees_the_machine_at_once(in_lab: InLab) -> Non
         lease = await lab.scheduler.hire(cpu=2.0)
         answer = await rpc.call(lab.scheduler.endpoint, lab.peer, RELEASE_LEASE, ReleaseLease(id=lease))
         assert answer.known
-        assert lab.worker.ledger.free.resources.cpu == 2.0
+        assert lab.worker.lease_manager.free.resources.cpu == 2.0
 
     in_lab(case)
 

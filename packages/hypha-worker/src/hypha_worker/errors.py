@@ -49,6 +49,6 @@ def timed_out(detail: str) -> BridgeError:
     return BridgeError(504, "timeout", detail)
 
 
-def ending() -> BridgeError:
+def job_ending() -> BridgeError:
     """503: the job ends while the request is under way."""
     return BridgeError(503, "ending", "the job is ending")

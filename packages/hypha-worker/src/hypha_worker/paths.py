@@ -16,7 +16,7 @@ def resolve_in_work_dir(work_dir: Path, text: str) -> Path:
     """The place that `text` names in the work directory; it need not exist.
 
     Raises:
-        BridgeFault: `text` is absolute, climbs out, or leads out through a symbolic link.
+        BridgeError: `text` is absolute, climbs out, or leads out through a symbolic link.
     """
     relative = check_relative(text)
     root = work_dir.resolve()
@@ -26,11 +26,11 @@ def resolve_in_work_dir(work_dir: Path, text: str) -> Path:
     return place
 
 
-def confine_file(work_dir: Path, text: str) -> Path:
+def resolve_file(work_dir: Path, text: str) -> Path:
     """The existing regular file that `text` names in the work directory.
 
     Raises:
-        BridgeFault: as for `confine`, or there is no such file.
+        BridgeError: as for `confine`, or there is no such file.
     """
     place = resolve_in_work_dir(work_dir, text)
     if not place.is_file():
@@ -38,11 +38,11 @@ def confine_file(work_dir: Path, text: str) -> Path:
     return place
 
 
-def confine_folder(work_dir: Path, text: str) -> Path:
+def resolve_folder(work_dir: Path, text: str) -> Path:
     """The folder that `text` names in the work directory, made if it is missing.
 
     Raises:
-        BridgeFault: as for `confine`, or a file is in the way.
+        BridgeError: as for `confine`, or a file is in the way.
     """
     place = resolve_in_work_dir(work_dir, text)
     try:
@@ -56,7 +56,7 @@ def check_relative(text: str) -> PurePosixPath:
     """A relative path without a way up.
 
     Raises:
-        BridgeFault: it is absolute, has ``..``, a null byte, or is too long.
+        BridgeError: it is absolute, has ``..``, a null byte, or is too long.
     """
     path = PurePosixPath(text)
     if path.is_absolute() or ".." in path.parts or "\0" in text or len(text) > PATH_LIMIT:

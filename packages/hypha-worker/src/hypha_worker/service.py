@@ -50,7 +50,7 @@ from hypha_proto.leases import (
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, ExecutorDescriptor, WorkerOffer, WorkerRequest
 from hypha_proto.resources import Timestamp
 from hypha_proto.round_membership import ROUND_MEMBERS
-from hypha_worker.bidding.arbiter import Advertisement, Arbiter, PlannedOffer, RequestBatch
+from hypha_worker.bidding.arbiter import Arbiter, PlannedOffer, ReceivedRequest, RequestBatch
 from hypha_worker.config import ExecutorSection, WorkerConfig
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.executors.parameter_server.server import ParameterServer
@@ -124,7 +124,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
             worker = Worker(endpoint, Arbiter(config.offer.policy(), capabilities), ledger, jobs)
             worker.listen()
             await tasks.start(worker.bid)
-            tasks.start_soon(worker.keep_time)
+            tasks.start_soon(worker.sweep_loop)
             yield worker
             tasks.cancel_scope.cancel()
 
@@ -212,7 +212,7 @@ class Worker:
 
     endpoint: Endpoint
     arbiter: Arbiter
-    ledger: LeaseManager
+    lease_manager: LeaseManager
     jobs: JobManager
     _batch: RequestBatch = field(default_factory=RequestBatch)
     _changed: anyio.Event = field(default_factory=anyio.Event)
@@ -224,7 +224,7 @@ class Worker:
         rpc.serve(self.endpoint, CANCEL_JOB, self.cancel)
         rpc.serve(self.endpoint, WHY_NOT, self.explain)
         rpc.serve(self.endpoint, DISPATCH_JOB, self.jobs.dispatch)
-        rpc.serve(self.endpoint, ROUND_MEMBERS, self.jobs.name_members)
+        rpc.serve(self.endpoint, ROUND_MEMBERS, self.jobs.set_round_members)
         transfer.serve_pushes(self.endpoint, self.jobs.accept_push)
 
     # --------------------------------------------------------------------------------------------------------- bidding
@@ -235,19 +235,19 @@ class Worker:
             tasks.start_soon(self._decide_batches, tasks)
             task_status.started()
             async for scheduler, request in messages:
-                self._batch.add(Advertisement(scheduler, request, anyio.current_time()))
+                self._batch.add(ReceivedRequest(scheduler, request, anyio.current_time()))
                 self._changed.set()
 
     async def _decide_batches(self, tasks: anyio.abc.TaskGroup) -> None:
         while True:
-            while (due := self._batch.due(anyio.current_time())) != 0.0:
+            while (due := self._batch.seconds_until_due(anyio.current_time())) != 0.0:
                 self._changed = anyio.Event()
                 with anyio.move_on_after(due):
                     await self._changed.wait()
             now = anyio.current_time()
             self._sweep(now)
-            batch = self._batch.take()
-            planned = self.arbiter.decide(batch, self.ledger.free, now, self.ledger.bound_requests)
+            batch = self._batch.drain()
+            planned = self.arbiter.decide(batch, self.lease_manager.free, now, self.lease_manager.leased_requests)
             _log.debug("%d requests, %d offers", len(batch), len(planned))
             traces = _tell_evaluations(batch, planned, now)
             for plan in planned:
@@ -255,9 +255,9 @@ class Worker:
                 tasks.start_soon(self._send_offer, lease, traces.get(lease.request_id))
 
     def _hold(self, plan: PlannedOffer, now: float) -> Lease:
-        advertisement = plan.advertisement
-        return self.ledger.offer(
-            uuid.uuid4(), advertisement.scheduler, advertisement.request.id, plan.allocation, plan.price, now
+        received_request = plan.received_request
+        return self.lease_manager.offer(
+            uuid.uuid4(), received_request.scheduler, received_request.request.id, plan.allocation, plan.price, now
         )
 
     async def _send_offer(self, lease: Lease, trace: str | None) -> None:
@@ -274,29 +274,29 @@ class Worker:
             with instrumentation.span("offer", {"hypha.price": lease.price}, parent=trace):
                 await rpc.call(self.endpoint, lease.scheduler, OFFER, offer, timeout=OFFER_TIMEOUT)
         except NetError as error:
-            self.ledger.withdraw(lease.id)
+            self.lease_manager.cancel_offer(lease.id)
             _log.warning("offer for request %s did not reach %s: %s", lease.request_id, lease.scheduler, error)
 
     # ---------------------------------------------------------------------------------------------------------- leases
 
-    async def keep_time(self) -> None:
+    async def sweep_loop(self) -> None:
         """End leases that have run out, and their jobs."""
         while True:
             await anyio.sleep(LEASE_SWEEP / 2)
             self._sweep(anyio.current_time())
 
     def _sweep(self, now: float) -> None:
-        before, over = self.ledger.leases, self.ledger.sweep(now)
+        before, over = self.lease_manager.leases, self.lease_manager.sweep(now)
         for lease in over:
             self.jobs.cancel(lease.id, lease.scheduler, "the lease was not renewed in time")
         if instrumentation.enabled():
-            _tell_leases(before, over, self.ledger.leases)
+            _tell_leases(before, over, self.lease_manager.leases)
 
     async def renew(self, scheduler: PeerId, message: RenewLease) -> LeaseRenewal:
         """Hold a lease on."""
         now = anyio.current_time()
         try:
-            lease = self.ledger.renew(message.id, scheduler, now)
+            lease = self.lease_manager.renew(message.id, scheduler, now)
         except LeaseError as error:
             _log.info("renewal refused: %s", error)
             _RENEWALS.add(1, {"hypha.outcome": "refused"})
@@ -308,7 +308,7 @@ class Worker:
     async def release(self, scheduler: PeerId, message: ReleaseLease) -> LeaseReleased:
         """End a lease; its job is cancelled."""
         try:
-            lease = self.ledger.release(message.id, scheduler)
+            lease = self.lease_manager.release(message.id, scheduler)
         except LeaseError as error:
             _log.debug("release: %s", error)
             return LeaseReleased(known=False)
@@ -324,20 +324,20 @@ class Worker:
     async def explain(self, scheduler: PeerId, message: WhyNot) -> Reasons:
         """Say why there would be no offer."""
         request: WorkerRequest = message.request
-        return Reasons(reasons=self.arbiter.reasons_against(scheduler, request, self.ledger.free))
+        return Reasons(reasons=self.arbiter.rejection_reasons(scheduler, request, self.lease_manager.free))
 
 
 def _tell_evaluations(
-    batch: Sequence[Advertisement], planned: Sequence[PlannedOffer], now: float
+    batch: Sequence[ReceivedRequest], planned: Sequence[PlannedOffer], now: float
 ) -> dict[uuid.UUID, str | None]:
     """Record how requests were decided; gives the spans that offers to them are part of."""
-    offered = {plan.advertisement.request.id for plan in planned}
+    offered = {plan.received_request.request.id for plan in planned}
     traces: dict[uuid.UUID, str | None] = {}
-    for advertisement in batch:
-        request = advertisement.request
+    for received_request in batch:
+        request = received_request.request
         _REQUESTS.add(1, {"hypha.offered": request.id in offered})
-        about: instrumentation.Attributes = {"hypha.peer.id": str(advertisement.scheduler), "hypha.bid": request.bid}
-        parent, waited = instrumentation.trace_of(request), now - advertisement.received
+        about: instrumentation.Attributes = {"hypha.peer.id": str(received_request.scheduler), "hypha.bid": request.bid}
+        parent, waited = instrumentation.trace_of(request), now - received_request.received_at
         with instrumentation.span("evaluate", about, parent=parent, kind="consumer", ago=waited) as span:
             span.set({"hypha.offered": request.id in offered})
         traces[request.id] = span.traceparent

@@ -30,7 +30,7 @@ class OfferPolicy:
     schedulers: tuple[PeerId, ...] = ()
     """The only schedulers that get offers, the dearest first; empty for everybody."""
 
-    def asked(self, bid: float) -> float | None:
+    def offer_price(self, bid: float) -> float | None:
         """The price of an offer that answers `bid`, or none if the bid is too low."""
         if self.strategy == "whole":
             return max(bid, self.price) if bid >= self.floor else None
@@ -38,26 +38,26 @@ class OfferPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Advertisement:
+class ReceivedRequest:
     """A request as it came in."""
 
     scheduler: PeerId
     request: WorkerRequest
-    received: float
+    received_at: float
     """Seconds of the local monotonic clock."""
 
     @property
-    def closes(self) -> float:
+    def deadline(self) -> float:
         """When offers are no longer taken, on the local clock; never later than the wire's window after receipt."""
         timeout_ms = self.request.timeout_ms
-        return self.received + (OFFER_WINDOW if timeout_ms is None else min(OFFER_WINDOW, timeout_ms / 1000))
+        return self.received_at + (OFFER_WINDOW if timeout_ms is None else min(OFFER_WINDOW, timeout_ms / 1000))
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedOffer:
     """An offer to make."""
 
-    advertisement: Advertisement
+    received_request: ReceivedRequest
     allocation: Allocation
     price: float
 
@@ -69,16 +69,16 @@ class Arbiter:
     policy: OfferPolicy
     capabilities: Capabilities
 
-    def reasons_against(self, scheduler: PeerId, request: WorkerRequest, free: Capacity) -> tuple[str, ...]:
+    def rejection_reasons(self, scheduler: PeerId, request: WorkerRequest, free: Capacity) -> tuple[str, ...]:
         """Everything that speaks against an offer with `free` left, for people; empty when one would be made."""
         return (
-            *self._reasons_of_policy(scheduler, request),
-            *self._reasons_of_executors(request),
-            *self._reasons_of_resources(request, free),
+            *self._policy_reasons(scheduler, request),
+            *self._executor_reasons(request),
+            *self._resource_reasons(request, free),
         )
 
     def decide(
-        self, batch: Sequence[Advertisement], free: Capacity, now: float, bound: frozenset[uuid.UUID] = frozenset()
+        self, batch: Sequence[ReceivedRequest], free: Capacity, now: float, leased: frozenset[uuid.UUID] = frozenset()
     ) -> list[PlannedOffer]:
         """Choose the offers for a batch of requests, best first, never more than `free` in all.
 
@@ -86,60 +86,67 @@ class Arbiter:
             batch: the requests of one batch window.
             free: what no lease holds.
             now: the local monotonic clock, seconds.
-            bound: requests that have a lease already; they get no second one.
+            leased: requests that have a lease already; they get no second one.
         """
         planned: list[PlannedOffer] = []
-        seen = set(bound)
-        for advertisement in self._ranked(batch, free):
-            request = advertisement.request
-            if request.id in seen or now >= advertisement.closes:
+        seen = set(leased)
+        for received_request in self._rank(batch, free):
+            request = received_request.request
+            if request.id in seen or now >= received_request.deadline:
                 continue
-            if self.reasons_against(advertisement.scheduler, request, free):
+            if self.rejection_reasons(received_request.scheduler, request, free):
                 continue
             seen.add(request.id)
-            planned.append(self._plan(advertisement, free))
+            planned.append(self._plan(received_request, free))
             free = free.without([planned[-1].allocation])
         return planned
 
-    def _plan(self, advertisement: Advertisement, free: Capacity) -> PlannedOffer:
-        request = advertisement.request
+    def _plan(self, received_request: ReceivedRequest, free: Capacity) -> PlannedOffer:
+        request = received_request.request
         allocation = free.whole() if self.policy.strategy == "whole" else free.fit(request.spec.resources)
-        price = self.policy.asked(request.bid)
+        price = self.policy.offer_price(request.bid)
         if allocation is None or price is None:
             raise AssertionError(f"request {request.id} was planned although it does not fit")
-        return PlannedOffer(advertisement, allocation, price)
+        return PlannedOffer(received_request, allocation, price)
 
-    def _ranked(self, batch: Iterable[Advertisement], free: Capacity) -> list[Advertisement]:
-        scores: dict[Evaluation, Callable[[Advertisement], tuple[float, ...]]] = {
-            "profit": lambda ad: (self._price(ad),),
-            "utilization": lambda ad: (_filled(ad, free), self._price(ad)),
-            "affinity": lambda ad: (-self._rank_of(ad.scheduler), self._price(ad)),
+    def _rank(self, batch: Iterable[ReceivedRequest], free: Capacity) -> list[ReceivedRequest]:
+        scores: dict[Evaluation, Callable[[ReceivedRequest], tuple[float, ...]]] = {
+            "profit": lambda received: (self._price(received),),
+            "utilization": lambda received: (_utilization(received, free), self._price(received)),
+            "affinity": lambda received: (-self._preference(received.scheduler), self._price(received)),
         }
         score = scores[self.policy.evaluation]
-        return sorted(batch, key=lambda ad: (*(-value for value in score(ad)), ad.received, ad.request.id.int))
+        return sorted(
+            batch,
+            key=lambda received: (
+                *(-value for value in score(received)),
+                received.received_at,
+                received.request.id.int,
+            ),
+        )
 
-    def _price(self, advertisement: Advertisement) -> float:
-        return self.policy.asked(advertisement.request.bid) or 0.0
+    def _price(self, received_request: ReceivedRequest) -> float:
+        return self.policy.offer_price(received_request.request.bid) or 0.0
 
-    def _rank_of(self, scheduler: PeerId) -> int:
+    def _preference(self, scheduler: PeerId) -> int:
         listed = self.policy.schedulers
         return listed.index(scheduler) if scheduler in listed else len(listed)
 
-    def _reasons_of_policy(self, scheduler: PeerId, request: WorkerRequest) -> tuple[str, ...]:
+    def _policy_reasons(self, scheduler: PeerId, request: WorkerRequest) -> tuple[str, ...]:
         policy, reasons = self.policy, []
         if policy.schedulers and scheduler not in policy.schedulers:
             reasons.append(f"scheduler {scheduler} is not among offer.schedulers of this worker")
-        if policy.asked(request.bid) is None:
+        if policy.offer_price(request.bid) is None:
             least = policy.floor if policy.strategy == "whole" else max(policy.price, policy.floor)
             reasons.append(f"the bid of {request.bid:g} is under {least:g}, the least this worker takes")
         return tuple(reasons)
 
-    def _reasons_of_executors(self, request: WorkerRequest) -> tuple[str, ...]:
+    def _executor_reasons(self, request: WorkerRequest) -> tuple[str, ...]:
         missing = self.capabilities.missing_executors(request.spec.executor)
         have = ", ".join(sorted(map(executor_text, self.capabilities.executors))) or "none"
         return tuple(f"executor {executor_text(executor)} is not configured; there is {have}" for executor in missing)
 
-    def _reasons_of_resources(self, request: WorkerRequest, free: Capacity) -> tuple[str, ...]:
+    def _resource_reasons(self, request: WorkerRequest, free: Capacity) -> tuple[str, ...]:
         total, wanted = self.capabilities.capacity.resources, request.spec.resources
         short = [
             f"{name}: {getattr(wanted, name):g} asked, {getattr(free.resources, name):g} free "
@@ -151,9 +158,9 @@ class Arbiter:
         return tuple(short)
 
 
-def _filled(advertisement: Advertisement, free: Capacity) -> float:
+def _utilization(received_request: ReceivedRequest, free: Capacity) -> float:
     """Mean share of what is free that a request would take, over the resources there are."""
-    wanted = advertisement.request.spec.resources
+    wanted = received_request.request.spec.resources
     shares = [
         getattr(wanted, name) / amount
         for name in ("gpu", "cpu", "storage", "memory")
@@ -168,22 +175,22 @@ class RequestBatch:
 
     window: float = REQUEST_BATCH_WINDOW
     size: int = REQUEST_BATCH_SIZE
-    _waiting: list[Advertisement] = field(default_factory=list)
+    _pending: list[ReceivedRequest] = field(default_factory=list)
 
-    def add(self, advertisement: Advertisement) -> None:
+    def add(self, received_request: ReceivedRequest) -> None:
         """Put a request in; one that is full already takes no more until it is taken."""
-        if len(self._waiting) < self.size:
-            self._waiting.append(advertisement)
+        if len(self._pending) < self.size:
+            self._pending.append(received_request)
 
-    def due(self, now: float) -> float | None:
+    def seconds_until_due(self, now: float) -> float | None:
         """Seconds until the batch is to be decided (0: now), or none while it is empty."""
-        if not self._waiting:
+        if not self._pending:
             return None
-        if len(self._waiting) >= self.size:
+        if len(self._pending) >= self.size:
             return 0.0
-        return max(0.0, self._waiting[0].received + self.window - now)
+        return max(0.0, self._pending[0].received_at + self.window - now)
 
-    def take(self) -> list[Advertisement]:
+    def drain(self) -> list[ReceivedRequest]:
         """Everything that waits; the batch is empty afterwards."""
-        taken, self._waiting = self._waiting, []
+        taken, self._pending = self._pending, []
         return taken

@@ -35,15 +35,15 @@ from hypha_proto.job_spec import (
 from hypha_proto.progress import REPORT, BatchDone, Progress, ProgressRequest, ProgressResponse
 from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
 from hypha_worker.bridge.delivery_queue import DeliveryQueue, PendingFile
-from hypha_worker.bridge.spans import SpanAccount
+from hypha_worker.bridge.spans import SpanRecorder
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.downloads import Downloaded, download_from_hub, download_from_uri
-from hypha_worker.connectors.peer_files import PeerFiles, as_fault, ask, next_slice
+from hypha_worker.connectors.downloads import DownloadedFile, download_from_hub, download_from_uri
+from hypha_worker.connectors.peer_files import PeerFiles, call_with_retries, request_slice, to_bridge_error
 from hypha_worker.errors import bad_request, not_allowed
 from hypha_worker.jobs.references import check_peers, with_secrets
-from hypha_worker.paths import check_relative, confine_file, confine_folder, relative_text, safe_name
+from hypha_worker.paths import check_relative, relative_text, resolve_file, resolve_folder, safe_name
 
-REPORT_PAUSES: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+REPORT_DELAYS: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each attempt at a report: a scheduler that is away for a quarter of a minute loses no job."""
 MAX_OTHERS: Final = 8
 """Other providers of a slice that are asked in turn."""
@@ -69,7 +69,7 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class BridgeBackend(Protocol):
-    """What the HTTP side needs of the worker's side. Every method may raise `BridgeFault`."""
+    """What the HTTP side needs of the worker's side. Every method may raise `BridgeError`."""
 
     async def fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
         """Bring what a reference names to the work directory."""
@@ -83,11 +83,11 @@ class BridgeBackend(Protocol):
         """Refuse what can never be received."""
         ...
 
-    async def next_delivery(self, wanted: Transfer) -> PendingFile | None:
+    async def next_pending_file(self, wanted: Transfer) -> PendingFile | None:
         """Wait for a file from the peers of a reference; none when the job ends."""
         ...
 
-    async def hand_over(self, wanted: Transfer, delivery: PendingFile) -> ReceivedFile | None:
+    async def claim_file(self, wanted: Transfer, file: PendingFile) -> ReceivedFile | None:
         """Move a delivered file to where the executor wants it; none when another stream has it."""
         ...
 
@@ -95,7 +95,7 @@ class BridgeBackend(Protocol):
         """Tell the scheduler how the job advances; gives its answer."""
         ...
 
-    async def take_spans(self, report: SpanReport) -> int:
+    async def record_spans(self, report: SpanReport) -> int:
         """Take an executor's spans into the job's trace; gives how many were recorded."""
         ...
 
@@ -109,7 +109,7 @@ class JobBridgeBackend:
     lease: uuid.UUID
     scheduler: PeerId
     work_dir: Path
-    inbox: DeliveryQueue
+    queue: DeliveryQueue
     access: AccessPolicy
     files: PeerFiles
     traceparent: str | None = None
@@ -118,7 +118,7 @@ class JobBridgeBackend:
     _ahead: dict[str, None] = field(default_factory=dict)
     """Slices that were fetched and of which no batch has been reported yet."""
     _round: int = field(init=False)
-    _spans: SpanAccount = field(default_factory=SpanAccount)
+    _spans: SpanRecorder = field(default_factory=SpanRecorder)
 
     def __post_init__(self) -> None:
         executor = self.spec.executor
@@ -155,7 +155,7 @@ class JobBridgeBackend:
         return {"hypha.job.id": str(self.spec.job_id)}
 
     async def _fetch_artifact(self, reference: Reference, wanted: Transfer) -> Sequence[FetchedFile]:
-        folder = confine_folder(self.work_dir, wanted.path or f"artifacts/{self._fetched}")
+        folder = resolve_folder(self.work_dir, wanted.path or f"artifacts/{self._fetched}")
         if isinstance(reference, PeersReference):
             return await self._fetch_from_peers(reference, folder)
         limit = self.files.max_bytes
@@ -170,9 +170,9 @@ class JobBridgeBackend:
         executor = self.spec.executor
         if not isinstance(executor, TrainJob) or reference != executor.config.data:
             raise not_allowed(f"dataset {reference.dataset[:80]!r} is not the data of this job")
-        folder, number = confine_folder(self.work_dir, path), self._fetched
+        folder, number = resolve_folder(self.work_dir, path), self._fetched
         request = DataRequest(dataset=reference.dataset, job_id=self.spec.job_id, id=uuid.uuid4())
-        assigned = await next_slice(self.endpoint, reference.peer, request)
+        assigned = await request_slice(self.endpoint, reference.peer, request)
         target = folder / f"{safe_name(reference.dataset)}-{assigned.index}-{number}.safetensors"
         address = SliceAddress(dataset=reference.dataset, index=assigned.index)
         providers = [assigned.data_provider, *(assigned.others or ())[:MAX_OTHERS]]
@@ -188,7 +188,7 @@ class JobBridgeBackend:
         made = []
         for index, name in enumerate(names, address.index):
             target = folder / check_relative(name)
-            confine_folder(self.work_dir, relative_text(self.work_dir, target.parent))
+            resolve_folder(self.work_dir, relative_text(self.work_dir, target.parent))
             pulled, peer = await self.files.pull(
                 reference.peers, SliceAddress(dataset=address.dataset, index=index), target
             )
@@ -201,7 +201,7 @@ class JobBridgeBackend:
             path=relative_text(self.work_dir, path), size=pulled.size, checksum=pulled.digest, metadata=metadata
         )
 
-    def _downloaded(self, file: Downloaded) -> FetchedFile:
+    def _downloaded(self, file: DownloadedFile) -> FetchedFile:
         source, _, origin = file.source.partition(":")
         hub = source == "huggingface"
         metadata = {"source": source, "origin": origin} if hub else {"source": file.source}
@@ -216,7 +216,7 @@ class JobBridgeBackend:
         if not isinstance(reference, PeersReference):
             raise bad_request("a file can be sent to peers only")
         check_peers(self.spec, reference)
-        path = confine_file(self.work_dir, wanted.path)
+        path = resolve_file(self.work_dir, wanted.path)
         # executors in the field do not number their rounds: then each send is the next one
         number = self._round if wanted.round is None else wanted.round
         size, digest = await transfer.describe(path)
@@ -238,21 +238,21 @@ class JobBridgeBackend:
     async def check_receive(self, wanted: Transfer) -> None:
         """See `BridgeBackend.check_receive`."""
         self._senders(wanted)
-        confine_folder(self.work_dir, wanted.path or "received")
+        resolve_folder(self.work_dir, wanted.path or "received")
 
-    async def next_delivery(self, wanted: Transfer) -> PendingFile | None:
-        """See `BridgeBackend.next_delivery`."""
-        return await self.inbox.next(self._senders(wanted))
+    async def next_pending_file(self, wanted: Transfer) -> PendingFile | None:
+        """See `BridgeBackend.next_pending_file`."""
+        return await self.queue.next_file(self._senders(wanted))
 
     def _senders(self, wanted: Transfer) -> frozenset[PeerId]:
         if not isinstance(wanted.reference, PeersReference):
             raise bad_request("files can be received from peers only")
         check_peers(self.spec, wanted.reference)
-        return frozenset(wanted.reference.peers) or frozenset(self.inbox.senders)  # naming nobody means anybody
+        return frozenset(wanted.reference.peers) or frozenset(self.queue.senders)  # naming nobody means anybody
 
-    async def hand_over(self, wanted: Transfer, delivery: PendingFile) -> ReceivedFile | None:
-        """See `BridgeBackend.hand_over`."""
-        return self.inbox.hand_over(delivery, confine_folder(self.work_dir, wanted.path or "received"))
+    async def claim_file(self, wanted: Transfer, file: PendingFile) -> ReceivedFile | None:
+        """See `BridgeBackend.claim_file`."""
+        return self.queue.claim(file, resolve_folder(self.work_dir, wanted.path or "received"))
 
     async def report(self, progress: Progress) -> ProgressResponse:
         """See `BridgeBackend.report`."""
@@ -270,9 +270,9 @@ class JobBridgeBackend:
             self._ahead.pop(index, None)
         _AHEAD.set(len(self._ahead), self._job)
 
-    async def take_spans(self, report: SpanReport) -> int:
-        """See `BridgeBackend.take_spans`."""
-        return self._spans.take(report, self.traceparent)
+    async def record_spans(self, report: SpanReport) -> int:
+        """See `BridgeBackend.record_spans`."""
+        return self._spans.record(report, self.traceparent)
 
     def close(self) -> None:
         """The job is over."""
@@ -281,9 +281,11 @@ class JobBridgeBackend:
     async def _report(self, progress: Progress) -> ProgressResponse:
         request = ProgressRequest(job_id=self.spec.job_id, progress=progress, lease=self.lease, id=uuid.uuid4())
         try:
-            return await ask(self.endpoint, self.scheduler, REPORT, request, timeout=30.0, pauses=REPORT_PAUSES)
+            return await call_with_retries(
+                self.endpoint, self.scheduler, REPORT, request, timeout=30.0, delays=REPORT_DELAYS
+            )
         except NetError as error:
-            raise as_fault(error) from error
+            raise to_bridge_error(error) from error
 
 
 def _now() -> str:

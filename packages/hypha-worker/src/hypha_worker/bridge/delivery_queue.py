@@ -46,7 +46,7 @@ class DeliveryQueue:
     max_bytes: int
     kind: str
     """What is taken: the kind in a header."""
-    _waiting: list[PendingFile] = field(default_factory=list)
+    _pending: list[PendingFile] = field(default_factory=list)
     _seen: set[tuple[PeerId, int, str]] = field(default_factory=set)
     _count: int = 0
     _changed: anyio.Event = field(default_factory=anyio.Event)
@@ -60,7 +60,7 @@ class DeliveryQueue:
             return Refusal(reason=f"{peer} is not among those who send results to this job")
         if header is not None and header.kind != self.kind:
             return Refusal(reason=f"{header.kind[:40]!r} is not taken here, only {self.kind}")
-        if len(self._waiting) >= WAITING_LIMIT:
+        if len(self._pending) >= WAITING_LIMIT:
             return Refusal(reason=f"{WAITING_LIMIT} files wait for the executor already")
         self._count += 1
         sequence = self._count
@@ -69,43 +69,43 @@ class DeliveryQueue:
         path = folder / f"{sequence:06d}-{safe_name(header.name if header else 'pushed.safetensors')}"
 
         async def arrived(size: int, digest: str) -> None:
-            self._arrived(PendingFile(sequence, peer, header, path, size), digest)
+            self._add(PendingFile(sequence, peer, header, path, size), digest)
 
         return FilePushTarget(path, self.max_bytes, arrived, slot=str(self.work_dir))
 
-    def _arrived(self, delivery: PendingFile, digest: str) -> None:
+    def _add(self, file: PendingFile, digest: str) -> None:
         # a peer whose receipt was lost pushes again: the executor is told once
-        key = (delivery.peer, delivery.header.round if delivery.header else -delivery.sequence, digest)
+        key = (file.peer, file.header.round if file.header else -file.sequence, digest)
         if key in self._seen or self._closed:
-            delivery.path.unlink(missing_ok=True)
+            file.path.unlink(missing_ok=True)
             return
         self._seen.add(key)
-        self._waiting.append(delivery)
+        self._pending.append(file)
         self._changed.set()
 
-    async def next(self, peers: Collection[PeerId]) -> PendingFile | None:
-        """Wait for a file of one of `peers`; none when the job ends. It stays until `hand_over` takes it."""
+    async def next_file(self, peers: Collection[PeerId]) -> PendingFile | None:
+        """Wait for a file of one of `peers`; none when the job ends. It stays until `claim` takes it."""
         while not self._closed:
-            for delivery in self._waiting:
-                if delivery.peer in peers:
-                    return delivery
+            for file in self._pending:
+                if file.peer in peers:
+                    return file
             self._changed = anyio.Event() if self._changed.is_set() else self._changed
             await self._changed.wait()
         return None
 
-    def hand_over(self, delivery: PendingFile, folder: Path) -> ReceivedFile | None:
+    def claim(self, file: PendingFile, folder: Path) -> ReceivedFile | None:
         """Move a file to the executor's folder and describe it; none when another stream was quicker."""
-        if delivery not in self._waiting:
+        if file not in self._pending:
             return None
-        target = folder / delivery.path.name
-        os.replace(delivery.path, target)
-        self._waiting.remove(delivery)
-        header = delivery.header
+        target = folder / file.path.name
+        os.replace(file.path, target)
+        self._pending.remove(file)
+        header = file.header
         return ReceivedFile(
             path=relative_text(self.work_dir, target),
-            size=delivery.size,
-            from_peer=delivery.peer,
-            sequence=delivery.sequence,
+            size=file.size,
+            from_peer=file.peer,
+            sequence=file.sequence,
             round=header.round if header else None,
             kind=header.kind if header else None,
         )

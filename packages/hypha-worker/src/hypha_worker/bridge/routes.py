@@ -89,7 +89,7 @@ _RESPONSES: Final[dict[int | str, dict[str, Any]]] = dict.fromkeys(
 def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
     """The bridge of one job, for uvicorn."""
     app = FastAPI(title="Hypha job bridge", version="1", docs_url=None, redoc_url=None)
-    app.add_exception_handler(BridgeError, _answer_fault)
+    app.add_exception_handler(BridgeError, _error_response)
 
     async def fetch(request: Request) -> Response:
         """Bring what a reference names to the work directory; with a scheduler's data, one further slice."""
@@ -122,7 +122,7 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
             report = read_spans(await _read_body(request))
         except DecodeError as error:
             raise bad_request(f"spans: {error}") from None
-        return _json({"recorded": await call(backend.take_spans, report)})
+        return _json({"recorded": await call(backend.record_spans, report)})
 
     _add(app, FETCH, fetch, _TRANSFER_BODY)
     _add(app, SEND, send, _TRANSFER_BODY)
@@ -142,8 +142,8 @@ def _add(app: FastAPI, path: str, route: Callable[[Request], Awaitable[Response]
 async def _events(backend: BridgeBackend, call: Call, wanted: Transfer) -> AsyncIterator[bytes]:
     """An event a file, taken only when it is about to be written: a stream that is cut while it waits loses none."""
     try:
-        while (delivery := await call(backend.next_delivery, wanted)) is not None:
-            file = await call(backend.hand_over, wanted, delivery)
+        while (pending := await call(backend.next_pending_file, wanted)) is not None:
+            file = await call(backend.claim_file, wanted, pending)
             if file is not None:
                 yield b"data: " + to_json(ReceivedFile, file) + b"\n\n"
     except BridgeError as fault:  # too late for a status: the stream ends
@@ -154,7 +154,7 @@ def _json(value: object) -> Response:
     return JSONResponse(value)
 
 
-async def _answer_fault(_request: Request, error: Exception) -> Response:
+async def _error_response(_request: Request, error: Exception) -> Response:
     if not isinstance(error, BridgeError):
         raise error
     _log.info("bridge answers %d %s: %s", error.status, error.kind, error.detail)

@@ -20,7 +20,7 @@ import anyio.from_thread
 import anyio.to_thread
 
 from hypha_worker.bridge.backend import BridgeBackend
-from hypha_worker.errors import BridgeError, ending
+from hypha_worker.errors import BridgeError, job_ending
 from hypha_worker.jobs.execution import ExecutionError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SOCKET_PATH_LIMIT: Final = 107
 """Bytes of a Unix socket's path that the kernel takes."""
-_GRACE: Final = 1
+_SHUTDOWN_GRACE: Final = 1
 """Seconds that requests get to end when the bridge is shut."""
 _START_LIMIT: Final = 10.0
 _START_POLL: Final = 0.002
@@ -66,7 +66,7 @@ async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]
 
             tasks.start_soon(serve)
             try:
-                await _started(server, ended)
+                await _wait_until_started(server, ended)
                 yield
             finally:
                 server.should_exit = True
@@ -104,47 +104,47 @@ def _make_server(backend: BridgeBackend, portal: anyio.from_thread.BlockingPorta
     from hypha_worker.bridge.routes import make_app
 
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it tells of every start and end
-    logging.getLogger("uvicorn.error").addFilter(_is_worth_telling)
+    logging.getLogger("uvicorn.error").addFilter(_is_not_shutdown_noise)
     config = uvicorn.Config(
-        make_app(backend, _into(portal)),
+        make_app(backend, _portal_call(portal)),
         loop="asyncio",
         http="h11",
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=_GRACE,
+        timeout_graceful_shutdown=_SHUTDOWN_GRACE,
         timeout_keep_alive=3600,
     )
     return uvicorn.Server(config)
 
 
-def _is_worth_telling(record: logging.LogRecord) -> bool:
+def _is_not_shutdown_noise(record: logging.LogRecord) -> bool:
     """Drop what uvicorn says of clients that it cut off when a job ended: that is its order, and no error."""
     kind = record.exc_info[0] if record.exc_info else None
     return not (record.getMessage().startswith("Cancel ") or (kind and issubclass(kind, asyncio.CancelledError)))
 
 
-def _into(portal: anyio.from_thread.BlockingPortal) -> Callable[..., Awaitable[Any]]:
+def _portal_call(portal: anyio.from_thread.BlockingPortal) -> Callable[..., Awaitable[Any]]:
     async def call(function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         try:
             future = portal.start_task_soon(function, *args)
         except RuntimeError:  # the portal is shut
-            raise ending() from None
+            raise job_ending() from None
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise ending() from None  # the worker's side was cancelled, not this one
+            raise job_ending() from None  # the worker's side was cancelled, not this one
         except OSError as error:
             raise BridgeError(500, "worker-failed", f"the worker's disk: {error}") from error
 
     return call
 
 
-async def _started(server: uvicorn.Server, ended: anyio.Event) -> None:
+async def _wait_until_started(server: uvicorn.Server, ended: anyio.Event) -> None:
     """Wait until uvicorn listens: it tells by an attribute only."""
     for _ in range(int(_START_LIMIT / _START_POLL)):
         if server.started:

@@ -23,7 +23,7 @@ _MS: Final = 1000.0
 
 
 @dataclass(slots=True)
-class SpanAccount:
+class SpanRecorder:
     """What one job's executor has told so far."""
 
     clock: Callable[[], float] = anyio.current_time
@@ -33,14 +33,14 @@ class SpanAccount:
     def __post_init__(self) -> None:
         self._began = self.clock()
 
-    def take(self, report: SpanReport, job: str | None) -> int:
+    def record(self, report: SpanReport, job: str | None) -> int:
         """Record a report under the job's span; gives how many spans were recorded.
 
         Args:
             job: ``traceparent`` of the job's execution; none when it is part of no trace.
 
         Raises:
-            BridgeFault: a span began before the job, or names a trace that is not the job's.
+            BridgeError: a span began before the job, or names a trace that is not the job's.
         """
         longest = (self.clock() - self._began) * _MS
         for span in _all(report.spans):

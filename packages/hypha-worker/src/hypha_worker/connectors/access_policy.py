@@ -22,7 +22,7 @@ class AccessPolicy:
         """Refuse a URL whose host is not allowed.
 
         Raises:
-            BridgeFault: the scheme is not http or https, or the host is not in ``connectors.hosts``.
+            BridgeError: the scheme is not http or https, or the host is not in ``connectors.hosts``.
         """
         try:
             parts = urlsplit(url)
@@ -38,16 +38,16 @@ class AccessPolicy:
         """Refuse a hub repository that is not allowed.
 
         Raises:
-            BridgeFault: it is not in ``connectors.repositories``.
+            BridgeError: it is not in ``connectors.repositories``.
         """
         if not any(fnmatchcase(repository, pattern) for pattern in self.repositories):
             raise not_allowed(f"repository {repository[:120]!r} is not in connectors.repositories of this worker")
 
-    def file_of(self, url: str) -> Path:
+    def resolve_file_url(self, url: str) -> Path:
         """The file that a ``file:`` URL names.
 
         Raises:
-            BridgeFault: it is under none of ``connectors.roots``, or does not exist.
+            BridgeError: it is under none of ``connectors.roots``, or does not exist.
         """
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):

@@ -31,7 +31,7 @@ _IDLE: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Downloaded:
+class DownloadedFile:
     """A file that a download brought."""
 
     path: Path
@@ -46,18 +46,18 @@ def _digest(path: Path) -> tuple[int, str]:
         return path.stat().st_size, f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-async def _described(path: Path, source: str) -> Downloaded:
+async def _describe(path: Path, source: str) -> DownloadedFile:
     size, checksum = await anyio.to_thread.run_sync(_digest, path)
-    return Downloaded(path, size, checksum, source)
+    return DownloadedFile(path, size, checksum, source)
 
 
 async def download_from_hub(
     reference: HuggingFaceReference, folder: Path, access: AccessPolicy, *, max_bytes: int, timeout: float = 1800.0
-) -> list[Downloaded]:
+) -> list[DownloadedFile]:
     """Download the files of a repository to `folder`, under the names they have there.
 
     Raises:
-        BridgeFault: not allowed, not there, too large, too slow, or the hub does not answer.
+        BridgeError: not allowed, not there, too large, too slow, or the hub does not answer.
     """
     access.check_repository(reference.repository)
     names = [check_relative(name).as_posix() for name in reference.filenames]
@@ -71,7 +71,7 @@ async def download_from_hub(
                     _download_from_hub, reference, name, folder, max_bytes, abandon_on_cancel=True
                 )
                 source = f"huggingface:{reference.repository}@{reference.revision or 'main'}/{name}"
-                made.append(await _described(path, source))
+                made.append(await _describe(path, source))
     except TimeoutError:
         raise timed_out(f"repository {reference.repository[:120]!r} did not come within {timeout:g} s") from None
     return made
@@ -115,18 +115,18 @@ def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path,
 
 async def download_from_uri(
     url: str, folder: Path, access: AccessPolicy, *, max_bytes: int, timeout: float = 1800.0
-) -> Downloaded:
+) -> DownloadedFile:
     """Bring the file at an ``https:``, ``http:`` or ``file:`` URL to `folder`.
 
     Raises:
-        BridgeFault: not allowed, not there, too large, too slow, or the server does not answer.
+        BridgeError: not allowed, not there, too large, too slow, or the server does not answer.
     """
     scheme, path = _split(url)
     target = folder / safe_name(path.rsplit("/", 1)[-1])
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         if scheme == "file":
-            await anyio.to_thread.run_sync(_copy, access.file_of(url), part, max_bytes)
+            await anyio.to_thread.run_sync(_copy, access.resolve_file_url(url), part, max_bytes)
         else:
             with anyio.fail_after(timeout):
                 await _download(url, part, access, max_bytes)
@@ -135,7 +135,7 @@ async def download_from_uri(
         raise timed_out(f"{url[:120]} did not come within {timeout:g} s") from None
     finally:
         part.unlink(missing_ok=True)
-    return await _described(target, url)
+    return await _describe(target, url)
 
 
 def _split(url: str) -> tuple[str, str]:
@@ -173,7 +173,7 @@ async def _download(url: str, target: Path, access: AccessPolicy, max_bytes: int
 
 async def _store(response: httpx.Response, target: Path, max_bytes: int) -> None:
     if response.status_code != 200:
-        raise _status_fault(str(response.url), response.status_code)
+        raise _status_error(str(response.url), response.status_code)
     received = 0
     async with await anyio.open_file(target, "xb") as file:
         async for block in response.aiter_bytes(_CHUNK):
@@ -183,7 +183,7 @@ async def _store(response: httpx.Response, target: Path, max_bytes: int) -> None
             await file.write(block)
 
 
-def _status_fault(url: str, status: int) -> BridgeError:
+def _status_error(url: str, status: int) -> BridgeError:
     if status in (404, 410):
         return not_found(f"{url[:120]} answers {status}")
     return peer_failed(f"{url[:120]} answers {status}")

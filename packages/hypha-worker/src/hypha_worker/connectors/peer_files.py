@@ -31,60 +31,60 @@ T = TypeVar("T")
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")
 
-PAUSES: Final = (0.0, 0.25, 1.0, 3.0)
+RETRY_DELAYS: Final = (0.0, 0.25, 1.0, 3.0)
 """Seconds before each attempt at something that may fail for a moment."""
-AWAY: Final = (2.0, 5.0, 10.0, 20.0, 30.0, 30.0)
+UNAVAILABLE_DELAYS: Final = (2.0, 5.0, 10.0, 20.0, 30.0, 30.0)
 """Seconds before a file is looked for again where every peer that has it was away: a data node that restarts."""
 
 
-async def retry(what: str, attempt: Callable[[], Awaitable[T]], pauses: Sequence[float] = PAUSES) -> T:
-    """Try until it works, as often as there are `pauses`. A refusal is final.
+async def retry(what: str, attempt: Callable[[], Awaitable[T]], delays: Sequence[float] = RETRY_DELAYS) -> T:
+    """Try until it works, as often as there are `delays`. A refusal is final.
 
     Raises:
         NetError: of the last attempt.
     """
-    for number, pause in enumerate(pauses, 1):
+    for number, pause in enumerate(delays, 1):
         await anyio.sleep(pause)
         try:
             return await attempt()
         except (TransferRefusedError, UnsupportedProtocolError):
             raise
         except NetError as error:
-            if number == len(pauses):
+            if number == len(delays):
                 raise
-            _log.info("%s failed (%s), attempt %d of %d", what, error, number, len(pauses))
+            _log.info("%s failed (%s), attempt %d of %d", what, error, number, len(delays))
     raise ValueError("no attempts were allowed")
 
 
-async def ask(
+async def call_with_retries(
     endpoint: Endpoint,
     peer: PeerId,
     conversation: RpcMethod[Req, Resp],
     message: Req,
     *,
     timeout: float = 10.0,
-    pauses: Sequence[float] = PAUSES,
+    delays: Sequence[float] = RETRY_DELAYS,
 ) -> Resp:
     """`requests.call` with bounded retries. Raises `NetError`."""
     what = f"{conversation.variant or conversation.protocol} to {peer}"
-    return await retry(what, lambda: rpc.call(endpoint, peer, conversation, message, timeout=timeout), pauses)
+    return await retry(what, lambda: rpc.call(endpoint, peer, conversation, message, timeout=timeout), delays)
 
 
-def as_fault(error: NetError) -> BridgeError:
+def to_bridge_error(error: NetError) -> BridgeError:
     """What an executor is told about a peer that failed."""
     return timed_out(str(error)) if isinstance(error, RequestTimeoutError) else peer_failed(str(error))
 
 
-async def next_slice(endpoint: Endpoint, scheduler: PeerId, request: DataRequest) -> SliceAssigned:
+async def request_slice(endpoint: Endpoint, scheduler: PeerId, request: DataRequest) -> SliceAssigned:
     """Ask the scheduler for one further slice.
 
     Raises:
-        BridgeFault: there is none (410), the scheduler says why not (502), or it does not answer.
+        BridgeError: there is none (410), the scheduler says why not (502), or it does not answer.
     """
     try:
-        answer = await ask(endpoint, scheduler, DATA, request)
+        answer = await call_with_retries(endpoint, scheduler, DATA, request)
     except NetError as error:
-        raise as_fault(error) from error
+        raise to_bridge_error(error) from error
     if isinstance(answer, NotFound):
         raise no_more_data(f"the scheduler has no further slice of {request.dataset[:80]!r}")
     if isinstance(answer, WireError):
@@ -103,14 +103,15 @@ class PeerFiles:
     async def pull(
         self, peers: Sequence[PeerId], address: SliceAddress, target: Path, digest: str | None = None
     ) -> tuple[transfer.PullResult, PeerId]:
-        """Pull one file from the first of `peers` that gives it; each is tried as often as `PAUSES` says.
+        """Pull one file from the first of `peers` that gives it; each is tried as often as `RETRY_DELAYS` says.
 
-        Where one of them cannot be asked, or does not serve files yet, all are tried again as often as `AWAY` says.
+        Where one of them cannot be asked, or does not serve files yet, all are tried again
+        as often as `UNAVAILABLE_DELAYS` says.
 
         Raises:
-            BridgeFault: none of them gives it.
+            BridgeError: none of them gives it.
         """
-        for pause in AWAY:
+        for pause in UNAVAILABLE_DELAYS:
             found = await self._pull_once(peers, address, target, digest)
             if not isinstance(found, list):
                 return found
@@ -146,7 +147,7 @@ class PeerFiles:
         """Push a file to all peers of a reference, or to one of them; gives the bytes sent to each.
 
         Raises:
-            BridgeFault: a peer of `All` did not take it, or none of the others did.
+            BridgeError: a peer of `All` did not take it, or none of the others did.
         """
         if not reference.peers:
             raise bad_request("the reference names no peer")
@@ -196,5 +197,5 @@ def _all_failed(what: str, failures: Sequence[NetError]) -> BridgeError:
     if not failures:
         return bad_request(f"{what}: the reference names no peer")
     if len(failures) == 1:
-        return as_fault(failures[0])
+        return to_bridge_error(failures[0])
     return peer_failed(f"{what}: " + "; ".join(str(failure) for failure in failures)[:2000])

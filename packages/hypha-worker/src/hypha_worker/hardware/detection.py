@@ -15,7 +15,7 @@ GIGABYTE = 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Detected:
+class DetectedResources:
     """Resources of this machine: cores and GB."""
 
     cpu: int
@@ -25,17 +25,17 @@ class Detected:
     """Index and memory (GB) of each GPU."""
 
 
-def detect(work_dir: Path) -> Detected:
+def detect(work_dir: Path) -> DetectedResources:
     """Look around; `work_dir` says which disk counts and need not exist."""
-    return Detected(
+    return DetectedResources(
         cpu=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=_memory(),
-        storage=_rounded(shutil.disk_usage(_existing(work_dir)).free),
-        devices=tuple((gpu.index, _rounded(gpu.memory)) for gpu in read_gpus()),
+        storage=_to_gigabytes(shutil.disk_usage(_nearest_existing(work_dir)).free),
+        devices=tuple((gpu.index, _to_gigabytes(gpu.memory)) for gpu in read_gpus()),
     )
 
 
-def _rounded(size: int) -> float:
+def _to_gigabytes(size: int) -> float:
     return int(size / GIGABYTE * 10) / 10
 
 
@@ -44,10 +44,10 @@ def _memory() -> float:
     try:  # a container's limit is lower than the machine's memory
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
     except (OSError, ValueError):
-        return _rounded(total)
-    return _rounded(min(total, limit))
+        return _to_gigabytes(total)
+    return _to_gigabytes(min(total, limit))
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     folder = folder.absolute()
     return next(place for place in (folder, *folder.parents) if place.exists())

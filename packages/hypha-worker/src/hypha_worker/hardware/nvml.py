@@ -25,7 +25,7 @@ class Gpu:
     """Bytes in all."""
     used: int
     """Bytes in use, by whomever."""
-    share: float | None
+    utilization: float | None
     """Share of the last moments in which it computed, 0 to 1; none where the driver does not tell."""
 
 
@@ -54,7 +54,7 @@ def _read(index: int) -> Gpu:
     device = pynvml.nvmlDeviceGetHandleByIndex(index)
     memory = pynvml.nvmlDeviceGetMemoryInfo(device)
     try:
-        share = pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
+        utilization = pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
     except pynvml.NVMLError_NotSupported:  # a slice of a GPU, say
-        share = None
-    return Gpu(index, int(memory.total), int(memory.used), share)
+        utilization = None
+    return Gpu(index, int(memory.total), int(memory.used), utilization)

@@ -33,7 +33,7 @@ _GPU_MEMORY: Final = instrumentation.Level("hw.gpu.memory.usage", "By", "Memory 
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class ProcessUsage:
     """What one process, or several, have used: seconds and bytes since they started."""
 
     user: float = 0.0
@@ -45,17 +45,17 @@ class Use:
 
 
 @dataclass(slots=True)
-class UsageAccount:
+class UsageAccumulator:
     """Adds up what the processes of a tree use while they come and go. Pure."""
 
-    _known: dict[tuple[int, float], Use] = field(default_factory=dict)
+    _known: dict[tuple[int, float], ProcessUsage] = field(default_factory=dict)
 
-    def take(self, seen: Mapping[tuple[int, float], Use]) -> Use:
+    def add_sample(self, seen: Mapping[tuple[int, float], ProcessUsage]) -> ProcessUsage:
         """What was used since the last look, and the memory in use, from each process by pid and start time."""
-        nothing = Use()
+        nothing = ProcessUsage()
         new = [(use, self._known.get(key, nothing)) for key, use in seen.items()]
         self._known = dict(seen)
-        return Use(
+        return ProcessUsage(
             user=sum(max(0.0, use.user - before.user) for use, before in new),
             system=sum(max(0.0, use.system - before.system) for use, before in new),
             read=sum(max(0, use.read - before.read) for use, before in new),
@@ -67,19 +67,19 @@ class UsageAccount:
 async def measure_usage(pid: int, job_id: str, devices: Sequence[int] = ()) -> None:
     """Measure the tree of processes under `pid` until cancelled; `devices` are the GPUs of the job's lease."""
     about = {"hypha.job.id": job_id}
-    account, cores = UsageAccount(), psutil.cpu_count() or 1
+    accumulator, cores = UsageAccumulator(), psutil.cpu_count() or 1
     before: float | None = None
     gpus = [{**about, "hw.id": str(index)} for index in devices]
     try:
         while True:
             seen = await anyio.to_thread.run_sync(read_tree, pid, abandon_on_cancel=True)
-            now, used = anyio.current_time(), account.take(seen)
-            _tell(used, len(seen), about)
+            now, used = anyio.current_time(), accumulator.add_sample(seen)
+            _record_usage(used, len(seen), about)
             if before is not None and now > before:
                 _CPU_SHARE.set((used.user + used.system) / (now - before) / cores, about)
             before = now
             if devices:
-                await _tell_gpus(about, devices)
+                await _record_gpus(about, devices)
             await anyio.sleep(INTERVAL)
     finally:
         for gauge in (_CPU_SHARE, _MEMORY, _COUNT):
@@ -89,7 +89,7 @@ async def measure_usage(pid: int, job_id: str, devices: Sequence[int] = ()) -> N
             _GPU_MEMORY.forget(gpu)
 
 
-def _tell(used: Use, count: int, about: instrumentation.Attributes) -> None:
+def _record_usage(used: ProcessUsage, count: int, about: instrumentation.Attributes) -> None:
     _CPU_TIME.add(used.user, {**about, "cpu.mode": "user"})
     _CPU_TIME.add(used.system, {**about, "cpu.mode": "system"})
     _STORAGE.add(used.read, {**about, "disk.io.direction": "read"})
@@ -98,18 +98,18 @@ def _tell(used: Use, count: int, about: instrumentation.Attributes) -> None:
     _COUNT.set(count, about)
 
 
-async def _tell_gpus(about: instrumentation.Attributes, devices: Sequence[int]) -> None:
+async def _record_gpus(about: instrumentation.Attributes, devices: Sequence[int]) -> None:
     for found in await anyio.to_thread.run_sync(read_gpus, abandon_on_cancel=True):
         if found.index in devices:
             gpu = {**about, "hw.id": str(found.index)}
             _GPU_MEMORY.set(found.used, gpu)
-            if found.share is not None:
-                _GPU_SHARE.set(found.share, gpu)
+            if found.utilization is not None:
+                _GPU_SHARE.set(found.utilization, gpu)
 
 
-def read_tree(pid: int) -> dict[tuple[int, float], Use]:
+def read_tree(pid: int) -> dict[tuple[int, float], ProcessUsage]:
     """What a process and everything under it have used; those that are gone are left out."""
-    found: dict[tuple[int, float], Use] = {}
+    found: dict[tuple[int, float], ProcessUsage] = {}
     try:
         root = psutil.Process(pid)
         tree = [root, *root.children(recursive=True)]
@@ -124,7 +124,7 @@ def read_tree(pid: int) -> dict[tuple[int, float], Use]:
     return found
 
 
-def _read(process: psutil.Process) -> Use:
+def _read(process: psutil.Process) -> ProcessUsage:
     times = process.cpu_times()
     read = written = 0
     if hasattr(process, "io_counters"):  # not on macOS
@@ -133,4 +133,4 @@ def _read(process: psutil.Process) -> Use:
             read, written = counters.read_bytes, counters.write_bytes
         except psutil.AccessDenied:
             pass
-    return Use(times.user, times.system, read, written, process.memory_info().rss)
+    return ProcessUsage(times.user, times.system, read, written, process.memory_info().rss)

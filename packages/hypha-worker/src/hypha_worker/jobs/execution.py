@@ -59,7 +59,7 @@ class ExecutionResult:
 
     outcome: Outcome
     reason: str = ""
-    traces: ExecutionTrace = field(default_factory=ExecutionTrace)
+    trace: ExecutionTrace = field(default_factory=ExecutionTrace)
 
 
 class ExecutionError(Exception):
@@ -75,12 +75,12 @@ class Execution(Protocol):
         ...
 
     @property
-    def takes(self) -> str:
+    def accepted_push_kind(self) -> str:
         """The kind of push that is for this job."""
         ...
 
     @property
-    def traces(self) -> ExecutionTrace:
+    def trace(self) -> ExecutionTrace:
         """What is known so far about the end."""
         ...
 
@@ -96,7 +96,7 @@ class Execution(Protocol):
         """Where a file may land that `peer` is about to push to this job."""
         ...
 
-    async def name_members(self, message: RoundMembers) -> MembersKnown:
+    async def set_round_members(self, message: RoundMembers) -> MembersKnown:
         """Take the scheduler's word on who is in a round."""
         ...
 

@@ -48,7 +48,7 @@ def check_peers(spec: JobSpec, reference: Reference) -> None:
     """Refuse a reference to peers that the job does not deal with.
 
     Raises:
-        BridgeFault: it names another peer.
+        BridgeError: it names another peer.
     """
     strangers = reference_peers([reference]) - reference_peers(job_references(spec))
     if strangers:

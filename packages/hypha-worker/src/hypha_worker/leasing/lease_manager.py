@@ -44,7 +44,7 @@ class Lease:
     expires: float
     """Seconds of the local monotonic clock."""
     state: LeaseState = LeaseState.OFFERED
-    occupied: bool = False
+    has_job: bool = False
     """Whether a job runs on it."""
 
     def remaining(self, now: float) -> float:
@@ -71,7 +71,7 @@ class LeaseManager:
         return self._capacity.without(taken)
 
     @property
-    def bound_requests(self) -> frozenset[uuid.UUID]:
+    def leased_requests(self) -> frozenset[uuid.UUID]:
         """Requests that are answered by a lease which still holds resources."""
         return frozenset(lease.request_id for lease in self._leases.values() if lease.state is not LeaseState.SPENT)
 
@@ -104,7 +104,7 @@ class LeaseManager:
         Raises:
             LeaseError: it is unknown, another scheduler's, or over.
         """
-        lease = self._own(lease_id, scheduler)
+        lease = self._owned_lease(lease_id, scheduler)
         if now >= lease.expires or lease.state is LeaseState.ENDING:
             raise LeaseError(f"lease {lease_id} is over")
         if lease.state is not LeaseState.SPENT:
@@ -112,47 +112,47 @@ class LeaseManager:
             lease.expires = now + RENEWED_LEASE
         return lease
 
-    def occupy(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
+    def attach_job(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
         """Put a job on a lease, which also takes an offer.
 
         Raises:
             LeaseError: the lease is unknown, another scheduler's, over, spent, or has a job.
         """
-        lease = self._own(lease_id, scheduler)
+        lease = self._owned_lease(lease_id, scheduler)
         if lease.state is LeaseState.SPENT:
             raise LeaseError(f"lease {lease_id} is spent: its job has ended")
         self.renew(lease_id, scheduler, now)
-        if lease.occupied:
+        if lease.has_job:
             raise LeaseError(f"a job runs on lease {lease_id} already")
-        lease.occupied = True
+        lease.has_job = True
         return lease
 
-    def vacate(self, lease_id: uuid.UUID, *, keep: bool = False) -> None:
+    def detach_job(self, lease_id: uuid.UUID, *, keep: bool = False) -> None:
         """The job of a lease is gone with all its processes.
 
         Args:
             keep: the lease was not over and waits for another job, rather than give its resources back now.
         """
         lease = self._leases.get(lease_id)
-        if lease is None or not lease.occupied:
+        if lease is None or not lease.has_job:
             return
-        lease.occupied = False
+        lease.has_job = False
         if lease.state is LeaseState.ENDING:
             del self._leases[lease_id]
         elif not keep:
             lease.state = LeaseState.SPENT
 
     def release(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease:
-        """End a lease. One that has a job keeps its resources until `vacate`.
+        """End a lease. One that has a job keeps its resources until `detach_job`.
 
         Raises:
             LeaseError: it is unknown or another scheduler's.
         """
-        lease = self._own(lease_id, scheduler)
+        lease = self._owned_lease(lease_id, scheduler)
         self._end(lease)
         return lease
 
-    def withdraw(self, lease_id: uuid.UUID) -> None:
+    def cancel_offer(self, lease_id: uuid.UUID) -> None:
         """Take an offer back that could not be sent; one that was taken meanwhile stays."""
         lease = self._leases.get(lease_id)
         if lease is not None and lease.state is LeaseState.OFFERED:
@@ -164,21 +164,21 @@ class LeaseManager:
         over = [lease for lease in expired if lease.state is not LeaseState.ENDING]
         for lease in over:
             self._end(lease)
-        return [lease for lease in over if lease.occupied]
+        return [lease for lease in over if lease.has_job]
 
-    def held_by(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease | None:
+    def find(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease | None:
         """The lease if it is known and that scheduler's."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and lease.scheduler == scheduler else None
 
-    def _own(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease:
-        lease = self.held_by(lease_id, scheduler)
+    def _owned_lease(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease:
+        lease = self.find(lease_id, scheduler)
         if lease is None:  # a stranger learns nothing about leases that are not its own
             raise LeaseError(f"{scheduler} has no lease {lease_id} here")
         return lease
 
     def _end(self, lease: Lease) -> None:
-        if lease.occupied:
+        if lease.has_job:
             lease.state = LeaseState.ENDING
         else:
             del self._leases[lease.id]

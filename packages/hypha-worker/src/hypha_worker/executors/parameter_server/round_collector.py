@@ -14,7 +14,7 @@ from typing import Final
 from hypha_proto.ids import PeerId
 from hypha_proto.round_membership import MembersKnown, RoundMembers
 
-AHEAD: Final = 4
+MAX_ROUNDS_AHEAD: Final = 4
 """Rounds that may be named before the one that runs is over."""
 
 
@@ -38,7 +38,7 @@ class CompleteRound:
 
 
 @dataclass(slots=True)
-class _Named:
+class _Membership:
     """Members of a round with their weights, and when waiting ends on the local clock."""
 
     weights: Mapping[PeerId, float]
@@ -55,35 +55,35 @@ class RoundCollector:
     """
 
     senders: set[PeerId]
-    named: bool
+    members_announced: bool
     round: int | None = None
     """The round that is being collected; none until the first is named or begun."""
-    _members: dict[int, _Named] = field(default_factory=dict)
+    _members: dict[int, _Membership] = field(default_factory=dict)
     _updates: dict[tuple[int, PeerId], Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.named:
+        if not self.members_announced:
             self.round = 1
 
-    def name_members(self, message: RoundMembers, now: float) -> tuple[MembersKnown, list[Path]]:
+    def set_round_members(self, message: RoundMembers, now: float) -> tuple[MembersKnown, list[Path]]:
         """Take the scheduler's word on who is in a round; also gives files of peers that are not, to be deleted."""
         number = message.round
-        if not self.named:
+        if not self.members_announced:
             return MembersKnown(accepted=False, reason="this job's spec does not say that members are named"), []
         if self.round is not None and number < self.round:
             return MembersKnown(accepted=False, reason=f"round {number} is over, round {self.round} runs"), []
-        if self.round is not None and number >= self.round + AHEAD:
+        if self.round is not None and number >= self.round + MAX_ROUNDS_AHEAD:
             return MembersKnown(accepted=False, reason=f"round {number} is too far ahead of {self.round}"), []
         if not message.members:
             return MembersKnown(accepted=False, reason="a round needs at least one member"), []
         weights = {member.peer: float(member.samples) for member in message.members}
         if len(weights) < len(message.members):
             return MembersKnown(accepted=False, reason="a member is named twice"), []
-        self._members[number] = _Named(weights, now + message.deadline_ms / 1000)
+        self._members[number] = _Membership(weights, now + message.deadline_ms / 1000)
         self.senders |= weights.keys()
         if self.round is None:
             self.round = number
-        return MembersKnown(accepted=True), self._drop_strangers(number, weights.keys())
+        return MembersKnown(accepted=True), self._drop_nonmembers(number, weights.keys())
 
     def admit(self, peer: PeerId, round_number: int | None) -> int:
         """The round that an update which `peer` is about to send belongs to (none said: the one that runs).
@@ -103,7 +103,7 @@ class RoundCollector:
         if self.round is not None and round_number < self.round:
             raise UpdateRefusedError(f"round {round_number} is over, round {self.round} runs")
         # a member sends round r + 1 only after the outer update of r, so nothing honest is further ahead
-        if self.round is not None and round_number > self.round + (AHEAD if members else 1):
+        if self.round is not None and round_number > self.round + (MAX_ROUNDS_AHEAD if members else 1):
             raise UpdateRefusedError(f"round {round_number} is too far ahead of {self.round}")
         if self.round is None and any(sender == peer and number != round_number for number, sender in self._updates):
             raise UpdateRefusedError("another round's update of this peer waits for the round to begin")
@@ -120,24 +120,24 @@ class RoundCollector:
         self._updates[round_number, peer] = path
         return replaced
 
-    def due(self, now: float) -> float | None:
+    def seconds_until_due(self, now: float) -> float | None:
         """Seconds until the round that runs is to be closed (0: now), or none when only a message can close it."""
         if self.round is None:
             return None
-        members = self._current()
+        members = self._current_membership()
         if members is None:
             return None
         if all((self.round, peer) in self._updates for peer in members.weights):
             return 0.0
         return None if members.deadline is None else max(0.0, members.deadline - now)
 
-    def close(self) -> CompleteRound:
+    def close_round(self) -> CompleteRound:
         """End the round that runs with the updates that are there, and begin the next.
 
         Raises:
             EmptyRoundError: no member's update is there.
         """
-        members = self._current()
+        members = self._current_membership()
         if self.round is None or members is None:
             raise EmptyRoundError("no round has begun")
         number = self.round
@@ -166,12 +166,12 @@ class RoundCollector:
         named = self._members.get(round_number)
         return round_number < self.round or (named is not None and peer not in named.weights)
 
-    def _current(self) -> _Named | None:
-        if not self.named:
-            return _Named(dict.fromkeys(sorted(self.senders), 1.0), None)
+    def _current_membership(self) -> _Membership | None:
+        if not self.members_announced:
+            return _Membership(dict.fromkeys(sorted(self.senders), 1.0), None)
         return None if self.round is None else self._members.get(self.round)
 
-    def _drop_strangers(self, number: int, members: Iterable[PeerId]) -> list[Path]:
+    def _drop_nonmembers(self, number: int, members: Iterable[PeerId]) -> list[Path]:
         keep = set(members)
         strangers = [key for key in self._updates if key[0] == number and key[1] not in keep]
         return [self._updates.pop(key) for key in strangers]

@@ -27,8 +27,8 @@ from hypha_proto.job_spec import AggregateJob
 from hypha_proto.progress import REPORT, Done, OuterStepTaken, ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.round_membership import UPDATE_REFUSED, MembersKnown, RoundMembers, UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
-from hypha_worker.bridge.backend import REPORT_PAUSES
-from hypha_worker.connectors.peer_files import PeerFiles, ask
+from hypha_worker.bridge.backend import REPORT_DELAYS
+from hypha_worker.connectors.peer_files import PeerFiles, call_with_retries
 from hypha_worker.executors.parameter_server.round_collector import (
     CompleteRound,
     EmptyRoundError,
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_REFUSALS: Final = 64
-_HEADER_ROOM: Final = 1 << 20
+_MAX_QUEUED_REFUSALS: Final = 64
+_HEADER_ALLOWANCE: Final = 1 << 20
 _CODECS: Final = ("fp32",)
 _STEP_SECONDS: Final = instrumentation.Histogram("hypha.worker.outer_step.duration", "s", "Duration of outer steps.")
 
 
 @dataclass(slots=True)
-class _Layouts:
+class _ReferenceLayout:
     """What the updates of the job look like: the first that came says it for all."""
 
     first: object | None = None
@@ -66,26 +66,26 @@ class ParameterServer:
         config = context.spec.executor.config
         self._context = context
         self._config = config
-        self._collection = RoundCollector(set(reference_peers([config.updates])), named=bool(config.members))
-        self._layouts = _Layouts()
+        self._collector = RoundCollector(set(reference_peers([config.updates])), members_announced=bool(config.members))
+        self._reference = _ReferenceLayout()
         self._files = PeerFiles(context.endpoint, context.max_bytes)
         self._changed = anyio.Event()
         self._count = 0
-        self._refusals_in, self._refusals = anyio.create_memory_object_stream[UpdateRefused](_REFUSALS)
+        self._refusals_in, self._refusals = anyio.create_memory_object_stream[UpdateRefused](_MAX_QUEUED_REFUSALS)
 
     @property
     def senders(self) -> Set[PeerId]:
         """See `Execution.senders`."""
-        return self._collection.senders
+        return self._collector.senders
 
     @property
-    def takes(self) -> str:
-        """See `Execution.takes`."""
+    def accepted_push_kind(self) -> str:
+        """See `Execution.accepted_push_kind`."""
         return PSEUDO_GRADIENT
 
     @property
-    def traces(self) -> ExecutionTrace:
-        """See `Execution.traces`."""
+    def trace(self) -> ExecutionTrace:
+        """See `Execution.trace`."""
         return ExecutionTrace()
 
     # ------------------------------------------------------------------------------------------------- taking updates
@@ -93,21 +93,21 @@ class ParameterServer:
     async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """See `Execution.accept_push`."""
         self._count += 1
-        if header is not None and self._collection.is_late(peer, header.round):
-            return self._discard(peer, header)
+        if header is not None and self._collector.is_late(peer, header.round):
+            return self._accept_late_update(peer, header)
         try:
             number = self._admit(peer, header)
         except UpdateRefusedError as error:
-            self._tell_refused(peer, header.round if header else self._collection.round or 0, str(error))
+            self._report_refusal(peer, header.round if header else self._collector.round or 0, str(error))
             return Refusal(reason=str(error))
         path = self._context.work_dir / f"update-{number}-{self._count}.safetensors"
 
         async def arrived(size: int, _digest: str) -> None:
-            await self._arrived(peer, number, path, size)
+            await self._on_update_received(peer, number, path, size)
 
         return FilePushTarget(path, self._limit(), arrived, slot=str(self._context.work_dir))
 
-    def _discard(self, peer: PeerId, header: PushHeader) -> FilePushTarget:
+    def _accept_late_update(self, peer: PeerId, header: PushHeader) -> FilePushTarget:
         path = self._context.work_dir / f"late-{self._count}.safetensors"
 
         async def arrived(_size: int, _digest: str) -> None:
@@ -121,26 +121,28 @@ class ParameterServer:
 
     def _limit(self) -> int:
         """Largest update that is taken: hardly more than the first was."""
-        known = self._layouts.size
-        return min(self._context.max_bytes, known + known // 50 + _HEADER_ROOM if known else self._context.max_bytes)
+        known = self._reference.size
+        return min(
+            self._context.max_bytes, known + known // 50 + _HEADER_ALLOWANCE if known else self._context.max_bytes
+        )
 
     def _admit(self, peer: PeerId, header: PushHeader | None) -> int:
         if header is not None and header.kind != PSEUDO_GRADIENT:
             raise UpdateRefusedError(f"{header.kind[:40]!r} is not taken here, only {PSEUDO_GRADIENT}")
         if header is not None and header.codec not in _CODECS:
             raise UpdateRefusedError(f"codec {header.codec[:40]!r} is not known here, only {', '.join(_CODECS)}")
-        return self._collection.admit(peer, header.round if header is not None else None)
+        return self._collector.admit(peer, header.round if header is not None else None)
 
-    async def _arrived(self, peer: PeerId, number: int, path: Path, size: int) -> None:
+    async def _on_update_received(self, peer: PeerId, number: int, path: Path, size: int) -> None:
         try:
             await self._check_layout(path, size)
-            if self._collection.is_late(peer, number):  # the round went on while it was under way
+            if self._collector.is_late(peer, number):  # the round went on while it was under way
                 self._drop_late(peer, number, path)
                 return
-            replaced = self._collection.add(peer, number, path)
+            replaced = self._collector.add(peer, number, path)
         except (TensorFileError, UpdateRefusedError, OSError) as error:
             _remove(path)
-            self._tell_refused(peer, number, str(error))
+            self._report_refusal(peer, number, str(error))
             raise TransferRefusedError(str(error)) from error
         if replaced is not None:
             _remove(replaced)
@@ -150,13 +152,13 @@ class ParameterServer:
         from hypha_worker.executors.parameter_server.outer_step import TensorLayout, inspect_update
 
         layout = await anyio.to_thread.run_sync(inspect_update, path, abandon_on_cancel=True)
-        first = self._layouts.first
+        first = self._reference.first
         if not isinstance(first, TensorLayout):
-            self._layouts = _Layouts(layout, size)
+            self._reference = _ReferenceLayout(layout, size)
         elif difference := first.difference(layout):
             raise UpdateRefusedError(f"the update does not fit the first of this job: {difference}")
 
-    def _tell_refused(self, peer: PeerId, number: int, reason: str) -> None:
+    def _report_refusal(self, peer: PeerId, number: int, reason: str) -> None:
         _log.warning("update of %s for round %d refused: %s", peer, number, reason)
         message = UpdateRefused(job_id=self._context.spec.job_id, round=number, peer=peer, reason=reason[:1000])
         try:
@@ -164,9 +166,9 @@ class ParameterServer:
         except (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError):
             _log.warning("the scheduler is not told: too many refusals wait already, or the job is over")
 
-    async def name_members(self, message: RoundMembers) -> MembersKnown:
-        """See `Execution.name_members`."""
-        answer, dropped = self._collection.name_members(message, anyio.current_time())
+    async def set_round_members(self, message: RoundMembers) -> MembersKnown:
+        """See `Execution.set_round_members`."""
+        answer, dropped = self._collector.set_round_members(message, anyio.current_time())
         for path in dropped:
             _remove(path)
         if answer.accepted:
@@ -180,7 +182,7 @@ class ParameterServer:
     async def run(self) -> None:
         """See `Execution.run`."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._report_refusals)
+            tasks.start_soon(self._send_refusals)
             try:
                 while not await self._run_round(tasks):
                     pass
@@ -193,26 +195,26 @@ class ParameterServer:
     async def _run_round(self, tasks: anyio.abc.TaskGroup) -> bool:
         """One round; gives whether it was the last."""
         await self._wait_for_updates()
-        done = self._collection.close()
-        await self._tell_missing(done)
+        done = self._collector.close_round()
+        await self._report_missing(done)
         result = await self._step(done)
-        await self._give_out(done, result, tasks)
-        answer = await self._tell_updated()
+        await self._push_outer_update(done, result, tasks)
+        answer = await self._report_step()
         if isinstance(answer, ProgressError):
             raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}")
         return isinstance(answer, Done)
 
-    async def _tell_missing(self, done: CompleteRound) -> None:
+    async def _report_missing(self, done: CompleteRound) -> None:
         """Before the step is told: the scheduler counts these members' samples until it hears of it."""
         for peer in done.missing:
             _log.warning("round %d goes on without the update of %s, which did not come in time", done.round, peer)
             message = UpdateRefused(
                 job_id=self._context.spec.job_id, round=done.round, peer=peer, reason="it did not come in time"
             )
-            await self._tell(message)
+            await self._send_to_scheduler(message)
 
     async def _wait_for_updates(self) -> None:
-        while (due := self._collection.due(anyio.current_time())) != 0.0:
+        while (due := self._collector.seconds_until_due(anyio.current_time())) != 0.0:
             self._changed = anyio.Event()
             with anyio.move_on_after(due):
                 await self._changed.wait()
@@ -220,14 +222,14 @@ class ParameterServer:
     async def _step(self, done: CompleteRound) -> Path:
         from hypha_worker.executors.parameter_server.outer_step import TensorLayout
 
-        layout = self._layouts.first
+        layout = self._reference.first
         if not isinstance(layout, TensorLayout):
             raise ExecutionError("an outer step is due and no update was ever checked")
         about = {"hypha.round": done.round, "hypha.updates": len(done.updates)}
         with instrumentation.span("outer step", about):
-            return await self._step_aloud(done, layout)
+            return await self._compute_step(done, layout)
 
-    async def _step_aloud(self, done: CompleteRound, layout: TensorLayout) -> Path:
+    async def _compute_step(self, done: CompleteRound, layout: TensorLayout) -> Path:
         from hypha_proto.update_file import UpdateMetadata
         from hypha_worker.executors.parameter_server.outer_step import OuterOptimizer, outer_step
 
@@ -249,7 +251,7 @@ class ParameterServer:
         _log.info("round %d: outer step over %d updates in %.3f s", done.round, len(done.updates), took)
         return result
 
-    async def _give_out(self, done: CompleteRound, result: Path, tasks: anyio.abc.TaskGroup) -> None:
+    async def _push_outer_update(self, done: CompleteRound, result: Path, tasks: anyio.abc.TaskGroup) -> None:
         """Push the outer update to everybody at once; waits for those who take part, and not for the others."""
         size, digest = await transfer.describe(result)
         header = PushHeader(
@@ -260,7 +262,7 @@ class ParameterServer:
             size=size,
             digest=digest,
         )
-        taking_part, others = self._targets(done)
+        taking_part, others = self._receivers(done)
         if others:
             second = result.with_name(f"{result.name}.others")
             os.link(result, second)
@@ -276,7 +278,7 @@ class ParameterServer:
         _remove(path)
         return bool(sent)
 
-    def _targets(self, done: CompleteRound) -> tuple[list[PeerId], list[PeerId]]:
+    def _receivers(self, done: CompleteRound) -> tuple[list[PeerId], list[PeerId]]:
         """Who gets the outer update: members whose updates made it and the scheduler; then all other receivers."""
         listed = sorted(reference_peers([self._config.results]))
         members = [peer for peer, _, _ in done.updates]
@@ -284,20 +286,22 @@ class ParameterServer:
         taking_part = list(dict.fromkeys([*members, *scheduler]))
         return taking_part, [peer for peer in listed if peer not in taking_part]
 
-    async def _tell_updated(self) -> ProgressResponse:
+    async def _report_step(self) -> ProgressResponse:
         context = self._context
         request = ProgressRequest(
             job_id=context.spec.job_id, progress=OuterStepTaken(), lease=context.lease, id=uuid.uuid4()
         )
-        return await ask(context.endpoint, context.scheduler, REPORT, request, timeout=30.0, pauses=REPORT_PAUSES)
+        return await call_with_retries(
+            context.endpoint, context.scheduler, REPORT, request, timeout=30.0, delays=REPORT_DELAYS
+        )
 
-    async def _report_refusals(self) -> None:
+    async def _send_refusals(self) -> None:
         async for message in self._refusals:
-            await self._tell(message)
+            await self._send_to_scheduler(message)
 
-    async def _tell(self, message: UpdateRefused) -> None:
+    async def _send_to_scheduler(self, message: UpdateRefused) -> None:
         try:
-            await ask(self._context.endpoint, self._context.scheduler, UPDATE_REFUSED, message)
+            await call_with_retries(self._context.endpoint, self._context.scheduler, UPDATE_REFUSED, message)
         except NetError as error:
             _log.warning("the scheduler was not told of an update that does not count: %s", error)
 

@@ -50,7 +50,7 @@ _ERROR_LINE: Final = re.compile(r"(ERROR|CRITICAL) [\w.]+: ")
 _LOG_LIMIT: Final = 64 << 20
 _ARGUMENT_LIMIT: Final = 128 << 10
 """Bytes of one argument that Linux takes."""
-_DRAIN: Final = 1.0
+_OUTPUT_DRAIN: Final = 1.0
 _RUNNING: Final = instrumentation.UpDownCounter("hypha.worker.executors.active", "{executor}", "Executors that run.")
 _EXITS: Final = instrumentation.Counter(
     "hypha.worker.executors.ended", "{executor}", "Executors that ended, by exit code."
@@ -83,27 +83,27 @@ class ProcessExecution:
         self._error: str | None = None
         self._job_json: tuple[str, ...] = ()
         self._exit_code: int | None = None
-        self._inbox = DeliveryQueue(
+        self._queue = DeliveryQueue(
             job_id=context.spec.job_id,
             work_dir=context.work_dir,
             senders=reference_peers([context.spec.executor.config.results]),
             max_bytes=context.max_bytes,
-            kind=self.takes,
+            kind=self.accepted_push_kind,
         )
 
     @property
     def senders(self) -> Set[PeerId]:
         """See `Execution.senders`."""
-        return self._inbox.senders
+        return self._queue.senders
 
     @property
-    def takes(self) -> str:
-        """See `Execution.takes`."""
+    def accepted_push_kind(self) -> str:
+        """See `Execution.accepted_push_kind`."""
         return OUTER_UPDATE
 
     @property
-    def traces(self) -> ExecutionTrace:
-        """See `Execution.traces`."""
+    def trace(self) -> ExecutionTrace:
+        """See `Execution.trace`."""
         if self._exit_code == 0 or self._error is None:
             return ExecutionTrace(self._exit_code, tuple(self._lines))
         rest = [line for line in self._lines if line != self._error]
@@ -111,24 +111,24 @@ class ProcessExecution:
 
     async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """See `Execution.accept_push`."""
-        return self._inbox.accept(peer, header)
+        return self._queue.accept(peer, header)
 
-    async def name_members(self, message: RoundMembers) -> MembersKnown:
-        """See `Execution.name_members`."""
+    async def set_round_members(self, message: RoundMembers) -> MembersKnown:
+        """See `Execution.set_round_members`."""
         return MembersKnown(accepted=False, reason=f"job {message.job_id} is a training job here")
 
     async def run(self) -> None:
         """See `Execution.run`."""
         socket_path = self._settings.socket_folder / f"{secrets.token_hex(4)}.sock"
-        resources = self._resources()
-        async with open_bridge(resources, socket_path):
+        backend = self._make_backend()
+        async with open_bridge(backend, socket_path):
             try:
                 await self._run_process(socket_path)
             finally:
-                self._inbox.close()
-                resources.close()
+                self._queue.close()
+                backend.close()
 
-    def _resources(self) -> JobBridgeBackend:
+    def _make_backend(self) -> JobBridgeBackend:
         context = self._context
         return JobBridgeBackend(
             endpoint=context.endpoint,
@@ -136,20 +136,20 @@ class ProcessExecution:
             lease=context.lease,
             scheduler=context.scheduler,
             work_dir=context.work_dir,
-            inbox=self._inbox,
+            queue=self._queue,
             access=self._settings.access,
             files=PeerFiles(context.endpoint, context.max_bytes),
             traceparent=context.traceparent,
         )
 
     async def _run_process(self, socket_path: Path) -> None:
-        words = substitutions(self._context.spec, self._context.work_dir, socket_path)
-        self._job_json = (words["{JOB_JSON}"], repr(words["{JOB_JSON}"])[1:-1])
-        process = await self._start(words)
-        reading = anyio.CancelScope(shield=True)  # a process that is being ended may still have last words
+        values = placeholder_values(self._context.spec, self._context.work_dir, socket_path)
+        self._job_json = (values["{JOB_JSON}"], repr(values["{JOB_JSON}"])[1:-1])
+        process = await self._start(values)
+        reading = anyio.CancelScope(shield=True)  # a process that is being ended may still have last values
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read_output, process, reading)
-            measuring = self._measure(process.pid, tasks)
+            measuring = self._start_measuring(process.pid, tasks)
             try:
                 await process.wait()
             finally:
@@ -159,14 +159,14 @@ class ProcessExecution:
                 self._exit_code = process.returncode
                 _RUNNING.add(-1)
                 _EXITS.add(1, {"process.exit.code": str(process.returncode)})
-                reading.deadline = anyio.current_time() + _DRAIN
+                reading.deadline = anyio.current_time() + _OUTPUT_DRAIN
         with anyio.CancelScope(shield=True):
             await process.aclose()
         _log.info("[%s] executor %s", f"{self._context.spec.job_id}"[:8], exit_text(self._exit_code))
         if self._exit_code != 0:
             raise ExecutionError(f"executor {self._settings.cmd} {exit_text(self._exit_code)}")
 
-    def _measure(self, pid: int, tasks: anyio.abc.TaskGroup) -> anyio.CancelScope:
+    def _start_measuring(self, pid: int, tasks: anyio.abc.TaskGroup) -> anyio.CancelScope:
         """Measure what the executor uses, if anybody collects it, until the scope is cancelled."""
         scope = anyio.CancelScope()
         _RUNNING.add(1)
@@ -181,8 +181,8 @@ class ProcessExecution:
             tasks.start_soon(measure)
         return scope
 
-    async def _start(self, words: Mapping[str, str]) -> anyio.abc.Process:
-        command = [self._executable(), *(substitute(arg, words) for arg in self._settings.args)]
+    async def _start(self, values: Mapping[str, str]) -> anyio.abc.Process:
+        command = [self._executable(), *(substitute(arg, values) for arg in self._settings.args)]
         for argument in command:
             if len(os.fsencode(argument)) >= _ARGUMENT_LIMIT:
                 raise ExecutionError("the job's spec is too long for an argument: use {JOB_FILE} instead of {JOB_JSON}")
@@ -192,7 +192,7 @@ class ProcessExecution:
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.STDOUT,
                 cwd=self._context.work_dir,
-                env=self._environment(words),
+                env=self._environment(values),
                 start_new_session=True,
             )
         except OSError as error:
@@ -205,9 +205,9 @@ class ProcessExecution:
             raise ExecutionError(f"executor command {self._settings.cmd!r} is not found on this worker's PATH")
         return str(Path(found).absolute())
 
-    def _environment(self, words: Mapping[str, str]) -> dict[str, str]:
+    def _environment(self, values: Mapping[str, str]) -> dict[str, str]:
         allocation = self._context.allocation
-        own = {name: substitute(value, words) for name, value in self._settings.env.items()}
+        own = {name: substitute(value, values) for name, value in self._settings.env.items()}
         threads = {"OMP_NUM_THREADS": str(max(1, int(allocation.resources.cpu)))}
         devices: dict[str, str] = {}
         if self._settings.has_devices:
@@ -226,14 +226,14 @@ class ProcessExecution:
                 while True:
                     *lines, pending = (pending + await process.stdout.receive(65536)).split(b"\n")
                     for line in lines:
-                        self._keep(file, line, name)
+                        self._record_line(file, line, name)
                     if len(pending) > _LINE_LIMIT:  # progress bars end their lines with a carriage return
-                        self._keep(file, pending, name)
+                        self._record_line(file, pending, name)
                         pending = b""
             if pending:
-                self._keep(file, pending, name)
+                self._record_line(file, pending, name)
 
-    def _keep(self, file: BinaryIO, line: bytes, name: str) -> None:
+    def _record_line(self, file: BinaryIO, line: bytes, name: str) -> None:
         if file.tell() < _LOG_LIMIT:
             file.write(line + b"\n")
         text = line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
@@ -247,8 +247,8 @@ class ProcessExecution:
             _log.info("[%s] %s", name, text, extra={"unlimited": True})
 
 
-def substitutions(spec: JobSpec, work_dir: Path, socket_path: Path) -> dict[str, str]:
-    """The words that stand for a job's values in arguments and environment; also writes the job's file."""
+def placeholder_values(spec: JobSpec, work_dir: Path, socket_path: Path) -> dict[str, str]:
+    """The values that stand for a job's values in arguments and environment; also writes the job's file."""
     text = to_json(JobSpec, without_secrets(spec)).decode()
     job_file = work_dir / "job.json"
     job_file.write_text(text)
@@ -260,14 +260,14 @@ def substitutions(spec: JobSpec, work_dir: Path, socket_path: Path) -> dict[str,
     }
 
 
-def substitute(text: str, words: Mapping[str, str]) -> str:
+def substitute(text: str, values: Mapping[str, str]) -> str:
     """Put the values in; a value that looks like a word is not looked at again."""
-    names: Sequence[str] = sorted(words, key=text.find)
+    names: Sequence[str] = sorted(values, key=text.find)
     first = next((name for name in names if name in text), None)
     if first is None:
         return text
     before, after = text.split(first, 1)
-    return before + words[first] + substitute(after, words)
+    return before + values[first] + substitute(after, values)
 
 
 def exit_text(code: int | None) -> str:
