@@ -68,7 +68,7 @@ def test_whole_offers_nothing_while_a_part_is_leased() -> None:
     left = Capacity(MACHINE).without([Capacity(MACHINE).fit(Resources(cpu=1.0))])  # type: ignore[list-item]
     assert worker.decide([received(request(cpu=2.0))], left, 0.0) == []
     assert worker.rejection_reasons(PEERS[0], request(cpu=2.0), left) == (
-        "the machine is offered as a whole, and a part of it is leased",
+        "the machine is offered as a whole only, and a part of it is leased",
     )
 
 
@@ -110,10 +110,10 @@ def test_every_reason_against_an_offer_is_told() -> None:
         bid=1.0,
     )
     assert arbiter().rejection_reasons(PEERS[0], made, Capacity(MACHINE)) == (
-        "the bid of 1 is under 100, the least this worker takes",
-        "executor aggregate/parameter-server is not configured; there is train/diloco-transformer",
-        "gpu: 1 asked, 0 free of 0",
-        "cpu: 9 asked, 8 free of 8",
+        "the bid of 1 is below 100, the least this worker accepts",
+        "executor aggregate/parameter-server is not configured; configured: train/diloco-transformer",
+        "gpu: 1 requested, 0 free of 0",
+        "cpu: 9 requested, 8 free of 8",
     )
 
 

@@ -187,7 +187,7 @@ def test_an_executor_that_is_ended_while_it_speaks_is_no_error_of_the_worker(
             await half.send(b"POST /status/send HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
             await anyio.sleep(0.2)
         with anyio.fail_after(10):
-            while "gone before the end" not in caplog.text:
+            while "disconnected before the end" not in caplog.text:
                 await anyio.sleep(0.02)
         assert (await bridge.client.get("/openapi.json")).status_code == 200
 
@@ -434,7 +434,7 @@ def test_a_socket_path_that_the_kernel_refuses_is_an_error_with_a_remedy(tmp_pat
         async with open_bridge(None, tmp_path / ("x" * 120)):  # type: ignore[arg-type]
             pass
 
-    with pytest.raises(BridgeStartError, match=r"107 bytes.*TMPDIR"):
+    with pytest.raises(BridgeStartError, match=r"limit of 107 bytes.*TMPDIR"):
         anyio.run(main, backend="trio")
 
 

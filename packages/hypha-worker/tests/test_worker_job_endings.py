@@ -8,7 +8,8 @@ from typing import Any
 import anyio
 import pytest
 
-from hypha_worker.jobs.execution import ExecutionError, ExecutionTrace, JobContext
+from hypha_worker.errors import ExecutionError
+from hypha_worker.jobs.execution import ExecutionTrace, JobContext
 
 InLab = Callable[..., None]
 

@@ -35,7 +35,8 @@ from hypha_proto.offers import WORKER_REQUESTS
 from hypha_proto.progress import BatchDone, Done, ProgressRequest, ProgressResponse, ScheduleUpdate
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_worker.executors.process.execution import exit_text, substitute
-from hypha_worker.service import clear_work_dir, serve
+from hypha_worker.service import serve
+from hypha_worker.work_dir import clear_work_dir
 
 InLab = Callable[..., None]
 
@@ -331,11 +332,11 @@ def test_a_worker_says_why_it_would_not_bid(in_lab: InLab) -> None:
 
         assert await reasons(cpu=1.0) == ()
         assert await reasons(cpu=8.0, bid=10.0) == (
-            "the bid of 10 is under 50, the least this worker takes",
-            "cpu: 8 asked, 2 free of 2",
+            "the bid of 10 is below 50, the least this worker accepts",
+            "cpu: 8 requested, 2 free of 2",
         )
         await lab.scheduler.hire(cpu=2.0)
-        assert await reasons(cpu=1.0) == ("cpu: 1 asked, 0 free of 2",)
+        assert await reasons(cpu=1.0) == ("cpu: 1 requested, 0 free of 2",)
 
     in_lab(case)
 

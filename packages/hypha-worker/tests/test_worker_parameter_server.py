@@ -146,7 +146,7 @@ def test_a_member_that_is_missing_at_the_deadline_is_left_out(in_lab: InLab, pus
             await group.push(1, 1, group.write(4.0))
             _, value = await group.result(2, 1)
             assert value == pytest.approx(0.7 * 1.9 * 3.0)
-            assert lab.scheduler.refused[0].reason == "it did not come in time"  # said before the step was
+            assert lab.scheduler.refused[0].reason == "it did not arrive in time"  # reported before the step
             await group.push(2, 1, group.write(99.0))  # too late: taken, and not counted
             await end_with_a_round_of_all_three(lab, group, refused=[(1, 2)])
 
@@ -242,7 +242,7 @@ def test_hostile_updates_are_refused_and_the_scheduler_hears_of_it(in_lab: InLab
             good = group.write(1.0)
             for path, changes, who, number, reason in (
                 (group.write(np.nan), {}, 1, 1, "NaN or infinity"),
-                (group.write(1.0, shape=(5,)), {}, 1, 1, "does not fit the first"),
+                (group.write(1.0, shape=(5,)), {}, 1, 1, "does not match the first"),
                 (junk, {}, 1, 1, "header"),
                 (good, {}, 1, 7, "too far ahead"),
                 (good, {"codec": "zip"}, 1, 1, "codec"),

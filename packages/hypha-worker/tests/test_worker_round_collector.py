@@ -53,7 +53,7 @@ def test_members_that_are_late_are_left_out_at_the_deadline() -> None:
     done = collector.close_round()
     assert [peer for peer, _, _ in done.updates] == [A]
     assert done.missing == (B,)
-    with pytest.raises(UpdateRefusedError, match="round 1 is over, round 2 runs"):
+    with pytest.raises(UpdateRefusedError, match="round 1 is over, the current round is 2"):
         deliver(collector, B, 1)
     assert collector.is_late(B, 1)
     assert collector.is_late(A, 1)

@@ -116,7 +116,7 @@ def test_without_a_collector_or_a_trace_spans_are_taken_and_dropped() -> None:
 
 
 def test_a_job_cannot_flood_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans_module, "MAX_SPANS_A_JOB", 5)
+    monkeypatch.setattr(spans_module, "MAX_SPANS_PER_JOB", 5)
     recorder = SpanRecorder(iter(range(100)).__next__)
     with exporting() as collector:
         assert [recorder.record(report(), JOB) for _ in range(3)] == [3, 2, 0]

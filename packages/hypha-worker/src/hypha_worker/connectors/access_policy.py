@@ -1,4 +1,7 @@
-"""What jobs may reach, by the word of the worker's owner. Pure but for resolving paths."""
+"""The owner's policy on what jobs may access: hosts, Hub repositories and local folders.
+
+Called by `downloads` before each request. Pure apart from resolving paths.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from hypha_worker.errors import bad_request, not_allowed, not_found
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Patterns (``*`` for anything) of hosts and hub repositories, and folders whose files may be read."""
+    """Patterns (``*`` matches anything) of hosts and Hub repositories, and folders whose files may be read."""
 
     hosts: tuple[str, ...] = ()
     repositories: tuple[str, ...] = ("*",)
@@ -30,12 +33,12 @@ class AccessPolicy:
         except ValueError as error:
             raise bad_request(f"URL {url[:120]!r}: {error}") from None
         if parts.scheme not in ("http", "https") or not host:
-            raise bad_request(f"URL {url[:120]!r} is neither http, https nor file")
+            raise bad_request(f"URL {url[:120]!r} is not http, https or file")
         if not any(fnmatchcase(host.lower(), pattern.lower()) for pattern in self.hosts):
             raise not_allowed(f"host {host[:120]!r} is not in connectors.hosts of this worker")
 
     def check_repository(self, repository: str) -> None:
-        """Refuse a hub repository that is not allowed.
+        """Refuse a Hub repository that is not allowed.
 
         Raises:
             BridgeError: it is not in ``connectors.repositories``.
@@ -44,14 +47,14 @@ class AccessPolicy:
             raise not_allowed(f"repository {repository[:120]!r} is not in connectors.repositories of this worker")
 
     def resolve_file_url(self, url: str) -> Path:
-        """The file that a ``file:`` URL names.
+        """Return the file that a ``file:`` URL names.
 
         Raises:
             BridgeError: it is under none of ``connectors.roots``, or does not exist.
         """
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
-            raise bad_request(f"URL {url[:120]!r} names another machine")
+            raise bad_request(f"URL {url[:120]!r} names a host other than this one")
         path = Path(unquote(parts.path)).resolve()
         if not any(root.resolve() in path.parents for root in self.roots):
             raise not_allowed(f"file {str(path)[:120]!r} is under none of connectors.roots of this worker")

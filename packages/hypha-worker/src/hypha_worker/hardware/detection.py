@@ -1,4 +1,4 @@
-"""What this machine has, for ``hypha-worker init``: cores, memory, free disk, and GPUs."""
+"""Detects this machine's resources for ``hypha-worker init``: cores, memory, free disk space, and GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIGABYTE = 10**9
 
 @dataclass(frozen=True, slots=True)
 class DetectedResources:
-    """Resources of this machine: cores and GB."""
+    """Resources of this machine; memory and storage in GB."""
 
     cpu: int
     memory: float
@@ -26,7 +26,7 @@ class DetectedResources:
 
 
 def detect(work_dir: Path) -> DetectedResources:
-    """Look around; `work_dir` says which disk counts and need not exist."""
+    """Detect the resources; storage is that of the disk with `work_dir`, which need not exist."""
     return DetectedResources(
         cpu=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=_memory(),
@@ -41,7 +41,7 @@ def _to_gigabytes(size: int) -> float:
 
 def _memory() -> float:
     total = psutil.virtual_memory().total
-    try:  # a container's limit is lower than the machine's memory
+    try:  # in a container, its limit counts and not the machine's memory
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
     except (OSError, ValueError):
         return _to_gigabytes(total)
@@ -50,4 +50,4 @@ def _memory() -> float:
 
 def _nearest_existing(folder: Path) -> Path:
     folder = folder.absolute()
-    return next(place for place in (folder, *folder.parents) if place.exists())
+    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,6 +1,7 @@
-"""Measures what a job's processes use, for whoever collects metrics: CPU time, memory, storage I/O, and its GPUs.
+"""Measures what a job's processes use, as metrics: CPU time, memory, storage I/O, and the job's GPUs.
 
-`process` runs `measure_usage` beside an executor when metrics are exported. Without a collector nothing is measured.
+Called by `executors.process.execution`, which runs `measure_usage` beside an executor if metrics are exported;
+otherwise nothing is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hypha_net import instrumentation
 from hypha_worker.hardware.nvml import read_gpus
 
 INTERVAL: Final = 5.0
-"""Seconds between two looks at a job's processes."""
+"""Seconds between two measurements of a job's processes."""
 
 _CPU_TIME: Final = instrumentation.Counter("process.cpu.time", "s", "CPU time of a job's processes, by mode.")
 _CPU_SHARE: Final = instrumentation.Gauge(
@@ -34,7 +35,7 @@ _GPU_MEMORY: Final = instrumentation.Level("hw.gpu.memory.usage", "By", "Memory 
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """What one process, or several, have used: seconds and bytes since they started."""
+    """Resources used by one or more processes since they started: seconds and bytes."""
 
     user: float = 0.0
     system: float = 0.0
@@ -46,12 +47,16 @@ class ProcessUsage:
 
 @dataclass(slots=True)
 class UsageAccumulator:
-    """Adds up what the processes of a tree use while they come and go. Pure."""
+    """Sums the use of a process tree while its processes start and end. Pure."""
 
     _known: dict[tuple[int, float], ProcessUsage] = field(default_factory=dict)
 
     def add_sample(self, seen: Mapping[tuple[int, float], ProcessUsage]) -> ProcessUsage:
-        """What was used since the last look, and the memory in use, from each process by pid and start time."""
+        """Return the use since the last sample, and the memory in use.
+
+        Args:
+            seen: the use of each process, by pid and start time.
+        """
         nothing = ProcessUsage()
         new = [(use, self._known.get(key, nothing)) for key, use in seen.items()]
         self._known = dict(seen)
@@ -65,7 +70,7 @@ class UsageAccumulator:
 
 
 async def measure_usage(pid: int, job_id: str, devices: Sequence[int] = ()) -> None:
-    """Measure the tree of processes under `pid` until cancelled; `devices` are the GPUs of the job's lease."""
+    """Measure the process tree under `pid` until cancelled; `devices` are the GPUs of the job's lease."""
     about = {"hypha.job.id": job_id}
     accumulator, cores = UsageAccumulator(), psutil.cpu_count() or 1
     before: float | None = None
@@ -108,7 +113,7 @@ async def _record_gpus(about: instrumentation.Attributes, devices: Sequence[int]
 
 
 def read_tree(pid: int) -> dict[tuple[int, float], ProcessUsage]:
-    """What a process and everything under it have used; those that are gone are left out."""
+    """Return the use of a process and all its descendants, without those that have ended."""
     found: dict[tuple[int, float], ProcessUsage] = {}
     try:
         root = psutil.Process(pid)

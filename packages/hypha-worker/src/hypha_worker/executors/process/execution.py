@@ -1,7 +1,7 @@
-"""Runs a job as a process of its owner's choosing, with a bridge to the network at a Unix socket.
+"""Runs a job as a process, by the owner's configured command, with a bridge to the network on a Unix socket.
 
-Before this room: `jobs` made the work directory. After it: `hypha.accelerate_executor`, or whatever the configuration
-names, which talks to `bridge` only. When `run` is over the whole process tree is gone.
+Called by `jobs.job_manager`. The process, such as `hypha.accelerate_executor`, communicates with `bridge` only. When
+`run` returns, `process_tree` has ended the process and every descendant that it can find.
 """
 
 from __future__ import annotations
@@ -35,22 +35,24 @@ from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.process.process_tree import SHUTDOWN_GRACE, TERM_GRACE, TOKEN_VARIABLE, terminate_tree
 from hypha_worker.hardware.usage import measure_usage
-from hypha_worker.jobs.execution import ExecutionError, ExecutionTrace, JobContext
+from hypha_worker.jobs.execution import ExecutionTrace, JobContext
 from hypha_worker.jobs.references import reference_peers, without_secrets
 
 _log = logging.getLogger(__name__)
 
 LAST_LINES: Final = 40
-"""Lines of an executor's output that its end is reported with."""
+"""Number of an executor's last output lines in the report of its end."""
 _LINE_LIMIT: Final = 4096
 _ERROR_LINE: Final = re.compile(r"(ERROR|CRITICAL) [\w.]+: ")
-"""How a line begins that an executor's own logging marks as the reason; its launcher's traceback may come after it."""
+"""Start of a line that an executor logs as an error; reported first, as a launcher's traceback may follow it."""
 _LOG_LIMIT: Final = 64 << 20
 _ARGUMENT_LIMIT: Final = 128 << 10
-"""Bytes of one argument that Linux takes."""
+"""Largest number of bytes in one argument (Linux)."""
 _OUTPUT_DRAIN: Final = 1.0
+"""Seconds in which remaining output is read after the processes have ended."""
 _RUNNING: Final = instrumentation.UpDownCounter("hypha.worker.executors.active", "{executor}", "Executors that run.")
 _EXITS: Final = instrumentation.Counter(
     "hypha.worker.executors.ended", "{executor}", "Executors that ended, by exit code."
@@ -60,20 +62,20 @@ _DEVICE_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """How an executor is started, by the owner's configuration."""
+    """How an executor is started, from the owner's configuration."""
 
     cmd: str
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     access: AccessPolicy = field(default_factory=AccessPolicy)
     socket_folder: Path = Path("/tmp")
-    """Where sockets are made; its path is short."""
+    """Where sockets are created; its path is short."""
     has_devices: bool = False
-    """Whether the machine lists GPUs, so that a job sees only those of its lease."""
+    """Whether the configuration lists GPUs, so that a job sees only those of its lease."""
 
 
 class ProcessExecution:
-    """An `Execution` in a process of its own."""
+    """An `Execution` in a separate process."""
 
     def __init__(self, context: JobContext, settings: ProcessSettings) -> None:
         self._context = context
@@ -106,8 +108,8 @@ class ProcessExecution:
         """See `Execution.trace`."""
         if self._exit_code == 0 or self._error is None:
             return ExecutionTrace(self._exit_code, tuple(self._lines))
-        rest = [line for line in self._lines if line != self._error]
-        return ExecutionTrace(self._exit_code, (self._error, *rest[1 - LAST_LINES :]))
+        others = [line for line in self._lines if line != self._error]
+        return ExecutionTrace(self._exit_code, (self._error, *others[1 - LAST_LINES :]))
 
     async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """See `Execution.accept_push`."""
@@ -115,7 +117,7 @@ class ProcessExecution:
 
     async def set_round_members(self, message: RoundMembers) -> MembersKnown:
         """See `Execution.set_round_members`."""
-        return MembersKnown(accepted=False, reason=f"job {message.job_id} is a training job here")
+        return MembersKnown(accepted=False, reason=f"job {message.job_id} is a training job on this worker")
 
     async def run(self) -> None:
         """See `Execution.run`."""
@@ -146,7 +148,7 @@ class ProcessExecution:
         values = placeholder_values(self._context.spec, self._context.work_dir, socket_path)
         self._job_json = (values["{JOB_JSON}"], repr(values["{JOB_JSON}"])[1:-1])
         process = await self._start(values)
-        reading = anyio.CancelScope(shield=True)  # a process that is being ended may still have last values
+        reading = anyio.CancelScope(shield=True)  # a process that is being ended may still write output
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read_output, process, reading)
             measuring = self._start_measuring(process.pid, tasks)
@@ -155,7 +157,7 @@ class ProcessExecution:
             finally:
                 measuring.cancel()
                 grace = TERM_GRACE if self._context.scope.cancel_called else SHUTDOWN_GRACE
-                await terminate_tree(process, self._token, grace)  # what the process left running, too
+                await terminate_tree(process, self._token, grace)  # also ends what the process left running
                 self._exit_code = process.returncode
                 _RUNNING.add(-1)
                 _EXITS.add(1, {"process.exit.code": str(process.returncode)})
@@ -167,7 +169,7 @@ class ProcessExecution:
             raise ExecutionError(f"executor {self._settings.cmd} {exit_text(self._exit_code)}")
 
     def _start_measuring(self, pid: int, tasks: anyio.abc.TaskGroup) -> anyio.CancelScope:
-        """Measure what the executor uses, if anybody collects it, until the scope is cancelled."""
+        """Start measuring the executor's use, if metrics are exported; cancel the returned scope to stop."""
         scope = anyio.CancelScope()
         _RUNNING.add(1)
         if instrumentation.enabled():
@@ -207,17 +209,17 @@ class ProcessExecution:
 
     def _environment(self, values: Mapping[str, str]) -> dict[str, str]:
         allocation = self._context.allocation
-        own = {name: substitute(value, values) for name, value in self._settings.env.items()}
+        configured = {name: substitute(value, values) for name, value in self._settings.env.items()}
         threads = {"OMP_NUM_THREADS": str(max(1, int(allocation.resources.cpu)))}
         devices: dict[str, str] = {}
         if self._settings.has_devices:
             devices = dict.fromkeys(_DEVICE_VARIABLES, ",".join(str(device.index) for device in allocation.devices))
-            devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order that devices are detected in, not CUDA's own
+            devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order; CUDA's default differs
         trace = {"TRACEPARENT": self._context.traceparent} if self._context.traceparent else {}
-        return {**threads, **os.environ, **own, **devices, **trace, TOKEN_VARIABLE: self._token}
+        return {**threads, **os.environ, **configured, **devices, **trace, TOKEN_VARIABLE: self._token}
 
     async def _read_output(self, process: anyio.abc.Process, reading: anyio.CancelScope) -> None:
-        """Keep what the process prints: all of it (bounded) in a file, the last lines here, each line in our log."""
+        """Read the process's output: write it to a bounded file, log each line, and remember the last ones."""
         assert process.stdout is not None
         name = f"{self._context.spec.job_id}"[:8]
         with reading, (self._context.work_dir / "executor.log").open("wb") as file:
@@ -227,7 +229,7 @@ class ProcessExecution:
                     *lines, pending = (pending + await process.stdout.receive(65536)).split(b"\n")
                     for line in lines:
                         self._record_line(file, line, name)
-                    if len(pending) > _LINE_LIMIT:  # progress bars end their lines with a carriage return
+                    if len(pending) > _LINE_LIMIT:  # progress bars end lines with a carriage return
                         self._record_line(file, pending, name)
                         pending = b""
             if pending:
@@ -237,7 +239,7 @@ class ProcessExecution:
         if file.tell() < _LOG_LIMIT:
             file.write(line + b"\n")
         text = line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
-        for job in self._job_json:  # a launcher that failed repeats its command
+        for job in self._job_json:  # a launcher that failed prints its command, with the whole spec
             text = text.replace(job, "{JOB_JSON}")
         text = text[:_LINE_LIMIT]
         if text:
@@ -248,7 +250,7 @@ class ProcessExecution:
 
 
 def placeholder_values(spec: JobSpec, work_dir: Path, socket_path: Path) -> dict[str, str]:
-    """The values that stand for a job's values in arguments and environment; also writes the job's file."""
+    """Return the value of each placeholder in arguments and environment; also write the job's file."""
     text = to_json(JobSpec, without_secrets(spec)).decode()
     job_file = work_dir / "job.json"
     job_file.write_text(text)
@@ -261,7 +263,7 @@ def placeholder_values(spec: JobSpec, work_dir: Path, socket_path: Path) -> dict
 
 
 def substitute(text: str, values: Mapping[str, str]) -> str:
-    """Put the values in; a value that looks like a word is not looked at again."""
+    """Replace each placeholder by its value; placeholders inside values are not replaced."""
     names: Sequence[str] = sorted(values, key=text.find)
     first = next((name for name in names if name in text), None)
     if first is None:
@@ -271,7 +273,7 @@ def substitute(text: str, values: Mapping[str, str]) -> str:
 
 
 def exit_text(code: int | None) -> str:
-    """``exited with status 3`` or ``was ended by SIGKILL``."""
+    """Describe an exit code: ``exited with status 3`` or ``was ended by SIGKILL``."""
     if code is not None and code < 0:
         with suppress(ValueError):
             return f"was ended by {signal.Signals(-code).name}"
