@@ -104,6 +104,11 @@ class ExecutorSection(Section):
 
     @model_validator(mode="after")
     def _fits_runtime(self) -> ExecutorSection:
+        if self.runtime == "process" and self.job_class == "aggregate":
+            raise ValueError(
+                'runtime = "process" cannot run jobs of class "aggregate", because the job bridge of a process serves '
+                'training jobs only: set runtime = "parameter-server" and remove cmd and args'
+            )
         if self.runtime == "process" and not self.cmd:
             raise ValueError("cmd is missing: a process needs a command")
         if self.runtime == "parameter-server" and (self.cmd or self.args):
