@@ -41,7 +41,7 @@ from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
 from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import open_bridge
-from hypha_worker.connectors.access_policy import Access
+from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
 
 LIMIT = 1 << 20
@@ -113,7 +113,7 @@ async def opened(folder: Path, socket: Path) -> AsyncIterator[Bridge]:
         work_dir.mkdir()
         inbox = DeliveryQueue(spec.job_id, work_dir, frozenset(peers.peers), LIMIT, OUTER_UPDATE)
         files = PeerFiles(worker, LIMIT)
-        backend = JobBridgeBackend(worker, spec, uuid.uuid4(), one.peer_id, work_dir, inbox, Access(), files)
+        backend = JobBridgeBackend(worker, spec, uuid.uuid4(), one.peer_id, work_dir, inbox, AccessPolicy(), files)
 
         async def accept(peer: Any, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
             return inbox.accept(peer, header)

@@ -16,8 +16,8 @@ from hypha_proto.job_spec import HuggingFaceReference
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import ModelTable
 from hypha_scheduler.results import open_start_model
-from hypha_worker.connectors.access_policy import Access
-from hypha_worker.connectors.downloads import from_hub
+from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.downloads import download_from_hub
 from hypha_worker.errors import BridgeError
 
 TOKEN = "hf_PrivateToken0123456789"
@@ -43,7 +43,7 @@ def by_worker(folder: Path, *names: str, token: str | None = TOKEN, revision: st
     reference = HuggingFaceReference(repository="org/model", revision=revision, filenames=names, token=token)
 
     async def main() -> list[Path]:
-        found = await from_hub(reference, folder, Access(), max_bytes=1 << 26, timeout=60)
+        found = await download_from_hub(reference, folder, AccessPolicy(), max_bytes=1 << 26, timeout=60)
         return [file.path for file in found]
 
     return anyio.run(main, backend="trio")

@@ -107,7 +107,7 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data nodes that are away stay away, but for tests that say something else."""
-    monkeypatch.setattr("hypha_worker.connectors.peer_files.AWAY", ())
+    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", ())
 
 
 @dataclass
@@ -152,7 +152,7 @@ class Scheduler:
     async def _end(self, _peer: PeerId, end: JobEnd) -> JobEndReceived:
         self.ends.append(end)
         if self.worker is not None:
-            self.free_at_end.append(self.worker.ledger.free.resources)
+            self.free_at_end.append(self.worker.lease_manager.free.resources)
         self._tell()
         return JobEndReceived()
 
@@ -206,7 +206,7 @@ class Scheduler:
 
 
 @dataclass
-class Pushed:
+class PushReceiver:
     """Takes what is pushed to a peer."""
 
     endpoint: MemoryEndpoint
@@ -345,8 +345,8 @@ def in_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
 
 
 @pytest.fixture
-def take_pushes() -> type[Pushed]:
-    return Pushed
+def push_receiver() -> type[PushReceiver]:
+    return PushReceiver
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources, Timestamp
-from hypha_worker.bidding.arbiter import Advertisement, Arbiter, OfferPolicy, RequestBatch
+from hypha_worker.bidding.arbiter import Arbiter, OfferPolicy, ReceivedRequest, RequestBatch
 from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
 
 TRAIN = TrainExecutor(name="diloco-transformer")
@@ -34,8 +34,8 @@ def arbiter(machine: Capacity | None = None, **policy: object) -> Arbiter:
     return Arbiter(OfferPolicy(**policy), Capabilities(capacity, frozenset({TRAIN})))  # type: ignore[arg-type]
 
 
-def advertised(made: WorkerRequest, peer: int = 0, received: float = 0.0) -> Advertisement:
-    return Advertisement(PEERS[peer], made, received)
+def received(made: WorkerRequest, peer: int = 0, received_at: float = 0.0) -> ReceivedRequest:
+    return ReceivedRequest(PEERS[peer], made, received_at)
 
 
 @pytest.mark.parametrize(
@@ -51,53 +51,53 @@ def advertised(made: WorkerRequest, peer: int = 0, received: float = 0.0) -> Adv
     ],
 )
 def test_prices_are_those_of_the_configuration(policy: dict[str, object], bid: float, price: float | None) -> None:
-    judge = arbiter(**policy)
-    offers = judge.decide([advertised(request(bid=bid, cpu=1.0))], judge.capabilities.capacity, 0.0)
+    worker = arbiter(**policy)
+    offers = worker.decide([received(request(bid=bid, cpu=1.0))], worker.capabilities.capacity, 0.0)
     assert [offer.price for offer in offers] == ([] if price is None else [price])
 
 
 def test_flexible_offers_what_was_asked_and_whole_offers_everything() -> None:
     for strategy, offered in (("flexible", Resources(cpu=2.0)), ("whole", MACHINE)):
-        judge = arbiter(strategy=strategy)
-        [offer] = judge.decide([advertised(request(cpu=2.0))], Capacity(MACHINE), 0.0)
+        worker = arbiter(strategy=strategy)
+        [offer] = worker.decide([received(request(cpu=2.0))], Capacity(MACHINE), 0.0)
         assert offer.allocation.resources == offered
 
 
 def test_whole_offers_nothing_while_a_part_is_leased() -> None:
-    judge = arbiter(strategy="whole")
+    worker = arbiter(strategy="whole")
     left = Capacity(MACHINE).without([Capacity(MACHINE).fit(Resources(cpu=1.0))])  # type: ignore[list-item]
-    assert judge.decide([advertised(request(cpu=2.0))], left, 0.0) == []
-    assert judge.reasons_against(PEERS[0], request(cpu=2.0), left) == (
-        "the machine is offered as a whole, and a part of it is leased",
+    assert worker.decide([received(request(cpu=2.0))], left, 0.0) == []
+    assert worker.rejection_reasons(PEERS[0], request(cpu=2.0), left) == (
+        "the machine is offered as a whole only, and a part of it is leased",
     )
 
 
 def test_profit_takes_the_highest_bid_of_a_batch() -> None:
-    batch = [advertised(request(n, bid=bid, cpu=6.0)) for n, bid in enumerate((100.0, 140.0, 120.0))]
-    judge = arbiter()
-    assert [offer.price for offer in judge.decide(batch, Capacity(MACHINE), 0.1)] == [140.0]
+    batch = [received(request(n, bid=bid, cpu=6.0)) for n, bid in enumerate((100.0, 140.0, 120.0))]
+    worker = arbiter()
+    assert [offer.price for offer in worker.decide(batch, Capacity(MACHINE), 0.1)] == [140.0]
 
 
 def test_utilization_takes_what_fills_the_machine_and_affinity_the_dearest_scheduler() -> None:
-    batch = [advertised(request(0, bid=150.0, cpu=2.0), peer=0), advertised(request(1, cpu=8.0), peer=1)]
+    batch = [received(request(0, bid=150.0, cpu=2.0), peer=0), received(request(1, cpu=8.0), peer=1)]
     for policy in ({"evaluation": "utilization"}, {"evaluation": "affinity", "schedulers": (PEERS[1], PEERS[0])}):
         offers = arbiter(**policy).decide(batch, Capacity(MACHINE), 0.1)
-        assert [offer.advertisement.request.id.int for offer in offers] == [1]
+        assert [offer.received_request.request.id.int for offer in offers] == [1]
 
 
 def test_only_listed_schedulers_get_offers() -> None:
-    judge = arbiter(schedulers=(PEERS[1],))
-    batch = [advertised(request(0, cpu=1.0), peer=0), advertised(request(1, cpu=1.0), peer=1)]
-    assert [offer.advertisement.scheduler for offer in judge.decide(batch, Capacity(MACHINE), 0.0)] == [PEERS[1]]
-    assert "offer.schedulers" in judge.reasons_against(PEERS[0], batch[0].request, Capacity(MACHINE))[0]
+    worker = arbiter(schedulers=(PEERS[1],))
+    batch = [received(request(0, cpu=1.0), peer=0), received(request(1, cpu=1.0), peer=1)]
+    assert [offer.received_request.scheduler for offer in worker.decide(batch, Capacity(MACHINE), 0.0)] == [PEERS[1]]
+    assert "offer.schedulers" in worker.rejection_reasons(PEERS[0], batch[0].request, Capacity(MACHINE))[0]
 
 
 def test_a_request_gets_one_offer_and_none_after_it_has_closed() -> None:
-    judge, twice = arbiter(), [advertised(request(1, cpu=1.0)), advertised(request(1, cpu=1.0), received=0.1)]
-    assert len(judge.decide(twice, Capacity(MACHINE), 0.2)) == 1
-    assert judge.decide(twice, Capacity(MACHINE), 0.2, bound=frozenset({uuid.UUID(int=1)})) == []
-    assert judge.decide([advertised(request(1, timeout_ms=150, cpu=1.0))], Capacity(MACHINE), 0.2) == []
-    assert judge.decide([advertised(request(1, cpu=1.0))], Capacity(MACHINE), 5.0) == []
+    worker, twice = arbiter(), [received(request(1, cpu=1.0)), received(request(1, cpu=1.0), received_at=0.1)]
+    assert len(worker.decide(twice, Capacity(MACHINE), 0.2)) == 1
+    assert worker.decide(twice, Capacity(MACHINE), 0.2, leased=frozenset({uuid.UUID(int=1)})) == []
+    assert worker.decide([received(request(1, timeout_ms=150, cpu=1.0))], Capacity(MACHINE), 0.2) == []
+    assert worker.decide([received(request(1, cpu=1.0))], Capacity(MACHINE), 5.0) == []
 
 
 def test_every_reason_against_an_offer_is_told() -> None:
@@ -109,11 +109,11 @@ def test_every_reason_against_an_offer_is_told() -> None:
         timeout=Timestamp.of(0),
         bid=1.0,
     )
-    assert arbiter().reasons_against(PEERS[0], made, Capacity(MACHINE)) == (
-        "the bid of 1 is under 100, the least this worker takes",
-        "executor aggregate/parameter-server is not configured; there is train/diloco-transformer",
-        "gpu: 1 asked, 0 free of 0",
-        "cpu: 9 asked, 8 free of 8",
+    assert arbiter().rejection_reasons(PEERS[0], made, Capacity(MACHINE)) == (
+        "the bid of 1 is below 100, the least this worker accepts",
+        "executor aggregate/parameter-server is not configured; configured: train/diloco-transformer",
+        "gpu: 1 requested, 0 free of 0",
+        "cpu: 9 requested, 8 free of 8",
     )
 
 
@@ -135,15 +135,15 @@ def test_a_lease_is_of_whole_devices() -> None:
 
 def test_a_batch_closes_after_its_window_or_when_it_is_full() -> None:
     batch = RequestBatch(window=0.2, size=3)
-    assert batch.due(0.0) is None
-    batch.add(advertised(request(0), received=1.0))
-    assert batch.due(1.05) == pytest.approx(0.15)
-    assert batch.due(1.3) == 0.0
+    assert batch.seconds_until_due(0.0) is None
+    batch.add(received(request(0), received_at=1.0))
+    assert batch.seconds_until_due(1.05) == pytest.approx(0.15)
+    assert batch.seconds_until_due(1.3) == 0.0
     for number in range(1, 5):
-        batch.add(advertised(request(number), received=1.01))
-    assert batch.due(1.02) == 0.0
-    assert [ad.request.id.int for ad in batch.take()] == [0, 1, 2]
-    assert batch.due(2.0) is None
+        batch.add(received(request(number), received_at=1.01))
+    assert batch.seconds_until_due(1.02) == 0.0
+    assert [ad.request.id.int for ad in batch.drain()] == [0, 1, 2]
+    assert batch.seconds_until_due(2.0) is None
 
 
 @given(
@@ -157,21 +157,21 @@ def test_offers_of_a_batch_fit_together_and_keep_the_owners_word(
 ) -> None:
     owned = (Device(0, 24.0), Device(1, 48.0)) if devices else ()
     machine = Capacity(Resources(cpu=8.0, memory=32.0, gpu=72.0), owned)
-    judge = arbiter(machine, evaluation=evaluation, strategy=strategy, price=100.0, floor=60.0)
+    worker = arbiter(machine, evaluation=evaluation, strategy=strategy, price=100.0, floor=60.0)
     batch = [
-        advertised(request(n, bid=bid, cpu=cpu, gpu=gpu), peer=peer) for n, (peer, bid, cpu, gpu) in enumerate(wanted)
+        received(request(n, bid=bid, cpu=cpu, gpu=gpu), peer=peer) for n, (peer, bid, cpu, gpu) in enumerate(wanted)
     ]
-    offers = judge.decide(batch, machine, 0.2)
+    offers = worker.decide(batch, machine, 0.2)
     taken = [offer.allocation for offer in offers]
     assert sum(a.resources.cpu for a in taken) <= 8.0 + 1e-6
     assert sum(a.resources.gpu for a in taken) <= 72.0 + 1e-6
     held = [device for a in taken for device in a.devices]
     assert len(held) == len(set(held))
     for offer in offers:
-        asked = offer.advertisement.request
+        asked = offer.received_request.request
         assert offer.allocation.resources.covers(asked.spec.resources)
         assert offer.price >= max(asked.bid, 60.0)
-    assert len({offer.advertisement.request.id for offer in offers}) == len(offers)
+    assert len({offer.received_request.request.id for offer in offers}) == len(offers)
     left = machine.without(taken)
-    refused = [ad for ad in batch if ad.request.id not in {o.advertisement.request.id for o in offers}]
-    assert all(judge.reasons_against(ad.scheduler, ad.request, left) for ad in refused), "room was left unused"
+    refused = [ad for ad in batch if ad.request.id not in {o.received_request.request.id for o in offers}]
+    assert all(worker.rejection_reasons(ad.scheduler, ad.request, left) for ad in refused), "room was left unused"

@@ -44,7 +44,7 @@ from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import BridgeStartError, open_bridge
-from hypha_worker.connectors.access_policy import Access
+from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import BridgeError
 from hypha_worker.jobs.references import with_secrets, without_secrets
@@ -60,16 +60,16 @@ def short() -> Iterator[Path]:
 
 
 @dataclass
-class Door:
+class BridgeUnderTest:
     """A bridge with a client in front of it and a network behind it."""
 
     network: MemoryNetwork
     worker: MemoryEndpoint
     server: MemoryEndpoint
     data: MemoryEndpoint
-    stranger: MemoryEndpoint
+    outsider: MemoryEndpoint
     spec: JobSpec
-    inbox: DeliveryQueue
+    queue: DeliveryQueue
     work_dir: Path
     socket: Path
     client: httpx.AsyncClient
@@ -121,22 +121,24 @@ def make_spec(server: MemoryEndpoint, data: MemoryEndpoint, **changes: Any) -> J
 
 
 @asynccontextmanager
-async def opened(tmp_path: Path, short: Path, access: Access | None = None, **changes: Any) -> AsyncIterator[Door]:
+async def open_test_bridge(
+    tmp_path: Path, short: Path, access: AccessPolicy | None = None, **changes: Any
+) -> AsyncIterator[BridgeUnderTest]:
     network = MemoryNetwork()
     async with AsyncExitStack() as stack:
-        names = ("worker", "server", "data", "stranger")
-        worker, server, data, stranger = [await stack.enter_async_context(network.endpoint(name)) for name in names]
+        names = ("worker", "server", "data", "outsider")
+        worker, server, data, outsider = [await stack.enter_async_context(network.endpoint(name)) for name in names]
         spec = make_spec(server, data, **changes)
         work_dir = tmp_path / "job"
         work_dir.mkdir()
-        inbox = DeliveryQueue(spec.job_id, work_dir, frozenset({server.peer_id}), LIMIT, OUTER_UPDATE)
+        queue = DeliveryQueue(spec.job_id, work_dir, frozenset({server.peer_id}), LIMIT, OUTER_UPDATE)
         files = PeerFiles(worker, LIMIT)
         backend = JobBridgeBackend(
-            worker, spec, uuid.uuid4(), server.peer_id, work_dir, inbox, access or Access(), files
+            worker, spec, uuid.uuid4(), server.peer_id, work_dir, queue, access or AccessPolicy(), files
         )
 
         async def accept(peer: Any, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
-            return inbox.accept(peer, header)
+            return queue.accept(peer, header)
 
         transfer.serve_pushes(worker, accept)
         path = short / "b.sock"
@@ -144,158 +146,160 @@ async def opened(tmp_path: Path, short: Path, access: Access | None = None, **ch
         client = await stack.enter_async_context(
             httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://bridge", timeout=20)
         )
-        door = Door(network, worker, server, data, stranger, spec, inbox, work_dir, path, client)
+        bridge = BridgeUnderTest(network, worker, server, data, outsider, spec, queue, work_dir, path, client)
 
         async def resolve(_peer: Any, request: PullRequest) -> transfer.PullSource | Refusal:
-            found = door.served.get((request.dataset, request.index))
+            found = bridge.served.get((request.dataset, request.index))
             return transfer.PullSource(found) if found else Refusal(reason="not here")
 
         transfer.serve_pulls(data, resolve)
         try:
-            yield door
+            yield bridge
         finally:
-            inbox.close()
+            queue.close()
 
 
 @pytest.fixture
-def at_door(tmp_path: Path, short: Path) -> Callable[..., None]:
-    def run(case: Callable[[Door], Awaitable[None]], access: Access | None = None, **changes: Any) -> None:
+def with_bridge(tmp_path: Path, short: Path) -> Callable[..., None]:
+    def run(
+        case: Callable[[BridgeUnderTest], Awaitable[None]], access: AccessPolicy | None = None, **changes: Any
+    ) -> None:
         async def main() -> None:
             with anyio.fail_after(30):
-                async with opened(tmp_path, short, access, **changes) as door:
-                    await case(door)
+                async with open_test_bridge(tmp_path, short, access, **changes) as bridge:
+                    await case(bridge)
 
         anyio.run(main, backend="trio")
 
     return run
 
 
-AtDoor = Callable[..., None]
+WithBridge = Callable[..., None]
 
 
 def test_an_executor_that_is_ended_while_it_speaks_is_no_error_of_the_worker(
-    at_door: AtDoor, caplog: pytest.LogCaptureFixture
+    with_bridge: WithBridge, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
 
-    async def case(door: Door) -> None:
-        async with await anyio.connect_unix(door.socket) as half:
+    async def case(bridge: BridgeUnderTest) -> None:
+        async with await anyio.connect_unix(bridge.socket) as half:
             await half.send(b"POST /status/send HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
             await anyio.sleep(0.2)
         with anyio.fail_after(10):
-            while "gone before the end" not in caplog.text:
+            while "disconnected before the end" not in caplog.text:
                 await anyio.sleep(0.02)
-        assert (await door.client.get("/openapi.json")).status_code == 200
+        assert (await bridge.client.get("/openapi.json")).status_code == 200
 
-    at_door(case)
+    with_bridge(case)
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
-def test_the_bridge_describes_itself_and_its_socket_is_private(at_door: AtDoor, short: Path) -> None:
-    async def case(door: Door) -> None:
-        described = (await door.client.get("/openapi.json")).json()
+def test_the_bridge_describes_itself_and_its_socket_is_private(with_bridge: WithBridge, short: Path) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        described = (await bridge.client.get("/openapi.json")).json()
         routes = {"/resources/fetch", "/resources/send", "/resources/receive", "/status/send", "/telemetry/spans"}
         assert set(described["paths"]) == routes
-        assert stat.S_IMODE(door.socket.stat().st_mode) == 0o600
+        assert stat.S_IMODE(bridge.socket.stat().st_mode) == 0o600
 
-    at_door(case)
+    with_bridge(case)
     assert list(short.iterdir()) == []
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../other", "a/../../b", "link/x", "a\0b", "x" * 2000, "folder"])
-def test_paths_out_of_the_work_directory_are_refused(at_door: AtDoor, path: str) -> None:
-    async def case(door: Door) -> None:
-        (door.work_dir / "link").symlink_to("/tmp")
-        (door.work_dir / "folder").mkdir()
-        body = {"resource": plain(door.spec.executor.config.updates), "path": path}
-        status, kind = await door.kind("/resources/send", body)
+def test_paths_out_of_the_work_directory_are_refused(with_bridge: WithBridge, path: str) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        (bridge.work_dir / "link").symlink_to("/tmp")
+        (bridge.work_dir / "folder").mkdir()
+        body = {"resource": plain(bridge.spec.executor.config.updates), "path": path}
+        status, kind = await bridge.kind("/resources/send", body)
         assert (status, kind) == ((404, "not-found") if path == "folder" else (400, "bad-request"))
         if path != "folder":
-            assert await door.kind("/resources/receive", {**door.results, "path": path}) == (400, "bad-request")
-        assert door.server.traffic.received == 0
+            assert await bridge.kind("/resources/receive", {**bridge.results, "path": path}) == (400, "bad-request")
+        assert bridge.server.traffic.received == 0
 
-    at_door(case)
+    with_bridge(case)
 
 
-def test_bodies_that_make_no_sense_are_refused(at_door: AtDoor) -> None:
-    async def case(door: Door) -> None:
+def test_bodies_that_make_no_sense_are_refused(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
         for route in ("fetch", "send", "receive"):
             for body in ([], {}, 3, {"resource": {"type": "moon"}, "path": "x"}, {"resource": {}, "path": 7}):
-                assert await door.kind(f"/resources/{route}", body) == (400, "bad-request")
-            answer = await door.client.post(f"/resources/{route}", content=b"{" * 100_000)
+                assert await bridge.kind(f"/resources/{route}", body) == (400, "bad-request")
+            answer = await bridge.client.post(f"/resources/{route}", content=b"{" * 100_000)
             assert (answer.status_code, answer.json()["error"]) == (400, "bad-request")
-            answer = await door.client.post(f"/resources/{route}", content=b" " * ((1 << 20) + 1))
+            answer = await bridge.client.post(f"/resources/{route}", content=b" " * ((1 << 20) + 1))
             assert (answer.status_code, answer.json()["error"]) == (413, "too-large")
         for progress in ("moon", {"status": {}}, {"status": {"batch_size": -1}}, None):
-            assert await door.kind("/status/send", progress) == (400, "bad-request")
-        assert (await door.client.post("/nothing")).status_code == 404
+            assert await bridge.kind("/status/send", progress) == (400, "bad-request")
+        assert (await bridge.client.post("/nothing")).status_code == 404
 
-    at_door(case)
+    with_bridge(case)
 
 
-def test_peers_outside_the_job_are_out_of_reach(at_door: AtDoor) -> None:
-    async def case(door: Door) -> None:
-        (door.work_dir / "file").write_bytes(b"x")
-        stranger = plain(PeersReference(peers=(door.stranger.peer_id,), strategy=All()))
-        resource = {**stranger, "resource": {"dataset": "d", "index": 0}}
-        scheduler = plain(SchedulerReference(peer=door.server.peer_id, dataset="other"))
+def test_peers_outside_the_job_are_out_of_reach(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        (bridge.work_dir / "file").write_bytes(b"x")
+        outsider = plain(PeersReference(peers=(bridge.outsider.peer_id,), strategy=All()))
+        resource = {**outsider, "resource": {"dataset": "d", "index": 0}}
+        scheduler = plain(SchedulerReference(peer=bridge.server.peer_id, dataset="other"))
         for route, reference in (
-            ("send", stranger),
-            ("receive", stranger),
+            ("send", outsider),
+            ("receive", outsider),
             ("fetch", resource),
             ("fetch", scheduler),
         ):
             body = {"resource": reference, "path": "file" if route == "send" else "folder"}
-            assert await door.kind(f"/resources/{route}", body) == (403, "not-allowed")
+            assert await bridge.kind(f"/resources/{route}", body) == (403, "not-allowed")
 
-    at_door(case)
+    with_bridge(case)
 
 
-def test_files_of_a_model_are_fetched_from_the_first_peer_that_has_them(at_door: AtDoor) -> None:
-    async def case(door: Door) -> None:
+def test_files_of_a_model_are_fetched_from_the_first_peer_that_has_them(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
         for index, content in enumerate((b"{}", b"weights")):
-            path = door.work_dir.parent / f"model-{index}"
+            path = bridge.work_dir.parent / f"model-{index}"
             path.write_bytes(content)
-            door.served["job/model", index] = path
-        model = plain(door.spec.executor.config.model.artifact)
+            bridge.served["job/model", index] = path
+        model = plain(bridge.spec.executor.config.model.artifact)
         reversed_peers = {**model, "peers": model["peers"][::-1]}  # the first of them serves nothing at all
-        status, files = await door.post("/resources/fetch", {"resource": reversed_peers, "path": "model"})
+        status, files = await bridge.post("/resources/fetch", {"resource": reversed_peers, "path": "model"})
         assert status == 200, files
         assert [file["path"] for file in files] == ["model/config.json", "model/sub/model.safetensors"]
         for file in files:
-            content = (door.work_dir / file["path"]).read_bytes()
+            content = (bridge.work_dir / file["path"]).read_bytes()
             assert file["size"] == len(content)
             assert file["checksum"].startswith("blake3:")
-            assert file["metadata"]["source"] == f"peer:{door.data.peer_id}"
+            assert file["metadata"]["source"] == f"peer:{bridge.data.peer_id}"
         for names in (["../x"], ["/x"]):
             body = {"resource": {**model, "filenames": names}, "path": "model"}
-            assert await door.kind("/resources/fetch", body) == (400, "bad-request")
+            assert await bridge.kind("/resources/fetch", body) == (400, "bad-request")
         missing = {**model, "resource": {"dataset": "nothing", "index": 0}}
-        assert await door.kind("/resources/fetch", missing) == (502, "peer-failed")
+        assert await bridge.kind("/resources/fetch", missing) == (502, "peer-failed")
 
-    at_door(case)
+    with_bridge(case)
 
 
-def test_the_form_of_the_documents_is_understood(at_door: AtDoor) -> None:
-    async def case(door: Door) -> None:
-        path = door.work_dir.parent / "slice"
+def test_the_form_of_the_documents_is_understood(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        path = bridge.work_dir.parent / "slice"
         path.write_bytes(b"s")
-        door.served["d", 3] = path
-        peers = [str(door.data.peer_id)]
+        bridge.served["d", 3] = path
+        peers = [str(bridge.data.peer_id)]
         wanted = {"type": "Peers", "peers": peers, "strategy": "One", "resource": {"dataset": "d", "index": 3}}
-        status, [file] = await door.post("/resources/fetch", {"fetch": wanted, "out_dir": "in"})
+        status, [file] = await bridge.post("/resources/fetch", {"fetch": wanted, "out_dir": "in"})
         assert status == 200
         assert file["path"] == "in/d-3.safetensors"
-        status, [file] = await door.post("/resources/fetch", wanted)
+        status, [file] = await bridge.post("/resources/fetch", wanted)
         assert status == 200
-        assert (door.work_dir / file["path"]).read_bytes() == b"s"
+        assert (bridge.work_dir / file["path"]).read_bytes() == b"s"
 
-    at_door(case)
+    with_bridge(case)
 
 
-async def read_events(door: Door, count: int) -> list[dict[str, Any]]:
+async def read_events(bridge: BridgeUnderTest, count: int) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    async with door.client.stream("POST", "/resources/receive", json=door.results) as answer:
+    async with bridge.client.stream("POST", "/resources/receive", json=bridge.results) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         async for line in answer.aiter_lines():
             if line.startswith("data: "):
@@ -305,30 +309,30 @@ async def read_events(door: Door, count: int) -> list[dict[str, Any]]:
     return events
 
 
-def test_pushed_files_are_kept_until_asked_for_and_told_once(at_door: AtDoor) -> None:
-    async def case(door: Door) -> None:
-        await door.push(door.server, 1, b"one")
-        await door.push(door.server, 1, b"one")  # again: its receipt was lost
-        await door.push(door.server, 2, b"two")
-        events = await read_events(door, 2)
+def test_pushed_files_are_kept_until_asked_for_and_told_once(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        await bridge.push(bridge.server, 1, b"one")
+        await bridge.push(bridge.server, 1, b"one")  # again: its receipt was lost
+        await bridge.push(bridge.server, 2, b"two")
+        events = await read_events(bridge, 2)
         assert [event["round"] for event in events] == [1, 2]
-        assert [(door.work_dir / event["path"]).read_bytes() for event in events] == [b"one", b"two"]
+        assert [(bridge.work_dir / event["path"]).read_bytes() for event in events] == [b"one", b"two"]
         assert all(event["path"].startswith("incoming/") for event in events)
-        assert events[0]["from_peer"] == str(door.server.peer_id)
+        assert events[0]["from_peer"] == str(bridge.server.peer_id)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(door.push, door.server, 3, b"three")
-            [event] = await read_events(door, 1)
+            tasks.start_soon(bridge.push, bridge.server, 3, b"three")
+            [event] = await read_events(bridge, 1)
         assert (event["round"], event["size"], event["kind"]) == (3, 5, OUTER_UPDATE)
 
-    at_door(case)
+    with_bridge(case)
 
 
-def test_of_two_streams_each_file_goes_to_one(at_door: AtDoor) -> None:
-    async def case(door: Door) -> None:
+def test_of_two_streams_each_file_goes_to_one(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
         seen: list[int] = []
 
         async def read() -> None:
-            async with door.client.stream("POST", "/resources/receive", json=door.results) as answer:
+            async with bridge.client.stream("POST", "/resources/receive", json=bridge.results) as answer:
                 lines = [line async for line in answer.aiter_lines()]
                 seen.extend(json.loads(line[6:])["round"] for line in lines if line.startswith("data: "))
 
@@ -337,57 +341,57 @@ def test_of_two_streams_each_file_goes_to_one(at_door: AtDoor) -> None:
             tasks.start_soon(read)
             await anyio.sleep(0.2)
             for number in range(1, 6):
-                await door.push(door.server, number, b"%d" % number)
+                await bridge.push(bridge.server, number, b"%d" % number)
             await anyio.sleep(0.2)
-            door.inbox.close()
+            bridge.queue.close()
         assert sorted(seen) == [1, 2, 3, 4, 5]
 
-    at_door(case)
+    with_bridge(case)
 
 
-def test_a_disk_that_fails_is_an_answer(at_door: AtDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_an_answer(with_bridge: WithBridge, monkeypatch: pytest.MonkeyPatch) -> None:
     async def full(*_args: Any, **_kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(transfer, "pull", full)
 
-    async def case(door: Door) -> None:
-        model = plain(door.spec.executor.config.model.artifact)
-        answer = await door.client.post("/resources/fetch", json={"resource": model, "path": "in"})
+    async def case(bridge: BridgeUnderTest) -> None:
+        model = plain(bridge.spec.executor.config.model.artifact)
+        answer = await bridge.client.post("/resources/fetch", json={"resource": model, "path": "in"})
         assert (answer.status_code, answer.json()["error"]) == (500, "worker-failed")
         assert "No space left" in answer.json()["detail"]
 
-    at_door(case)
+    with_bridge(case)
 
 
-def test_a_stream_that_is_cut_while_it_waits_loses_no_file(at_door: AtDoor) -> None:
-    async def case(door: Door) -> None:
+def test_a_stream_that_is_cut_while_it_waits_loses_no_file(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
         for _ in range(3):
             with anyio.move_on_after(0.2):
-                await read_events(door, 1)
+                await read_events(bridge, 1)
         await anyio.sleep(0.1)
-        await door.push(door.server, 1, b"one")
-        assert [event["round"] for event in await read_events(door, 1)] == [1]
+        await bridge.push(bridge.server, 1, b"one")
+        assert [event["round"] for event in await read_events(bridge, 1)] == [1]
 
-    at_door(case)
+    with_bridge(case)
 
 
-def test_pushes_that_are_not_for_the_job_are_refused(at_door: AtDoor) -> None:
-    async def case(door: Door) -> None:
-        for sender, kind in ((door.stranger, OUTER_UPDATE), (door.server, "something-else")):
+def test_pushes_that_are_not_for_the_job_are_refused(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        for sender, kind in ((bridge.outsider, OUTER_UPDATE), (bridge.server, "something-else")):
             with pytest.raises(transfer.TransferRefusedError):
-                await door.push(sender, 1, b"x", kind)
+                await bridge.push(sender, 1, b"x", kind)
 
-    at_door(case)
+    with_bridge(case)
 
 
 @pytest.mark.parametrize("stuck", ["unread", "waiting"])
 def test_the_bridge_closes_in_bounded_time_whatever_its_clients_do(tmp_path: Path, short: Path, stuck: str) -> None:
     async def main() -> float:
         with anyio.fail_after(30):
-            async with opened(tmp_path, short) as door:
+            async with open_test_bridge(tmp_path, short) as bridge:
                 client = socket.socket(socket.AF_UNIX)
-                client.connect(str(door.socket))
+                client.connect(str(bridge.socket))
                 if stuck == "unread":  # more answers than the socket holds
                     client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 400)
                 else:  # a request whose body never comes
@@ -404,16 +408,16 @@ def test_the_bridge_closes_in_bounded_time_whatever_its_clients_do(tmp_path: Pat
 def test_a_call_that_waits_for_a_peer_is_cut_off_when_the_bridge_closes(tmp_path: Path, short: Path) -> None:
     async def main() -> float:
         async with anyio.create_task_group() as tasks:
-            async with opened(tmp_path, short) as door:
+            async with open_test_bridge(tmp_path, short) as bridge:
 
                 async def never(_stream: Any) -> None:
                     await anyio.sleep_forever()
 
-                door.server.handle("/hypha-progress/0.0.1", never)
+                bridge.server.handle("/hypha-progress/0.0.1", never)
 
                 async def report() -> None:
                     try:
-                        await door.client.post("/status/send", json="update")
+                        await bridge.client.post("/status/send", json="update")
                     except httpx.HTTPError:
                         return
 
@@ -430,31 +434,31 @@ def test_a_socket_path_that_the_kernel_refuses_is_an_error_with_a_remedy(tmp_pat
         async with open_bridge(None, tmp_path / ("x" * 120)):  # type: ignore[arg-type]
             pass
 
-    with pytest.raises(BridgeStartError, match=r"107 bytes.*TMPDIR"):
+    with pytest.raises(BridgeStartError, match=r"limit of 107 bytes.*TMPDIR"):
         anyio.run(main, backend="trio")
 
 
-def test_files_of_this_machine_need_a_root(at_door: AtDoor, tmp_path: Path) -> None:
+def test_files_of_this_machine_need_a_root(with_bridge: WithBridge, tmp_path: Path) -> None:
     root = tmp_path / "allowed"
     root.mkdir()
     (root / "model.bin").write_bytes(b"model")
     (tmp_path / "secret").write_bytes(b"secret")
     os.symlink(tmp_path / "secret", root / "link")
 
-    async def case(door: Door) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
         def body(path: Path) -> Any:
             return {"resource": plain(UriReference(value=path.as_uri())), "path": "in"}
 
-        status, [file] = await door.post("/resources/fetch", body(root / "model.bin"))
+        status, [file] = await bridge.post("/resources/fetch", body(root / "model.bin"))
         assert status == 200
-        assert (door.work_dir / file["path"]).read_bytes() == b"model"
+        assert (bridge.work_dir / file["path"]).read_bytes() == b"model"
         assert file["checksum"].startswith("sha256:")
         for path in (tmp_path / "secret", root / "link", root / ".." / "secret"):
-            assert await door.kind("/resources/fetch", body(path)) == (403, "not-allowed")
-        assert await door.kind("/resources/fetch", body(root / "none")) == (404, "not-found")
-        assert await door.kind("/resources/fetch", body(Path("/x/../etc/passwd"))) == (403, "not-allowed")
+            assert await bridge.kind("/resources/fetch", body(path)) == (403, "not-allowed")
+        assert await bridge.kind("/resources/fetch", body(root / "none")) == (404, "not-found")
+        assert await bridge.kind("/resources/fetch", body(Path("/x/../etc/passwd"))) == (403, "not-allowed")
 
-    at_door(case, Access(roots=(root,)))
+    with_bridge(case, AccessPolicy(roots=(root,)))
 
 
 def test_secrets_stay_with_the_worker(tmp_path: Path) -> None:
@@ -477,7 +481,7 @@ def test_secrets_stay_with_the_worker(tmp_path: Path) -> None:
 def test_a_data_node_that_restarts_is_waited_for_and_one_that_refuses_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
-    monkeypatch.setattr("hypha_worker.connectors.peer_files.AWAY", (0.2,) * 50)
+    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.2,) * 50)
     (tmp_path / "slice").write_bytes(b"x" * 1000)
 
     async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource | Refusal:

@@ -141,7 +141,7 @@ PEER = str(PeerId.from_public_key(bytes(32)))
         ('[[executors]]\nclass = "train"\nname = "x"\n', "needs a command"),
         ('[[executors]]\nclass = "train"\nname = "x"\nruntime = "parameter-server"\n', "aggregate"),
         ('[[executors]]\nclass = "aggregate"\nname = "x"\nruntime = "parameter-server"\ncmd = "uv"\n', "built in"),
-        ('[[executors]]\nclass = "train"\nname = "x"\ncmd = "a"\n' * 2, "train/x stands twice"),
+        ('[[executors]]\nclass = "train"\nname = "x"\ncmd = "a"\n' * 2, "train/x is listed twice"),
         ("[resources]\ncpu = -1\n", "resources.cpu"),
         ("[resources]\ncpus = 1\n", "did you mean cpu"),
         ("[resources]\ngpu = 80\n[[resources.devices]]\nindex = 0\nmemory = 24\n", "80 GB"),
@@ -156,6 +156,20 @@ def test_errors_name_the_key_and_the_remedy(tmp_path: Path, text: str, told: str
         load(tmp_path, LEAST + text)
     assert told in str(caught.value)
     assert "worker.toml:" in str(caught.value)
+
+
+def test_an_aggregate_executor_that_is_a_process_is_refused(tmp_path: Path) -> None:
+    text = '[[executors]]\nclass = "aggregate"\nname = "x"\nruntime = "process"\ncmd = "uv"\n'
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, LEAST + text)
+    told = str(caught.value)
+    assert "worker.toml:8" in told
+    for part in ("executors[0]", 'runtime = "process"', 'class "aggregate"', 'set runtime = "parameter-server"'):
+        assert part in told, told
+    (tmp_path / "worker.toml").write_text(LEAST + text.replace('runtime = "process"\n', ""))
+    checked = run("run", "--check", "--config", str(tmp_path / "worker.toml"))
+    assert checked.exit_code != 0
+    assert 'set runtime = "parameter-server"' in checked.output
 
 
 def test_a_worker_that_can_get_no_jobs_says_so(tmp_path: Path) -> None:

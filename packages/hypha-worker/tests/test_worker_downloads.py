@@ -15,8 +15,8 @@ import anyio
 import pytest
 
 from hypha_proto.job_spec import HuggingFaceReference
-from hypha_worker.connectors.access_policy import Access
-from hypha_worker.connectors.downloads import from_hub, from_uri
+from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
 from hypha_worker.errors import BridgeError
 
 FILES = {
@@ -25,7 +25,7 @@ FILES = {
     "/org/model/resolve/main/config.json": b'{"a": 1}',
     "/org/model/resolve/v2/model.safetensors": b"weights",
 }
-ACCESS = Access(hosts=("127.0.0.1",))
+ACCESS = AccessPolicy(hosts=("127.0.0.1",))
 
 
 @dataclass
@@ -89,9 +89,9 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
         yield running
 
 
-def bring(url: str, folder: Path, access: Access = ACCESS, max_bytes: int = 1000) -> Path:
+def bring(url: str, folder: Path, access: AccessPolicy = ACCESS, max_bytes: int = 1000) -> Path:
     async def main() -> Path:
-        found = await from_uri(url, folder, access, max_bytes=max_bytes, timeout=10)
+        found = await download_from_uri(url, folder, access, max_bytes=max_bytes, timeout=10)
         assert found.checksum == f"sha256:{hashlib.sha256(found.path.read_bytes()).hexdigest()}"
         assert found.size == found.path.stat().st_size
         return found.path
@@ -114,11 +114,11 @@ def test_a_file_comes_from_an_allowed_host_also_by_redirect(web: Web, tmp_path: 
 def test_what_is_not_allowed_or_not_there_is_refused_and_leaves_nothing(web: Web, tmp_path: Path) -> None:
     for url, status, told in (
         (f"{web.url}/none.bin", 404, "404"),
-        (f"{web.url}/big.bin", 400, "over the limit"),
+        (f"{web.url}/big.bin", 400, "exceeds the limit"),
         (f"{web.url}/to/http://10.0.0.1/x", 403, "10.0.0.1"),
         (f"{web.url}/to/to/again", 502, "redirects"),
         ("http://localhost/x", 403, "connectors.hosts"),
-        ("ftp://127.0.0.1/x", 400, "neither http"),
+        ("ftp://127.0.0.1/x", 400, "not http"),
         ("http://[/x", 400, "URL"),
         ("http://127.0.0.1:1/x", 502, "Connect"),
     ):
@@ -127,12 +127,12 @@ def test_what_is_not_allowed_or_not_there_is_refused_and_leaves_nothing(web: Web
     assert list(tmp_path.iterdir()) == []
 
 
-def hub(tmp_path: Path, access: Access = ACCESS, max_bytes: int = 1000, **changes: object) -> list[Path]:
+def hub(tmp_path: Path, access: AccessPolicy = ACCESS, max_bytes: int = 1000, **changes: object) -> list[Path]:
     fields = {"repository": "org/model", "filenames": ("config.json",), "token": "hf_secret"}
     reference = HuggingFaceReference(**(fields | changes))  # type: ignore[arg-type]
 
     async def main() -> list[Path]:
-        found = await from_hub(reference, tmp_path, access, max_bytes=max_bytes, timeout=20)
+        found = await download_from_hub(reference, tmp_path, access, max_bytes=max_bytes, timeout=20)
         assert all(file.source.startswith("huggingface:org/model@") for file in found)
         return [file.path for file in found]
 
@@ -150,7 +150,7 @@ def test_files_of_a_repository_keep_their_names_and_the_token_is_used(web: Web, 
 
 def test_repositories_that_are_not_allowed_or_do_not_fit_are_refused(web: Web, tmp_path: Path) -> None:
     for changes, status in (
-        ({"access": Access(repositories=("mine/*",))}, 403),
+        ({"access": AccessPolicy(repositories=("mine/*",))}, 403),
         ({"filenames": ("../config.json",)}, 400),
         ({"filenames": ()}, 400),
         ({"filenames": ("none.json",)}, 404),

@@ -8,7 +8,8 @@ from typing import Any
 import anyio
 import pytest
 
-from hypha_worker.jobs.execution import ExecutionError, ExecutionTrace, JobContext
+from hypha_worker.errors import ExecutionError
+from hypha_worker.jobs.execution import ExecutionTrace, JobContext
 
 InLab = Callable[..., None]
 
@@ -17,8 +18,8 @@ class FailsWhenCancelled:
     """An execution that fails of itself while it is being cancelled, with a task of its own still running."""
 
     senders: frozenset[Any] = frozenset()
-    takes = ""
-    traces = ExecutionTrace(exit_code=3)
+    accepted_push_kind = ""
+    trace = ExecutionTrace(exit_code=3)
 
     def __init__(self, context: JobContext) -> None:
         self._context = context

@@ -35,7 +35,8 @@ from hypha_proto.offers import WORKER_REQUESTS
 from hypha_proto.progress import BatchDone, Done, ProgressRequest, ProgressResponse, ScheduleUpdate
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_worker.executors.process.execution import exit_text, substitute
-from hypha_worker.service import clear_work_dir, serve
+from hypha_worker.service import serve
+from hypha_worker.work_dir import clear_work_dir
 
 InLab = Callable[..., None]
 
@@ -118,9 +119,9 @@ print("done with", os.environ["OMP_NUM_THREADS"], "threads")
 """
 
 
-def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, take_pushes: Any) -> None:
+def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
-        spec, pushed = lab.train_spec(), take_pushes(lab.server, lab.folder / "server")
+        spec, pushed = lab.train_spec(), push_receiver(lab.server, lab.folder / "server")
         pushed.listen()
         await serve_slices(lab, 1)
 
@@ -231,7 +232,7 @@ def test_a_job_ends_with_its_lease_and_its_whole_tree(in_lab: InLab, how: str) -
         lease = await lab.start(WAITS)
         await lab.scheduler.until(lambda: lab.scheduler.reports)
         if how == "expiry":
-            [held] = lab.worker.ledger.leases
+            [held] = lab.worker.lease_manager.leases
             held.expires = anyio.current_time()
         endpoint, total = lab.scheduler.endpoint, lab.worker.arbiter.capabilities.capacity.resources
         if how == "release":
@@ -239,7 +240,7 @@ def test_a_job_ends_with_its_lease_and_its_whole_tree(in_lab: InLab, how: str) -
         elif how == "cancel":
             answer = await rpc.call(endpoint, lab.peer, CANCEL_JOB, CancelJob(id=lease, reason="enough"))
             assert answer.known
-        assert lab.worker.ledger.free.resources.cpu == 1.0, "not free before the processes are gone"
+        assert lab.worker.lease_manager.free.resources.cpu == 1.0, "not free before the processes are gone"
         await lab.scheduler.until(lambda: lab.scheduler.ends, 20.0)
         [end] = lab.scheduler.ends
         assert end.outcome == "cancelled"
@@ -249,7 +250,7 @@ def test_a_job_ends_with_its_lease_and_its_whole_tree(in_lab: InLab, how: str) -
         assert alive(pids) == []
         assert lab.left_behind() == []
         if how == "cancel":
-            assert lab.worker.ledger.free.resources.cpu == 1.0
+            assert lab.worker.lease_manager.free.resources.cpu == 1.0
             lab.write_script("print('again')")
             assert isinstance(await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec()), Dispatched)
             assert (await lab.scheduler.ended()).last_lines == ("again",)
@@ -331,11 +332,11 @@ def test_a_worker_says_why_it_would_not_bid(in_lab: InLab) -> None:
 
         assert await reasons(cpu=1.0) == ()
         assert await reasons(cpu=8.0, bid=10.0) == (
-            "the bid of 10 is under 50, the least this worker takes",
-            "cpu: 8 asked, 2 free of 2",
+            "the bid of 10 is below 50, the least this worker accepts",
+            "cpu: 8 requested, 2 free of 2",
         )
         await lab.scheduler.hire(cpu=2.0)
-        assert await reasons(cpu=1.0) == ("cpu: 1 asked, 0 free of 2",)
+        assert await reasons(cpu=1.0) == ("cpu: 1 requested, 0 free of 2",)
 
     in_lab(case)
 
@@ -365,7 +366,7 @@ def test_a_release_without_a_job_frees_the_machine_at_once(in_lab: InLab) -> Non
         lease = await lab.scheduler.hire(cpu=2.0)
         answer = await rpc.call(lab.scheduler.endpoint, lab.peer, RELEASE_LEASE, ReleaseLease(id=lease))
         assert answer.known
-        assert lab.worker.ledger.free.resources.cpu == 2.0
+        assert lab.worker.lease_manager.free.resources.cpu == 2.0
 
     in_lab(case)
 

@@ -1,4 +1,4 @@
-"""The ledger of leases: times, whose they are, and never more than the machine."""
+"""The manager of leases: times, whose they are, and never more than the machine."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ ID = uuid.UUID(int=7)
 
 def offered(now: float = 0.0) -> LeaseManager:
     capacity = Capacity(Resources(cpu=4.0))
-    ledger = LeaseManager(capacity)
+    manager = LeaseManager(capacity)
     allocation = capacity.fit(Resources(cpu=3.0))
     assert allocation is not None
-    ledger.offer(ID, MINE, uuid.UUID(int=1), allocation, 100.0, now)
-    return ledger
+    manager.offer(ID, MINE, uuid.UUID(int=1), allocation, 100.0, now)
+    return manager
 
 
 def test_an_offer_lasts_half_a_second_and_a_renewed_lease_ten() -> None:
-    ledger = offered()
-    assert ledger.sweep(0.49) == []
-    assert ledger.renew(ID, MINE, 0.49).remaining(0.49) == 10.0
-    assert ledger.sweep(10.48) == []
-    assert ledger.free.resources.cpu == 1.0
-    assert ledger.sweep(10.49) == []
-    assert ledger.free.resources.cpu == 4.0
+    manager = offered()
+    assert manager.sweep(0.49) == []
+    assert manager.renew(ID, MINE, 0.49).remaining(0.49) == 10.0
+    assert manager.sweep(10.48) == []
+    assert manager.free.resources.cpu == 1.0
+    assert manager.sweep(10.49) == []
+    assert manager.free.resources.cpu == 4.0
     with pytest.raises(LeaseError, match="no lease"):
-        ledger.renew(ID, MINE, 10.5)
+        manager.renew(ID, MINE, 10.5)
 
 
 def test_a_lease_that_has_run_out_is_not_renewed_before_the_sweep() -> None:
@@ -46,68 +46,68 @@ def test_a_lease_that_has_run_out_is_not_renewed_before_the_sweep() -> None:
 
 
 def test_another_schedulers_lease_is_out_of_reach_and_looks_like_none() -> None:
-    ledger = offered()
+    manager = offered()
     for use in (
-        lambda: ledger.renew(ID, OTHER, 0.1),
-        lambda: ledger.occupy(ID, OTHER, 0.1),
-        lambda: ledger.release(ID, OTHER),
+        lambda: manager.renew(ID, OTHER, 0.1),
+        lambda: manager.attach_job(ID, OTHER, 0.1),
+        lambda: manager.release(ID, OTHER),
     ):
         with pytest.raises(LeaseError, match="has no lease"):
             use()
-    assert ledger.held_by(ID, OTHER) is None
-    ledger.renew(ID, MINE, 0.1)
+    assert manager.find(ID, OTHER) is None
+    manager.renew(ID, MINE, 0.1)
 
 
 @pytest.mark.parametrize("how", ["release", "sweep"])
 def test_resources_are_free_when_the_processes_are_gone_and_not_before(how: str) -> None:
-    ledger = offered()
-    ledger.occupy(ID, MINE, 0.1)
+    manager = offered()
+    manager.attach_job(ID, MINE, 0.1)
     if how == "release":
-        ledger.release(ID, MINE)
+        manager.release(ID, MINE)
     else:
-        assert [lease.id for lease in ledger.sweep(10.1)] == [ID]
-        assert ledger.sweep(10.4) == [], "a job is cancelled once"
-    assert ledger.free.resources.cpu == 1.0
+        assert [lease.id for lease in manager.sweep(10.1)] == [ID]
+        assert manager.sweep(10.4) == [], "a job is cancelled once"
+    assert manager.free.resources.cpu == 1.0
     with pytest.raises(LeaseError):
-        ledger.renew(ID, MINE, 10.2)
-    ledger.vacate(ID)
-    assert ledger.free.resources.cpu == 4.0
-    assert ledger.leases == ()
+        manager.renew(ID, MINE, 10.2)
+    manager.detach_job(ID)
+    assert manager.free.resources.cpu == 4.0
+    assert manager.leases == ()
 
 
 def test_a_lease_whose_job_ended_is_spent_at_once_but_still_confirmed() -> None:
-    ledger = offered()
-    ledger.occupy(ID, MINE, 0.1)
-    ledger.vacate(ID)
-    assert ledger.free.resources.cpu == 4.0
-    assert ledger.bound_requests == frozenset()
-    assert ledger.renew(ID, MINE, 5.0).remaining(5.0) == pytest.approx(5.1)
+    manager = offered()
+    manager.attach_job(ID, MINE, 0.1)
+    manager.detach_job(ID)
+    assert manager.free.resources.cpu == 4.0
+    assert manager.leased_requests == frozenset()
+    assert manager.renew(ID, MINE, 5.0).remaining(5.0) == pytest.approx(5.1)
     with pytest.raises(LeaseError, match="is spent"):
-        ledger.occupy(ID, MINE, 5.0)
-    ledger.sweep(10.2)
-    assert ledger.leases == ()
+        manager.attach_job(ID, MINE, 5.0)
+    manager.sweep(10.2)
+    assert manager.leases == ()
 
 
 def test_a_kept_lease_takes_another_job_but_never_two_at_once() -> None:
-    ledger = offered()
-    ledger.occupy(ID, MINE, 0.1)
+    manager = offered()
+    manager.attach_job(ID, MINE, 0.1)
     with pytest.raises(LeaseError, match="runs on lease"):
-        ledger.occupy(ID, MINE, 0.2)
-    ledger.vacate(ID, keep=True)
-    assert ledger.occupy(ID, MINE, 0.3).state is LeaseState.HELD
+        manager.attach_job(ID, MINE, 0.2)
+    manager.detach_job(ID, keep=True)
+    assert manager.attach_job(ID, MINE, 0.3).state is LeaseState.HELD
 
 
 def test_an_offer_that_could_not_be_sent_is_withdrawn() -> None:
-    ledger = offered()
-    ledger.withdraw(ID)
-    assert ledger.leases == ()
-    ledger = offered()
-    ledger.renew(ID, MINE, 0.1)
-    ledger.withdraw(ID)
-    assert len(ledger.leases) == 1
+    manager = offered()
+    manager.cancel_offer(ID)
+    assert manager.leases == ()
+    manager = offered()
+    manager.renew(ID, MINE, 0.1)
+    manager.cancel_offer(ID)
+    assert len(manager.leases) == 1
 
 
-class Ledger(RuleBasedStateMachine):
+class LeaseMachine(RuleBasedStateMachine):
     """Schedulers, a clock and jobs do what they like; the machine is never over-committed."""
 
     ids = Bundle("ids")
@@ -118,21 +118,21 @@ class Ledger(RuleBasedStateMachine):
         self.capacity = Capacity(
             Resources(cpu=8.0, memory=16.0, gpu=48.0), (Device(0, 24.0), Device(1, 24.0)) if devices else ()
         )
-        self.ledger = LeaseManager(self.capacity)
+        self.manager = LeaseManager(self.capacity)
         self.now = 0.0
         self.running: dict[uuid.UUID, Resources] = {}
         self.count = 0
 
     @rule(target=ids, cpu=st.floats(0, 8), gpu=st.floats(0, 48), peer=st.sampled_from(PEERS), stale=st.booleans())
     def offer(self, cpu: float, gpu: float, peer: PeerId, stale: bool) -> object:
-        source = self.capacity if stale else self.ledger.free
+        source = self.capacity if stale else self.manager.free
         allocation = source.fit(Resources(cpu=cpu, gpu=gpu))
         if allocation is None:
             return multiple()
         self.count += 1
         made = uuid.UUID(int=self.count)
         try:
-            self.ledger.offer(made, peer, uuid.UUID(int=self.count), allocation, 1.0, self.now)
+            self.manager.offer(made, peer, uuid.UUID(int=self.count), allocation, 1.0, self.now)
         except LeaseError:
             assert stale, "what is free can be offered"
             return multiple()
@@ -140,9 +140,9 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(lease=ids, peer=st.sampled_from(PEERS))
     def renew(self, lease: uuid.UUID, peer: PeerId) -> None:
-        known = {entry.id: entry for entry in self.ledger.leases}.get(lease)
+        known = {entry.id: entry for entry in self.manager.leases}.get(lease)
         try:
-            self.ledger.renew(lease, peer, self.now)
+            self.manager.renew(lease, peer, self.now)
         except LeaseError:
             return
         assert known is not None
@@ -151,7 +151,7 @@ class Ledger(RuleBasedStateMachine):
     @rule(target=jobs, lease=ids, peer=st.sampled_from(PEERS))
     def dispatch(self, lease: uuid.UUID, peer: PeerId) -> object:
         try:
-            held = self.ledger.occupy(lease, peer, self.now)
+            held = self.manager.attach_job(lease, peer, self.now)
         except LeaseError:
             return multiple()
         assert lease not in self.running
@@ -161,38 +161,38 @@ class Ledger(RuleBasedStateMachine):
     @rule(lease=consumes(jobs), keep=st.booleans())
     def finish(self, lease: uuid.UUID, keep: bool) -> None:
         self.running.pop(lease, None)
-        self.ledger.vacate(lease, keep=keep)
+        self.manager.detach_job(lease, keep=keep)
 
     @rule(lease=ids, peer=st.sampled_from(PEERS))
     def release(self, lease: uuid.UUID, peer: PeerId) -> None:
         try:
-            self.ledger.release(lease, peer)
+            self.manager.release(lease, peer)
         except LeaseError:
             return
 
     @rule(seconds=st.floats(0, 6))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        for lease in self.ledger.sweep(self.now):
-            assert lease.occupied
+        for lease in self.manager.sweep(self.now):
+            assert lease.has_job
 
     @invariant()
     def what_runs_fits_the_machine(self) -> None:
-        if not hasattr(self, "ledger"):
+        if not hasattr(self, "manager"):
             return
         assert sum(resources.cpu for resources in self.running.values()) <= 8.0 + 1e-6
         assert sum(resources.gpu for resources in self.running.values()) <= 48.0 + 1e-6
 
     @invariant()
     def what_is_leased_fits_the_machine(self) -> None:
-        if not hasattr(self, "ledger"):
+        if not hasattr(self, "manager"):
             return
-        held = [lease.allocation for lease in self.ledger.leases if lease.state is not LeaseState.SPENT]
+        held = [lease.allocation for lease in self.manager.leases if lease.state is not LeaseState.SPENT]
         assert sum(allocation.resources.cpu for allocation in held) <= 8.0 + 1e-6
         devices = [device for allocation in held for device in allocation.devices]
         assert len(devices) == len(set(devices))
-        assert set(self.running) <= {lease.id for lease in self.ledger.leases if lease.occupied}
+        assert set(self.running) <= {lease.id for lease in self.manager.leases if lease.has_job}
 
 
-TestLedger = Ledger.TestCase
-TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+TestLeases = LeaseMachine.TestCase
+TestLeases.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)

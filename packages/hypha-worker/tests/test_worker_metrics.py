@@ -84,10 +84,10 @@ async def train(lab: Any, recorded: Any) -> None:
     assert (await lab.scheduler.ended()).outcome == "failed"
 
 
-async def aggregate(lab: Any, inbox: Any) -> None:
+async def aggregate(lab: Any, receiver: Any) -> None:
     """One round of one member."""
     lab.scheduler.answer = lambda _report: Done()
-    inbox.listen()
+    receiver.listen()
     spec = lab.aggregate_spec([lab.server.peer_id], [lab.server.peer_id])
     lease = await lab.scheduler.hire(lab.SERVER)
     await lab.scheduler.dispatch(lab.peer, lease, spec)
@@ -99,7 +99,7 @@ async def aggregate(lab: Any, inbox: Any) -> None:
     members = (Member(peer=lab.server.peer_id, samples=1),)
     message = RoundMembers(job_id=spec.job_id, round=1, members=members, deadline_ms=10_000)
     await rpc.call(lab.scheduler.endpoint, lab.peer, ROUND_MEMBERS, message)
-    await lab.scheduler.until(lambda: inbox.files)
+    await lab.scheduler.until(lambda: receiver.files)
 
 
 async def let_expire(lab: Any, recorded: Any) -> None:
@@ -109,13 +109,13 @@ async def let_expire(lab: Any, recorded: Any) -> None:
 
 
 def test_every_metric_that_is_promised_shows_a_value(
-    in_lab: Callable[..., None], recorded: Any, take_pushes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    in_lab: Callable[..., None], recorded: Any, push_receiver: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(usage, "INTERVAL", 0.1)
 
     async def case(lab: Any) -> None:
         await train(lab, recorded)
-        await aggregate(lab, take_pushes(lab.server, lab.folder / "inbox"))
+        await aggregate(lab, push_receiver(lab.server, lab.folder / "receiver"))
         monkeypatch.setattr("hypha_worker.leasing.lease_manager.RENEWED_LEASE", 0.5)
         await let_expire(lab, recorded)
 

@@ -122,7 +122,7 @@ def test_layouts_differ_by_name_shape_dtype_and_statistics(tmp_path: Path) -> No
     assert base.difference(layout({"a": one, "b": one})) == ""
     assert base.difference(layout({"a": one})) == "tensor 'b' is missing"
     assert base.difference(layout({"a": one, "b": two})) == "tensor 'b' is F32 [3, 1], expected F32 [3]"
-    assert base.difference(layout({"a": one, "b": one, "c": one})) == "tensor 'c' is not of this model"
+    assert base.difference(layout({"a": one, "b": one, "c": one})) == "tensor 'c' is not part of this model"
     assert "running statistics" in base.difference(layout({"a": one, "b": one}, frozenset({"b"})))
     for junk in (b"", b"\xff" * 9, os.urandom(100)):
         (tmp_path / "junk").write_bytes(junk)

@@ -32,7 +32,7 @@ class Group:
 
     lab: Any
     peers: list[MemoryEndpoint]
-    inboxes: list[Any]
+    receivers: list[Any]
     spec: JobSpec
 
     def write(self, value: float, name: str = "update", shape: tuple[int, ...] = (4,)) -> Path:
@@ -60,7 +60,7 @@ class Group:
 
     async def result(self, who: int, count: int) -> tuple[PushHeader | None, float]:
         """The latest outer update at a peer, once it has `count` of them."""
-        files = self.inboxes[who].files
+        files = self.receivers[who].files
         await self.lab.scheduler.until(lambda: len(files) >= count)
         sender, header, content = files[count - 1]
         assert sender == self.lab.peer
@@ -73,16 +73,16 @@ class Group:
 
 
 @asynccontextmanager
-async def running(lab: Any, take_pushes: Any, *, members: bool | None = True) -> AsyncIterator[Group]:
+async def running(lab: Any, push_receiver: Any, *, members: bool | None = True) -> AsyncIterator[Group]:
     async with AsyncExitStack() as stack:
         peers = [await stack.enter_async_context(lab.network.endpoint(f"trainer-{n}")) for n in range(3)]
-        inboxes = [take_pushes(peer, lab.folder / f"inbox-{n}") for n, peer in enumerate(peers)]
-        for inbox in inboxes:
-            inbox.listen()
+        receivers = [push_receiver(peer, lab.folder / f"receiver-{n}") for n, peer in enumerate(peers)]
+        for receiver in receivers:
+            receiver.listen()
         spec = lab.aggregate_spec([p.peer_id for p in peers], [p.peer_id for p in peers], members=members)
         lease = await lab.scheduler.hire(lab.SERVER)
         await lab.scheduler.dispatch(lab.peer, lease, spec)
-        yield Group(lab, peers, inboxes, spec)
+        yield Group(lab, peers, receivers, spec)
 
 
 def done_after(count: int) -> Callable[[Any], Any]:
@@ -96,10 +96,10 @@ def done_after(count: int) -> Callable[[Any], Any]:
     return answer
 
 
-def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_lab: InLab, take_pushes: Any) -> None:
+def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(2)
-        async with running(lab, take_pushes) as group:
+        async with running(lab, push_receiver) as group:
             early = group.write(1.0)
             await group.push(0, 1, early)
             assert (await group.name(1, {0: 4, 1: 1, 2: 3})).accepted
@@ -137,16 +137,16 @@ async def end_with_a_round_of_all_three(lab: Any, group: Any, *, refused: Sequen
     assert (await lab.scheduler.ended()).outcome == "finished"
 
 
-def test_a_member_that_is_missing_at_the_deadline_is_left_out(in_lab: InLab, take_pushes: Any) -> None:
+def test_a_member_that_is_missing_at_the_deadline_is_left_out(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(2)
-        async with running(lab, take_pushes) as group:
+        async with running(lab, push_receiver) as group:
             await group.name(1, {0: 1, 1: 1, 2: 98}, deadline_ms=300)
             await group.push(0, 1, group.write(2.0))
             await group.push(1, 1, group.write(4.0))
             _, value = await group.result(2, 1)
             assert value == pytest.approx(0.7 * 1.9 * 3.0)
-            assert lab.scheduler.refused[0].reason == "it did not come in time"  # said before the step was
+            assert lab.scheduler.refused[0].reason == "it did not arrive in time"  # reported before the step
             await group.push(2, 1, group.write(99.0))  # too late: taken, and not counted
             await end_with_a_round_of_all_three(lab, group, refused=[(1, 2)])
 
@@ -155,11 +155,11 @@ def test_a_member_that_is_missing_at_the_deadline_is_left_out(in_lab: InLab, tak
 
 @pytest.mark.parametrize("begun", [False, True], ids=["sent then", "under way"])
 def test_a_sender_that_a_round_that_runs_goes_on_without_is_late_too(
-    in_lab: InLab, take_pushes: Any, begun: bool
+    in_lab: InLab, push_receiver: Any, begun: bool
 ) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(2)
-        async with running(lab, take_pushes) as group, anyio.create_task_group() as tasks:
+        async with running(lab, push_receiver) as group, anyio.create_task_group() as tasks:
             await group.name(1, {0: 1, 1: 1, 2: 1})
             await group.push(0, 1, group.write(2.0))
             if begun:
@@ -190,11 +190,11 @@ def test_a_sender_that_a_round_that_runs_goes_on_without_is_late_too(
 
 
 def test_a_peer_that_a_round_went_on_without_is_late_and_takes_part_in_the_next(
-    in_lab: InLab, take_pushes: Any
+    in_lab: InLab, push_receiver: Any
 ) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(2)
-        async with running(lab, take_pushes) as group:
+        async with running(lab, push_receiver) as group:
             await group.name(1, {0: 1, 1: 1})
             await group.push(0, 1, group.write(2.0))
             await group.push(1, 1, group.write(4.0))
@@ -206,10 +206,10 @@ def test_a_peer_that_a_round_went_on_without_is_late_and_takes_part_in_the_next(
     in_lab(case)
 
 
-def test_a_member_that_is_gone_gets_no_update_and_the_others_do(in_lab: InLab, take_pushes: Any) -> None:
+def test_a_member_that_is_gone_gets_no_update_and_the_others_do(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(1)
-        async with running(lab, take_pushes) as group:
+        async with running(lab, push_receiver) as group:
             lab.network.partition(lab.peer, group.peers[2].peer_id)
             await group.name(1, {0: 1, 1: 1})
             await group.push(0, 1, group.write(2.0))
@@ -220,9 +220,9 @@ def test_a_member_that_is_gone_gets_no_update_and_the_others_do(in_lab: InLab, t
     in_lab(case)
 
 
-def test_a_round_without_updates_fails_the_job_and_does_not_hang(in_lab: InLab, take_pushes: Any) -> None:
+def test_a_round_without_updates_fails_the_job_and_does_not_hang(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
-        async with running(lab, take_pushes) as group:
+        async with running(lab, push_receiver) as group:
             await group.name(1, {0: 1}, deadline_ms=50)
             end = await lab.scheduler.ended()
             assert end.outcome == "failed"
@@ -231,10 +231,10 @@ def test_a_round_without_updates_fails_the_job_and_does_not_hang(in_lab: InLab, 
     in_lab(case)
 
 
-def test_hostile_updates_are_refused_and_the_scheduler_hears_of_it(in_lab: InLab, take_pushes: Any) -> None:
+def test_hostile_updates_are_refused_and_the_scheduler_hears_of_it(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(1)
-        async with running(lab, take_pushes) as group:
+        async with running(lab, push_receiver) as group:
             await group.name(1, {0: 1, 1: 1})
             await group.push(0, 1, group.write(2.0))
             junk = lab.folder / "junk"
@@ -242,7 +242,7 @@ def test_hostile_updates_are_refused_and_the_scheduler_hears_of_it(in_lab: InLab
             good = group.write(1.0)
             for path, changes, who, number, reason in (
                 (group.write(np.nan), {}, 1, 1, "NaN or infinity"),
-                (group.write(1.0, shape=(5,)), {}, 1, 1, "does not fit the first"),
+                (group.write(1.0, shape=(5,)), {}, 1, 1, "does not match the first"),
                 (junk, {}, 1, 1, "header"),
                 (good, {}, 1, 7, "too far ahead"),
                 (good, {"codec": "zip"}, 1, 1, "codec"),
@@ -266,11 +266,11 @@ def test_hostile_updates_are_refused_and_the_scheduler_hears_of_it(in_lab: InLab
     in_lab(case)
 
 
-def test_an_old_scheduler_names_no_members_and_old_workers_send_no_header(in_lab: InLab, take_pushes: Any) -> None:
+def test_an_old_scheduler_names_no_members_and_old_workers_send_no_header(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(2)
         lab.worker.endpoint.unhandle(PUSH_WITH_HEADER)
-        async with running(lab, take_pushes, members=None) as group:
+        async with running(lab, push_receiver, members=None) as group:
             for number in (1, 2):
                 for who in range(3):
                     await group.push(who, number, group.write(float(who)))
@@ -284,9 +284,9 @@ def test_an_old_scheduler_names_no_members_and_old_workers_send_no_header(in_lab
     in_lab(case, old=True)
 
 
-def test_members_of_a_job_that_is_not_here_are_refused(in_lab: InLab, take_pushes: Any) -> None:
+def test_members_of_a_job_that_is_not_here_are_refused(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
-        async with running(lab, take_pushes) as group:
+        async with running(lab, push_receiver) as group:
             message = RoundMembers(job_id=uuid.uuid4(), round=1, members=(), deadline_ms=1)
             answer = await rpc.call(lab.scheduler.endpoint, lab.peer, ROUND_MEMBERS, message)
             assert not answer.accepted
@@ -297,10 +297,10 @@ def test_members_of_a_job_that_is_not_here_are_refused(in_lab: InLab, take_pushe
     in_lab(case)
 
 
-def test_a_scheduler_that_says_error_fails_the_job(in_lab: InLab, take_pushes: Any) -> None:
+def test_a_scheduler_that_says_error_fails_the_job(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = lambda _report: ProgressError()
-        async with running(lab, take_pushes) as group:
+        async with running(lab, push_receiver) as group:
             await group.name(1, {0: 1})
             await group.push(0, 1, group.write(2.0))
             end = await lab.scheduler.ended()
@@ -310,12 +310,12 @@ def test_a_scheduler_that_says_error_fails_the_job(in_lab: InLab, take_pushes: A
     in_lab(case)
 
 
-def test_a_round_goes_on_while_the_last_one_is_given_out(in_lab: InLab, take_pushes: Any) -> None:
+def test_a_round_goes_on_while_the_last_one_is_given_out(in_lab: InLab, push_receiver: Any) -> None:
     """The fastest member pushes its next update before the slowest has the last outer update."""
 
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(2)
-        async with running(lab, take_pushes) as group:
+        async with running(lab, push_receiver) as group:
             await group.name(1, {0: 1, 1: 1})
             await group.push(0, 1, group.write(1.0))
             async with anyio.create_task_group() as tasks:

@@ -16,8 +16,8 @@ from hypha_net import instrumentation
 from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.telemetry.sdk import open_export
 from hypha_proto.bridge_api import ExecutorSpan, SpanReport
-from hypha_worker.bridge import spans as room
-from hypha_worker.bridge.spans import SpanAccount
+from hypha_worker.bridge import spans as spans_module
+from hypha_worker.bridge.spans import SpanRecorder
 from hypha_worker.errors import BridgeError
 
 JOB = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
@@ -106,18 +106,18 @@ def report(**changes: Any) -> SpanReport:
 
 def test_without_a_collector_or_a_trace_spans_are_taken_and_dropped() -> None:
     clock = iter(range(100)).__next__
-    assert SpanAccount(clock).take(report(), JOB) == 0
+    assert SpanRecorder(clock).record(report(), JOB) == 0
     with exporting() as collector:
-        assert SpanAccount(clock).take(report(), None) == 0
-        assert SpanAccount(clock).take(report(traceparent=OTHER), JOB) == 3
+        assert SpanRecorder(clock).record(report(), None) == 0
+        assert SpanRecorder(clock).record(report(traceparent=OTHER), JOB) == 3
         with pytest.raises(BridgeError, match="not one of the job's trace"):
-            SpanAccount(clock).take(report(traceparent=STRANGE), JOB)
+            SpanRecorder(clock).record(report(traceparent=STRANGE), JOB)
     assert {span.parent_span_id.hex() for span in collector.spans} == {OTHER.split("-")[2]}
 
 
 def test_a_job_cannot_flood_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "MAX_SPANS_A_JOB", 5)
-    account = SpanAccount(iter(range(100)).__next__)
+    monkeypatch.setattr(spans_module, "MAX_SPANS_PER_JOB", 5)
+    recorder = SpanRecorder(iter(range(100)).__next__)
     with exporting() as collector:
-        assert [account.take(report(), JOB) for _ in range(3)] == [3, 2, 0]
+        assert [recorder.record(report(), JOB) for _ in range(3)] == [3, 2, 0]
     assert len(collector.spans) == 5

@@ -9,17 +9,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hypha_worker.hardware.usage import UsageAccount, Use, read_tree
+from hypha_worker.hardware.usage import ProcessUsage, UsageAccumulator, read_tree
 
 
 def test_processes_that_come_and_go_are_added_up() -> None:
-    account = UsageAccount()
+    accumulator = UsageAccumulator()
     first, second = (10, 1.0), (11, 2.0)
-    assert account.take({first: Use(2.0, 1.0, 100, 50, 1000)}) == Use(2.0, 1.0, 100, 50, 1000)
-    both = {first: Use(3.0, 1.5, 150, 50, 900), second: Use(5.0, 0.0, 10, 0, 300)}
-    assert account.take(both) == Use(6.0, 0.5, 60, 0, 1200)
-    assert account.take({second: Use(5.5, 0.0, 10, 7, 300)}) == Use(0.5, 0.0, 0, 7, 300)
-    assert account.take({(10, 9.0): Use(0.25, 0.0, 1, 0, 10)}) == Use(0.25, 0.0, 1, 0, 10)  # the pid was given again
+    assert accumulator.add_sample({first: ProcessUsage(2.0, 1.0, 100, 50, 1000)}) == ProcessUsage(
+        2.0, 1.0, 100, 50, 1000
+    )
+    both = {first: ProcessUsage(3.0, 1.5, 150, 50, 900), second: ProcessUsage(5.0, 0.0, 10, 0, 300)}
+    assert accumulator.add_sample(both) == ProcessUsage(6.0, 0.5, 60, 0, 1200)
+    assert accumulator.add_sample({second: ProcessUsage(5.5, 0.0, 10, 7, 300)}) == ProcessUsage(0.5, 0.0, 0, 7, 300)
+    assert accumulator.add_sample({(10, 9.0): ProcessUsage(0.25, 0.0, 1, 0, 10)}) == ProcessUsage(0.25, 0.0, 1, 0, 10)
 
 
 def test_a_tree_is_read_and_one_that_is_gone_is_empty() -> None:

@@ -1,1 +1,1 @@
-"""Bids for work, holds resources under leases and runs Hypha jobs through executors."""
+"""The worker: bids for work, holds resources under leases, and runs Hypha jobs through executors."""

@@ -1,4 +1,4 @@
-"""The command `hypha-worker`: the chassis' commands; `init` fills in what this machine has."""
+"""The command ``hypha-worker``: the commands of every daemon; ``init`` fills in this machine's resources."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ WORK_DIR = "hypha-work"
 
 
 async def _serve(config: WorkerConfig, node: Node) -> None:
-    from hypha_worker.service import serve  # what a running worker needs, `init` and `config` do not wait for
+    from hypha_worker.service import serve  # imported late: `init` and `config` do not need it
 
     await serve(config, node)
 
 
 def example() -> dict[str, Any]:
-    """What ``init`` fills in: the resources that are found, and both kinds of executor."""
+    """Return the values that ``init`` fills in: the detected resources, and both kinds of executor."""
     from hypha_worker.hardware.detection import detect
 
     found = detect(Path(WORK_DIR))
@@ -31,19 +31,19 @@ def example() -> dict[str, Any]:
     if found.devices:
         resources["gpu"] = sum(memory for _, memory in found.devices)
         resources["devices"] = [{"index": index, "memory": memory} for index, memory in found.devices]
-    words = ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
+    arguments = ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
     train = {"class": "train", "name": "diloco-transformer", "runtime": "process"}
     server = {"class": "aggregate", "name": "parameter-server", "runtime": "parameter-server"}
     command, *args = _trainer()
     return {
         "work_dir": WORK_DIR,
         "resources": resources,
-        "executors": [{**train, "cmd": command, "args": [*args, *words]}, server],
+        "executors": [{**train, "cmd": command, "args": [*args, *arguments]}, server],
     }
 
 
 def _trainer() -> list[str]:
-    """How the training executor is started here: from this environment if it is in it, else by uv, which brings it."""
+    """Return the training executor's command: from this environment if installed here, else through uv."""
     module = ["-m", "hypha.accelerate_executor.training"]
     try:
         found = find_spec("hypha.accelerate_executor")

@@ -1,6 +1,6 @@
-"""Every key of a worker's configuration, and what the rooms make of it.
+"""The worker's configuration: every key, its checks, and the values that other modules are built from.
 
-Before this room: `hypha_net.node` reads flags, environment and TOML. After it: `service` builds the worker.
+Called by `hypha_net.node.config`, which reads flags, environment and TOML; `service` builds the worker from it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ResourcesSection(Section):
     def _fits_devices(self) -> ResourcesSection:
         indices = [device.index for device in self.devices]
         if len(set(indices)) < len(indices):
-            raise ValueError("devices: an index stands twice")
+            raise ValueError("devices: an index is listed twice")
         memory = sum(device.memory for device in self.devices)
         if self.devices and self.gpu and abs(memory - self.gpu) > 0.01 * memory:
             raise ValueError(f"gpu is {self.gpu:g} GB and the devices have {memory:g} GB: leave gpu out or correct it")
@@ -82,7 +82,7 @@ class OfferSection(Section):
     )
 
     def policy(self) -> OfferPolicy:
-        """The same for the arbiter."""
+        """Return the section as the arbiter's policy."""
         strategy = self.strategy if isinstance(self.strategy, str) else self.strategy.type
         schedulers = tuple(PeerId.parse(text) for text in self.schedulers)
         return OfferPolicy(self.price, self.floor, strategy, self.evaluation, schedulers)
@@ -104,6 +104,11 @@ class ExecutorSection(Section):
 
     @model_validator(mode="after")
     def _fits_runtime(self) -> ExecutorSection:
+        if self.runtime == "process" and self.job_class == "aggregate":
+            raise ValueError(
+                'runtime = "process" cannot run jobs of class "aggregate", because the job bridge of a process serves '
+                'training jobs only: set runtime = "parameter-server" and remove cmd and args'
+            )
         if self.runtime == "process" and not self.cmd:
             raise ValueError("cmd is missing: a process needs a command")
         if self.runtime == "parameter-server" and (self.cmd or self.args):
@@ -114,7 +119,7 @@ class ExecutorSection(Section):
 
     @property
     def descriptor(self) -> ExecutorDescriptor:
-        """How schedulers ask for it."""
+        """The descriptor by which schedulers ask for it."""
         return (TrainExecutor if self.job_class == "train" else AggregateExecutor)(name=self.name)
 
 
@@ -164,12 +169,12 @@ class WorkerConfig(NodeConfig):
     def _named_once(cls, value: list[ExecutorSection]) -> list[ExecutorSection]:
         names = [(executor.job_class, executor.name) for executor in value]
         if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"executor {twice[0]}/{twice[1]} stands twice")
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"executor {repeated[0]}/{repeated[1]} is listed twice")
         return value
 
     def capabilities(self) -> Capabilities:
-        """What this worker has."""
+        """Return what this worker can offer."""
         owned = self.resources
         amounts = Resources(gpu=owned.gpu, cpu=owned.cpu, storage=owned.storage, memory=owned.memory)
         devices = tuple(Device(device.index, device.memory) for device in owned.devices)

@@ -1,10 +1,19 @@
-"""What the bridge answers when it cannot do what an executor asked."""
+"""Errors of the worker: what the bridge answers to an executor, and what ends a job.
+
+The lowest layer of the package besides `paths`: `connectors`, `bridge`, `jobs` and `executors` all raise these.
+"""
 
 from __future__ import annotations
 
+from hypha_net.errors import NetError, RequestTimeoutError
+
+
+class ExecutionError(Exception):
+    """A job cannot continue; its scheduler reads the message as the reason."""
+
 
 class BridgeError(Exception):
-    """A request that failed, as the executor will read it.
+    """A request to the bridge that failed, as the executor reads it.
 
     Attributes:
         status: the HTTP status.
@@ -20,35 +29,40 @@ class BridgeError(Exception):
 
 
 def bad_request(detail: str) -> BridgeError:
-    """400: the body or a path in it cannot be used."""
+    """Return a 400: the body, or a path in it, is not usable."""
     return BridgeError(400, "bad-request", detail)
 
 
 def not_allowed(detail: str) -> BridgeError:
-    """403: the worker's owner or the job does not allow it."""
+    """Return a 403: the worker's owner or the job's spec does not allow it."""
     return BridgeError(403, "not-allowed", detail)
 
 
 def not_found(detail: str) -> BridgeError:
-    """404: there is no such file."""
+    """Return a 404: the file does not exist."""
     return BridgeError(404, "not-found", detail)
 
 
 def no_more_data(detail: str) -> BridgeError:
-    """410: the scheduler has no further slice for this executor."""
+    """Return a 410: the scheduler has no further slice for this executor."""
     return BridgeError(410, "no-more-data", detail)
 
 
 def peer_failed(detail: str) -> BridgeError:
-    """502: the other side was not reached, broke off, or refused."""
+    """Return a 502: the remote side was not reached, closed the connection, or refused."""
     return BridgeError(502, "peer-failed", detail)
 
 
+def job_ending() -> BridgeError:
+    """Return a 503: the job ended while the request was in progress."""
+    return BridgeError(503, "ending", "the job is ending")
+
+
 def timed_out(detail: str) -> BridgeError:
-    """504: the other side was too slow."""
+    """Return a 504: the remote side was too slow."""
     return BridgeError(504, "timeout", detail)
 
 
-def ending() -> BridgeError:
-    """503: the job ends while the request is under way."""
-    return BridgeError(503, "ending", "the job is ending")
+def to_bridge_error(error: NetError) -> BridgeError:
+    """Translate a network error into the answer that an executor gets."""
+    return timed_out(str(error)) if isinstance(error, RequestTimeoutError) else peer_failed(str(error))

@@ -1,4 +1,8 @@
-"""Paths that executors and peers name, held within the work directory of their job. Touches the disk only to look."""
+"""Resolving paths from executors and peers inside a job's work directory.
+
+A job is confined to its work directory: absolute paths, ``..`` and symbolic links that lead out are refused. Used by
+`connectors` and `bridge`.
+"""
 
 from __future__ import annotations
 
@@ -9,54 +13,55 @@ from typing import Final
 from hypha_worker.errors import bad_request, not_found
 
 PATH_LIMIT: Final = 1024
+"""Largest number of characters in a path."""
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def resolve_in_work_dir(work_dir: Path, text: str) -> Path:
-    """The place that `text` names in the work directory; it need not exist.
+    """Return the absolute path of `text` in the work directory; it need not exist.
 
     Raises:
-        BridgeFault: `text` is absolute, climbs out, or leads out through a symbolic link.
+        BridgeError: `text` is absolute, contains ``..``, or leads out through a symbolic link.
     """
     relative = check_relative(text)
     root = work_dir.resolve()
-    place = (root / relative).resolve()
-    if place != root and root not in place.parents:
+    path = (root / relative).resolve()
+    if path != root and root not in path.parents:
         raise bad_request(f"path {text[:80]!r} leads out of the work directory through a symbolic link")
-    return place
+    return path
 
 
-def confine_file(work_dir: Path, text: str) -> Path:
-    """The existing regular file that `text` names in the work directory.
-
-    Raises:
-        BridgeFault: as for `confine`, or there is no such file.
-    """
-    place = resolve_in_work_dir(work_dir, text)
-    if not place.is_file():
-        raise not_found(f"path {text[:80]!r} is no file in the work directory")
-    return place
-
-
-def confine_folder(work_dir: Path, text: str) -> Path:
-    """The folder that `text` names in the work directory, made if it is missing.
+def resolve_file(work_dir: Path, text: str) -> Path:
+    """Return the absolute path of an existing regular file in the work directory.
 
     Raises:
-        BridgeFault: as for `confine`, or a file is in the way.
+        BridgeError: as for `resolve_in_work_dir`, or there is no such file.
     """
-    place = resolve_in_work_dir(work_dir, text)
+    path = resolve_in_work_dir(work_dir, text)
+    if not path.is_file():
+        raise not_found(f"path {text[:80]!r} is not a file in the work directory")
+    return path
+
+
+def resolve_folder(work_dir: Path, text: str) -> Path:
+    """Return the absolute path of a folder in the work directory; create it if it is missing.
+
+    Raises:
+        BridgeError: as for `resolve_in_work_dir`, or the path is an existing file.
+    """
+    path = resolve_in_work_dir(work_dir, text)
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise bad_request(f"path {text[:80]!r} is a file where a folder is needed") from None
-    return place
+    return path
 
 
 def check_relative(text: str) -> PurePosixPath:
-    """A relative path without a way up.
+    """Parse a relative path that does not leave its folder.
 
     Raises:
-        BridgeFault: it is absolute, has ``..``, a null byte, or is too long.
+        BridgeError: it is absolute, contains ``..`` or a null byte, or is longer than `PATH_LIMIT`.
     """
     path = PurePosixPath(text)
     if path.is_absolute() or ".." in path.parts or "\0" in text or len(text) > PATH_LIMIT:
@@ -64,11 +69,11 @@ def check_relative(text: str) -> PurePosixPath:
     return path
 
 
-def relative_text(work_dir: Path, place: Path) -> str:
-    """The path of `place` relative to the work directory, as executors read it."""
-    return place.relative_to(work_dir.resolve()).as_posix()
+def relative_text(work_dir: Path, path: Path) -> str:
+    """Return `path` relative to the work directory, as executors read it."""
+    return path.relative_to(work_dir.resolve()).as_posix()
 
 
 def safe_name(text: str) -> str:
-    """A file name made from what a peer or job calls something: letters, digits, ``._-``; never hidden or empty."""
+    """Make a file name from a name that a peer or job chose: letters, digits and ``._-``, never hidden or empty."""
     return _UNSAFE.sub("-", text)[-100:].lstrip(".-") or "file"

@@ -1,1 +1,1 @@
-"""Deciding which requests are worth an offer."""
+"""Bidding: deciding which requests get an offer, and sending it."""

@@ -1,1 +1,1 @@
-"""The executor's only door to the network: HTTP on a Unix socket, one socket a job."""
+"""The job bridge: an executor's only access to the network, HTTP on a Unix socket, one socket per job."""

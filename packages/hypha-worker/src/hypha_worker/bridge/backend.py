@@ -1,7 +1,7 @@
-"""What the bridge does for one job, on the worker's side: fetch, send, receive and report.
+"""The worker's side of the bridge of one job: fetch, send, receive and report.
 
-`bridge.app` turns HTTP into calls of this class, `connectors` do the moving. It is confined to one job: its work
-directory, its references, its scheduler.
+Called by `routes`, which turns HTTP requests into calls of this class; calls `connectors`, which transfer the files. It
+is confined to one job: its work directory, its references and its scheduler.
 """
 
 from __future__ import annotations
@@ -35,19 +35,17 @@ from hypha_proto.job_spec import (
 from hypha_proto.progress import REPORT, BatchDone, Progress, ProgressRequest, ProgressResponse
 from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
 from hypha_worker.bridge.delivery_queue import DeliveryQueue, PendingFile
-from hypha_worker.bridge.spans import SpanAccount
-from hypha_worker.connectors.access_policy import Access
-from hypha_worker.connectors.downloads import Downloaded, from_hub, from_uri
-from hypha_worker.connectors.peer_files import PeerFiles, as_fault, ask, next_slice
-from hypha_worker.errors import bad_request, not_allowed
+from hypha_worker.bridge.spans import SpanRecorder
+from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.downloads import DownloadedFile, download_from_hub, download_from_uri
+from hypha_worker.connectors.peer_files import PeerFiles, request_slice
+from hypha_worker.connectors.rpc_retry import REPORT_DELAYS, call_with_retries
+from hypha_worker.errors import bad_request, not_allowed, to_bridge_error
 from hypha_worker.jobs.references import check_peers, with_secrets
-from hypha_worker.paths import check_relative, confine_file, confine_folder, relative_text, safe_name
+from hypha_worker.paths import check_relative, relative_text, resolve_file, resolve_folder, safe_name
 
-REPORT_PAUSES: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each attempt at a report: a scheduler that is away for a quarter of a minute loses no job."""
-MAX_OTHERS: Final = 8
-"""Other providers of a slice that are asked in turn."""
-
+MAX_ALTERNATIVES: Final = 8
+"""Largest number of alternative providers of a slice that are tried."""
 
 _SLICES: Final = instrumentation.Counter("hypha.worker.slices", "{slice}", "Slices that were fetched.")
 _SLICE_BYTES: Final = instrumentation.Counter("hypha.worker.slice.io", "By", "Bytes of fetched slices.")
@@ -55,24 +53,26 @@ _SLICE_SECONDS: Final = instrumentation.Histogram(
     "hypha.worker.slice.duration", "s", "From asking for a slice to having it."
 )
 _SAMPLES: Final = instrumentation.Counter("hypha.worker.samples", "{sample}", "Samples in batches that were reported.")
-_AHEAD: Final = instrumentation.Level("hypha.worker.prefetch.depth", "{slice}", "Slices fetched and not begun, a job.")
+_PREFETCHED: Final = instrumentation.Level(
+    "hypha.worker.prefetch.depth", "{slice}", "Slices fetched and not begun, a job."
+)
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """Answer of ``/resources/send``."""
+    """The answer of ``/resources/send``."""
 
     sent: dict[str, int]
-    """Peer id to bytes."""
+    """Bytes sent, by peer id."""
     round: int
     size: int
     checksum: str
 
 
 class BridgeBackend(Protocol):
-    """What the HTTP side needs of the worker's side. Every method may raise `BridgeFault`."""
+    """The worker's side, as `routes` calls it. Every method may raise `BridgeError`."""
 
     async def fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
-        """Bring what a reference names to the work directory."""
+        """Fetch what a reference names into the work directory."""
         ...
 
     async def send(self, wanted: Transfer) -> Sent:
@@ -80,23 +80,23 @@ class BridgeBackend(Protocol):
         ...
 
     async def check_receive(self, wanted: Transfer) -> None:
-        """Refuse what can never be received."""
+        """Check a request to receive files, before its stream begins."""
         ...
 
-    async def next_delivery(self, wanted: Transfer) -> PendingFile | None:
-        """Wait for a file from the peers of a reference; none when the job ends."""
+    async def next_pending_file(self, wanted: Transfer) -> PendingFile | None:
+        """Wait for a file from the peers of a reference; return None when the job ends."""
         ...
 
-    async def hand_over(self, wanted: Transfer, delivery: PendingFile) -> ReceivedFile | None:
-        """Move a delivered file to where the executor wants it; none when another stream has it."""
+    async def claim_file(self, wanted: Transfer, file: PendingFile) -> ReceivedFile | None:
+        """Move a queued file to the executor's folder; return None if another stream has claimed it."""
         ...
 
     async def report(self, progress: Progress) -> ProgressResponse:
-        """Tell the scheduler how the job advances; gives its answer."""
+        """Report progress to the scheduler; return its answer."""
         ...
 
-    async def take_spans(self, report: SpanReport) -> int:
-        """Take an executor's spans into the job's trace; gives how many were recorded."""
+    async def record_spans(self, report: SpanReport) -> int:
+        """Record an executor's spans in the job's trace; return how many were recorded."""
         ...
 
 
@@ -109,16 +109,16 @@ class JobBridgeBackend:
     lease: uuid.UUID
     scheduler: PeerId
     work_dir: Path
-    inbox: DeliveryQueue
-    access: Access
+    queue: DeliveryQueue
+    access: AccessPolicy
     files: PeerFiles
     traceparent: str | None = None
-    """The span of the job's execution, which everything here is part of."""
+    """The span of the job's execution, the parent of all spans here."""
     _fetched: int = 0
-    _ahead: dict[str, None] = field(default_factory=dict)
-    """Slices that were fetched and of which no batch has been reported yet."""
+    _prefetched: dict[str, None] = field(default_factory=dict)
+    """Fetched slices of which no batch was reported yet. A dict, because it is ordered."""
     _round: int = field(init=False)
-    _spans: SpanAccount = field(default_factory=SpanAccount)
+    _spans: SpanRecorder = field(default_factory=SpanRecorder)
 
     def __post_init__(self) -> None:
         executor = self.spec.executor
@@ -130,52 +130,52 @@ class JobBridgeBackend:
         reference = with_secrets(self.spec, wanted.reference)
         self._fetched += 1
         if isinstance(reference, SchedulerReference):
-            began = anyio.current_time()
+            started = anyio.current_time()
             with instrumentation.span(
                 "fetch slice", {"hypha.dataset": reference.dataset}, parent=self.traceparent
             ) as span:
                 fetched = await self._fetch_slice(reference, wanted.path or "slices")
                 span.set({"hypha.slice": fetched.metadata["slice"], "hypha.file.size": fetched.size})
-            self._account(fetched, anyio.current_time() - began)
+            self._record_slice(fetched, anyio.current_time() - started)
             return [fetched]
         with instrumentation.span("fetch", {"hypha.reference": type(reference).__name__}, parent=self.traceparent):
             return await self._fetch_artifact(reference, wanted)
 
-    def _account(self, fetched: FetchedFile, seconds: float) -> None:
-        """Count a slice that has come."""
+    def _record_slice(self, fetched: FetchedFile, seconds: float) -> None:
+        """Record the metrics of a fetched slice."""
         about = {"hypha.dataset": fetched.metadata["dataset"]}
         _SLICES.add(1, about)
         _SLICE_BYTES.add(fetched.size, about)
         _SLICE_SECONDS.record(seconds, about)
-        self._ahead[fetched.metadata["slice"]] = None
-        _AHEAD.set(len(self._ahead), self._job)
+        self._prefetched[fetched.metadata["slice"]] = None
+        _PREFETCHED.set(len(self._prefetched), self._job)
 
     @property
     def _job(self) -> instrumentation.Attributes:
         return {"hypha.job.id": str(self.spec.job_id)}
 
     async def _fetch_artifact(self, reference: Reference, wanted: Transfer) -> Sequence[FetchedFile]:
-        folder = confine_folder(self.work_dir, wanted.path or f"artifacts/{self._fetched}")
+        folder = resolve_folder(self.work_dir, wanted.path or f"artifacts/{self._fetched}")
         if isinstance(reference, PeersReference):
             return await self._fetch_from_peers(reference, folder)
         limit = self.files.max_bytes
         if isinstance(reference, HuggingFaceReference):
-            found = await from_hub(reference, folder, self.access, max_bytes=limit)
+            found = await download_from_hub(reference, folder, self.access, max_bytes=limit)
         else:
             assert isinstance(reference, UriReference)
-            found = [await from_uri(reference.value, folder, self.access, max_bytes=limit)]
+            found = [await download_from_uri(reference.value, folder, self.access, max_bytes=limit)]
         return [self._downloaded(file) for file in found]
 
     async def _fetch_slice(self, reference: SchedulerReference, path: str) -> FetchedFile:
         executor = self.spec.executor
         if not isinstance(executor, TrainJob) or reference != executor.config.data:
             raise not_allowed(f"dataset {reference.dataset[:80]!r} is not the data of this job")
-        folder, number = confine_folder(self.work_dir, path), self._fetched
+        folder, number = resolve_folder(self.work_dir, path), self._fetched
         request = DataRequest(dataset=reference.dataset, job_id=self.spec.job_id, id=uuid.uuid4())
-        assigned = await next_slice(self.endpoint, reference.peer, request)
+        assigned = await request_slice(self.endpoint, reference.peer, request)
         target = folder / f"{safe_name(reference.dataset)}-{assigned.index}-{number}.safetensors"
         address = SliceAddress(dataset=reference.dataset, index=assigned.index)
-        providers = [assigned.data_provider, *(assigned.others or ())[:MAX_OTHERS]]
+        providers = [assigned.data_provider, *(assigned.others or ())[:MAX_ALTERNATIVES]]
         pulled, peer = await self.files.pull(providers, address, target, assigned.digest)
         extra = {"dataset": reference.dataset, "slice": str(assigned.index), "epoch": str(assigned.epoch or 0)}
         return self._pulled(target, pulled, peer, extra)
@@ -185,15 +185,15 @@ class JobBridgeBackend:
         if address is None:
             raise bad_request("a reference to peers can be fetched only with a resource (dataset and index)")
         names = reference.filenames or (f"{safe_name(address.dataset)}-{address.index}.safetensors",)
-        made = []
+        files = []
         for index, name in enumerate(names, address.index):
             target = folder / check_relative(name)
-            confine_folder(self.work_dir, relative_text(self.work_dir, target.parent))
+            resolve_folder(self.work_dir, relative_text(self.work_dir, target.parent))
             pulled, peer = await self.files.pull(
                 reference.peers, SliceAddress(dataset=address.dataset, index=index), target
             )
-            made.append(self._pulled(target, pulled, peer, {}))
-        return made
+            files.append(self._pulled(target, pulled, peer, {}))
+        return files
 
     def _pulled(self, path: Path, pulled: transfer.PullResult, peer: PeerId, extra: dict[str, str]) -> FetchedFile:
         metadata = {"source": f"peer:{peer}", "timestamp": _now(), **extra}
@@ -201,7 +201,7 @@ class JobBridgeBackend:
             path=relative_text(self.work_dir, path), size=pulled.size, checksum=pulled.digest, metadata=metadata
         )
 
-    def _downloaded(self, file: Downloaded) -> FetchedFile:
+    def _downloaded(self, file: DownloadedFile) -> FetchedFile:
         source, _, origin = file.source.partition(":")
         hub = source == "huggingface"
         metadata = {"source": source, "origin": origin} if hub else {"source": file.source}
@@ -216,8 +216,8 @@ class JobBridgeBackend:
         if not isinstance(reference, PeersReference):
             raise bad_request("a file can be sent to peers only")
         check_peers(self.spec, reference)
-        path = confine_file(self.work_dir, wanted.path)
-        # executors in the field do not number their rounds: then each send is the next one
+        path = resolve_file(self.work_dir, wanted.path)
+        # older executors send no round number: then each send is the next round
         number = self._round if wanted.round is None else wanted.round
         size, digest = await transfer.describe(path)
         header = PushHeader(
@@ -238,52 +238,54 @@ class JobBridgeBackend:
     async def check_receive(self, wanted: Transfer) -> None:
         """See `BridgeBackend.check_receive`."""
         self._senders(wanted)
-        confine_folder(self.work_dir, wanted.path or "received")
+        resolve_folder(self.work_dir, wanted.path or "received")
 
-    async def next_delivery(self, wanted: Transfer) -> PendingFile | None:
-        """See `BridgeBackend.next_delivery`."""
-        return await self.inbox.next(self._senders(wanted))
+    async def next_pending_file(self, wanted: Transfer) -> PendingFile | None:
+        """See `BridgeBackend.next_pending_file`."""
+        return await self.queue.next_file(self._senders(wanted))
 
     def _senders(self, wanted: Transfer) -> frozenset[PeerId]:
         if not isinstance(wanted.reference, PeersReference):
             raise bad_request("files can be received from peers only")
         check_peers(self.spec, wanted.reference)
-        return frozenset(wanted.reference.peers) or frozenset(self.inbox.senders)  # naming nobody means anybody
+        return frozenset(wanted.reference.peers) or frozenset(self.queue.senders)  # an empty list means every sender
 
-    async def hand_over(self, wanted: Transfer, delivery: PendingFile) -> ReceivedFile | None:
-        """See `BridgeBackend.hand_over`."""
-        return self.inbox.hand_over(delivery, confine_folder(self.work_dir, wanted.path or "received"))
+    async def claim_file(self, wanted: Transfer, file: PendingFile) -> ReceivedFile | None:
+        """See `BridgeBackend.claim_file`."""
+        return self.queue.claim(file, resolve_folder(self.work_dir, wanted.path or "received"))
 
     async def report(self, progress: Progress) -> ProgressResponse:
         """See `BridgeBackend.report`."""
         if isinstance(progress, BatchDone):
-            self._begin_slices(progress)
-            with instrumentation.attached(None):  # batches are too many for the trace of a job
+            self._record_batch(progress)
+            with instrumentation.attached(None):  # a job has too many batches for its trace
                 return await self._report(progress)
         name = type(progress).__name__
         with instrumentation.span("report", {"hypha.report": name}, parent=self.traceparent):
             return await self._report(progress)
 
-    def _begin_slices(self, batch: BatchDone) -> None:
+    def _record_batch(self, batch: BatchDone) -> None:
         _SAMPLES.add(batch.batch_size)
         for index in batch.slices or ():
-            self._ahead.pop(index, None)
-        _AHEAD.set(len(self._ahead), self._job)
+            self._prefetched.pop(index, None)
+        _PREFETCHED.set(len(self._prefetched), self._job)
 
-    async def take_spans(self, report: SpanReport) -> int:
-        """See `BridgeBackend.take_spans`."""
-        return self._spans.take(report, self.traceparent)
+    async def record_spans(self, report: SpanReport) -> int:
+        """See `BridgeBackend.record_spans`."""
+        return self._spans.record(report, self.traceparent)
 
     def close(self) -> None:
-        """The job is over."""
-        _AHEAD.forget(self._job)
+        """Remove the job's gauge."""
+        _PREFETCHED.forget(self._job)
 
     async def _report(self, progress: Progress) -> ProgressResponse:
         request = ProgressRequest(job_id=self.spec.job_id, progress=progress, lease=self.lease, id=uuid.uuid4())
         try:
-            return await ask(self.endpoint, self.scheduler, REPORT, request, timeout=30.0, pauses=REPORT_PAUSES)
+            return await call_with_retries(
+                self.endpoint, self.scheduler, REPORT, request, timeout=30.0, delays=REPORT_DELAYS
+            )
         except NetError as error:
-            raise as_fault(error) from error
+            raise to_bridge_error(error) from error
 
 
 def _now() -> str:

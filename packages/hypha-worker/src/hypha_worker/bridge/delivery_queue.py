@@ -1,6 +1,7 @@
-"""Files that peers push to a job, kept until its executor asks for them. A file is given out once.
+"""Files that peers pushed to a job, queued until its executor asks for them. Each file is delivered once.
 
-Before this room: `hypha_net.transfer` wrote the file. After it: an event of ``/resources/receive``.
+Called by `hypha_net.transfer`, through `jobs.job_manager`, when a peer pushes; and by `backend`, which turns each file
+into an event of ``/resources/receive``.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.paths import relative_text, safe_name
 
-WAITING_LIMIT: Final = 64
-"""Files that wait for the executor; a peer that pushes more is refused."""
+QUEUE_LIMIT: Final = 64
+"""Largest number of queued files; further pushes are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingFile:
-    """A file that waits."""
+    """A queued file."""
 
     sequence: int
     peer: PeerId
@@ -37,80 +38,80 @@ class PendingFile:
 
 @dataclass(slots=True)
 class DeliveryQueue:
-    """The pushes for one job."""
+    """The pushed files of one job."""
 
     job_id: uuid.UUID
     work_dir: Path
     senders: Set[PeerId]
-    """Peers that may push here."""
+    """Peers that may push to the job."""
     max_bytes: int
     kind: str
-    """What is taken: the kind in a header."""
-    _waiting: list[PendingFile] = field(default_factory=list)
+    """The kind of push that is accepted, as named in a header."""
+    _pending: list[PendingFile] = field(default_factory=list)
     _seen: set[tuple[PeerId, int, str]] = field(default_factory=set)
     _count: int = 0
     _changed: anyio.Event = field(default_factory=anyio.Event)
     _closed: bool = False
 
     def accept(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
-        """Where a file may land that `peer` is about to push."""
+        """Return where to store a file that `peer` is about to push, or a refusal."""
         if self._closed:
             return Refusal(reason="the job is ending")
         if peer not in self.senders:
-            return Refusal(reason=f"{peer} is not among those who send results to this job")
+            return Refusal(reason=f"{peer} is not one of the peers that send results to this job")
         if header is not None and header.kind != self.kind:
-            return Refusal(reason=f"{header.kind[:40]!r} is not taken here, only {self.kind}")
-        if len(self._waiting) >= WAITING_LIMIT:
-            return Refusal(reason=f"{WAITING_LIMIT} files wait for the executor already")
+            return Refusal(reason=f"{header.kind[:40]!r} is not accepted here, only {self.kind}")
+        if len(self._pending) >= QUEUE_LIMIT:
+            return Refusal(reason=f"the queue is full: {QUEUE_LIMIT} files wait for the executor")
         self._count += 1
         sequence = self._count
         folder = self.work_dir / ".inbox"
         folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / f"{sequence:06d}-{safe_name(header.name if header else 'pushed.safetensors')}"
 
-        async def arrived(size: int, digest: str) -> None:
-            self._arrived(PendingFile(sequence, peer, header, path, size), digest)
+        async def on_complete(size: int, digest: str) -> None:
+            self._add(PendingFile(sequence, peer, header, path, size), digest)
 
-        return FilePushTarget(path, self.max_bytes, arrived, slot=str(self.work_dir))
+        return FilePushTarget(path, self.max_bytes, on_complete, slot=str(self.work_dir))
 
-    def _arrived(self, delivery: PendingFile, digest: str) -> None:
-        # a peer whose receipt was lost pushes again: the executor is told once
-        key = (delivery.peer, delivery.header.round if delivery.header else -delivery.sequence, digest)
+    def _add(self, file: PendingFile, digest: str) -> None:
+        # a peer whose receipt was lost pushes again: the executor gets the file once
+        key = (file.peer, file.header.round if file.header else -file.sequence, digest)
         if key in self._seen or self._closed:
-            delivery.path.unlink(missing_ok=True)
+            file.path.unlink(missing_ok=True)
             return
         self._seen.add(key)
-        self._waiting.append(delivery)
+        self._pending.append(file)
         self._changed.set()
 
-    async def next(self, peers: Collection[PeerId]) -> PendingFile | None:
-        """Wait for a file of one of `peers`; none when the job ends. It stays until `hand_over` takes it."""
+    async def next_file(self, peers: Collection[PeerId]) -> PendingFile | None:
+        """Wait for a file from one of `peers`; return None when the job ends. The file stays queued until `claim`."""
         while not self._closed:
-            for delivery in self._waiting:
-                if delivery.peer in peers:
-                    return delivery
+            for file in self._pending:
+                if file.peer in peers:
+                    return file
             self._changed = anyio.Event() if self._changed.is_set() else self._changed
             await self._changed.wait()
         return None
 
-    def hand_over(self, delivery: PendingFile, folder: Path) -> ReceivedFile | None:
-        """Move a file to the executor's folder and describe it; none when another stream was quicker."""
-        if delivery not in self._waiting:
+    def claim(self, file: PendingFile, folder: Path) -> ReceivedFile | None:
+        """Move a file to the executor's folder; return None if another stream has claimed it."""
+        if file not in self._pending:
             return None
-        target = folder / delivery.path.name
-        os.replace(delivery.path, target)
-        self._waiting.remove(delivery)
-        header = delivery.header
+        target = folder / file.path.name
+        os.replace(file.path, target)
+        self._pending.remove(file)
+        header = file.header
         return ReceivedFile(
             path=relative_text(self.work_dir, target),
-            size=delivery.size,
-            from_peer=delivery.peer,
-            sequence=delivery.sequence,
+            size=file.size,
+            from_peer=file.peer,
+            sequence=file.sequence,
             round=header.round if header else None,
             kind=header.kind if header else None,
         )
 
     def close(self) -> None:
-        """The job ends: wake those who wait, take nothing more."""
+        """End the queue: wake all waiters and accept nothing more."""
         self._closed = True
         self._changed.set()

@@ -1,7 +1,7 @@
-"""The bridge as HTTP: five routes and their description at ``/openapi.json``. FastAPI; runs in the bridge's thread.
+"""The bridge's HTTP routes, as a FastAPI application with a description at ``/openapi.json``.
 
-Each route reads a body strictly with `hypha_proto.bridge_api`, calls the worker's side through the portal, and writes
-the answer as JSON. Before this room: an executor. After it: `bridge.resources`.
+Runs in the bridge's thread (`server`). Each route decodes a body strictly with `hypha_proto.bridge_api`, calls
+`backend` on the worker's event loop, and answers with JSON.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from hypha_worker.errors import BridgeError, bad_request
 _log = logging.getLogger(__name__)
 
 MAX_BODY: Final = 1 << 20
+"""Largest request body, bytes."""
 
 Call = Callable[..., Awaitable[Any]]
-"""Calls an async function of the worker's loop from the bridge's: `call(function, *args)`."""
+"""Calls an async function on the worker's event loop: `call(function, *args)`."""
 
 _ANY_OBJECT: Final = {"type": "object", "additionalProperties": True}
 _TRANSFER_BODY: Final = {
@@ -87,9 +88,9 @@ _RESPONSES: Final[dict[int | str, dict[str, Any]]] = dict.fromkeys(
 
 
 def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
-    """The bridge of one job, for uvicorn."""
+    """Make the application that serves one job's bridge."""
     app = FastAPI(title="Hypha job bridge", version="1", docs_url=None, redoc_url=None)
-    app.add_exception_handler(BridgeError, _answer_fault)
+    app.add_exception_handler(BridgeError, _error_response)
 
     async def fetch(request: Request) -> Response:
         """Bring what a reference names to the work directory; with a scheduler's data, one further slice."""
@@ -104,7 +105,7 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
     async def receive(request: Request) -> Response:
         """Server-sent events, one for each file that a peer of the reference has pushed to this job."""
         wanted = await _read_transfer(request, "receive")
-        await call(backend.check_receive, wanted)  # what is wrong with it is an answer, not a broken stream
+        await call(backend.check_receive, wanted)  # errors are answered with a status before the stream begins
         return StreamingResponse(_events(backend, call, wanted), media_type="text/event-stream")
 
     async def status(request: Request) -> Response:
@@ -122,7 +123,7 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
             report = read_spans(await _read_body(request))
         except DecodeError as error:
             raise bad_request(f"spans: {error}") from None
-        return _json({"recorded": await call(backend.take_spans, report)})
+        return _json({"recorded": await call(backend.record_spans, report)})
 
     _add(app, FETCH, fetch, _TRANSFER_BODY)
     _add(app, SEND, send, _TRANSFER_BODY)
@@ -140,24 +141,24 @@ def _add(app: FastAPI, path: str, route: Callable[[Request], Awaitable[Response]
 
 
 async def _events(backend: BridgeBackend, call: Call, wanted: Transfer) -> AsyncIterator[bytes]:
-    """An event a file, taken only when it is about to be written: a stream that is cut while it waits loses none."""
+    """Yield one event per file. A file is claimed just before it is written, so that a closed stream loses none."""
     try:
-        while (delivery := await call(backend.next_delivery, wanted)) is not None:
-            file = await call(backend.hand_over, wanted, delivery)
+        while (pending := await call(backend.next_pending_file, wanted)) is not None:
+            file = await call(backend.claim_file, wanted, pending)
             if file is not None:
                 yield b"data: " + to_json(ReceivedFile, file) + b"\n\n"
-    except BridgeError as fault:  # too late for a status: the stream ends
-        _log.info("a stream of received files ends: %s", fault.detail)
+    except BridgeError as error:  # too late for a status: the stream ends
+        _log.info("a stream of received files ended: %s", error.detail)
 
 
 def _json(value: object) -> Response:
     return JSONResponse(value)
 
 
-async def _answer_fault(_request: Request, error: Exception) -> Response:
+async def _error_response(_request: Request, error: Exception) -> Response:
     if not isinstance(error, BridgeError):
         raise error
-    _log.info("bridge answers %d %s: %s", error.status, error.kind, error.detail)
+    _log.info("bridge answered %d %s: %s", error.status, error.kind, error.detail)
     body = BridgeErrorBody(error=error.kind, detail=error.detail)
     return Response(to_json(BridgeErrorBody, body), status_code=error.status, media_type="application/json")
 
@@ -177,7 +178,7 @@ async def _read_body(request: Request) -> bytes:
         async for part in request.stream():
             body += part
             if len(body) > MAX_BODY:
-                raise BridgeError(413, "too-large", f"the body is over {MAX_BODY} bytes")
-    except ClientDisconnect:  # an executor that was ended while it spoke; nobody reads the answer
-        raise bad_request("the executor was gone before the end of its request") from None
+                raise BridgeError(413, "too-large", f"the body exceeds {MAX_BODY} bytes")
+    except ClientDisconnect:  # the executor was ended while it sent; nothing reads the answer
+        raise bad_request("the executor disconnected before the end of its request") from None
     return bytes(body)

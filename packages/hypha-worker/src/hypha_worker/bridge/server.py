@@ -1,7 +1,8 @@
-"""Serves the bridge of one job on a Unix socket, in a thread of its own, because uvicorn needs asyncio.
+"""Serves the bridge of one job on a Unix socket, in a separate thread, because uvicorn needs asyncio.
 
-The worker runs on trio. One small portal leads from the bridge's loop into the worker's; nothing else crosses. The
-thread ends in bounded time whatever a client does: one that stops reading is cut off.
+Called by `executors.process.execution`. The worker runs on trio; requests cross from the bridge's event loop to the
+worker's through one `anyio` portal. The thread ends in bounded time whatever its clients do: the connection of a client
+that stops reading is closed.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ import anyio.from_thread
 import anyio.to_thread
 
 from hypha_worker.bridge.backend import BridgeBackend
-from hypha_worker.errors import BridgeError, ending
-from hypha_worker.jobs.execution import ExecutionError
+from hypha_worker.errors import BridgeError, ExecutionError, job_ending
 
 if TYPE_CHECKING:
     import uvicorn
 
 SOCKET_PATH_LIMIT: Final = 107
-"""Bytes of a Unix socket's path that the kernel takes."""
-_GRACE: Final = 1
-"""Seconds that requests get to end when the bridge is shut."""
+"""Largest number of bytes in a Unix socket's path (Linux)."""
+_SHUTDOWN_GRACE: Final = 1
+"""Seconds that requests get to finish when the bridge closes."""
 _START_LIMIT: Final = 10.0
 _START_POLL: Final = 0.002
 
@@ -39,7 +39,7 @@ class BridgeStartError(ExecutionError):
 
 
 def preload() -> None:
-    """Import what a bridge needs, so that the first job does not wait for it."""
+    """Import the modules that a bridge needs, so that the first job does not wait for them."""
     import uvicorn  # noqa: F401
 
     from hypha_worker.bridge import routes  # noqa: F401
@@ -49,10 +49,10 @@ def preload() -> None:
 async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]:
     """Serve `backend` at the Unix socket `path` while the context is open.
 
-    When the context is cancelled, what the executor asks is answered by 503 until its process is ended.
+    After the context is cancelled, requests are answered with 503 until the executor's process has ended.
 
     Raises:
-        BridgeStartError: the socket cannot be made.
+        BridgeStartError: the socket cannot be created.
     """
     listener = _bind(path)
     try:
@@ -66,7 +66,7 @@ async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]
 
             tasks.start_soon(serve)
             try:
-                await _started(server, ended)
+                await _wait_until_started(server, ended)
                 yield
             finally:
                 server.should_exit = True
@@ -80,7 +80,7 @@ async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]
 def _bind(path: Path) -> socket.socket:
     if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
         raise BridgeStartError(
-            f"socket path {path} has more than the {SOCKET_PATH_LIMIT} bytes that the system takes: "
+            f"socket path {path} exceeds the system's limit of {SOCKET_PATH_LIMIT} bytes: "
             "set TMPDIR to a shorter folder"
         )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -103,49 +103,49 @@ def _make_server(backend: BridgeBackend, portal: anyio.from_thread.BlockingPorta
 
     from hypha_worker.bridge.routes import make_app
 
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it tells of every start and end
-    logging.getLogger("uvicorn.error").addFilter(_is_worth_telling)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # at INFO it logs every start and end
+    logging.getLogger("uvicorn.error").addFilter(_is_not_shutdown_noise)
     config = uvicorn.Config(
-        make_app(backend, _into(portal)),
+        make_app(backend, _portal_call(portal)),
         loop="asyncio",
         http="h11",
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=_GRACE,
+        timeout_graceful_shutdown=_SHUTDOWN_GRACE,
         timeout_keep_alive=3600,
     )
     return uvicorn.Server(config)
 
 
-def _is_worth_telling(record: logging.LogRecord) -> bool:
-    """Drop what uvicorn says of clients that it cut off when a job ended: that is its order, and no error."""
+def _is_not_shutdown_noise(record: logging.LogRecord) -> bool:
+    """Drop uvicorn's messages on connections that it closed because a job ended: that is expected."""
     kind = record.exc_info[0] if record.exc_info else None
     return not (record.getMessage().startswith("Cancel ") or (kind and issubclass(kind, asyncio.CancelledError)))
 
 
-def _into(portal: anyio.from_thread.BlockingPortal) -> Callable[..., Awaitable[Any]]:
+def _portal_call(portal: anyio.from_thread.BlockingPortal) -> Callable[..., Awaitable[Any]]:
     async def call(function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         try:
             future = portal.start_task_soon(function, *args)
-        except RuntimeError:  # the portal is shut
-            raise ending() from None
+        except RuntimeError:  # the portal is closed
+            raise job_ending() from None
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise ending() from None  # the worker's side was cancelled, not this one
+            raise job_ending() from None  # the worker's side was cancelled, not this task
         except OSError as error:
             raise BridgeError(500, "worker-failed", f"the worker's disk: {error}") from error
 
     return call
 
 
-async def _started(server: uvicorn.Server, ended: anyio.Event) -> None:
-    """Wait until uvicorn listens: it tells by an attribute only."""
+async def _wait_until_started(server: uvicorn.Server, ended: anyio.Event) -> None:
+    """Poll until uvicorn listens: it only sets an attribute."""
     for _ in range(int(_START_LIMIT / _START_POLL)):
         if server.started:
             return

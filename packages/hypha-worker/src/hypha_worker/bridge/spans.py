@@ -1,8 +1,7 @@
-"""An executor's spans: checked, and recorded by its worker in the trace of their job.
+"""Records an executor's spans in the trace of its job.
 
-Before this room: `bridge.app` has read a report within its bounds. After it: `hypha_net.instrumentation`. The executor
-needs no clock that agrees with ours, and no OpenTelemetry: what it reports is over, and is placed by how long ago it
-began.
+Called by `backend` with a report that `routes` has decoded; calls `hypha_net.instrumentation`. An executor needs
+neither OpenTelemetry nor a synchronised clock: it reports spans after they ended, each with how long ago it began.
 """
 
 from __future__ import annotations
@@ -17,33 +16,33 @@ from hypha_net import instrumentation
 from hypha_proto.bridge_api import ExecutorSpan, SpanReport
 from hypha_worker.errors import bad_request
 
-MAX_SPANS_A_JOB: Final = 20_000
-"""What an executor reports beyond is answered and not recorded."""
+MAX_SPANS_PER_JOB: Final = 20_000
+"""Further spans are accepted and not recorded."""
 _MS: Final = 1000.0
 
 
 @dataclass(slots=True)
-class SpanAccount:
-    """What one job's executor has told so far."""
+class SpanRecorder:
+    """Checks and records the spans of one job's executor."""
 
     clock: Callable[[], float] = anyio.current_time
     _recorded: int = 0
-    _began: float = field(init=False)
+    _started: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._began = self.clock()
+        self._started = self.clock()
 
-    def take(self, report: SpanReport, job: str | None) -> int:
-        """Record a report under the job's span; gives how many spans were recorded.
+    def record(self, report: SpanReport, job: str | None) -> int:
+        """Record a report under the job's span; return how many spans were recorded.
 
         Args:
-            job: ``traceparent`` of the job's execution; none when it is part of no trace.
+            job: ``traceparent`` of the job's execution; None if it belongs to no trace.
 
         Raises:
-            BridgeFault: a span began before the job, or names a trace that is not the job's.
+            BridgeError: a span began before the job, or names a trace that is not the job's.
         """
-        longest = (self.clock() - self._began) * _MS
-        for span in _all(report.spans):
+        longest = (self.clock() - self._started) * _MS
+        for span in _flatten(report.spans):
             if span.ago_ms > longest:
                 raise bad_request(
                     f"spans: {span.name!r} began {span.ago_ms:g} ms ago, before the job ({longest:.0f} ms)"
@@ -63,7 +62,7 @@ class SpanAccount:
 
     def _record(self, spans: Sequence[ExecutorSpan], parent: str | None) -> None:
         for span in spans:
-            if self._recorded >= MAX_SPANS_A_JOB:
+            if self._recorded >= MAX_SPANS_PER_JOB:
                 return
             self._recorded += 1
             ago, seconds = span.ago_ms / _MS, span.duration_ms / _MS
@@ -72,5 +71,5 @@ class SpanAccount:
             self._record(span.inside, own)
 
 
-def _all(spans: Sequence[ExecutorSpan]) -> list[ExecutorSpan]:
-    return [span for outer in spans for span in (outer, *_all(outer.inside))]
+def _flatten(spans: Sequence[ExecutorSpan]) -> list[ExecutorSpan]:
+    return [span for outer in spans for span in (outer, *_flatten(outer.inside))]

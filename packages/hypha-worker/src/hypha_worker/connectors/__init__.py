@@ -1,1 +1,1 @@
-"""Where resources come from: peers, the scheduler's slices, hubs, URLs and files."""
+"""Connectors: fetching resources from peers, the scheduler's data set, the Hugging Face Hub, URLs and files."""

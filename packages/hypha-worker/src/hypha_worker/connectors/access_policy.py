@@ -1,4 +1,7 @@
-"""What jobs may reach, by the word of the worker's owner. Pure but for resolving paths."""
+"""The owner's policy on what jobs may access: hosts, Hub repositories and local folders.
+
+Called by `downloads` before each request. Pure apart from resolving paths.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from hypha_worker.errors import bad_request, not_allowed, not_found
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
-    """Patterns (``*`` for anything) of hosts and hub repositories, and folders whose files may be read."""
+class AccessPolicy:
+    """Patterns (``*`` matches anything) of hosts and Hub repositories, and folders whose files may be read."""
 
     hosts: tuple[str, ...] = ()
     repositories: tuple[str, ...] = ("*",)
@@ -22,7 +25,7 @@ class Access:
         """Refuse a URL whose host is not allowed.
 
         Raises:
-            BridgeFault: the scheme is not http or https, or the host is not in ``connectors.hosts``.
+            BridgeError: the scheme is not http or https, or the host is not in ``connectors.hosts``.
         """
         try:
             parts = urlsplit(url)
@@ -30,28 +33,28 @@ class Access:
         except ValueError as error:
             raise bad_request(f"URL {url[:120]!r}: {error}") from None
         if parts.scheme not in ("http", "https") or not host:
-            raise bad_request(f"URL {url[:120]!r} is neither http, https nor file")
+            raise bad_request(f"URL {url[:120]!r} is not http, https or file")
         if not any(fnmatchcase(host.lower(), pattern.lower()) for pattern in self.hosts):
             raise not_allowed(f"host {host[:120]!r} is not in connectors.hosts of this worker")
 
     def check_repository(self, repository: str) -> None:
-        """Refuse a hub repository that is not allowed.
+        """Refuse a Hub repository that is not allowed.
 
         Raises:
-            BridgeFault: it is not in ``connectors.repositories``.
+            BridgeError: it is not in ``connectors.repositories``.
         """
         if not any(fnmatchcase(repository, pattern) for pattern in self.repositories):
             raise not_allowed(f"repository {repository[:120]!r} is not in connectors.repositories of this worker")
 
-    def file_of(self, url: str) -> Path:
-        """The file that a ``file:`` URL names.
+    def resolve_file_url(self, url: str) -> Path:
+        """Return the file that a ``file:`` URL names.
 
         Raises:
-            BridgeFault: it is under none of ``connectors.roots``, or does not exist.
+            BridgeError: it is under none of ``connectors.roots``, or does not exist.
         """
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
-            raise bad_request(f"URL {url[:120]!r} names another machine")
+            raise bad_request(f"URL {url[:120]!r} names a host other than this one")
         path = Path(unquote(parts.path)).resolve()
         if not any(root.resolve() in path.parents for root in self.roots):
             raise not_allowed(f"file {str(path)[:120]!r} is under none of connectors.roots of this worker")

@@ -1,6 +1,7 @@
-"""Files from a Hugging Face hub, from the web and from this machine, in threads or streams, bounded in size.
+"""Downloads from the Hugging Face Hub, from web servers and from this machine, bounded in size and time.
 
-`httpx` and `huggingface_hub` are imported when the first job needs them: a worker starts without.
+Called by `bridge.backend`; asks `access_policy` first. `httpx` and `huggingface_hub` are imported when the first job
+needs them, which keeps the worker's start short.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import anyio
 import anyio.to_thread
 
 from hypha_proto.job_spec import HuggingFaceReference
-from hypha_worker.connectors.access_policy import Access
+from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.errors import BridgeError, bad_request, not_found, peer_failed, timed_out
 from hypha_worker.paths import check_relative, safe_name
 
@@ -31,8 +32,8 @@ _IDLE: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Downloaded:
-    """A file that a download brought."""
+class DownloadedFile:
+    """A downloaded file."""
 
     path: Path
     size: int
@@ -46,24 +47,24 @@ def _digest(path: Path) -> tuple[int, str]:
         return path.stat().st_size, f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-async def _described(path: Path, source: str) -> Downloaded:
+async def _describe(path: Path, source: str) -> DownloadedFile:
     size, checksum = await anyio.to_thread.run_sync(_digest, path)
-    return Downloaded(path, size, checksum, source)
+    return DownloadedFile(path, size, checksum, source)
 
 
-async def from_hub(
-    reference: HuggingFaceReference, folder: Path, access: Access, *, max_bytes: int, timeout: float = 1800.0
-) -> list[Downloaded]:
-    """Download the files of a repository to `folder`, under the names they have there.
+async def download_from_hub(
+    reference: HuggingFaceReference, folder: Path, access: AccessPolicy, *, max_bytes: int, timeout: float = 1800.0
+) -> list[DownloadedFile]:
+    """Download files of a repository to `folder`, under their names in the repository.
 
     Raises:
-        BridgeFault: not allowed, not there, too large, too slow, or the hub does not answer.
+        BridgeError: not allowed, not found, too large, too slow, or the Hub is unreachable.
     """
     access.check_repository(reference.repository)
     names = [check_relative(name).as_posix() for name in reference.filenames]
     if not names:
         raise bad_request(f"repository {reference.repository[:120]!r}: filenames is empty")
-    made = []
+    downloaded = []
     try:
         with anyio.fail_after(timeout):
             for name in names:
@@ -71,10 +72,10 @@ async def from_hub(
                     _download_from_hub, reference, name, folder, max_bytes, abandon_on_cancel=True
                 )
                 source = f"huggingface:{reference.repository}@{reference.revision or 'main'}/{name}"
-                made.append(await _described(path, source))
+                downloaded.append(await _describe(path, source))
     except TimeoutError:
-        raise timed_out(f"repository {reference.repository[:120]!r} did not come within {timeout:g} s") from None
-    return made
+        raise timed_out(f"repository {reference.repository[:120]!r} was not downloaded within {timeout:g} s") from None
+    return downloaded
 
 
 def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path, max_bytes: int) -> Path:
@@ -88,7 +89,7 @@ def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path,
         url = hf_hub_url(reference.repository, name, revision=reference.revision, endpoint=endpoint)
         size = get_hf_file_metadata(url, token=token, timeout=_IDLE).size
         if size is not None and size > max_bytes:
-            raise bad_request(f"{where} has {size} bytes, the limit of this job is {max_bytes}")
+            raise bad_request(f"{where} has {size} bytes, more than this job's limit of {max_bytes}")
         path = hf_hub_download(
             reference.repository,
             name,
@@ -99,41 +100,43 @@ def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path,
             etag_timeout=_IDLE,
         )
     except LocalEntryNotFoundError as error:
-        raise peer_failed(f"{where}: the hub cannot be reached: {str(error)[:300]}") from error
+        raise peer_failed(f"{where}: the Hub cannot be reached: {str(error)[:300]}") from error
     except EntryNotFoundError as error:
         raise not_found(f"{where} does not exist at revision {reference.revision or 'main'}") from error
     except HfHubHTTPError as error:
         raise peer_failed(f"{where}: {str(error)[:400]}") from error
-    except ValueError as error:  # a repository name that is none
+    except ValueError as error:  # not a valid repository name
         raise bad_request(f"{where}: {str(error)[:400]}") from error
     except BridgeError:
         raise
-    except Exception as error:  # which HTTP library raises its connection errors here differs by the hub's version
+    except Exception as error:  # connection errors of an HTTP library that depends on the client's version
         raise peer_failed(f"{where}: {error!r:.400}") from error
     return Path(path).resolve()
 
 
-async def from_uri(url: str, folder: Path, access: Access, *, max_bytes: int, timeout: float = 1800.0) -> Downloaded:
-    """Bring the file at an ``https:``, ``http:`` or ``file:`` URL to `folder`.
+async def download_from_uri(
+    url: str, folder: Path, access: AccessPolicy, *, max_bytes: int, timeout: float = 1800.0
+) -> DownloadedFile:
+    """Download the file at an ``https:``, ``http:`` or ``file:`` URL to `folder`.
 
     Raises:
-        BridgeFault: not allowed, not there, too large, too slow, or the server does not answer.
+        BridgeError: not allowed, not found, too large, too slow, or the server is unreachable.
     """
     scheme, path = _split(url)
     target = folder / safe_name(path.rsplit("/", 1)[-1])
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         if scheme == "file":
-            await anyio.to_thread.run_sync(_copy, access.file_of(url), part, max_bytes)
+            await anyio.to_thread.run_sync(_copy, access.resolve_file_url(url), part, max_bytes)
         else:
             with anyio.fail_after(timeout):
                 await _download(url, part, access, max_bytes)
         os.replace(part, target)
     except TimeoutError:
-        raise timed_out(f"{url[:120]} did not come within {timeout:g} s") from None
+        raise timed_out(f"{url[:120]} was not downloaded within {timeout:g} s") from None
     finally:
         part.unlink(missing_ok=True)
-    return await _described(target, url)
+    return await _describe(target, url)
 
 
 def _split(url: str) -> tuple[str, str]:
@@ -146,16 +149,16 @@ def _split(url: str) -> tuple[str, str]:
 
 def _copy(source: Path, target: Path, max_bytes: int) -> None:
     if source.stat().st_size > max_bytes:
-        raise bad_request(f"file {str(source)[:120]!r} is over the limit of {max_bytes} bytes")
+        raise bad_request(f"file {str(source)[:120]!r} exceeds the limit of {max_bytes} bytes")
     shutil.copyfile(source, target)
 
 
-async def _download(url: str, target: Path, access: Access, max_bytes: int) -> None:
+async def _download(url: str, target: Path, access: AccessPolicy, max_bytes: int) -> None:
     import httpx
 
     async with httpx.AsyncClient(timeout=_IDLE, follow_redirects=False) as client:
         for _ in range(_REDIRECTS + 1):
-            access.check_url(url)  # also where a redirect leads
+            access.check_url(url)  # redirect targets are checked as well
             try:
                 async with client.stream("GET", url) as response:
                     if not response.has_redirect_location:
@@ -171,17 +174,17 @@ async def _download(url: str, target: Path, access: Access, max_bytes: int) -> N
 
 async def _store(response: httpx.Response, target: Path, max_bytes: int) -> None:
     if response.status_code != 200:
-        raise _status_fault(str(response.url), response.status_code)
+        raise _status_error(str(response.url), response.status_code)
     received = 0
     async with await anyio.open_file(target, "xb") as file:
         async for block in response.aiter_bytes(_CHUNK):
             received += len(block)
             if received > max_bytes:
-                raise bad_request(f"{str(response.url)[:120]} is over the limit of {max_bytes} bytes")
+                raise bad_request(f"{str(response.url)[:120]} exceeds the limit of {max_bytes} bytes")
             await file.write(block)
 
 
-def _status_fault(url: str, status: int) -> BridgeError:
+def _status_error(url: str, status: int) -> BridgeError:
     if status in (404, 410):
-        return not_found(f"{url[:120]} answers {status}")
-    return peer_failed(f"{url[:120]} answers {status}")
+        return not_found(f"{url[:120]} answered with status {status}")
+    return peer_failed(f"{url[:120]} answered with status {status}")

@@ -1,132 +1,91 @@
-"""Files from peers and to peers: slices that the scheduler hands out, models it serves, pseudo-gradients.
+"""Transferring files from and to peers: slices that the scheduler assigns, models it serves, pseudo-gradients.
 
-Before this room: an executor's request at the bridge. After it: `hypha_net.transfer`.
+Called by `bridge.backend` for an executor's requests, and by the parameter server. Calls `hypha_net.transfer`, with
+the retries of `rpc_retry`.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import anyio
 
-from hypha_net import rpc, transfer
+from hypha_net import transfer
 from hypha_net.endpoint import Endpoint
-from hypha_net.errors import NetError, RequestTimeoutError, TransferRefusedError, UnsupportedProtocolError
+from hypha_net.errors import NetError, TransferRefusedError
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.dispatch import NotFound, WireError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import All, PeersReference, Random, SliceAddress
-from hypha_proto.protocols import RpcMethod
 from hypha_proto.transfer import PullRequest, PushHeader
-from hypha_worker.errors import BridgeError, bad_request, no_more_data, peer_failed, timed_out
+from hypha_worker.connectors.rpc_retry import call_with_retries, retry
+from hypha_worker.errors import BridgeError, bad_request, no_more_data, peer_failed, to_bridge_error
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Req = TypeVar("Req")
-Resp = TypeVar("Resp")
-
-PAUSES: Final = (0.0, 0.25, 1.0, 3.0)
-"""Seconds before each attempt at something that may fail for a moment."""
-AWAY: Final = (2.0, 5.0, 10.0, 20.0, 30.0, 30.0)
-"""Seconds before a file is looked for again where every peer that has it was away: a data node that restarts."""
+UNAVAILABLE_DELAYS: Final = (2.0, 5.0, 10.0, 20.0, 30.0, 30.0)
+"""Seconds before each further round over all providers of a file, when none of them is reachable: a data node may be
+restarting."""
 
 
-async def retry(what: str, attempt: Callable[[], Awaitable[T]], pauses: Sequence[float] = PAUSES) -> T:
-    """Try until it works, as often as there are `pauses`. A refusal is final.
-
-    Raises:
-        NetError: of the last attempt.
-    """
-    for number, pause in enumerate(pauses, 1):
-        await anyio.sleep(pause)
-        try:
-            return await attempt()
-        except (TransferRefusedError, UnsupportedProtocolError):
-            raise
-        except NetError as error:
-            if number == len(pauses):
-                raise
-            _log.info("%s failed (%s), attempt %d of %d", what, error, number, len(pauses))
-    raise ValueError("no attempts were allowed")
-
-
-async def ask(
-    endpoint: Endpoint,
-    peer: PeerId,
-    conversation: RpcMethod[Req, Resp],
-    message: Req,
-    *,
-    timeout: float = 10.0,
-    pauses: Sequence[float] = PAUSES,
-) -> Resp:
-    """`requests.call` with bounded retries. Raises `NetError`."""
-    what = f"{conversation.variant or conversation.protocol} to {peer}"
-    return await retry(what, lambda: rpc.call(endpoint, peer, conversation, message, timeout=timeout), pauses)
-
-
-def as_fault(error: NetError) -> BridgeError:
-    """What an executor is told about a peer that failed."""
-    return timed_out(str(error)) if isinstance(error, RequestTimeoutError) else peer_failed(str(error))
-
-
-async def next_slice(endpoint: Endpoint, scheduler: PeerId, request: DataRequest) -> SliceAssigned:
+async def request_slice(endpoint: Endpoint, scheduler: PeerId, request: DataRequest) -> SliceAssigned:
     """Ask the scheduler for one further slice.
 
     Raises:
-        BridgeFault: there is none (410), the scheduler says why not (502), or it does not answer.
+        BridgeError: there is none (410), the scheduler refuses with a reason (502), or it does not answer.
     """
     try:
-        answer = await ask(endpoint, scheduler, DATA, request)
+        answer = await call_with_retries(endpoint, scheduler, DATA, request)
     except NetError as error:
-        raise as_fault(error) from error
+        raise to_bridge_error(error) from error
     if isinstance(answer, NotFound):
         raise no_more_data(f"the scheduler has no further slice of {request.dataset[:80]!r}")
     if isinstance(answer, WireError):
-        raise peer_failed(f"the scheduler gives no slice of {request.dataset[:80]!r}: {answer.message[:400]}")
+        raise peer_failed(f"the scheduler assigned no slice of {request.dataset[:80]!r}: {answer.message[:400]}")
     return answer
 
 
 @dataclass(frozen=True, slots=True)
 class PeerFiles:
-    """Moves files between this worker and peers."""
+    """Transfers files between this worker and peers."""
 
     endpoint: Endpoint
     max_bytes: int
-    """Largest file that is taken."""
+    """Largest file that is accepted."""
 
     async def pull(
         self, peers: Sequence[PeerId], address: SliceAddress, target: Path, digest: str | None = None
     ) -> tuple[transfer.PullResult, PeerId]:
-        """Pull one file from the first of `peers` that gives it; each is tried as often as `PAUSES` says.
+        """Pull one file from the first of `peers` that has it; each is tried `RETRY_DELAYS` times.
 
-        Where one of them cannot be asked, or does not serve files yet, all are tried again as often as `AWAY` says.
+        Where a peer is unreachable, or does not serve files yet, the list is tried again after `UNAVAILABLE_DELAYS`.
 
         Raises:
-            BridgeFault: none of them gives it.
+            BridgeError: no peer could provide it.
         """
-        for pause in AWAY:
-            found = await self._pull_once(peers, address, target, digest)
+        for delay in UNAVAILABLE_DELAYS:
+            found = await self._pull_from_any(peers, address, target, digest)
             if not isinstance(found, list):
                 return found
             if all(isinstance(failure, TransferRefusedError) for failure in found):
-                raise _all_failed(f"{address.dataset[:80]}/{address.index}", found)
-            _log.warning("nobody gives %s/%d, again in %g s: %s", address.dataset, address.index, pause, found[0])
-            await anyio.sleep(pause)
-        found = await self._pull_once(peers, address, target, digest)
+                raise _combined_error(f"{address.dataset[:80]}/{address.index}", found)
+            name = f"{address.dataset}/{address.index}"
+            _log.warning("no peer could provide %s, retrying in %g s: %s", name, delay, found[0])
+            await anyio.sleep(delay)
+        found = await self._pull_from_any(peers, address, target, digest)
         if isinstance(found, list):
-            raise _all_failed(f"{address.dataset[:80]}/{address.index}", found)
+            raise _combined_error(f"{address.dataset[:80]}/{address.index}", found)
         return found
 
-    async def _pull_once(
+    async def _pull_from_any(
         self, peers: Sequence[PeerId], address: SliceAddress, target: Path, digest: str | None
     ) -> tuple[transfer.PullResult, PeerId] | list[NetError]:
-        """What was pulled and from whom, or why from nobody."""
+        """Try each peer in turn; return the file and its peer, or the error of each."""
         request = PullRequest(dataset=address.dataset, index=address.index)
         failures: list[NetError] = []
         for peer in peers:
@@ -143,10 +102,10 @@ class PeerFiles:
         return failures
 
     async def push(self, reference: PeersReference, path: Path, header: PushHeader) -> dict[PeerId, int]:
-        """Push a file to all peers of a reference, or to one of them; gives the bytes sent to each.
+        """Push a file to all peers of a reference, or to one of them; return the bytes sent to each.
 
         Raises:
-            BridgeFault: a peer of `All` did not take it, or none of the others did.
+            BridgeError: with the strategy `All`, one peer did not accept it; with the others, none did.
         """
         if not reference.peers:
             raise bad_request("the reference names no peer")
@@ -161,20 +120,20 @@ class PeerFiles:
                 return {peer: await self.push_to(peer, path, header)}
             except NetError as error:
                 failures.append(error)
-        raise _all_failed(header.name, failures)
+        raise _combined_error(header.name, failures)
 
     async def push_to(self, peer: PeerId, path: Path, header: PushHeader) -> int:
-        """Push to one peer, with retries; gives the bytes sent. Raises `NetError`."""
+        """Push to one peer, with retries; return the bytes sent. Raises `NetError`."""
         return await retry(f"push of {header.name} to {peer}", lambda: transfer.push(self.endpoint, peer, path, header))
 
     async def push_each(
         self, peers: Sequence[PeerId], path: Path, header: PushHeader
     ) -> tuple[dict[PeerId, int], dict[PeerId, NetError]]:
-        """Push to all of `peers` at once: bytes sent to each, and what went wrong with the others."""
+        """Push to all of `peers` concurrently; return the bytes sent to each, and the errors of the others."""
         sent: dict[PeerId, int] = {}
         failed: dict[PeerId, NetError] = {}
 
-        async def one(peer: PeerId) -> None:
+        async def push_one(peer: PeerId) -> None:
             try:
                 sent[peer] = await self.push_to(peer, path, header)
             except NetError as error:
@@ -182,19 +141,19 @@ class PeerFiles:
 
         async with anyio.create_task_group() as tasks:
             for peer in peers:
-                tasks.start_soon(one, peer)
+                tasks.start_soon(push_one, peer)
         return sent, failed
 
     async def _push_to_all(self, peers: Sequence[PeerId], path: Path, header: PushHeader) -> dict[PeerId, int]:
         sent, failed = await self.push_each(peers, path, header)
         if failed:
-            raise _all_failed(header.name, list(failed.values()))
+            raise _combined_error(header.name, list(failed.values()))
         return sent
 
 
-def _all_failed(what: str, failures: Sequence[NetError]) -> BridgeError:
+def _combined_error(what: str, failures: Sequence[NetError]) -> BridgeError:
     if not failures:
         return bad_request(f"{what}: the reference names no peer")
     if len(failures) == 1:
-        return as_fault(failures[0])
+        return to_bridge_error(failures[0])
     return peer_failed(f"{what}: " + "; ".join(str(failure) for failure in failures)[:2000])

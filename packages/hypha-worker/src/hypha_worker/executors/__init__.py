@@ -1,1 +1,1 @@
-"""What runs a job: a process that trains, or the parameter server."""
+"""Executors, which run jobs: a training process, or the parameter server."""

@@ -1,1 +1,1 @@
-"""Detecting and measuring the machine: cores, memory, disks, GPUs."""
+"""Detecting the machine's resources and measuring their use: cores, memory, disks, GPUs."""

@@ -1,4 +1,4 @@
-"""What this machine has, for ``hypha-worker init``: cores, memory, free disk, and GPUs."""
+"""Detects this machine's resources for ``hypha-worker init``: cores, memory, free disk space, and GPUs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ GIGABYTE = 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Detected:
-    """Resources of this machine: cores and GB."""
+class DetectedResources:
+    """Resources of this machine; memory and storage in GB."""
 
     cpu: int
     memory: float
@@ -25,29 +25,29 @@ class Detected:
     """Index and memory (GB) of each GPU."""
 
 
-def detect(work_dir: Path) -> Detected:
-    """Look around; `work_dir` says which disk counts and need not exist."""
-    return Detected(
+def detect(work_dir: Path) -> DetectedResources:
+    """Detect the resources; storage is that of the disk with `work_dir`, which need not exist."""
+    return DetectedResources(
         cpu=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=_memory(),
-        storage=_rounded(shutil.disk_usage(_existing(work_dir)).free),
-        devices=tuple((gpu.index, _rounded(gpu.memory)) for gpu in read_gpus()),
+        storage=_to_gigabytes(shutil.disk_usage(_nearest_existing(work_dir)).free),
+        devices=tuple((gpu.index, _to_gigabytes(gpu.memory)) for gpu in read_gpus()),
     )
 
 
-def _rounded(size: int) -> float:
+def _to_gigabytes(size: int) -> float:
     return int(size / GIGABYTE * 10) / 10
 
 
 def _memory() -> float:
     total = psutil.virtual_memory().total
-    try:  # a container's limit is lower than the machine's memory
+    try:  # in a container, its limit counts and not the machine's memory
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
     except (OSError, ValueError):
-        return _rounded(total)
-    return _rounded(min(total, limit))
+        return _to_gigabytes(total)
+    return _to_gigabytes(min(total, limit))
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     folder = folder.absolute()
-    return next(place for place in (folder, *folder.parents) if place.exists())
+    return next(path for path in (folder, *folder.parents) if path.exists())

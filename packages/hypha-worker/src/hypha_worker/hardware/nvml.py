@@ -1,7 +1,8 @@
-"""The GPUs of this machine, by NVIDIA's management library (NVML): what `detection` offers and `usage` measures.
+"""Reads the GPUs of this machine through NVIDIA's management library (NVML).
 
-NVML comes with the driver; where there is none, there are no GPUs. Its indices go by PCI bus, which is why a job's
-processes get `CUDA_DEVICE_ORDER=PCI_BUS_ID` beside the devices of their lease.
+Called by `detection` and `usage`. NVML comes with the driver; without it, no GPUs are found. Its indices follow the PCI
+bus, which is why a job's processes get ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` with the devices of their lease.
+https://docs.nvidia.com/deploy/nvml-api/
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU, now."""
+    """One GPU and its current use."""
 
     index: int
     memory: int
-    """Bytes in all."""
+    """Bytes in total."""
     used: int
-    """Bytes in use, by whomever."""
-    share: float | None
-    """Share of the last moments in which it computed, 0 to 1; none where the driver does not tell."""
+    """Bytes in use, by all processes."""
+    utilization: float | None
+    """Share of recent time in which it computed, 0 to 1; None where the driver does not report it."""
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """Every GPU that the driver shows; none without a driver. Takes up to a second: not for the event loop."""
+    """Return every GPU that the driver reports. Takes up to a second: call it in a thread."""
     try:
-        with _library():
+        with _open_nvml():
             return tuple(_read(index) for index in range(pynvml.nvmlDeviceGetCount()))
     except pynvml.NVMLError_LibraryNotFound:
         return ()
@@ -42,7 +43,7 @@ def read_gpus() -> tuple[Gpu, ...]:
 
 
 @contextmanager
-def _library() -> Iterator[None]:
+def _open_nvml() -> Iterator[None]:
     pynvml.nvmlInit()
     try:
         yield
@@ -54,7 +55,7 @@ def _read(index: int) -> Gpu:
     device = pynvml.nvmlDeviceGetHandleByIndex(index)
     memory = pynvml.nvmlDeviceGetMemoryInfo(device)
     try:
-        share = pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
-    except pynvml.NVMLError_NotSupported:  # a slice of a GPU, say
-        share = None
-    return Gpu(index, int(memory.total), int(memory.used), share)
+        utilization = pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
+    except pynvml.NVMLError_NotSupported:  # such as a partition of a GPU (MIG)
+        utilization = None
+    return Gpu(index, int(memory.total), int(memory.used), utilization)

@@ -1,6 +1,7 @@
-"""Measures what a job's processes use, for whoever collects metrics: CPU time, memory, storage I/O, and its GPUs.
+"""Measures what a job's processes use, as metrics: CPU time, memory, storage I/O, and the job's GPUs.
 
-`process` runs `measure_usage` beside an executor when metrics are exported. Without a collector nothing is measured.
+Called by `executors.process.execution`, which runs `measure_usage` beside an executor if metrics are exported;
+otherwise nothing is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hypha_net import instrumentation
 from hypha_worker.hardware.nvml import read_gpus
 
 INTERVAL: Final = 5.0
-"""Seconds between two looks at a job's processes."""
+"""Seconds between two measurements of a job's processes."""
 
 _CPU_TIME: Final = instrumentation.Counter("process.cpu.time", "s", "CPU time of a job's processes, by mode.")
 _CPU_SHARE: Final = instrumentation.Gauge(
@@ -33,8 +34,8 @@ _GPU_MEMORY: Final = instrumentation.Level("hw.gpu.memory.usage", "By", "Memory 
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """What one process, or several, have used: seconds and bytes since they started."""
+class ProcessUsage:
+    """Resources used by one or more processes since they started: seconds and bytes."""
 
     user: float = 0.0
     system: float = 0.0
@@ -45,17 +46,21 @@ class Use:
 
 
 @dataclass(slots=True)
-class UsageAccount:
-    """Adds up what the processes of a tree use while they come and go. Pure."""
+class UsageAccumulator:
+    """Sums the use of a process tree while its processes start and end. Pure."""
 
-    _known: dict[tuple[int, float], Use] = field(default_factory=dict)
+    _known: dict[tuple[int, float], ProcessUsage] = field(default_factory=dict)
 
-    def take(self, seen: Mapping[tuple[int, float], Use]) -> Use:
-        """What was used since the last look, and the memory in use, from each process by pid and start time."""
-        nothing = Use()
+    def add_sample(self, seen: Mapping[tuple[int, float], ProcessUsage]) -> ProcessUsage:
+        """Return the use since the last sample, and the memory in use.
+
+        Args:
+            seen: the use of each process, by pid and start time.
+        """
+        nothing = ProcessUsage()
         new = [(use, self._known.get(key, nothing)) for key, use in seen.items()]
         self._known = dict(seen)
-        return Use(
+        return ProcessUsage(
             user=sum(max(0.0, use.user - before.user) for use, before in new),
             system=sum(max(0.0, use.system - before.system) for use, before in new),
             read=sum(max(0, use.read - before.read) for use, before in new),
@@ -65,21 +70,21 @@ class UsageAccount:
 
 
 async def measure_usage(pid: int, job_id: str, devices: Sequence[int] = ()) -> None:
-    """Measure the tree of processes under `pid` until cancelled; `devices` are the GPUs of the job's lease."""
+    """Measure the process tree under `pid` until cancelled; `devices` are the GPUs of the job's lease."""
     about = {"hypha.job.id": job_id}
-    account, cores = UsageAccount(), psutil.cpu_count() or 1
+    accumulator, cores = UsageAccumulator(), psutil.cpu_count() or 1
     before: float | None = None
     gpus = [{**about, "hw.id": str(index)} for index in devices]
     try:
         while True:
             seen = await anyio.to_thread.run_sync(read_tree, pid, abandon_on_cancel=True)
-            now, used = anyio.current_time(), account.take(seen)
-            _tell(used, len(seen), about)
+            now, used = anyio.current_time(), accumulator.add_sample(seen)
+            _record_usage(used, len(seen), about)
             if before is not None and now > before:
                 _CPU_SHARE.set((used.user + used.system) / (now - before) / cores, about)
             before = now
             if devices:
-                await _tell_gpus(about, devices)
+                await _record_gpus(about, devices)
             await anyio.sleep(INTERVAL)
     finally:
         for gauge in (_CPU_SHARE, _MEMORY, _COUNT):
@@ -89,7 +94,7 @@ async def measure_usage(pid: int, job_id: str, devices: Sequence[int] = ()) -> N
             _GPU_MEMORY.forget(gpu)
 
 
-def _tell(used: Use, count: int, about: instrumentation.Attributes) -> None:
+def _record_usage(used: ProcessUsage, count: int, about: instrumentation.Attributes) -> None:
     _CPU_TIME.add(used.user, {**about, "cpu.mode": "user"})
     _CPU_TIME.add(used.system, {**about, "cpu.mode": "system"})
     _STORAGE.add(used.read, {**about, "disk.io.direction": "read"})
@@ -98,18 +103,18 @@ def _tell(used: Use, count: int, about: instrumentation.Attributes) -> None:
     _COUNT.set(count, about)
 
 
-async def _tell_gpus(about: instrumentation.Attributes, devices: Sequence[int]) -> None:
+async def _record_gpus(about: instrumentation.Attributes, devices: Sequence[int]) -> None:
     for found in await anyio.to_thread.run_sync(read_gpus, abandon_on_cancel=True):
         if found.index in devices:
             gpu = {**about, "hw.id": str(found.index)}
             _GPU_MEMORY.set(found.used, gpu)
-            if found.share is not None:
-                _GPU_SHARE.set(found.share, gpu)
+            if found.utilization is not None:
+                _GPU_SHARE.set(found.utilization, gpu)
 
 
-def read_tree(pid: int) -> dict[tuple[int, float], Use]:
-    """What a process and everything under it have used; those that are gone are left out."""
-    found: dict[tuple[int, float], Use] = {}
+def read_tree(pid: int) -> dict[tuple[int, float], ProcessUsage]:
+    """Return the use of a process and all its descendants, without those that have ended."""
+    found: dict[tuple[int, float], ProcessUsage] = {}
     try:
         root = psutil.Process(pid)
         tree = [root, *root.children(recursive=True)]
@@ -124,7 +129,7 @@ def read_tree(pid: int) -> dict[tuple[int, float], Use]:
     return found
 
 
-def _read(process: psutil.Process) -> Use:
+def _read(process: psutil.Process) -> ProcessUsage:
     times = process.cpu_times()
     read = written = 0
     if hasattr(process, "io_counters"):  # not on macOS
@@ -133,4 +138,4 @@ def _read(process: psutil.Process) -> Use:
             read, written = counters.read_bytes, counters.write_bytes
         except psutil.AccessDenied:
             pass
-    return Use(times.user, times.system, read, written, process.memory_info().rss)
+    return ProcessUsage(times.user, times.system, read, written, process.memory_info().rss)

@@ -1,1 +1,1 @@
-"""Jobs dispatched under leases, from acceptance to clean-up."""
+"""Jobs dispatched under leases, from acceptance to clean-up, and the interface to the executors that run them."""

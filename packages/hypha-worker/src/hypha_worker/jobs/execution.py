@@ -1,4 +1,8 @@
-"""What `jobs` asks of whatever runs a job, be it a process or the parameter server."""
+"""The interface between the job manager and an executor: what an executor is given, and what it must provide.
+
+Implemented by `executors.process.execution` and `executors.parameter_server.server`; `service` chooses which one runs a
+job. `job_manager` knows only this interface, so a further executor needs no change there.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ _UNLIMITED = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class JobContext:
-    """One dispatch of a job, for whatever runs it."""
+    """One dispatch of a job, as an executor gets it."""
 
     endpoint: Endpoint
     spec: JobSpec
@@ -33,21 +37,21 @@ class JobContext:
     scheduler: PeerId
     allocation: Allocation
     work_dir: Path
-    """A folder of its own; it exists while the job runs."""
+    """A private folder; it exists while the job runs."""
     scope: anyio.CancelScope
-    """Cancelled when this job is to end; what is cancelled around it is the worker."""
+    """Cancelled when this job is to end. A cancellation from an outer scope means that the worker shuts down."""
     traceparent: str | None = None
-    """Trace that the job belongs to."""
+    """Span that the job's own spans belong to."""
 
     @property
     def max_bytes(self) -> int:
-        """The largest file that the job may bring: its leased storage, or a tebibyte if it leased none."""
+        """Largest file that the job may store: its leased storage, or a tebibyte if it leased none."""
         return int(self.allocation.resources.storage * GIGABYTE) or _UNLIMITED
 
 
 @dataclass(slots=True)
 class ExecutionTrace:
-    """What a run leaves behind for its report, however it ends."""
+    """Exit code and last output of an execution, for the report of its end."""
 
     exit_code: int | None = None
     last_lines: tuple[str, ...] = ()
@@ -59,15 +63,11 @@ class ExecutionResult:
 
     outcome: Outcome
     reason: str = ""
-    traces: ExecutionTrace = field(default_factory=ExecutionTrace)
-
-
-class ExecutionError(Exception):
-    """A job cannot go on; the message is the reason that its scheduler reads."""
+    trace: ExecutionTrace = field(default_factory=ExecutionTrace)
 
 
 class Execution(Protocol):
-    """A job that runs."""
+    """One execution of a job."""
 
     @property
     def senders(self) -> Set[PeerId]:
@@ -75,17 +75,17 @@ class Execution(Protocol):
         ...
 
     @property
-    def takes(self) -> str:
-        """The kind of push that is for this job."""
+    def accepted_push_kind(self) -> str:
+        """The kind of push that this job accepts."""
         ...
 
     @property
-    def traces(self) -> ExecutionTrace:
-        """What is known so far about the end."""
+    def trace(self) -> ExecutionTrace:
+        """Exit code and last output known so far."""
         ...
 
     async def run(self) -> None:
-        """Run to the end. When it returns, raises or is cancelled, nothing of the job runs any more.
+        """Run to the end. When it returns, raises or is cancelled, no process of the job is left.
 
         Raises:
             ExecutionError: the job failed.
@@ -93,12 +93,13 @@ class Execution(Protocol):
         ...
 
     async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
-        """Where a file may land that `peer` is about to push to this job."""
+        """Return where to store a file that `peer` is about to push, or a refusal."""
         ...
 
-    async def name_members(self, message: RoundMembers) -> MembersKnown:
-        """Take the scheduler's word on who is in a round."""
+    async def set_round_members(self, message: RoundMembers) -> MembersKnown:
+        """Set the members of a round, as the scheduler announced them."""
         ...
 
 
 ExecutionFactory = Callable[[JobContext], Execution]
+"""Makes an execution; raises `ExecutionError` if the job cannot run here."""

@@ -1,14 +1,14 @@
-"""Runs jobs on leases: dispatch, cancel, push, and the report of every end.
+"""Runs jobs on leases: dispatch, cancellation, pushes to jobs, and the report of each job's end.
 
-Before this room: a scheduler holds a lease and dispatches. After it: `executors`. A job's end is reported when its
-processes are gone, its folder is removed and its resources are free, so that whoever hears of it finds them free.
+Called by `service` when a scheduler dispatches or cancels a job, or a peer pushes a file; calls the execution that the
+configured factory makes. A job's end is reported after its processes are gone, its folder is removed and its resources
+are free, so that a scheduler that gets the report can use them at once.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,32 +38,34 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec, executor_class
 from hypha_proto.leases import JOB_END, JobEnd
 from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
-from hypha_proto.resources import Timestamp
 from hypha_proto.round_membership import MembersKnown, RoundMembers
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
-from hypha_worker.connectors.peer_files import ask
-from hypha_worker.jobs.execution import Execution, ExecutionError, ExecutionFactory, ExecutionResult, JobContext
+from hypha_worker.connectors.rpc_retry import call_with_retries
+from hypha_worker.errors import ExecutionError
+from hypha_worker.jobs.execution import Execution, ExecutionFactory, ExecutionResult, JobContext
+from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager, LeaseState
 
 _log = logging.getLogger(__name__)
 
-END_PAUSES: Final = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each attempt to tell a scheduler that its job has ended."""
-LAST_WORDS: Final = 1.0
-"""Seconds that telling may take when the worker itself is ending."""
+END_REPORT_DELAYS: Final = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before each attempt to report a job's end to its scheduler."""
+SHUTDOWN_REPORT_TIMEOUT: Final = 1.0
+"""Seconds that this report may take when the worker itself shuts down."""
 LINE_LIMIT: Final = 1000
+"""Characters of a reason or an output line in a report."""
 _ACTIVE: Final = instrumentation.UpDownCounter("hypha.worker.jobs.active", "{job}", "Jobs that run, by class.")
 _STARTED: Final = instrumentation.Counter("hypha.worker.jobs.started", "{job}", "Jobs that were begun, by class.")
 _ENDED: Final = instrumentation.Counter(
     "hypha.worker.jobs.ended", "{job}", "Jobs that have ended, by class and outcome."
 )
 _DURATION: Final = instrumentation.Histogram("hypha.worker.job.duration", "s", "From dispatch to the end of a job.")
-_CLASSES: Final = {PSEUDO_GRADIENT: "aggregate", OUTER_UPDATE: "train"}
+_RECEIVING_CLASS: Final = {PSEUDO_GRADIENT: "aggregate", OUTER_UPDATE: "train"}
 
 
 @dataclass(slots=True)
 class Job:
-    """One dispatch."""
+    """One dispatched job."""
 
     lease: uuid.UUID
     scheduler: PeerId
@@ -79,19 +81,19 @@ class Job:
 
 
 class JobManager:
-    """All jobs of a worker, one a lease at most."""
+    """All jobs of a worker, at most one per lease."""
 
     def __init__(
         self,
         endpoint: Endpoint,
-        ledger: LeaseManager,
+        lease_manager: LeaseManager,
         executors: Mapping[ExecutorDescriptor, ExecutionFactory],
         work_dir: Path,
         tasks: anyio.abc.TaskGroup,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
         self._endpoint = endpoint
-        self._ledger = ledger
+        self._lease_manager = lease_manager
         self._executors = executors
         self._work_dir = work_dir
         self._tasks = tasks
@@ -100,39 +102,41 @@ class JobManager:
 
     @property
     def running(self) -> tuple[Job, ...]:
-        """Jobs whose processes are not gone yet."""
+        """Jobs that still have processes."""
         return tuple(self._jobs.values())
 
     # ----------------------------------------------------------------------------------------------- starting, ending
 
     async def dispatch(self, scheduler: PeerId, message: DispatchJob) -> DispatchResult:
-        """Start a job on a lease of `scheduler`. The same dispatch again is confirmed, not started twice."""
+        """Start a job on a lease of `scheduler`. A repeated dispatch is confirmed and starts nothing."""
         if self._tasks.cancel_scope.cancel_called:
-            _log.warning("dispatch of job %s by %s refused: this worker ends", message.spec.job_id, scheduler)
+            _log.warning(
+                "dispatch of job %s by %s refused: this worker is shutting down", message.spec.job_id, scheduler
+            )
             return DispatchFailed()
         known = self._jobs.get(message.id)
-        lease = self._ledger.held_by(message.id, scheduler)
+        lease = self._lease_manager.find(message.id, scheduler)
         if known is not None and lease is not None and known.spec == message.spec and lease.state is LeaseState.HELD:
-            return self._confirm(lease)
+            return self._accept(lease)
         try:
-            factory = self._factory(message.spec)
-            lease = self._ledger.occupy(message.id, scheduler, self._clock())
+            factory = self._find_factory(message.spec)
+            lease = self._lease_manager.attach_job(message.id, scheduler, self._clock())
         except (LeaseError, ExecutionError) as error:
             _log.warning("dispatch of job %s by %s refused: %s", message.spec.job_id, scheduler, error)
             return DispatchFailed()
         try:
-            job = self._make(lease, message, factory)
+            job = self._create_job(lease, message, factory)
         except ExecutionError as error:
-            self._ledger.vacate(lease.id, keep=True)
+            self._lease_manager.detach_job(lease.id, keep=True)
             _log.warning("dispatch of job %s by %s refused: %s", message.spec.job_id, scheduler, error)
             return DispatchFailed()
         self._jobs[lease.id] = job
-        _log.info("%s begins, for scheduler %s", job, scheduler)
+        _log.info("%s started for scheduler %s", job, scheduler)
         self._tasks.start_soon(self._run, job)
-        return self._confirm(lease)
+        return self._accept(lease)
 
     def cancel(self, lease: uuid.UUID, scheduler: PeerId, reason: str) -> bool:
-        """Begin to end the job on a lease of `scheduler`; false when none runs there."""
+        """Cancel the job on a lease of `scheduler`; return whether there is one."""
         job = self._jobs.get(lease)
         if job is None or job.scheduler != scheduler:
             return False
@@ -141,17 +145,19 @@ class JobManager:
             job.scope.cancel()
         return True
 
-    def _factory(self, spec: JobSpec) -> ExecutionFactory:
+    def _find_factory(self, spec: JobSpec) -> ExecutionFactory:
         kind, name = executor_class(spec), spec.executor.descriptor.name
         descriptor = (TrainExecutor if kind == "train" else AggregateExecutor)(name=name)
         if descriptor not in self._executors:
             raise ExecutionError(f"no executor {kind}/{name[:80]} is configured")
         for job in self._jobs.values():
             if job.spec.job_id == spec.job_id and executor_class(job.spec) == kind:
-                raise ExecutionError("another part of this job runs here, and pushes could not tell the two apart")
+                raise ExecutionError(
+                    "another part of this job runs here, and pushes to the two could not be distinguished"
+                )
         return self._executors[descriptor]
 
-    def _make(self, lease: Lease, message: DispatchJob, factory: ExecutionFactory) -> Job:
+    def _create_job(self, lease: Lease, message: DispatchJob, factory: ExecutionFactory) -> Job:
         about = {"hypha.job.id": str(message.spec.job_id), "hypha.job.class": executor_class(message.spec)}
         span = instrumentation.span("execute job", {**about, "hypha.lease.id": str(lease.id)})
         context = JobContext(
@@ -166,9 +172,9 @@ class JobManager:
         )
         return Job(lease.id, lease.scheduler, message.spec, factory(context), context.work_dir, context.scope, span)
 
-    def _confirm(self, lease: Lease) -> Dispatched:
-        remaining = lease.remaining(self._clock())
-        return Dispatched(id=lease.id, timeout=Timestamp.of(time.time() + remaining), timeout_ms=int(remaining * 1000))
+    def _accept(self, lease: Lease) -> Dispatched:
+        timeout, timeout_ms = expiry_fields(lease.remaining(self._clock()))
+        return Dispatched(id=lease.id, timeout=timeout, timeout_ms=timeout_ms)
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -183,127 +189,132 @@ class JobManager:
             _ACTIVE.add(-1, about)
 
     async def _run_to_end(self, job: Job) -> None:
-        began = self._clock()
-        ending: ExecutionResult | None = None
+        started = self._clock()
+        result: ExecutionResult | None = None
         try:
             with job.scope:
-                ending = await self._execute(job)
+                result = await self._execute(job)
         finally:
-            if ending is None:
-                ending = ExecutionResult("cancelled", job.cancel_reason, job.execution.traces)
+            if result is None:
+                result = ExecutionResult("cancelled", job.cancel_reason, job.execution.trace)
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(shutil.rmtree, job.work_dir, True)
             del self._jobs[job.lease]
-            self._ledger.vacate(job.lease, keep=ending.outcome == "cancelled" and job.scope.cancel_called)
-            _log_ending(job, ending)
-            _record_ending(job, ending, self._clock() - began)
-            await self._deliver(job, ending)
+            self._lease_manager.detach_job(job.lease, keep=result.outcome == "cancelled" and job.scope.cancel_called)
+            _log_result(job, result)
+            _record_result(job, result, self._clock() - started)
+            await self._report_end(job, result)
 
     async def _execute(self, job: Job) -> ExecutionResult:
         try:
-            await self._execute_aloud(job)
-        except Exception as error:  # noqa: BLE001 - logged and reported: it ends this job, not the others
-            cause = _first(error)
+            await self._execute_with_status(job)
+        except Exception as error:  # noqa: BLE001 - logged and reported: it ends this job only
+            cause = _first_leaf_error(error)
             if isinstance(cause, ExecutionError | OSError):
-                return ExecutionResult("failed", str(cause), job.execution.traces)
-            _log.exception("%s failed by a fault of this worker", job)
-            return ExecutionResult("failed", f"fault in the worker: {cause!r}", job.execution.traces)
-        except BaseExceptionGroup as errors:  # it failed in the moment in which it was cancelled, which counts
+                return ExecutionResult("failed", str(cause), job.execution.trace)
+            _log.exception("%s failed because of an error in this worker", job)
+            return ExecutionResult("failed", f"error in the worker: {cause!r}", job.execution.trace)
+        except BaseExceptionGroup as errors:  # it failed while it was being cancelled: the cancellation counts
             cancelled, failures = errors.split(anyio.get_cancelled_exc_class())
             if cancelled is None or not isinstance(failures, ExceptionGroup):
                 raise
-            _log.warning("%s failed while it was cancelled: %s", job, _first(failures))
+            _log.warning("%s failed while it was cancelled: %s", job, _first_leaf_error(failures))
             raise cancelled from None
-        return ExecutionResult("finished", "", job.execution.traces)
+        return ExecutionResult("finished", "", job.execution.trace)
 
-    async def _execute_aloud(self, job: Job) -> None:
+    async def _execute_with_status(self, job: Job) -> None:
         job.work_dir.mkdir(mode=0o700)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._tell_running, job)
+            tasks.start_soon(self._report_running, job)
             await job.execution.run()
             tasks.cancel_scope.cancel()
 
-    async def _tell_running(self, job: Job) -> None:
+    async def _report_running(self, job: Job) -> None:
         try:
-            await ask(self._endpoint, job.scheduler, JOB_STATUS, JobStatus(task_id=job.lease, status=Running()))
+            await call_with_retries(
+                self._endpoint, job.scheduler, JOB_STATUS, JobStatus(task_id=job.lease, status=Running())
+            )
         except NetError as error:
-            _log.warning("%s runs, but its scheduler could not be told: %s", job, error)
+            _log.warning("%s is running, but this could not be reported to its scheduler: %s", job, error)
 
-    async def _deliver(self, job: Job, ending: ExecutionResult) -> None:
-        """Tell the scheduler, patiently; when the worker itself ends, once and quickly."""
+    async def _report_end(self, job: Job, result: ExecutionResult) -> None:
+        """Report the end with retries; when the worker itself shuts down, try once and briefly."""
         try:
-            await self._tell_end(job, ending, END_PAUSES)
+            await self._send_end(job, result, END_REPORT_DELAYS)
         except anyio.get_cancelled_exc_class():
-            with anyio.move_on_after(LAST_WORDS, shield=True):
-                await self._tell_end(job, ending, (0.0,))
+            with anyio.move_on_after(SHUTDOWN_REPORT_TIMEOUT, shield=True):
+                await self._send_end(job, result, (0.0,))
             raise
 
-    async def _tell_end(self, job: Job, ending: ExecutionResult, pauses: tuple[float, ...]) -> None:
+    async def _send_end(self, job: Job, result: ExecutionResult, delays: tuple[float, ...]) -> None:
         end = JobEnd(
             lease=job.lease,
             job_id=job.spec.job_id,
-            outcome=ending.outcome,
-            reason=ending.reason[:LINE_LIMIT],
-            exit_code=ending.traces.exit_code,
-            last_lines=tuple(line[:LINE_LIMIT] for line in ending.traces.last_lines),
+            outcome=result.outcome,
+            reason=result.reason[:LINE_LIMIT],
+            exit_code=result.trace.exit_code,
+            last_lines=tuple(line[:LINE_LIMIT] for line in result.trace.last_lines),
         )
-        status = JobStatus(task_id=job.lease, status=Finished() if ending.outcome == "finished" else Failed())
+        status = JobStatus(task_id=job.lease, status=Finished() if result.outcome == "finished" else Failed())
         try:
             try:
-                await ask(self._endpoint, job.scheduler, JOB_END, end, pauses=pauses)
+                await call_with_retries(self._endpoint, job.scheduler, JOB_END, end, delays=delays)
             except UnsupportedProtocolError:
-                _log.debug("%s is of the old wire and gets a status only", job.scheduler)
-            await ask(self._endpoint, job.scheduler, JOB_STATUS, status, pauses=pauses)
+                _log.debug("%s does not support end reports and gets a status only", job.scheduler)
+            await call_with_retries(self._endpoint, job.scheduler, JOB_STATUS, status, delays=delays)
         except NetError as error:
-            _log.warning("the end of %s could not be told to %s: %s", job, job.scheduler, error)
+            _log.warning("the end of %s could not be reported to %s: %s", job, job.scheduler, error)
 
-    # -------------------------------------------------------------------------------------- what peers send to a job
+    # ------------------------------------------------------------------------------------------- messages for jobs
 
     async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
-        """Where a file may land that `peer` pushes: by the header's job and kind, or for a bare push by its sender."""
-        found = list(self._bare_receivers(peer) if header is None else self._receivers(header))
+        """Return where to store a pushed file, or a refusal.
+
+        A push belongs to the job that its header names; one without a header, to the only job that expects its sender.
+        """
+        found = list(self._jobs_by_sender(peer) if header is None else self._jobs_by_header(header))
         if len(found) == 1:
             return await found[0].execution.accept_push(peer, header)
         about = "without a header" if header is None else f"of job {header.job_id}"
-        why = f"no job here takes a push {about}" if not found else f"a push {about} could be for {len(found)} jobs"
-        _log.warning("push by %s refused: %s", peer, why)
+        why = f"no job here accepts a push {about}" if not found else f"a push {about} matches {len(found)} jobs"
+        _log.warning("push from %s refused: %s", peer, why)
         return Refusal(reason=why)
 
-    def _receivers(self, header: PushHeader) -> Iterator[Job]:
-        wanted = _CLASSES.get(header.kind)
+    def _jobs_by_header(self, header: PushHeader) -> Iterator[Job]:
+        wanted = _RECEIVING_CLASS.get(header.kind)
         for job in self._jobs.values():
             if job.spec.job_id == header.job_id and wanted in (None, executor_class(job.spec)):
                 yield job
 
-    def _bare_receivers(self, peer: PeerId) -> Iterator[Job]:
+    def _jobs_by_sender(self, peer: PeerId) -> Iterator[Job]:
         return (job for job in self._jobs.values() if peer in job.execution.senders)
 
-    async def name_members(self, scheduler: PeerId, message: RoundMembers) -> MembersKnown:
-        """Tell a job's parameter server who is in a round."""
+    async def set_round_members(self, scheduler: PeerId, message: RoundMembers) -> MembersKnown:
+        """Pass the members of a round on to the job's parameter server."""
         for job in self._jobs.values():
-            ours = job.spec.job_id == message.job_id and job.scheduler == scheduler
-            if ours and executor_class(job.spec) == "aggregate":
-                return await job.execution.name_members(message)
-        return MembersKnown(accepted=False, reason=f"no aggregation of job {message.job_id} runs here for you")
+            is_target = job.spec.job_id == message.job_id and job.scheduler == scheduler
+            if is_target and executor_class(job.spec) == "aggregate":
+                return await job.execution.set_round_members(message)
+        return MembersKnown(accepted=False, reason=f"no aggregate job {message.job_id} of this scheduler runs here")
 
 
-def _first(error: Exception) -> Exception:
+def _first_leaf_error(error: Exception) -> Exception:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-def _record_ending(job: Job, ending: ExecutionResult, seconds: float) -> None:
-    about = {"hypha.job.class": executor_class(job.spec), "hypha.outcome": ending.outcome}
+def _record_result(job: Job, result: ExecutionResult, seconds: float) -> None:
+    about = {"hypha.job.class": executor_class(job.spec), "hypha.outcome": result.outcome}
     _ENDED.add(1, about)
     _DURATION.record(seconds, about)
-    code = ending.traces.exit_code
-    job.span.set({"hypha.outcome": ending.outcome} | ({} if code is None else {"process.exit.code": code}))
+    code = result.trace.exit_code
+    job.span.set({"hypha.outcome": result.outcome} | ({} if code is None else {"process.exit.code": code}))
 
 
-def _log_ending(job: Job, ending: ExecutionResult) -> None:
-    if ending.outcome == "failed":
-        tail = "".join(f"\n    {line}" for line in ending.traces.last_lines[-10:])
-        _log.error("%s failed: %s%s", job, ending.reason, tail)
+def _log_result(job: Job, result: ExecutionResult) -> None:
+    if result.outcome == "failed":
+        tail = "".join(f"\n    {line}" for line in result.trace.last_lines[-10:])
+        _log.error("%s failed: %s%s", job, result.reason, tail)
     else:
-        _log.info("%s %s%s", job, ending.outcome, f": {ending.reason}" if ending.reason else "")
+        _log.info("%s %s%s", job, result.outcome, f": {result.reason}" if result.reason else "")

@@ -1,4 +1,7 @@
-"""The references of a job: which peers it may deal with, and its secrets, which its process does not see. Pure."""
+"""The references in a job's spec: which peers the job may communicate with, and which secrets its process never sees.
+
+Pure. Called by `bridge.backend` for each request of an executor, and by `executors`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from hypha_worker.errors import not_allowed
 
 
 def job_references(spec: JobSpec) -> Iterator[Reference]:
-    """Every reference that stands in a job's spec."""
+    """Yield every reference in a job's spec."""
     config = spec.executor.config
     yield config.updates
     yield config.results
@@ -34,7 +37,7 @@ def job_references(spec: JobSpec) -> Iterator[Reference]:
 
 
 def reference_peers(references: Iterable[Reference]) -> frozenset[PeerId]:
-    """Every peer that the references name."""
+    """Return every peer that the references name."""
     peers: set[PeerId] = set()
     for reference in references:
         if isinstance(reference, PeersReference):
@@ -45,18 +48,18 @@ def reference_peers(references: Iterable[Reference]) -> frozenset[PeerId]:
 
 
 def check_peers(spec: JobSpec, reference: Reference) -> None:
-    """Refuse a reference to peers that the job does not deal with.
+    """Refuse a reference to peers that the job's own references do not name.
 
     Raises:
-        BridgeFault: it names another peer.
+        BridgeError: it names such a peer.
     """
-    strangers = reference_peers([reference]) - reference_peers(job_references(spec))
-    if strangers:
-        raise not_allowed(f"peer {min(strangers)} is in none of the job's own references")
+    unknown = reference_peers([reference]) - reference_peers(job_references(spec))
+    if unknown:
+        raise not_allowed(f"peer {min(unknown)} is in none of the job's own references")
 
 
 def without_secrets(spec: JobSpec) -> JobSpec:
-    """The spec as an executor's process may see it: tokens are null."""
+    """Return the spec as an executor's process may see it: tokens are null."""
     if isinstance(spec.executor, AggregateJob):
         return spec
     config = spec.executor.config
@@ -68,7 +71,7 @@ def without_secrets(spec: JobSpec) -> JobSpec:
         config.evaluation, data=_without_token(config.evaluation.data)
     )
     data, updates, results = map(_without_token, (config.data, config.updates, config.results))
-    bare = msgspec.structs.replace(
+    redacted = msgspec.structs.replace(
         config,
         model=model,
         preprocessor=preprocessor,
@@ -77,11 +80,11 @@ def without_secrets(spec: JobSpec) -> JobSpec:
         updates=updates,
         results=results,
     )
-    return msgspec.structs.replace(spec, executor=msgspec.structs.replace(spec.executor, config=bare))
+    return msgspec.structs.replace(spec, executor=msgspec.structs.replace(spec.executor, config=redacted))
 
 
 def with_secrets(spec: JobSpec, reference: Reference) -> Reference:
-    """The job's own reference, token included, when `reference` is that but for the token; else `reference`."""
+    """Return the job's own reference with its token, if `reference` equals one without its token; else `reference`."""
     for own in job_references(spec):
         if _without_token(own) == reference:
             return own

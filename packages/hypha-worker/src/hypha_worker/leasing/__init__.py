@@ -1,1 +1,1 @@
-"""Leases and the capacity they reserve."""
+"""Leases, and the capacity that they reserve."""

@@ -1,7 +1,7 @@
-"""What this worker has: its resources, the devices among them, and the executors its owner configured. Pure.
+"""The capacity of a worker: its resources, its GPUs, and the executors that its owner configured.
 
-`config` says what there is (or `detection` finds it for ``init``); `offers` asks here whether a request fits into what
-is free, and `leases` takes what fits.
+Pure. Built by `config` from the configuration (which ``init`` fills in from `hardware.detection`). Called by
+`bidding.arbiter` to see whether a request fits into what is free, and by `leasing.lease_manager` to reserve it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class Device:
     """One GPU."""
 
     index: int
-    """Its number as the driver counts, which is what a job's visible devices name."""
+    """Its number in the driver's order, which a job's visible devices refer to."""
     memory: float
     """GB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A part of a machine that one lease holds."""
+    """The part of a machine that one lease holds."""
 
     resources: Resources
     devices: tuple[Device, ...] = ()
@@ -36,9 +36,9 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A machine, or what is free of it: four amounts, and the devices that the GPU memory consists of.
+    """A machine, or what is free of it: four amounts, and the devices that provide the GPU memory.
 
-    Without devices GPU memory is an amount like the others. With devices a lease is of whole ones.
+    Without devices, GPU memory is an amount like the others. With devices, a lease gets whole ones.
     """
 
     resources: Resources
@@ -50,7 +50,7 @@ class Capacity:
             object.__setattr__(self, "resources", _with_gpu(self.resources, memory))
 
     def fit(self, wanted: Resources) -> Allocation | None:
-        """The part that covers `wanted` with as little to spare as can be, or none if it does not fit."""
+        """Return the smallest part that covers `wanted`, or None if it does not fit."""
         if self.resources.lacking(wanted):
             return None
         if not self.devices:
@@ -59,16 +59,16 @@ class Capacity:
         return Allocation(_with_gpu(wanted, sum(device.memory for device in chosen)), chosen)
 
     def whole(self) -> Allocation:
-        """All of it."""
+        """Return an allocation of everything."""
         return Allocation(self.resources, self.devices)
 
     def without(self, taken: Iterable[Allocation]) -> Capacity:
-        """What is left when `taken` is taken."""
-        left, gone = self.resources, set[Device]()
+        """Return what is left without the allocations in `taken`."""
+        left, used = self.resources, set[Device]()
         for allocation in taken:
             left -= allocation.resources
-            gone.update(allocation.devices)
-        devices = tuple(device for device in self.devices if device not in gone)
+            used.update(allocation.devices)
+        devices = tuple(device for device in self.devices if device not in used)
         return Capacity(left if devices or not self.devices else _with_gpu(left, 0.0), devices)
 
 
@@ -77,7 +77,7 @@ def _with_gpu(resources: Resources, gpu: float) -> Resources:
 
 
 def _choose_devices(devices: Sequence[Device], memory: float) -> tuple[Device, ...]:
-    """The smallest single device that has `memory` GB, else the largest ones until they have it together."""
+    """Return the smallest single device with `memory` GB, else the largest devices until their sum suffices."""
     if memory <= _SLACK:
         return ()
     for device in sorted(devices, key=lambda device: (device.memory, device.index)):
@@ -93,16 +93,16 @@ def _choose_devices(devices: Sequence[Device], memory: float) -> tuple[Device, .
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """All that a worker can be asked for."""
+    """Everything that a worker can offer."""
 
     capacity: Capacity
     executors: frozenset[ExecutorDescriptor] = field(default_factory=frozenset)
 
     def missing_executors(self, wanted: Sequence[ExecutorDescriptor]) -> tuple[ExecutorDescriptor, ...]:
-        """Those of `wanted` that are not configured here."""
+        """Return those of `wanted` that are not configured here."""
         return tuple(executor for executor in wanted if executor not in self.executors)
 
 
 def executor_text(executor: ExecutorDescriptor) -> str:
-    """``train/diloco-transformer``, for people."""
+    """Return an executor's class and name for people: ``train/diloco-transformer``."""
     return f"{executor.__struct_config__.tag}/{executor.name[:80]}"

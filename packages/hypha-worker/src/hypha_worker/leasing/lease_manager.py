@@ -1,7 +1,8 @@
-"""Who holds which part of this machine, and until when. Pure: the clock is passed in, `service` runs the sweep.
+"""Leases: which scheduler holds which part of this machine, and until when.
 
-Before this room: `offers` decides what to offer. After it: `jobs` runs on a lease that is held. A lease's resources
-are free again when its job's processes are gone, not when its time is over.
+Pure: the clock is passed in. `bidding.bidder` reserves what it offers here, `service` renews, releases and sweeps, and
+`jobs.job_manager` attaches jobs. A lease's resources are free again when its job's processes are gone, not when the
+lease expires.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from hypha_worker.leasing.capacity import Allocation, Capacity
 
 
 class LeaseError(Exception):
-    """A lease cannot be used as asked; the message says why."""
+    """A lease cannot be used as requested; the message says why."""
 
 
 class LeaseState(Enum):
-    """The life of a lease."""
+    """The states of a lease."""
 
     OFFERED = "offered"
-    """An offer is out; the resources are kept for it."""
+    """An offer was sent; its resources are reserved."""
     HELD = "held"
-    """A scheduler took it and renews it."""
+    """A scheduler accepted the offer and renews the lease."""
     ENDING = "ending"
-    """It is over, but its job's processes are not gone yet."""
+    """It was released or has expired, but its job still has processes."""
     SPENT = "spent"
-    """Its job has ended and its resources are free; it is known until it would have run out."""
+    """Its job has ended and its resources are free; it stays known until it expires."""
 
 
 @dataclass(slots=True)
 class Lease:
-    """A part of the machine for one scheduler."""
+    """A part of the machine, reserved for one scheduler."""
 
     id: uuid.UUID
     scheduler: PeerId
@@ -44,16 +45,16 @@ class Lease:
     expires: float
     """Seconds of the local monotonic clock."""
     state: LeaseState = LeaseState.OFFERED
-    occupied: bool = False
-    """Whether a job runs on it."""
+    has_job: bool = False
+    """Whether a job is attached."""
 
     def remaining(self, now: float) -> float:
-        """Seconds left."""
+        """Return the seconds left."""
         return max(0.0, self.expires - now)
 
 
 class LeaseManager:
-    """All leases of one worker. Their resources never add up to more than the machine."""
+    """All leases of one worker. Together they never hold more than the machine has."""
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
@@ -61,18 +62,18 @@ class LeaseManager:
 
     @property
     def leases(self) -> tuple[Lease, ...]:
-        """Every lease that is known."""
+        """Every known lease."""
         return tuple(self._leases.values())
 
     @property
     def free(self) -> Capacity:
-        """What no lease holds."""
+        """Capacity that no lease holds."""
         taken = (lease.allocation for lease in self._leases.values() if lease.state is not LeaseState.SPENT)
         return self._capacity.without(taken)
 
     @property
-    def bound_requests(self) -> frozenset[uuid.UUID]:
-        """Requests that are answered by a lease which still holds resources."""
+    def leased_requests(self) -> frozenset[uuid.UUID]:
+        """Requests with a lease that still holds resources."""
         return frozenset(lease.request_id for lease in self._leases.values() if lease.state is not LeaseState.SPENT)
 
     def offer(
@@ -84,27 +85,27 @@ class LeaseManager:
         price: float,
         now: float,
     ) -> Lease:
-        """Keep `allocation` for an offer.
+        """Reserve `allocation` for an offer.
 
         Raises:
-            LeaseError: it is not free, or the id is taken.
+            LeaseError: it is not free, or the id is in use.
         """
         free = self.free
         if lease_id in self._leases:
-            raise LeaseError(f"lease {lease_id} exists already")
+            raise LeaseError(f"lease {lease_id} already exists")
         if not free.resources.covers(allocation.resources) or not set(allocation.devices) <= set(free.devices):
-            raise LeaseError(f"{allocation.resources} is not free any more: free is {free.resources}")
+            raise LeaseError(f"{allocation.resources} is no longer free: free is {free.resources}")
         lease = Lease(lease_id, scheduler, request_id, allocation, price, now + TEMPORARY_LEASE)
         self._leases[lease_id] = lease
         return lease
 
     def renew(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
-        """Hold a lease on; a spent one is confirmed but not prolonged.
+        """Extend a lease; a spent one is confirmed but not extended.
 
         Raises:
             LeaseError: it is unknown, another scheduler's, or over.
         """
-        lease = self._own(lease_id, scheduler)
+        lease = self._owned_lease(lease_id, scheduler)
         if now >= lease.expires or lease.state is LeaseState.ENDING:
             raise LeaseError(f"lease {lease_id} is over")
         if lease.state is not LeaseState.SPENT:
@@ -112,73 +113,74 @@ class LeaseManager:
             lease.expires = now + RENEWED_LEASE
         return lease
 
-    def occupy(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
-        """Put a job on a lease, which also takes an offer.
+    def attach_job(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
+        """Attach a job to a lease; this also accepts an offer that was not renewed yet.
 
         Raises:
             LeaseError: the lease is unknown, another scheduler's, over, spent, or has a job.
         """
-        lease = self._own(lease_id, scheduler)
+        lease = self._owned_lease(lease_id, scheduler)
         if lease.state is LeaseState.SPENT:
             raise LeaseError(f"lease {lease_id} is spent: its job has ended")
         self.renew(lease_id, scheduler, now)
-        if lease.occupied:
-            raise LeaseError(f"a job runs on lease {lease_id} already")
-        lease.occupied = True
+        if lease.has_job:
+            raise LeaseError(f"a job already runs on lease {lease_id}")
+        lease.has_job = True
         return lease
 
-    def vacate(self, lease_id: uuid.UUID, *, keep: bool = False) -> None:
-        """The job of a lease is gone with all its processes.
+    def detach_job(self, lease_id: uuid.UUID, *, keep: bool = False) -> None:
+        """Detach the job of a lease, after its last process has ended.
 
         Args:
-            keep: the lease was not over and waits for another job, rather than give its resources back now.
+            keep: keep the lease for another job, unless it is over; otherwise free its resources now.
         """
         lease = self._leases.get(lease_id)
-        if lease is None or not lease.occupied:
+        if lease is None or not lease.has_job:
             return
-        lease.occupied = False
+        lease.has_job = False
         if lease.state is LeaseState.ENDING:
             del self._leases[lease_id]
         elif not keep:
             lease.state = LeaseState.SPENT
 
     def release(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease:
-        """End a lease. One that has a job keeps its resources until `vacate`.
+        """End a lease. If it has a job, its resources stay reserved until `detach_job`.
 
         Raises:
             LeaseError: it is unknown or another scheduler's.
         """
-        lease = self._own(lease_id, scheduler)
+        lease = self._owned_lease(lease_id, scheduler)
         self._end(lease)
         return lease
 
-    def withdraw(self, lease_id: uuid.UUID) -> None:
-        """Take an offer back that could not be sent; one that was taken meanwhile stays."""
+    def cancel_offer(self, lease_id: uuid.UUID) -> None:
+        """Remove an offer that could not be sent; keep it if it was accepted meanwhile."""
         lease = self._leases.get(lease_id)
         if lease is not None and lease.state is LeaseState.OFFERED:
             del self._leases[lease_id]
 
     def sweep(self, now: float) -> list[Lease]:
-        """End what has run out; gives those whose jobs must be cancelled now."""
-        expired = [lease for lease in self._leases.values() if now >= lease.expires]
-        over = [lease for lease in expired if lease.state is not LeaseState.ENDING]
-        for lease in over:
+        """End leases that have expired; return those whose jobs must be cancelled now."""
+        expired = [
+            lease for lease in self._leases.values() if now >= lease.expires and lease.state is not LeaseState.ENDING
+        ]
+        for lease in expired:
             self._end(lease)
-        return [lease for lease in over if lease.occupied]
+        return [lease for lease in expired if lease.has_job]
 
-    def held_by(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease | None:
-        """The lease if it is known and that scheduler's."""
+    def find(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease | None:
+        """Return the lease if it is known and belongs to `scheduler`, else None."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and lease.scheduler == scheduler else None
 
-    def _own(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease:
-        lease = self.held_by(lease_id, scheduler)
-        if lease is None:  # a stranger learns nothing about leases that are not its own
+    def _owned_lease(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease:
+        lease = self.find(lease_id, scheduler)
+        if lease is None:  # the same answer for other schedulers' leases, so that it reveals nothing about them
             raise LeaseError(f"{scheduler} has no lease {lease_id} here")
         return lease
 
     def _end(self, lease: Lease) -> None:
-        if lease.occupied:
+        if lease.has_job:
             lease.state = LeaseState.ENDING
         else:
             del self._leases[lease.id]

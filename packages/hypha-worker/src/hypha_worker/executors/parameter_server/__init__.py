@@ -1,5 +1,5 @@
-"""The parameter server: collects the pseudo-gradients of a round, takes the outer step, gives the outer update back.
+"""The parameter server of DiLoCo (arXiv:2311.08105): averages pseudo-gradients and distributes the outer update.
 
-`collection` says whose updates make a round and when it is complete, `outer_step` computes on files, and `server` does
-the talking. Before this room: the training executors' pushes. After it: their bridges, and the scheduler's results.
+`server` communicates with workers and the scheduler, `round_collector` decides which updates belong to a round and when
+it is complete, and `outer_step` computes on files.
 """

@@ -1,4 +1,4 @@
-"""The outer step of DiLoCo, from update files to an update file: weighted mean, then SGD with momentum.
+"""The outer step of DiLoCo (arXiv:2311.08105), from update files to an update file: weighted mean, then SGD.
 
 With delta the weighted mean of ``theta_local - theta_global`` and m the momentum, each a tensor per parameter:
 
@@ -6,9 +6,12 @@ With delta the weighted mean of ``theta_local - theta_global`` and m the momentu
     update = lr * (delta + mu * m)      Nesterov
     update = lr * m                     classical
 
-`update` is what everybody adds to theta_global: `torch.optim.SGD` on the gradient ``-delta``. Running statistics are
-averaged and added as they are. Everything is computed a block at a time from memory maps: sums in float64, so that the
-result is the exact one rounded to float32 whatever the order of the workers; momentum lies in a file between rounds.
+Every worker adds `update` to theta_global, which equals a step of `torch.optim.SGD` on the gradient ``-delta``. Running
+statistics are averaged and added without momentum. Everything is computed block by block from memory maps. Sums are in
+float64, so that the result is the exact one rounded to float32, in whichever order the updates are summed. The momentum
+is stored in a file between rounds.
+
+Called by `server`, in a thread.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from hypha_proto.errors import TensorFileError
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, open_update
 
 BLOCK: Final = 1 << 16
-"""Numbers computed at once: the float64 block and its operands stay in the processor's cache."""
+"""Numbers per block: a float64 block and its operands fit into the processor's cache."""
 _CHECK_BLOCK: Final = 1 << 18
 
 Float64Array = NDArray[np.float64]
@@ -35,7 +38,7 @@ Float64Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class OuterOptimizer:
-    """The outer optimiser's settings."""
+    """Settings of the outer optimizer."""
 
     learning_rate: float
     momentum: float
@@ -44,13 +47,13 @@ class OuterOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """What every update of a job has in common."""
+    """Names, shapes and dtypes of an update's tensors; equal for all updates of a job."""
 
     tensors: Mapping[str, TensorInfo]
     statistics: frozenset[str]
 
     def difference(self, other: TensorLayout) -> str:
-        """The first way in which `other` is not this layout, for people; empty when it is the same."""
+        """Return the first difference of `other` from this layout, for people; empty if they are equal."""
         for name, info in self.tensors.items():
             if name not in other.tensors:
                 return f"tensor {name[:80]!r} is missing"
@@ -60,19 +63,19 @@ class TensorLayout:
                     f"tensor {name[:80]!r} is {found.dtype} {list(found.shape)[:8]}, "
                     f"expected {info.dtype} {list(info.shape)[:8]}"
                 )
-        surplus = sorted(other.tensors.keys() - self.tensors.keys())
-        if surplus:
-            return f"tensor {surplus[0][:80]!r} is not of this model"
+        extra = sorted(other.tensors.keys() - self.tensors.keys())
+        if extra:
+            return f"tensor {extra[0][:80]!r} is not part of this model"
         if self.statistics != other.statistics:
-            return "it names other tensors as running statistics"
+            return "it declares other tensors as running statistics"
         return ""
 
 
 def inspect_update(path: Path) -> TensorLayout:
-    """Check a file that a peer sent: well formed, at least one tensor, and every number finite.
+    """Check that a file from a peer is well formed, with at least one tensor and only finite numbers.
 
     Raises:
-        TensorFileError: it is not so.
+        TensorFileError: it is not.
         OSError: the file cannot be read.
     """
     file, metadata = open_update(path)
@@ -81,8 +84,7 @@ def inspect_update(path: Path) -> TensorLayout:
             raise TensorFileError("the file holds no tensor")
         for name, info in file.tensors.items():
             if info.dtype == "BOOL":
-                raise TensorFileError(f"tensor {name[:80]!r} is of truth values, which have no mean")
-            # a sum of finite numbers of one sign overflows only when they are useless; a NaN never hides in one
+                raise TensorFileError(f"tensor {name[:80]!r} is boolean and has no mean")
             if not all(np.isfinite(block).all() for block in file.blocks(name, _CHECK_BLOCK)):
                 raise TensorFileError(f"tensor {name[:80]!r} holds NaN or infinity")
         return TensorLayout(dict(file.tensors), metadata.statistics)
@@ -95,16 +97,16 @@ def outer_step(
     optimizer: OuterOptimizer,
     metadata: UpdateMetadata,
 ) -> None:
-    """Average update files, step, and write the outer update. Needs the memory of a few blocks.
+    """Average update files, take the outer step, and write the outer update. Needs memory for a few blocks.
 
     Args:
-        updates: files of one layout and their weights, which need not sum to one; when all are 0 they count alike.
-        momentum: state from the step before; a missing file is zero momentum. Replaced.
+        updates: files of one layout and their weights, which need not sum to one; if all are 0, they count equally.
+        momentum: file with the momentum of the previous step; replaced. If it is missing, the momentum is zero.
         result: where the outer update is written, float32.
-        metadata: what the outer update says about itself; its statistics are those of the updates.
+        metadata: metadata of the outer update; its statistics are those of the updates.
 
     Raises:
-        TensorFileError: a file is malformed, or the files do not fit one another.
+        TensorFileError: a file is malformed, or the files do not match each other.
         ValueError: there is no update, or a weight is negative.
         OSError: a file cannot be read or written.
     """
@@ -142,7 +144,7 @@ def _normalise(weights: Sequence[float]) -> list[float]:
 
 
 def _mean_blocks(files: Sequence[TensorFile], shares: Sequence[float], name: str) -> Iterator[Float64Array]:
-    """The weighted mean of one tensor, block by block in float64; a block is valid until the next is asked for."""
+    """Yield the weighted mean of one tensor in float64 blocks; each is valid until the next one."""
     shape = files[0].tensors[name].shape
     for file in files[1:]:
         if file.tensors[name].shape != shape:
@@ -164,7 +166,7 @@ def _momentum_blocks(before: TensorFile | None, name: str) -> Iterator[NDArray[n
 def _step(
     mean: Float64Array, velocity: NDArray[np.float32] | float, optimizer: OuterOptimizer
 ) -> tuple[Float64Array, Float64Array]:
-    """Update and new momentum of one block."""
+    """Return the update and the new momentum of one block."""
     moved = np.multiply(velocity, optimizer.momentum, dtype=np.float64) + mean
     direction = mean + optimizer.momentum * moved if optimizer.nesterov else moved
     return optimizer.learning_rate * direction, moved

@@ -1,7 +1,7 @@
-"""Runs the parameter server of a job: takes pseudo-gradients in, steps, pushes the outer update out, round after round.
+"""Runs the parameter server of a job: receives pseudo-gradients, takes the outer step, pushes the outer update.
 
-Before this room: the training executors push through their bridges. After it: their bridges hand the outer update to
-them, and the scheduler adds it to its own copy of the model.
+Called by `jobs.job_manager` as an execution. Training executors push to it through their bridges; the outer update goes
+to their bridges and to the scheduler, which adds it to its own copy of the model.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from hypha_proto.job_spec import AggregateJob
 from hypha_proto.progress import REPORT, Done, OuterStepTaken, ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.round_membership import UPDATE_REFUSED, MembersKnown, RoundMembers, UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
-from hypha_worker.bridge.backend import REPORT_PAUSES
-from hypha_worker.connectors.peer_files import PeerFiles, ask
+from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.connectors.rpc_retry import REPORT_DELAYS, call_with_retries
+from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.parameter_server.round_collector import (
     CompleteRound,
     EmptyRoundError,
     RoundCollector,
     UpdateRefusedError,
 )
-from hypha_worker.jobs.execution import ExecutionError, ExecutionTrace, JobContext
+from hypha_worker.jobs.execution import ExecutionTrace, JobContext
 from hypha_worker.jobs.references import reference_peers
 
 if TYPE_CHECKING:
@@ -43,22 +44,22 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_REFUSALS: Final = 64
-_HEADER_ROOM: Final = 1 << 20
+_MAX_QUEUED_REFUSALS: Final = 64
+_HEADER_ALLOWANCE: Final = 1 << 20
 _CODECS: Final = ("fp32",)
 _STEP_SECONDS: Final = instrumentation.Histogram("hypha.worker.outer_step.duration", "s", "Duration of outer steps.")
 
 
 @dataclass(slots=True)
-class _Layouts:
-    """What the updates of the job look like: the first that came says it for all."""
+class _ReferenceLayout:
+    """The layout and size of the first update, which all others must match."""
 
     first: object | None = None
     size: int = 0
 
 
 class ParameterServer:
-    """An `Execution` in this process. Numbers are computed in a thread, on files."""
+    """An `Execution` in this process; outer steps are computed on files, in a thread."""
 
     def __init__(self, context: JobContext) -> None:
         if not isinstance(context.spec.executor, AggregateJob):
@@ -66,81 +67,83 @@ class ParameterServer:
         config = context.spec.executor.config
         self._context = context
         self._config = config
-        self._collection = RoundCollector(set(reference_peers([config.updates])), named=bool(config.members))
-        self._layouts = _Layouts()
+        self._collector = RoundCollector(set(reference_peers([config.updates])), members_announced=bool(config.members))
+        self._reference = _ReferenceLayout()
         self._files = PeerFiles(context.endpoint, context.max_bytes)
         self._changed = anyio.Event()
         self._count = 0
-        self._refusals_in, self._refusals = anyio.create_memory_object_stream[UpdateRefused](_REFUSALS)
+        self._refusals_in, self._refusals = anyio.create_memory_object_stream[UpdateRefused](_MAX_QUEUED_REFUSALS)
 
     @property
     def senders(self) -> Set[PeerId]:
         """See `Execution.senders`."""
-        return self._collection.senders
+        return self._collector.senders
 
     @property
-    def takes(self) -> str:
-        """See `Execution.takes`."""
+    def accepted_push_kind(self) -> str:
+        """See `Execution.accepted_push_kind`."""
         return PSEUDO_GRADIENT
 
     @property
-    def traces(self) -> ExecutionTrace:
-        """See `Execution.traces`."""
+    def trace(self) -> ExecutionTrace:
+        """See `Execution.trace`."""
         return ExecutionTrace()
 
-    # ------------------------------------------------------------------------------------------------- taking updates
+    # ---------------------------------------------------------------------------------------------- receiving updates
 
     async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """See `Execution.accept_push`."""
         self._count += 1
-        if header is not None and self._collection.is_late(peer, header.round):
-            return self._discard(peer, header)
+        if header is not None and self._collector.is_late(peer, header.round):
+            return self._accept_late_update(peer, header)
         try:
             number = self._admit(peer, header)
         except UpdateRefusedError as error:
-            self._tell_refused(peer, header.round if header else self._collection.round or 0, str(error))
+            self._report_refusal(peer, header.round if header else self._collector.round or 0, str(error))
             return Refusal(reason=str(error))
         path = self._context.work_dir / f"update-{number}-{self._count}.safetensors"
 
-        async def arrived(size: int, _digest: str) -> None:
-            await self._arrived(peer, number, path, size)
+        async def on_complete(size: int, _digest: str) -> None:
+            await self._on_update_received(peer, number, path, size)
 
-        return FilePushTarget(path, self._limit(), arrived, slot=str(self._context.work_dir))
+        return FilePushTarget(path, self._limit(), on_complete, slot=str(self._context.work_dir))
 
-    def _discard(self, peer: PeerId, header: PushHeader) -> FilePushTarget:
+    def _accept_late_update(self, peer: PeerId, header: PushHeader) -> FilePushTarget:
         path = self._context.work_dir / f"late-{self._count}.safetensors"
 
-        async def arrived(_size: int, _digest: str) -> None:
+        async def on_complete(_size: int, _digest: str) -> None:
             self._drop_late(peer, header.round, path)
 
-        return FilePushTarget(path, self._limit(), arrived, slot=str(self._context.work_dir))
+        return FilePushTarget(path, self._limit(), on_complete, slot=str(self._context.work_dir))
 
     def _drop_late(self, peer: PeerId, number: int, path: Path) -> None:
-        _log.warning("round %d went on without the update of %s, which came late and does not count", number, peer)
+        _log.warning("the update of %s for round %d arrived late and does not count", peer, number)
         _remove(path)
 
     def _limit(self) -> int:
-        """Largest update that is taken: hardly more than the first was."""
-        known = self._layouts.size
-        return min(self._context.max_bytes, known + known // 50 + _HEADER_ROOM if known else self._context.max_bytes)
+        """Return the largest accepted update: slightly more than the first one."""
+        known = self._reference.size
+        return min(
+            self._context.max_bytes, known + known // 50 + _HEADER_ALLOWANCE if known else self._context.max_bytes
+        )
 
     def _admit(self, peer: PeerId, header: PushHeader | None) -> int:
         if header is not None and header.kind != PSEUDO_GRADIENT:
-            raise UpdateRefusedError(f"{header.kind[:40]!r} is not taken here, only {PSEUDO_GRADIENT}")
+            raise UpdateRefusedError(f"{header.kind[:40]!r} is not accepted here, only {PSEUDO_GRADIENT}")
         if header is not None and header.codec not in _CODECS:
-            raise UpdateRefusedError(f"codec {header.codec[:40]!r} is not known here, only {', '.join(_CODECS)}")
-        return self._collection.admit(peer, header.round if header is not None else None)
+            raise UpdateRefusedError(f"codec {header.codec[:40]!r} is not supported here, only {', '.join(_CODECS)}")
+        return self._collector.admit(peer, header.round if header is not None else None)
 
-    async def _arrived(self, peer: PeerId, number: int, path: Path, size: int) -> None:
+    async def _on_update_received(self, peer: PeerId, number: int, path: Path, size: int) -> None:
         try:
             await self._check_layout(path, size)
-            if self._collection.is_late(peer, number):  # the round went on while it was under way
+            if self._collector.is_late(peer, number):  # the round continued without it during the transfer
                 self._drop_late(peer, number, path)
                 return
-            replaced = self._collection.add(peer, number, path)
+            replaced = self._collector.add(peer, number, path)
         except (TensorFileError, UpdateRefusedError, OSError) as error:
             _remove(path)
-            self._tell_refused(peer, number, str(error))
+            self._report_refusal(peer, number, str(error))
             raise TransferRefusedError(str(error)) from error
         if replaced is not None:
             _remove(replaced)
@@ -150,23 +153,23 @@ class ParameterServer:
         from hypha_worker.executors.parameter_server.outer_step import TensorLayout, inspect_update
 
         layout = await anyio.to_thread.run_sync(inspect_update, path, abandon_on_cancel=True)
-        first = self._layouts.first
+        first = self._reference.first
         if not isinstance(first, TensorLayout):
-            self._layouts = _Layouts(layout, size)
+            self._reference = _ReferenceLayout(layout, size)
         elif difference := first.difference(layout):
-            raise UpdateRefusedError(f"the update does not fit the first of this job: {difference}")
+            raise UpdateRefusedError(f"the update does not match the first one of this job: {difference}")
 
-    def _tell_refused(self, peer: PeerId, number: int, reason: str) -> None:
-        _log.warning("update of %s for round %d refused: %s", peer, number, reason)
+    def _report_refusal(self, peer: PeerId, number: int, reason: str) -> None:
+        _log.warning("update from %s for round %d refused: %s", peer, number, reason)
         message = UpdateRefused(job_id=self._context.spec.job_id, round=number, peer=peer, reason=reason[:1000])
         try:
             self._refusals_in.send_nowait(message)
         except (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            _log.warning("the scheduler is not told: too many refusals wait already, or the job is over")
+            _log.warning("a refusal is not reported to the scheduler: too many are queued, or the job is over")
 
-    async def name_members(self, message: RoundMembers) -> MembersKnown:
-        """See `Execution.name_members`."""
-        answer, dropped = self._collection.name_members(message, anyio.current_time())
+    async def set_round_members(self, message: RoundMembers) -> MembersKnown:
+        """See `Execution.set_round_members`."""
+        answer, dropped = self._collector.set_round_members(message, anyio.current_time())
         for path in dropped:
             _remove(path)
         if answer.accepted:
@@ -180,7 +183,7 @@ class ParameterServer:
     async def run(self) -> None:
         """See `Execution.run`."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._report_refusals)
+            tasks.start_soon(self._send_refusals)
             try:
                 while not await self._run_round(tasks):
                     pass
@@ -191,28 +194,28 @@ class ParameterServer:
                 tasks.cancel_scope.deadline = anyio.current_time() + 1.0
 
     async def _run_round(self, tasks: anyio.abc.TaskGroup) -> bool:
-        """One round; gives whether it was the last."""
+        """Run one round; return whether it was the last."""
         await self._wait_for_updates()
-        done = self._collection.close()
-        await self._tell_missing(done)
+        done = self._collector.close_round()
+        await self._report_missing(done)
         result = await self._step(done)
-        await self._give_out(done, result, tasks)
-        answer = await self._tell_updated()
+        await self._push_outer_update(done, result, tasks)
+        answer = await self._report_step()
         if isinstance(answer, ProgressError):
             raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}")
         return isinstance(answer, Done)
 
-    async def _tell_missing(self, done: CompleteRound) -> None:
-        """Before the step is told: the scheduler counts these members' samples until it hears of it."""
+    async def _report_missing(self, done: CompleteRound) -> None:
+        """Report missing members, before the step: until then the scheduler counts their samples."""
         for peer in done.missing:
-            _log.warning("round %d goes on without the update of %s, which did not come in time", done.round, peer)
+            _log.warning("round %d continues without the update of %s, which did not arrive in time", done.round, peer)
             message = UpdateRefused(
-                job_id=self._context.spec.job_id, round=done.round, peer=peer, reason="it did not come in time"
+                job_id=self._context.spec.job_id, round=done.round, peer=peer, reason="it did not arrive in time"
             )
-            await self._tell(message)
+            await self._send_to_scheduler(message)
 
     async def _wait_for_updates(self) -> None:
-        while (due := self._collection.due(anyio.current_time())) != 0.0:
+        while (due := self._collector.seconds_until_due(anyio.current_time())) != 0.0:
             self._changed = anyio.Event()
             with anyio.move_on_after(due):
                 await self._changed.wait()
@@ -220,14 +223,14 @@ class ParameterServer:
     async def _step(self, done: CompleteRound) -> Path:
         from hypha_worker.executors.parameter_server.outer_step import TensorLayout
 
-        layout = self._layouts.first
+        layout = self._reference.first
         if not isinstance(layout, TensorLayout):
-            raise ExecutionError("an outer step is due and no update was ever checked")
+            raise ExecutionError("an outer step is due and no update was checked")
         about = {"hypha.round": done.round, "hypha.updates": len(done.updates)}
         with instrumentation.span("outer step", about):
-            return await self._step_aloud(done, layout)
+            return await self._compute_step(done, layout)
 
-    async def _step_aloud(self, done: CompleteRound, layout: TensorLayout) -> Path:
+    async def _compute_step(self, done: CompleteRound, layout: TensorLayout) -> Path:
         from hypha_proto.update_file import UpdateMetadata
         from hypha_worker.executors.parameter_server.outer_step import OuterOptimizer, outer_step
 
@@ -240,7 +243,7 @@ class ParameterServer:
             result,
             OuterOptimizer(settings.learning_rate, settings.momentum, settings.nesterov is not False),
             UpdateMetadata(round=done.round, statistics=layout.statistics),
-            abandon_on_cancel=True,  # a job that ends leaves the step to its thread, whose files are gone
+            abandon_on_cancel=True,  # when the job is cancelled, its thread may finish on files that are deleted
         )
         for _, path, _ in done.updates:
             _remove(path)
@@ -249,8 +252,8 @@ class ParameterServer:
         _log.info("round %d: outer step over %d updates in %.3f s", done.round, len(done.updates), took)
         return result
 
-    async def _give_out(self, done: CompleteRound, result: Path, tasks: anyio.abc.TaskGroup) -> None:
-        """Push the outer update to everybody at once; waits for those who take part, and not for the others."""
+    async def _push_outer_update(self, done: CompleteRound, result: Path, tasks: anyio.abc.TaskGroup) -> None:
+        """Push the outer update to all receivers concurrently; wait only for those that take part in the round."""
         size, digest = await transfer.describe(result)
         header = PushHeader(
             job_id=self._context.spec.job_id,
@@ -260,13 +263,13 @@ class ParameterServer:
             size=size,
             digest=digest,
         )
-        taking_part, others = self._targets(done)
+        participants, others = self._receivers(done)
         if others:
-            second = result.with_name(f"{result.name}.others")
-            os.link(result, second)
-            tasks.start_soon(self._push_and_remove, others, second, header)
-        if not await self._push_and_remove(taking_part, result, header):
-            raise ExecutionError(f"the outer update of round {done.round} reached none of {len(taking_part)} peers")
+            copy = result.with_name(f"{result.name}.others")
+            os.link(result, copy)
+            tasks.start_soon(self._push_and_remove, others, copy, header)
+        if not await self._push_and_remove(participants, result, header):
+            raise ExecutionError(f"the outer update of round {done.round} reached none of {len(participants)} peers")
 
     async def _push_and_remove(self, peers: Sequence[PeerId], path: Path, header: PushHeader) -> bool:
         with instrumentation.span("send outer update", {"hypha.round": header.round, "hypha.peers": len(peers)}):
@@ -276,30 +279,32 @@ class ParameterServer:
         _remove(path)
         return bool(sent)
 
-    def _targets(self, done: CompleteRound) -> tuple[list[PeerId], list[PeerId]]:
-        """Who gets the outer update: members whose updates made it and the scheduler; then all other receivers."""
+    def _receivers(self, done: CompleteRound) -> tuple[list[PeerId], list[PeerId]]:
+        """Return the receivers of the outer update: the scheduler and members whose updates count; then all others."""
         listed = sorted(reference_peers([self._config.results]))
         members = [peer for peer, _, _ in done.updates]
         scheduler = [peer for peer in listed if peer == self._context.scheduler]
-        taking_part = list(dict.fromkeys([*members, *scheduler]))
-        return taking_part, [peer for peer in listed if peer not in taking_part]
+        participants = list(dict.fromkeys([*members, *scheduler]))
+        return participants, [peer for peer in listed if peer not in participants]
 
-    async def _tell_updated(self) -> ProgressResponse:
+    async def _report_step(self) -> ProgressResponse:
         context = self._context
         request = ProgressRequest(
             job_id=context.spec.job_id, progress=OuterStepTaken(), lease=context.lease, id=uuid.uuid4()
         )
-        return await ask(context.endpoint, context.scheduler, REPORT, request, timeout=30.0, pauses=REPORT_PAUSES)
+        return await call_with_retries(
+            context.endpoint, context.scheduler, REPORT, request, timeout=30.0, delays=REPORT_DELAYS
+        )
 
-    async def _report_refusals(self) -> None:
+    async def _send_refusals(self) -> None:
         async for message in self._refusals:
-            await self._tell(message)
+            await self._send_to_scheduler(message)
 
-    async def _tell(self, message: UpdateRefused) -> None:
+    async def _send_to_scheduler(self, message: UpdateRefused) -> None:
         try:
-            await ask(self._context.endpoint, self._context.scheduler, UPDATE_REFUSED, message)
+            await call_with_retries(self._context.endpoint, self._context.scheduler, UPDATE_REFUSED, message)
         except NetError as error:
-            _log.warning("the scheduler was not told of an update that does not count: %s", error)
+            _log.warning("an update that does not count could not be reported to the scheduler: %s", error)
 
 
 def _remove(path: Path) -> None:

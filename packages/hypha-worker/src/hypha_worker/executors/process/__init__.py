@@ -1,1 +1,1 @@
-"""Executors that run as a process of their own."""
+"""The process executor: runs a job as a separate process with its bridge."""

@@ -1,7 +1,7 @@
-"""Runs a job as a process of its owner's choosing, with a bridge to the network at a Unix socket.
+"""Runs a job as a process, by the owner's configured command, with a bridge to the network on a Unix socket.
 
-Before this room: `jobs` made the work directory. After it: `hypha.accelerate_executor`, or whatever the configuration
-names, which talks to `bridge` only. When `run` is over the whole process tree is gone.
+Called by `jobs.job_manager`. The process, such as `hypha.accelerate_executor`, communicates with `bridge` only. When
+`run` returns, `process_tree` has ended the process and every descendant that it can find.
 """
 
 from __future__ import annotations
@@ -33,24 +33,26 @@ from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
 from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import open_bridge
-from hypha_worker.connectors.access_policy import Access
+from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.process.process_tree import SHUTDOWN_GRACE, TERM_GRACE, TOKEN_VARIABLE, terminate_tree
 from hypha_worker.hardware.usage import measure_usage
-from hypha_worker.jobs.execution import ExecutionError, ExecutionTrace, JobContext
+from hypha_worker.jobs.execution import ExecutionTrace, JobContext
 from hypha_worker.jobs.references import reference_peers, without_secrets
 
 _log = logging.getLogger(__name__)
 
 LAST_LINES: Final = 40
-"""Lines of an executor's output that its end is reported with."""
+"""Number of an executor's last output lines in the report of its end."""
 _LINE_LIMIT: Final = 4096
 _ERROR_LINE: Final = re.compile(r"(ERROR|CRITICAL) [\w.]+: ")
-"""How a line begins that an executor's own logging marks as the reason; its launcher's traceback may come after it."""
+"""Start of a line that an executor logs as an error; reported first, as a launcher's traceback may follow it."""
 _LOG_LIMIT: Final = 64 << 20
 _ARGUMENT_LIMIT: Final = 128 << 10
-"""Bytes of one argument that Linux takes."""
-_DRAIN: Final = 1.0
+"""Largest number of bytes in one argument (Linux)."""
+_OUTPUT_DRAIN: Final = 1.0
+"""Seconds in which remaining output is read after the processes have ended."""
 _RUNNING: Final = instrumentation.UpDownCounter("hypha.worker.executors.active", "{executor}", "Executors that run.")
 _EXITS: Final = instrumentation.Counter(
     "hypha.worker.executors.ended", "{executor}", "Executors that ended, by exit code."
@@ -60,20 +62,20 @@ _DEVICE_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """How an executor is started, by the owner's configuration."""
+    """How an executor is started, from the owner's configuration."""
 
     cmd: str
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    access: Access = field(default_factory=Access)
+    access: AccessPolicy = field(default_factory=AccessPolicy)
     socket_folder: Path = Path("/tmp")
-    """Where sockets are made; its path is short."""
+    """Where sockets are created; its path is short."""
     has_devices: bool = False
-    """Whether the machine lists GPUs, so that a job sees only those of its lease."""
+    """Whether the configuration lists GPUs, so that a job sees only those of its lease."""
 
 
 class ProcessExecution:
-    """An `Execution` in a process of its own."""
+    """An `Execution` in a separate process."""
 
     def __init__(self, context: JobContext, settings: ProcessSettings) -> None:
         self._context = context
@@ -83,52 +85,52 @@ class ProcessExecution:
         self._error: str | None = None
         self._job_json: tuple[str, ...] = ()
         self._exit_code: int | None = None
-        self._inbox = DeliveryQueue(
+        self._queue = DeliveryQueue(
             job_id=context.spec.job_id,
             work_dir=context.work_dir,
             senders=reference_peers([context.spec.executor.config.results]),
             max_bytes=context.max_bytes,
-            kind=self.takes,
+            kind=self.accepted_push_kind,
         )
 
     @property
     def senders(self) -> Set[PeerId]:
         """See `Execution.senders`."""
-        return self._inbox.senders
+        return self._queue.senders
 
     @property
-    def takes(self) -> str:
-        """See `Execution.takes`."""
+    def accepted_push_kind(self) -> str:
+        """See `Execution.accepted_push_kind`."""
         return OUTER_UPDATE
 
     @property
-    def traces(self) -> ExecutionTrace:
-        """See `Execution.traces`."""
+    def trace(self) -> ExecutionTrace:
+        """See `Execution.trace`."""
         if self._exit_code == 0 or self._error is None:
             return ExecutionTrace(self._exit_code, tuple(self._lines))
-        rest = [line for line in self._lines if line != self._error]
-        return ExecutionTrace(self._exit_code, (self._error, *rest[1 - LAST_LINES :]))
+        others = [line for line in self._lines if line != self._error]
+        return ExecutionTrace(self._exit_code, (self._error, *others[1 - LAST_LINES :]))
 
     async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """See `Execution.accept_push`."""
-        return self._inbox.accept(peer, header)
+        return self._queue.accept(peer, header)
 
-    async def name_members(self, message: RoundMembers) -> MembersKnown:
-        """See `Execution.name_members`."""
-        return MembersKnown(accepted=False, reason=f"job {message.job_id} is a training job here")
+    async def set_round_members(self, message: RoundMembers) -> MembersKnown:
+        """See `Execution.set_round_members`."""
+        return MembersKnown(accepted=False, reason=f"job {message.job_id} is a training job on this worker")
 
     async def run(self) -> None:
         """See `Execution.run`."""
         socket_path = self._settings.socket_folder / f"{secrets.token_hex(4)}.sock"
-        resources = self._resources()
-        async with open_bridge(resources, socket_path):
+        backend = self._make_backend()
+        async with open_bridge(backend, socket_path):
             try:
                 await self._run_process(socket_path)
             finally:
-                self._inbox.close()
-                resources.close()
+                self._queue.close()
+                backend.close()
 
-    def _resources(self) -> JobBridgeBackend:
+    def _make_backend(self) -> JobBridgeBackend:
         context = self._context
         return JobBridgeBackend(
             endpoint=context.endpoint,
@@ -136,38 +138,38 @@ class ProcessExecution:
             lease=context.lease,
             scheduler=context.scheduler,
             work_dir=context.work_dir,
-            inbox=self._inbox,
+            queue=self._queue,
             access=self._settings.access,
             files=PeerFiles(context.endpoint, context.max_bytes),
             traceparent=context.traceparent,
         )
 
     async def _run_process(self, socket_path: Path) -> None:
-        words = substitutions(self._context.spec, self._context.work_dir, socket_path)
-        self._job_json = (words["{JOB_JSON}"], repr(words["{JOB_JSON}"])[1:-1])
-        process = await self._start(words)
-        reading = anyio.CancelScope(shield=True)  # a process that is being ended may still have last words
+        values = placeholder_values(self._context.spec, self._context.work_dir, socket_path)
+        self._job_json = (values["{JOB_JSON}"], repr(values["{JOB_JSON}"])[1:-1])
+        process = await self._start(values)
+        reading = anyio.CancelScope(shield=True)  # a process that is being ended may still write output
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read_output, process, reading)
-            measuring = self._measure(process.pid, tasks)
+            measuring = self._start_measuring(process.pid, tasks)
             try:
                 await process.wait()
             finally:
                 measuring.cancel()
                 grace = TERM_GRACE if self._context.scope.cancel_called else SHUTDOWN_GRACE
-                await terminate_tree(process, self._token, grace)  # what the process left running, too
+                await terminate_tree(process, self._token, grace)  # also ends what the process left running
                 self._exit_code = process.returncode
                 _RUNNING.add(-1)
                 _EXITS.add(1, {"process.exit.code": str(process.returncode)})
-                reading.deadline = anyio.current_time() + _DRAIN
+                reading.deadline = anyio.current_time() + _OUTPUT_DRAIN
         with anyio.CancelScope(shield=True):
             await process.aclose()
         _log.info("[%s] executor %s", f"{self._context.spec.job_id}"[:8], exit_text(self._exit_code))
         if self._exit_code != 0:
             raise ExecutionError(f"executor {self._settings.cmd} {exit_text(self._exit_code)}")
 
-    def _measure(self, pid: int, tasks: anyio.abc.TaskGroup) -> anyio.CancelScope:
-        """Measure what the executor uses, if anybody collects it, until the scope is cancelled."""
+    def _start_measuring(self, pid: int, tasks: anyio.abc.TaskGroup) -> anyio.CancelScope:
+        """Start measuring the executor's use, if metrics are exported; cancel the returned scope to stop."""
         scope = anyio.CancelScope()
         _RUNNING.add(1)
         if instrumentation.enabled():
@@ -181,8 +183,8 @@ class ProcessExecution:
             tasks.start_soon(measure)
         return scope
 
-    async def _start(self, words: Mapping[str, str]) -> anyio.abc.Process:
-        command = [self._executable(), *(substitute(arg, words) for arg in self._settings.args)]
+    async def _start(self, values: Mapping[str, str]) -> anyio.abc.Process:
+        command = [self._executable(), *(substitute(arg, values) for arg in self._settings.args)]
         for argument in command:
             if len(os.fsencode(argument)) >= _ARGUMENT_LIMIT:
                 raise ExecutionError("the job's spec is too long for an argument: use {JOB_FILE} instead of {JOB_JSON}")
@@ -192,7 +194,7 @@ class ProcessExecution:
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.STDOUT,
                 cwd=self._context.work_dir,
-                env=self._environment(words),
+                env=self._environment(values),
                 start_new_session=True,
             )
         except OSError as error:
@@ -205,19 +207,19 @@ class ProcessExecution:
             raise ExecutionError(f"executor command {self._settings.cmd!r} is not found on this worker's PATH")
         return str(Path(found).absolute())
 
-    def _environment(self, words: Mapping[str, str]) -> dict[str, str]:
+    def _environment(self, values: Mapping[str, str]) -> dict[str, str]:
         allocation = self._context.allocation
-        own = {name: substitute(value, words) for name, value in self._settings.env.items()}
+        configured = {name: substitute(value, values) for name, value in self._settings.env.items()}
         threads = {"OMP_NUM_THREADS": str(max(1, int(allocation.resources.cpu)))}
         devices: dict[str, str] = {}
         if self._settings.has_devices:
             devices = dict.fromkeys(_DEVICE_VARIABLES, ",".join(str(device.index) for device in allocation.devices))
-            devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order that devices are detected in, not CUDA's own
+            devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order; CUDA's default differs
         trace = {"TRACEPARENT": self._context.traceparent} if self._context.traceparent else {}
-        return {**threads, **os.environ, **own, **devices, **trace, TOKEN_VARIABLE: self._token}
+        return {**threads, **os.environ, **configured, **devices, **trace, TOKEN_VARIABLE: self._token}
 
     async def _read_output(self, process: anyio.abc.Process, reading: anyio.CancelScope) -> None:
-        """Keep what the process prints: all of it (bounded) in a file, the last lines here, each line in our log."""
+        """Read the process's output: write it to a bounded file, log each line, and remember the last ones."""
         assert process.stdout is not None
         name = f"{self._context.spec.job_id}"[:8]
         with reading, (self._context.work_dir / "executor.log").open("wb") as file:
@@ -226,18 +228,18 @@ class ProcessExecution:
                 while True:
                     *lines, pending = (pending + await process.stdout.receive(65536)).split(b"\n")
                     for line in lines:
-                        self._keep(file, line, name)
-                    if len(pending) > _LINE_LIMIT:  # progress bars end their lines with a carriage return
-                        self._keep(file, pending, name)
+                        self._record_line(file, line, name)
+                    if len(pending) > _LINE_LIMIT:  # progress bars end lines with a carriage return
+                        self._record_line(file, pending, name)
                         pending = b""
             if pending:
-                self._keep(file, pending, name)
+                self._record_line(file, pending, name)
 
-    def _keep(self, file: BinaryIO, line: bytes, name: str) -> None:
+    def _record_line(self, file: BinaryIO, line: bytes, name: str) -> None:
         if file.tell() < _LOG_LIMIT:
             file.write(line + b"\n")
         text = line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
-        for job in self._job_json:  # a launcher that failed repeats its command
+        for job in self._job_json:  # a launcher that failed prints its command, with the whole spec
             text = text.replace(job, "{JOB_JSON}")
         text = text[:_LINE_LIMIT]
         if text:
@@ -247,8 +249,8 @@ class ProcessExecution:
             _log.info("[%s] %s", name, text, extra={"unlimited": True})
 
 
-def substitutions(spec: JobSpec, work_dir: Path, socket_path: Path) -> dict[str, str]:
-    """The words that stand for a job's values in arguments and environment; also writes the job's file."""
+def placeholder_values(spec: JobSpec, work_dir: Path, socket_path: Path) -> dict[str, str]:
+    """Return the value of each placeholder in arguments and environment; also write the job's file."""
     text = to_json(JobSpec, without_secrets(spec)).decode()
     job_file = work_dir / "job.json"
     job_file.write_text(text)
@@ -260,18 +262,18 @@ def substitutions(spec: JobSpec, work_dir: Path, socket_path: Path) -> dict[str,
     }
 
 
-def substitute(text: str, words: Mapping[str, str]) -> str:
-    """Put the values in; a value that looks like a word is not looked at again."""
-    names: Sequence[str] = sorted(words, key=text.find)
+def substitute(text: str, values: Mapping[str, str]) -> str:
+    """Replace each placeholder by its value; placeholders inside values are not replaced."""
+    names: Sequence[str] = sorted(values, key=text.find)
     first = next((name for name in names if name in text), None)
     if first is None:
         return text
     before, after = text.split(first, 1)
-    return before + words[first] + substitute(after, words)
+    return before + values[first] + substitute(after, values)
 
 
 def exit_text(code: int | None) -> str:
-    """``exited with status 3`` or ``was ended by SIGKILL``."""
+    """Describe an exit code: ``exited with status 3`` or ``was ended by SIGKILL``."""
     if code is not None and code < 0:
         with suppress(ValueError):
             return f"was ended by {signal.Signals(-code).name}"

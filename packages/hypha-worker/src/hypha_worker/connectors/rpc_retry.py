@@ -1,0 +1,63 @@
+"""Bounded retries of requests and transfers that may fail for a moment.
+
+Called by every module that asks a peer for something: `peer_files`, `bridge.backend`, `jobs.job_manager` and the
+parameter server. Calls `hypha_net.rpc`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeVar
+
+import anyio
+
+from hypha_net import rpc
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
+from hypha_proto.ids import PeerId
+from hypha_proto.protocols import RpcMethod
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Req = TypeVar("Req")
+Resp = TypeVar("Resp")
+
+RETRY_DELAYS: Final = (0.0, 0.25, 1.0, 3.0)
+"""Seconds before each attempt at an operation that may fail for a moment."""
+REPORT_DELAYS: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before each attempt at a report: no job is lost while its scheduler is unreachable for 15 seconds."""
+
+
+async def retry(what: str, attempt: Callable[[], Awaitable[T]], delays: Sequence[float] = RETRY_DELAYS) -> T:
+    """Call `attempt` until it succeeds, once per delay. A refusal is final.
+
+    Raises:
+        NetError: the error of the last attempt.
+    """
+    for number, delay in enumerate(delays, 1):
+        await anyio.sleep(delay)
+        try:
+            return await attempt()
+        except (TransferRefusedError, UnsupportedProtocolError):
+            raise
+        except NetError as error:
+            if number == len(delays):
+                raise
+            _log.info("%s failed (%s), attempt %d of %d", what, error, number, len(delays))
+    raise ValueError("no attempts were allowed")
+
+
+async def call_with_retries(
+    endpoint: Endpoint,
+    peer: PeerId,
+    method: RpcMethod[Req, Resp],
+    message: Req,
+    *,
+    timeout: float = 10.0,
+    delays: Sequence[float] = RETRY_DELAYS,
+) -> Resp:
+    """Call `rpc.call` with bounded retries. Raises `NetError`."""
+    what = f"{method.variant or method.protocol} to {peer}"
+    return await retry(what, lambda: rpc.call(endpoint, peer, method, message, timeout=timeout), delays)
