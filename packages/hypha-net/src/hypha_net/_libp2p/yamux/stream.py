@@ -163,7 +163,7 @@ class YamuxStream(IMuxedStream):
         """Hand a complete frame in the reader's buffer to the reader."""
         self._inplace_partial, self._inplace_received = 0, length
         self._receive_allowance -= length
-        self._session.unread.size += length
+        self._session.unread.add(length)
         self._notify()
 
     def take_spilled(self) -> bytes:
@@ -183,7 +183,7 @@ class YamuxStream(IMuxedStream):
             await self._wait_for_change()
 
     def _count_read(self, size: int) -> None:
-        self._session.unread.size -= size
+        self._session.unread.remove(size)
         self._update_window(size)
 
     def _update_window(self, size: int) -> None:
@@ -245,7 +245,7 @@ class YamuxStream(IMuxedStream):
         if self._discarding:
             self.grant_window(len(data))
         elif data:
-            self._session.unread.size += len(data)
+            self._session.unread.add(len(data))
             self._buffer.append(data)
             self._notify()
 
@@ -390,7 +390,7 @@ class YamuxStream(IMuxedStream):
 
     def _drop_buffer(self) -> int:
         size = self._buffer.clear()
-        self._session.unread.size -= size
+        self._session.unread.remove(size)
         return size
 
     @property
