@@ -33,8 +33,8 @@ from support.process_ready import first_line
 from support.waiting import run
 
 from hypha_net._libp2p.yamux.session import YamuxSession
+from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import NetError
-from hypha_net.node.lifecycle import leaves
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -271,7 +271,7 @@ def test_our_engine_is_free_of_the_fault(row: Row, authority: Any) -> None:
 
 @pytest.mark.parametrize(("row", "symptom"), ROWS.items(), ids=lambda row: getattr(row, "__name__", ""))
 def test_py_libp2p_has_the_fault(row: Row, symptom: str, tmp_path: Path) -> None:
-    with pytest.raises(Exception) as raised:  # noqa: PT011 - what it says is compared below
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - its text is compared below
         play(row, Stock(), tmp_path)
-    told = [f"{type(leaf).__name__}: {leaf}" for leaf in leaves(raised.value)]
-    assert any(re.search(symptom, one) for one in told), told
+    errors = [f"{type(leaf).__name__}: {leaf}" for leaf in leaf_errors(raised.value)]
+    assert any(re.search(symptom, one) for one in errors), errors

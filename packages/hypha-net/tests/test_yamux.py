@@ -22,7 +22,7 @@ from libp2p.stream_muxer.yamux.yamux import Yamux
 
 from hypha_net._libp2p.yamux import session as session_module
 from hypha_net._libp2p.yamux.buffer_pool import release_buffer
-from hypha_net._libp2p.yamux.frames import MAX_WINDOW, START_WINDOW
+from hypha_net._libp2p.yamux.frames import INITIAL_WINDOW, MAX_WINDOW
 from hypha_net._libp2p.yamux.receive_buffer import UnreadBytes
 from hypha_net._libp2p.yamux.session import MAX_STREAMS, PING_INTERVAL, PING_TIMEOUT, YamuxSession
 
@@ -463,15 +463,15 @@ def test_window_grows_only_on_links_with_long_round_trip() -> None:
             near = await one.open_stream()
             far = await two.accept_stream()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(near.write, bytes(20 * START_WINDOW))
-                left = 20 * START_WINDOW
+                nursery.start_soon(near.write, bytes(20 * INITIAL_WINDOW))
+                left = 20 * INITIAL_WINDOW
                 while left:
                     left -= len(await far.read(100_000))
                     await trio.sleep(0.005)  # 20 MB a second
             return int(far._receive_window)
 
     clock = trio.testing.MockClock(autojump_threshold=0)
-    assert trio.run(case, 0.0001, clock=clock) == START_WINDOW
+    assert trio.run(case, 0.0001, clock=clock) == INITIAL_WINDOW
     clock = trio.testing.MockClock(autojump_threshold=0)
     assert trio.run(case, 0.1, clock=clock) == MAX_WINDOW
 
@@ -525,14 +525,14 @@ def test_slow_reader_grants_window_regularly() -> None:
             near = await one.open_stream()
             far = await two.accept_stream()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(near.write, bytes(2 * START_WINDOW))
+                nursery.start_soon(near.write, bytes(2 * INITIAL_WINDOW))
                 await trio.sleep(1)
                 assert near._send_window == 0
                 for _ in range(10):
                     await trio.sleep(1.1)
                     await far.read(1000)
                 assert (
-                    two.unread.size > START_WINDOW - 2000
+                    two.unread.size > INITIAL_WINDOW - 2000
                 )  # what was read has been replaced: the writer sees progress
                 nursery.cancel_scope.cancel()
 
@@ -846,7 +846,7 @@ def test_unread_bytes_are_limited_per_connection(monkeypatch: pytest.MonkeyPatch
     async def case() -> None:
         async with session_and_wire() as (session, peer):
             for stream in range(1, 11, 2):
-                await peer.send_all(frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(START_WINDOW)))
+                await peer.send_all(frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(INITIAL_WINDOW)))
             await session.event_closed.wait()
             assert session.unread.size == 0
 
@@ -869,7 +869,7 @@ def test_many_unread_circuits_do_not_close_the_connection() -> None:
                 assert not two.is_closed
                 assert (
                     two.unread.size
-                    == session_module.MAX_WIDE * MAX_WINDOW + (128 - session_module.MAX_WIDE) * START_WINDOW
+                    == session_module.MAX_WIDE * MAX_WINDOW + (128 - session_module.MAX_WIDE) * INITIAL_WINDOW
                 )
                 nursery.cancel_scope.cancel()
 
@@ -879,7 +879,7 @@ def test_many_unread_circuits_do_not_close_the_connection() -> None:
 def test_unread_limit_is_shared_by_connections_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "MAX_UNREAD", 3 * MAX_WINDOW)
     full = b"".join(
-        frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(START_WINDOW)) for stream in range(1, 15, 2)
+        frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(INITIAL_WINDOW)) for stream in range(1, 15, 2)
     )
 
     async def case() -> None:
@@ -893,7 +893,7 @@ def test_unread_limit_is_shared_by_connections_of_a_peer(monkeypatch: pytest.Mon
             assert not first.is_closed
             stream = await first.accept_stream()
             assert await stream.read(5) == bytes(5)
-            assert shared.size == 7 * START_WINDOW - 5
+            assert shared.size == 7 * INITIAL_WINDOW - 5
         assert shared.size == 0
 
     run(case)

@@ -28,9 +28,9 @@ from multiaddr import Multiaddr
 from hypha_net._libp2p.yamux.buffer_pool import acquire_buffer
 from hypha_net._libp2p.yamux.frames import (
     HEADER,
+    INITIAL_WINDOW,
     MAX_WINDOW,
     SMALL_BODY,
-    START_WINDOW,
     FrameFlag,
     FrameType,
     frame_header,
@@ -340,7 +340,7 @@ class YamuxSession(IMuxedConn):
     @property
     def initial_receive_window(self) -> int:
         """Receive window of a new stream; larger on relayed connections, which pass through three processes."""
-        return MAX_WINDOW if self.is_relayed and self.can_widen() else START_WINDOW
+        return MAX_WINDOW if self.is_relayed and self.can_widen() else INITIAL_WINDOW
 
     def can_widen(self) -> bool:
         """Return whether one more stream may have a widened window: many of them unread would exceed `MAX_UNREAD`."""
