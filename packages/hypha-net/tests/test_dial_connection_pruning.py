@@ -1,4 +1,4 @@
-"""Peers that are connected twice: both ends use the same connection, the other goes, and nothing is lost meanwhile."""
+"""Connection pruning: peers with several connections use the same one, others are closed, no message is lost."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ async def check_echo(node: Libp2pEndpoint, peer: Libp2pEndpoint, text: bytes = b
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections that are not used go after half a second."""
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Close unused connections after half a second."""
     monkeypatch.setattr(connection_pruning, "GRACE", 0.5)
     monkeypatch.setattr(connection_pruning, "INTERVAL", 0.1)
 
 
-def between(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> int:
+def connection_count(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> int:
     return len(node._dialer.connections(peer.peer_id))
 
 
 def initiators(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> list[bool]:
-    """Of each connection, whether `node` dialled it."""
+    """Return for each connection whether `node` dialled it."""
     return [bool(each.muxed_conn.is_initiator) for each in node._dialer.connections(peer.peer_id)]
 
 
-def where(address: str) -> Multiaddr:
-    """An address without its peer: it is dialled although there is a connection."""
+def without_peer(address: str) -> Multiaddr:
+    """Return an address without its peer id, so that it is dialled although a connection exists."""
     return Multiaddr(address.partition("/p2p/")[0])
 
 
 async def dial_each_other(one: Libp2pEndpoint, two: Libp2pEndpoint, both: int = 2) -> None:
-    """A connection from either side, as if both had dialled before they heard of the other's."""
+    """Make a connection from either side, as if both had dialled at the same moment."""
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(dial_tcp, one._swarm, where(two.addresses[0]), two.peer_id)
-        tasks.start_soon(dial_tcp, two._swarm, where(one.addresses[0]), one.peer_id)
-    await until(lambda: between(one, two) == between(two, one) == both)
+        tasks.start_soon(dial_tcp, one._swarm, without_peer(two.addresses[0]), two.peer_id)
+        tasks.start_soon(dial_tcp, two._swarm, without_peer(one.addresses[0]), one.peer_id)
+    await until(lambda: connection_count(one, two) == connection_count(two, one) == both)
 
 
 @asynccontextmanager
 async def pair(authority: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint]]:
-    """Two nodes, the one with the smaller id first."""
+    """Yield two nodes, the one with the smaller id first."""
     settings = EndpointSettings((LOOPBACK,))
     async with (
         open_endpoint(authority.identity("one"), settings) as one,
@@ -77,37 +77,37 @@ async def pair(authority: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndp
         yield smaller, larger
 
 
-class Talk:
-    """Requests and gossip both ways for as long as it is open; every message has a number of its own."""
+class Traffic:
+    """Requests and gossip in both directions while `running` is open; every message has its own number."""
 
     def __init__(self, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         self._nodes = (one, two)
         self.answered = 0
-        self.said: Counter[bytes] = Counter()
-        self.heard: Counter[bytes] = Counter()
+        self.sent: Counter[bytes] = Counter()
+        self.received: Counter[bytes] = Counter()
         self._over = False
 
-    async def ask(self, node: Libp2pEndpoint, peer: Libp2pEndpoint) -> None:
+    async def request_all(self, node: Libp2pEndpoint, peer: Libp2pEndpoint) -> None:
         while not self._over:
             await check_echo(node, peer, f"{self.answered}".encode())
             self.answered += 1
             await anyio.sleep(0.005)
 
-    async def say(self, node: Libp2pEndpoint) -> None:
+    async def publish_all(self, node: Libp2pEndpoint) -> None:
         number = 0
         while not self._over:
             text = f"{node.peer_id} {number}".encode()
-            self.said[text] += 1
+            self.sent[text] += 1
             await node.publish(TOPIC, text)
             number += 1
             await anyio.sleep(0.02)
 
-    async def hear(self, messages: Any) -> None:
+    async def receive(self, messages: Any) -> None:
         async for message in messages:
-            self.heard[message.data] += 1
+            self.received[message.data] += 1
 
     @asynccontextmanager
-    async def going_on(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         one, two = self._nodes
         async with one.subscribe(TOPIC) as of_one, two.subscribe(TOPIC) as of_two:
             for node, peer in ((one, two), (two, one)):
@@ -115,13 +115,13 @@ class Talk:
                 await until(lambda node=node, peer=peer: in_mesh(node, peer))  # type: ignore[misc]
             async with anyio.create_task_group() as tasks:
                 for messages in (of_one, of_two):
-                    tasks.start_soon(self.hear, messages)
+                    tasks.start_soon(self.receive, messages)
                 for node, peer in ((one, two), (two, one)):
-                    tasks.start_soon(self.ask, node, peer)
-                    tasks.start_soon(self.say, node)
+                    tasks.start_soon(self.request_all, node, peer)
+                    tasks.start_soon(self.publish_all, node)
                 yield
                 self._over = True
-                await until(lambda: self.heard.total() >= self.said.total())
+                await until(lambda: self.received.total() >= self.sent.total())
                 tasks.cancel_scope.cancel()
 
 
@@ -130,101 +130,104 @@ def in_mesh(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> bool:
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_of_two_connections_both_ends_keep_what_the_smaller_id_dialled(authority: Any, soon: None, times: int) -> None:
+def test_both_ends_keep_the_connection_that_the_smaller_id_dialled(
+    authority: Any, short_grace: None, times: int
+) -> None:
     async def main() -> None:
         async with pair(authority) as (smaller, larger):
-            await dial_tcp(larger._swarm, where(smaller.addresses[0]), smaller.peer_id)
-            talk = Talk(smaller, larger)
-            async with talk.going_on():
-                await dial_tcp(smaller._swarm, where(larger.addresses[0]), larger.peer_id)
-                await until(lambda: between(larger, smaller) == 2)
+            await dial_tcp(larger._swarm, without_peer(smaller.addresses[0]), smaller.peer_id)
+            traffic = Traffic(smaller, larger)
+            async with traffic.running():
+                await dial_tcp(smaller._swarm, without_peer(larger.addresses[0]), larger.peer_id)
+                await until(lambda: connection_count(larger, smaller) == 2)
                 for node, peer in ((smaller, larger), (larger, smaller)):
                     used = node._dialer.connection(peer.peer_id)
                     assert used is not None
                     assert used.muxed_conn.is_initiator is (node is smaller), "from the first stream on"
-                await only_what_the_smaller_dialled(smaller, larger)
+                await wait_for_one_connection_dialled_by_smaller(smaller, larger)
                 for _ in range(1, times):
                     kept = smaller._dialer.connection(larger.peer_id)
                     await dial_each_other(smaller, larger, 3)
-                    await only_what_the_smaller_dialled(smaller, larger)
+                    await wait_for_one_connection_dialled_by_smaller(smaller, larger)
                     assert smaller._dialer.connection(larger.peer_id) is not kept, "the newest"
-                before = talk.answered
-                await until(lambda: talk.answered > before + 10)
-            assert talk.heard == talk.said, "each message once, none lost"
-            assert talk.said.total() > 10 * times
+                before = traffic.answered
+                await until(lambda: traffic.answered > before + 10)
+            assert traffic.received == traffic.sent, "each message once, none lost"
+            assert traffic.sent.total() > 10 * times
 
     run(main, 100)
 
 
-async def only_what_the_smaller_dialled(smaller: Libp2pEndpoint, larger: Libp2pEndpoint) -> None:
-    await until(lambda: between(smaller, larger) == between(larger, smaller) == 1)
+async def wait_for_one_connection_dialled_by_smaller(smaller: Libp2pEndpoint, larger: Libp2pEndpoint) -> None:
+    await until(lambda: connection_count(smaller, larger) == connection_count(larger, smaller) == 1)
     assert (initiators(smaller, larger), initiators(larger, smaller)) == ([True], [False])
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_two_that_connect_at_once_end_with_one_connection(authority: Any, soon: None, times: int) -> None:
+def test_simultaneous_dials_end_with_one_connection(authority: Any, short_grace: None, times: int) -> None:
     async def main() -> None:
-        twice = 0
+        simultaneous = 0
         async with pair(authority) as (one, two):
             for _ in range(times):
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(one.connect, two.addresses[0])
                     tasks.start_soon(two.connect, one.addresses[0])
-                twice += between(one, two) == 2
+                simultaneous += connection_count(one, two) == 2
                 async with anyio.create_task_group() as tasks:
                     for node, peer in ((one, two), (two, one)):
                         for _ in range(5):
                             tasks.start_soon(check_echo, node, peer)
-                await until(lambda: between(one, two) == between(two, one) == 1)
+                await until(lambda: connection_count(one, two) == connection_count(two, one) == 1)
                 await check_echo(one, two)
                 await check_echo(two, one)
                 await one.disconnect(two.peer_id)
                 await until(lambda: not one.connected_peers() and not two.connected_peers())
-        assert twice, "the two never had two connections: this has shown nothing"
+        assert simultaneous, "there never were two connections: the test has shown nothing"
 
     run(main)
 
 
-def test_what_is_open_on_the_other_connection_stays_to_its_end(authority: Any, soon: None) -> None:
+def test_open_streams_keep_a_surplus_connection(authority: Any, short_grace: None) -> None:
     async def main() -> None:
         async with pair(authority) as (smaller, larger):
-            await dial_tcp(larger._swarm, where(smaller.addresses[0]), smaller.peer_id)
-            await until(lambda: between(smaller, larger) == 1)
+            await dial_tcp(larger._swarm, without_peer(smaller.addresses[0]), smaller.peer_id)
+            await until(lambda: connection_count(smaller, larger) == 1)
             streams = [
                 await larger.open_stream(smaller.peer_id, [ECHO]),
                 await smaller.open_stream(larger.peer_id, [ECHO]),
             ]
-            await dial_tcp(smaller._swarm, where(larger.addresses[0]), larger.peer_id)
+            await dial_tcp(smaller._swarm, without_peer(larger.addresses[0]), larger.peer_id)
             await anyio.sleep(3 * connection_pruning.GRACE)
             for stream in streams:
-                assert between(smaller, larger) == between(larger, smaller) == 2
+                assert connection_count(smaller, larger) == connection_count(larger, smaller) == 2
                 await stream.send_all(b"still there")
                 assert await stream.receive_some() == b"still there"
                 await stream.aclose()
-            await only_what_the_smaller_dialled(smaller, larger)
+            await wait_for_one_connection_dialled_by_smaller(smaller, larger)
 
     run(main)
 
 
-def test_what_a_peer_has_dialled_is_the_peer_s_to_close(authority: Any, soon: None) -> None:
+def test_only_the_dialling_side_closes_a_connection(authority: Any, short_grace: None) -> None:
     async def main() -> None:
         async with pair(authority) as (smaller, larger):
-            larger._merger._can_close = lambda *_: False  # type: ignore[method-assign]  # as one that keeps what it has
+            # like an implementation that keeps every connection
+            larger._merger._can_close = lambda *_: False  # type: ignore[method-assign]
             await dial_each_other(smaller, larger)
             await anyio.sleep(3 * connection_pruning.GRACE)
-            assert between(smaller, larger) == between(larger, smaller) == 2
+            assert connection_count(smaller, larger) == connection_count(larger, smaller) == 2
             await check_echo(smaller, larger)
             await check_echo(larger, smaller)
 
     run(main)
 
 
-# ---------------------------------------------------------------------------------------------------- places, circuits
+# ---------------------------------------------------------------------------------------------------- relays
 
 
 @asynccontextmanager
 async def behind_gateway(authority: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint]]:
-    """A gateway that relays, and two nodes that have a place there."""
+    """Yield a gateway that relays, and two nodes with a reservation there."""
     settings = EndpointSettings((LOOPBACK,), role="gateway", relay_circuit=False)
     async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
         leaf = EndpointSettings((LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
@@ -238,17 +241,17 @@ async def behind_gateway(authority: Any) -> AsyncIterator[tuple[Libp2pEndpoint, 
             yield gateway, one, two
 
 
-def test_a_place_at_a_relay_moves_before_its_connection_goes(authority: Any, soon: None) -> None:
+def test_reservation_moves_before_its_connection_is_closed(authority: Any, short_grace: None) -> None:
     async def main() -> None:
         async with behind_gateway(authority) as (gateway, leaf, other):
             hop = gateway._hop
             assert hop is not None
             [first] = gateway._dialer.connections(leaf.peer_id)
-            await dial_tcp(leaf._swarm, where(gateway.addresses[0]), gateway.peer_id)
-            await until(lambda: between(gateway, leaf) == 2)
+            await dial_tcp(leaf._swarm, without_peer(gateway.addresses[0]), gateway.peer_id)
+            await until(lambda: connection_count(gateway, leaf) == 2)
             assert hop.rests_on(leaf.peer_id, first)
             await until(lambda: first not in gateway._dialer.connections(leaf.peer_id))
-            assert between(gateway, leaf) == between(leaf, gateway) == 1
+            assert connection_count(gateway, leaf) == connection_count(leaf, gateway) == 1
             assert hop.has_reservation(leaf.peer_id)
             [circuit] = [address for address in leaf.addresses if "p2p-circuit" in address]
             assert await other.connect(circuit) == leaf.peer_id
@@ -256,7 +259,7 @@ def test_a_place_at_a_relay_moves_before_its_connection_goes(authority: Any, soo
     run(main)
 
 
-def test_a_connection_stays_when_the_place_on_it_cannot_be_moved(authority: Any, soon: None) -> None:
+def test_connection_stays_when_its_reservation_cannot_be_moved(authority: Any, short_grace: None) -> None:
     async def main() -> None:
         async with behind_gateway(authority) as (gateway, leaf, _other):
             hop = gateway._hop
@@ -264,8 +267,8 @@ def test_a_connection_stays_when_the_place_on_it_cannot_be_moved(authority: Any,
             [first] = gateway._dialer.connections(leaf.peer_id)
             hop._reserve = lambda _peer: HopMessage(type=HopKind.STATUS, status=Status.RESERVATION_REFUSED)  # type: ignore[method-assign]
             for node, peer in ((leaf, gateway), (gateway, leaf)):
-                await dial_tcp(node._swarm, where(peer.addresses[0]), peer.peer_id)
-            await until(lambda: between(gateway, leaf) == between(leaf, gateway) == 3)
+                await dial_tcp(node._swarm, without_peer(peer.addresses[0]), peer.peer_id)
+            await until(lambda: connection_count(gateway, leaf) == connection_count(leaf, gateway) == 3)
             of_gateway = gateway._dialer.connections(leaf.peer_id)
             assert [hop.rests_on(leaf.peer_id, each) for each in of_gateway] == [True, False, False]
             await anyio.sleep(3 * connection_pruning.GRACE)
@@ -275,23 +278,23 @@ def test_a_connection_stays_when_the_place_on_it_cannot_be_moved(authority: Any,
     run(main)
 
 
-def test_a_direct_way_takes_over_from_the_circuit_which_leaves_its_place(authority: Any, soon: None) -> None:
+def test_direct_connection_replaces_the_circuit(authority: Any, short_grace: None) -> None:
     async def main() -> None:
         async with behind_gateway(authority) as (gateway, one, two):
-            find_a_way = two._puncher.punch
-            two._puncher.punch = later  # type: ignore[method-assign]
+            punch = two._puncher.punch
+            two._puncher.punch = do_not_punch  # type: ignore[method-assign]
             [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
             await one.connect(circuit)
-            await until(lambda: between(one, two) == between(two, one) == 1)
+            await until(lambda: connection_count(one, two) == connection_count(two, one) == 1)
             hop = gateway._hop
             assert hop is not None
             assert hop._circuits.total() == 1
-            talk = Talk(one, two)
+            traffic = Traffic(one, two)
             with gateway.events.follow(CircuitEnded) as ended:
-                async with talk.going_on():
+                async with traffic.running():
                     held = await one.open_stream(two.peer_id, [ECHO])
                     assert not one.is_direct(two.peer_id)
-                    await find_a_way(one.peer_id)
+                    await punch(one.peer_id)
                     await until(lambda: one.is_direct(two.peer_id) and two.is_direct(one.peer_id))
                     await anyio.sleep(3 * connection_pruning.GRACE)
                     assert hop._circuits.total() == 1, "a stream is open on it"
@@ -301,17 +304,17 @@ def test_a_direct_way_takes_over_from_the_circuit_which_leaves_its_place(authori
                     event = await anext(aiter(ended))
                     assert isinstance(event, CircuitEnded)
                     assert (event.source, event.target, event.outcome) == (one.peer_id, two.peer_id, "done")
-                    await until(lambda: between(one, two) == between(two, one) == 1)
+                    await until(lambda: connection_count(one, two) == connection_count(two, one) == 1)
                     assert hop._circuits.total() == 0
-                    before = talk.answered
-                    await until(lambda: talk.answered > before + 10)
-            assert talk.heard == talk.said, "each message once, none lost"
+                    before = traffic.answered
+                    await until(lambda: traffic.answered > before + 10)
+            assert traffic.received == traffic.sent, "each message once, none lost"
             assert one.is_direct(two.peer_id)
             assert two.is_direct(one.peer_id)
-            assert len(one.addresses) == len(two.addresses) == 2, "both kept their places"
+            assert len(one.addresses) == len(two.addresses) == 2, "both kept their reservations"
 
     run(main)
 
 
-async def later(_peer: PeerId) -> None:
-    """Instead of looking for a direct way at once."""
+async def do_not_punch(_peer: PeerId) -> None:
+    """Replace `punch`, so that no direct connection is made at once."""

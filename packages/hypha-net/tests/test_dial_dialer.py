@@ -1,4 +1,4 @@
-"""Ways to a peer: over IPv6, by names, past dead addresses, from both sides at once; and how dials are told of."""
+"""The dialer: IPv6, names, dead addresses, backoff, simultaneous dials, and dial events."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ def closed_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Names(trio.abc.HostnameResolver):
-    """Answers for one machine, ``node.test``."""
+class FakeResolver(trio.abc.HostnameResolver):
+    """Resolves one name, ``node.test``."""
 
     def __init__(self, *hosts: str) -> None:
         self.hosts = hosts
 
     async def getaddrinfo(self, host: Any, port: Any, family: int = 0, *others: Any) -> Any:
-        """The addresses of a family."""
+        """Return the addresses of a family."""
         assert host == b"node.test"
         kinds = {each: socket.AF_INET6 if ":" in each else socket.AF_INET for each in self.hosts}
         return [(kind, socket.SOCK_STREAM, 6, "", (each, port)) for each, kind in kinds.items() if family in (kind, 0)]
 
     async def getnameinfo(self, sockaddr: Any, flags: int) -> Any:
-        """Nobody here has a name to be found by its address: who asks is told so, as by a resolver that finds none."""
+        """Fail a reverse look-up, like a resolver that finds no name."""
         raise socket.gaierror(socket.EAI_NONAME, f"{sockaddr} has no name here")
 
 
@@ -80,7 +80,7 @@ async def _echo(stream: Stream) -> None:
 
 
 async def check_echo(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> None:
-    """A stream carries bytes there and back."""
+    """Check that a stream carries bytes in both directions."""
     stream = await node.open_stream(peer.peer_id, [ECHO])
     await stream.send_all(b"there and back")
     assert await stream.receive_some() == b"there and back"
@@ -99,7 +99,7 @@ async def opened(authority: Any, name: str, *listen: str, **changes: Any) -> Asy
 
 
 @pytest.mark.parametrize("listen", ["/ip6/::1/tcp/0", "/ip6/::/tcp/0"])
-def test_a_node_is_reached_over_ipv6(authority: Any, listen: str) -> None:
+def test_node_is_reachable_over_ipv6(authority: Any, listen: str) -> None:
     async def main() -> None:
         async with opened(authority, "gateway", listen, role="gateway") as one:
             assert all(address.startswith("/ip6/") and "/ip6/::/" not in address for address in one.addresses)
@@ -110,19 +110,19 @@ def test_a_node_is_reached_over_ipv6(authority: Any, listen: str) -> None:
                 await check_echo(two, one)
                 await until(lambda: "p2p-circuit" in two.addresses[-1])
                 assert two.addresses[-1].startswith("/ip6/")
-            trio.socket.set_custom_hostname_resolver(Names("::1", "127.0.0.1"))
+            trio.socket.set_custom_hostname_resolver(FakeResolver("::1", "127.0.0.1"))
             async with opened(authority, "three") as three:
                 assert await three.connect(f"/dns6/node.test/tcp/{port}/p2p/{one.peer_id}") == one.peer_id
 
     run(main)
 
 
-def test_both_families_on_one_port(authority: Any) -> None:
+def test_both_address_families_on_one_port(authority: Any) -> None:
     async def main() -> None:
         port = closed_port()
         listen = (f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}")
         async with opened(authority, "gateway", *listen, role="gateway") as one:
-            trio.socket.set_custom_hostname_resolver(Names("::1", "127.0.0.1"))
+            trio.socket.set_custom_hostname_resolver(FakeResolver("::1", "127.0.0.1"))
             for place in ("ip4/127.0.0.1", "ip6/::1", "dns4/node.test", "dns6/node.test", "dns/node.test"):
                 async with opened(authority, "two") as two:
                     assert await two.connect(f"/{place}/tcp/{port}") == one.peer_id
@@ -135,9 +135,9 @@ def test_both_families_on_one_port(authority: Any) -> None:
 
 
 @pytest.mark.parametrize("first", ["127.0.0.2", "::1"], ids=["refuses", "other family"])
-def test_a_name_is_tried_at_all_of_its_addresses(authority: Any, first: str) -> None:
+def test_all_addresses_of_a_name_are_tried(authority: Any, first: str) -> None:
     async def main() -> None:
-        trio.socket.set_custom_hostname_resolver(Names(first, "127.0.0.1"))
+        trio.socket.set_custom_hostname_resolver(FakeResolver(first, "127.0.0.1"))
         async with opened(authority, "gateway", LOOPBACK, role="gateway") as one, opened(authority, "two") as two:
             port = one.addresses[0].split("/")[4]
             assert await two.connect(f"/dns/node.test/tcp/{port}") == one.peer_id
@@ -145,7 +145,7 @@ def test_a_name_is_tried_at_all_of_its_addresses(authority: Any, first: str) -> 
     run(main)
 
 
-def test_an_address_is_excluded_however_it_is_written() -> None:
+def test_exclusion_covers_every_notation_of_an_address() -> None:
     private = [ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("fd00::/8")]
     for host in ("10.1.2.3", "::ffff:10.1.2.3", "fd00::1", "fd00::1%eth0"):
         assert is_excluded_host(host, private), host
@@ -153,7 +153,7 @@ def test_an_address_is_excluded_however_it_is_written() -> None:
         assert not is_excluded_host(host, private), host
 
 
-def test_a_name_that_a_peer_reports_leads_to_no_excluded_address(authority: Any) -> None:
+def test_advertised_name_does_not_lead_to_excluded_addresses(authority: Any) -> None:
     async def main() -> None:
         async with opened(authority, "gateway", LOOPBACK, role="gateway") as hub:
             port = closed_port()
@@ -174,13 +174,13 @@ def test_a_name_that_a_peer_reports_leads_to_no_excluded_address(authority: Any)
     run(main)
 
 
-# ------------------------------------------------------------------------------------------ dead and late addresses
+# ------------------------------------------------------------------------------------------ dead addresses, backoff
 
 
-def test_dead_addresses_before_the_living_one_do_not_keep_a_peer_from_being_reached(authority: Any) -> None:
+def test_dead_addresses_do_not_prevent_a_connection(authority: Any) -> None:
     async def main() -> None:
         async with opened(authority, "gateway", LOOPBACK, role="gateway") as hub:
-            # one refuses, one answers to nobody: the second takes what comes and never says a word
+            # one refuses connections, the other accepts them and never answers
             silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
             dead = (f"/ip4/127.0.0.1/tcp/{closed_port()}", f"/ip4/127.0.0.1/tcp/{silent[0].socket.getsockname()[1]}")
             joined = {"gateway_addresses": (hub.addresses[0],)}
@@ -199,22 +199,22 @@ def test_dead_addresses_before_the_living_one_do_not_keep_a_peer_from_being_reac
     run(main)
 
 
-def test_attempts_are_staggered_and_a_failure_does_not_wait(authority: Any) -> None:
+def test_attempts_are_staggered_and_failures_start_the_next_at_once(authority: Any) -> None:
     async def main() -> None:
-        begun: list[float] = []
+        started: list[float] = []
 
-        async def attempt(lasting: float) -> None:
-            begun.append(anyio.current_time())
-            await anyio.sleep(lasting)
+        async def attempt(duration: float) -> None:
+            started.append(anyio.current_time())
+            await anyio.sleep(duration)
 
         start = anyio.current_time()
-        await run_staggered([partial(attempt, lasting) for lasting in (9.0, 0.0, 9.0, 0.01)], 0.25)
-        assert [round(at - start, 2) for at in begun] == [0.0, 0.25, 0.25, 0.5]
+        await run_staggered([partial(attempt, duration) for duration in (9.0, 0.0, 9.0, 0.01)], 0.25)
+        assert [round(at - start, 2) for at in started] == [0.0, 0.25, 0.25, 0.5]
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def test_a_peer_that_cannot_be_reached_is_left_alone_for_a_while(authority: Any) -> None:
+def test_unreachable_peer_is_retried_with_backoff(authority: Any) -> None:
     async def main() -> None:
         async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two", LOOPBACK) as two:
             with one.events.follow(DialFinished) as events:
@@ -235,8 +235,8 @@ def test_a_peer_that_cannot_be_reached_is_left_alone_for_a_while(authority: Any)
     run(main)
 
 
-def test_a_peer_that_is_left_alone_may_come_by_itself(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # so long that no second search falls into the moment in which it comes
+def test_inbound_connection_ends_backoff(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # long enough that no second search runs when the peer connects
     monkeypatch.setattr(dialer, "PEER_PAUSES", (60.0,))
 
     async def main() -> None:
@@ -252,7 +252,7 @@ def test_a_peer_that_is_left_alone_may_come_by_itself(authority: Any, monkeypatc
     run(main)
 
 
-def test_a_peer_that_comes_by_itself_ends_attempts_at_addresses_that_say_nothing(authority: Any) -> None:
+def test_inbound_connection_ends_pending_attempts(authority: Any) -> None:
     async def main() -> None:
         silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
         nowhere = f"/ip4/127.0.0.1/tcp/{silent[0].socket.getsockname()[1]}"
@@ -275,7 +275,7 @@ def test_a_peer_that_comes_by_itself_ends_attempts_at_addresses_that_say_nothing
     run(main)
 
 
-def test_an_address_is_dialled_although_a_search_for_its_peer_fails(authority: Any) -> None:
+def test_given_address_is_dialled_although_a_search_for_its_peer_fails(authority: Any) -> None:
     async def main() -> None:
         async def search(node: Libp2pEndpoint, peer: PeerId) -> None:
             with suppress(UnreachableError):
@@ -294,7 +294,7 @@ def test_an_address_is_dialled_although_a_search_for_its_peer_fails(authority: A
     run(main)
 
 
-def test_failures_are_counted_and_forgotten() -> None:
+def test_backoff_counts_and_forgets_failures() -> None:
     now = 0.0
     backoff: Backoff[str] = Backoff((1.0, 2.0, 4.0), lambda: now)
     for pause in (1.0, 2.0, 4.0, 4.0):
@@ -314,10 +314,10 @@ def test_failures_are_counted_and_forgotten() -> None:
     assert len(backoff) == MAX_KEPT
 
 
-# ------------------------------------------------------------------------------------------------ both sides at once
+# ------------------------------------------------------------------------------------------------ simultaneous dials
 
 
-def test_of_two_that_dial_each_other_at_once_no_stream_is_lost(authority: Any) -> None:
+def test_simultaneous_dials_lose_no_stream(authority: Any) -> None:
     async def main() -> None:
         async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two", LOOPBACK) as two:
             for _ in range(8):
@@ -337,7 +337,7 @@ def test_of_two_that_dial_each_other_at_once_no_stream_is_lost(authority: Any) -
     run(main)
 
 
-def test_many_who_want_the_same_peer_share_one_dial(authority: Any) -> None:
+def test_concurrent_requests_for_a_peer_share_one_dial(authority: Any) -> None:
     async def main() -> None:
         async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two") as two:
             with two.events.follow(DialFinished, Connected) as events:
@@ -353,7 +353,7 @@ def test_many_who_want_the_same_peer_share_one_dial(authority: Any) -> None:
     run(main)
 
 
-def test_py_libp2p_dials_nobody_by_itself(authority: Any) -> None:
+def test_py_libp2p_does_not_dial_on_its_own(authority: Any) -> None:
     async def main() -> None:
         async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two", LOOPBACK) as two:
             await one.connect(two.addresses[0])
@@ -370,7 +370,7 @@ def test_py_libp2p_dials_nobody_by_itself(authority: Any) -> None:
     run(main)
 
 
-# ----------------------------------------------------------------------------------------------------- telling
+# ----------------------------------------------------------------------------------------------------- events
 
 
 async def dial_event(node: Libp2pEndpoint, attempt: Callable[[], Awaitable[object]]) -> DialFinished:
@@ -380,7 +380,7 @@ async def dial_event(node: Libp2pEndpoint, attempt: Callable[[], Awaitable[objec
         return cast(DialFinished, await anext(events))
 
 
-def test_every_dial_is_told_with_outcome_and_time(authority: Any, foreign_authority: Any) -> None:
+def test_dial_events_report_outcome_and_duration(authority: Any, foreign_authority: Any) -> None:
     async def main() -> None:
         silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
         nobody = f"/ip4/127.0.0.1/tcp/{silent[0].socket.getsockname()[1]}"
@@ -414,7 +414,7 @@ def test_every_dial_is_told_with_outcome_and_time(authority: Any, foreign_author
     run(main)
 
 
-def test_a_connection_that_is_made_while_the_node_ends_is_given_up_quietly(
+def test_connection_made_during_shutdown_fails_without_error_logs(
     authority: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -422,7 +422,7 @@ def test_a_connection_that_is_made_while_the_node_ends_is_given_up_quietly(
             async with opened(authority, "two") as two:
                 swarm = two._swarm
             transport, _ = split_peer(one.addresses[0])
-            # what it had begun to dial before
+            # a dial that began before the shutdown
             with pytest.raises(UnreachableError, match="this node is shutting down"):
                 await dial_tcp(swarm, Multiaddr(transport), one.peer_id)
 

@@ -1,4 +1,4 @@
-"""``/dnsaddr``: addresses out of TXT records, asked of a name server of this test's own, within bounds."""
+"""``/dnsaddr``: addresses from TXT records, resolved at a local name server within bounds, and dialled."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def some_peer(number: int) -> PeerId:
 
 
 class NameServer:
-    """Answers questions for TXT records over UDP; of names that it does not know it says that there are none."""
+    """Name server for TXT records over UDP; answers that unknown names do not exist."""
 
     def __init__(self) -> None:
         self.records: dict[str, list[str]] = {}
-        """What the TXT records of ``_dnsaddr.<name>`` say, by name."""
+        """Contents of the TXT records of ``_dnsaddr.<name>``, by name."""
         self.silent: set[str] = set()
         self.asked: Counter[str] = Counter()
         self.place = ("", 0)
@@ -90,7 +90,7 @@ async def name_server() -> AsyncIterator[NameServer]:
 # -------------------------------------------------------------------------------------------------------- addresses
 
 
-def test_a_dnsaddr_needs_no_port_and_is_taken_in_a_configuration() -> None:
+def test_dnsaddr_without_port_is_valid_in_a_configuration() -> None:
     peer = some_peer(1)
     for address in (
         "/dnsaddr/gw.example",
@@ -112,7 +112,7 @@ def test_a_dnsaddr_needs_no_port_and_is_taken_in_a_configuration() -> None:
         NodeConfig(cert_pem="c", key_pem="k", trust_pem="t", listen_addresses=["/dnsaddr/gw.example"])
 
 
-def test_nobody_listens_at_a_dnsaddr(authority: Any) -> None:
+def test_dnsaddr_is_refused_as_listen_address(authority: Any) -> None:
     async def main() -> None:
         with pytest.raises(AddressError, match="listen_addresses /dnsaddr/"):
             async with open_endpoint(authority.identity("node"), EndpointSettings(("/dnsaddr/gw.example",))):
@@ -124,7 +124,7 @@ def test_nobody_listens_at_a_dnsaddr(authority: Any) -> None:
 # ----------------------------------------------------------------------------------------------------------- records
 
 
-def test_records_are_followed_and_filtered_by_how_the_address_ends() -> None:
+def test_records_are_followed_and_filtered_by_suffix() -> None:
     one, two = some_peer(1), some_peer(2)
 
     async def main() -> None:
@@ -140,7 +140,7 @@ def test_records_are_followed_and_filtered_by_how_the_address_ends() -> None:
                 ],
                 "more.example": [
                     f"dnsaddr=/ip6/2001:db8::1/tcp/4001/p2p/{one}",
-                    f"dnsaddr=/ip4/192.0.2.9/tcp/4001/p2p/{two}",  # asked of for the other one only
+                    f"dnsaddr=/ip4/192.0.2.9/tcp/4001/p2p/{two}",  # matches queries for the other peer only
                     "dnsaddr=/ip4/192.0.2.8/tcp/4001",
                 ],
             }
@@ -157,12 +157,12 @@ def test_records_are_followed_and_filtered_by_how_the_address_ends() -> None:
                 (f"/dnsaddr/all.example/tcp/4001/p2p/{one}", {first}),
             ):
                 assert set(await server.find(address)) == expected, address
-            assert str(Multiaddr("/dnsaddr/all.example")) == "/dnsaddr/all.example"  # what identify carries
+            assert str(Multiaddr("/dnsaddr/all.example")) == "/dnsaddr/all.example"  # as in an identify message
 
     run(main)
 
 
-def test_what_is_not_there_is_said_clearly() -> None:
+def test_missing_records_are_explained() -> None:
     async def main() -> None:
         async with name_server() as server:
             server.records = {
@@ -188,7 +188,7 @@ def test_what_is_not_there_is_said_clearly() -> None:
     run(main)
 
 
-def test_look_ups_are_bounded_in_number_depth_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_are_bounded_in_number_depth_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dnsaddr, "TIMEOUT", 0.5)
 
     async def main() -> None:
@@ -239,7 +239,7 @@ async def opened(authority: Any, name: str, server: NameServer, **changes: Any) 
         yield node
 
 
-def test_a_gateway_is_found_by_its_records_and_again_when_they_change(authority: Any) -> None:
+def test_gateway_is_found_by_its_records_and_again_after_they_change(authority: Any) -> None:
     async def main() -> None:
         async with name_server() as server:
             identity = authority.identity("gateway", "gateway")
@@ -261,7 +261,7 @@ def test_a_gateway_is_found_by_its_records_and_again_when_they_change(authority:
     run(main, 60)
 
 
-def test_of_several_peers_behind_a_name_the_one_that_is_named_is_dialled(authority: Any) -> None:
+def test_named_peer_is_dialled_among_several_behind_a_name(authority: Any) -> None:
     async def main() -> None:
         async with name_server() as server:
             listening = {"listen_addresses": (LOOPBACK,)}
@@ -279,7 +279,7 @@ def test_of_several_peers_behind_a_name_the_one_that_is_named_is_dialled(authori
                 assert list(asking.connected_peers()) == [two.peer_id]
                 await check_echo(asking, two.peer_id)
                 assert await asking.connect("/dnsaddr/all.example") in (one.peer_id, two.peer_id)
-                # somebody else is where the records say that the peer is
+                # another peer is at the address of the record
                 impostor = f"{one.addresses[0].partition('/p2p/')[0]}/p2p/{some_peer(1)}"
                 server.records["wrong.example"] = [f"dnsaddr={impostor}"]
                 with pytest.raises(RefusedError, match="answers where"):
@@ -289,7 +289,7 @@ def test_of_several_peers_behind_a_name_the_one_that_is_named_is_dialled(authori
 
 
 @pytest.mark.parametrize("kind", ["ip4/127.0.0.1", "dns4/localhost"])
-def test_exclude_cidr_holds_for_what_comes_out(authority: Any, kind: str) -> None:
+def test_exclude_cidr_applies_to_resolved_addresses(authority: Any, kind: str) -> None:
     async def main() -> None:
         async with (
             name_server() as server,
@@ -308,7 +308,7 @@ def test_exclude_cidr_holds_for_what_comes_out(authority: Any, kind: str) -> Non
     run(main)
 
 
-def test_a_peer_may_report_a_dnsaddr(authority: Any) -> None:
+def test_peer_may_advertise_a_dnsaddr(authority: Any) -> None:
     async def main() -> None:
         async with name_server() as server:
             port = free_port()
@@ -324,7 +324,7 @@ def test_a_peer_may_report_a_dnsaddr(authority: Any) -> None:
                     opened(authority, "asking", server, **joined) as asking,
                 ):
                     server.records["me.example"] = [f"dnsaddr=/ip4/127.0.0.1/tcp/{port}/p2p/{target.peer_id}"]
-                    target._swarm.listeners.clear()  # type: ignore[union-attr]  # so that it reports nothing else
+                    target._swarm.listeners.clear()  # type: ignore[union-attr]  # so that it advertises nothing else
                     assert target.addresses == (f"/dnsaddr/me.example/p2p/{target.peer_id}",)
                     for node in (target, asking):
                         await node.wait_for_gateway(10)

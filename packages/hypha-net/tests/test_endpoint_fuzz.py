@@ -1,7 +1,7 @@
-"""Bytes from a fuzzer at every parser end in a closed stream or connection, never in a dead node.
+"""Fuzzing of every parser of network input: malformed bytes close a stream or connection and never stop the node.
 
-The victim is a node in a process of its own that serves every protocol (tests/support/fuzz_target.py). Each case is a
-valid message, spoilt by a seeded generator, so a failure names the seed that plays it again.
+The target is a node in its own process that serves every protocol (tests/support/fuzz_target.py). Each case is a valid
+message mutated by a seeded generator, so a failure can be reproduced from its seed.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from hypha_proto.transfer import PSEUDO_GRADIENT, PullHeader, PullRequest, PushH
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-Spoil = Callable[[bytes, random.Random], bytes]
+Mutate = Callable[[bytes, random.Random], bytes]
 
 
-# ------------------------------------------------------------------------------------------------------------ spoiling
+# ------------------------------------------------------------------------------------------------------------ mutation
 
 
-def spoilt(data: bytes, chance: random.Random) -> bytes:
-    """A message after one to four changes."""
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    """Return a message after one to four random changes."""
     changed = bytearray(data)
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(changed) + 1)
@@ -72,7 +72,7 @@ def spoilt(data: bytes, chance: random.Random) -> bytes:
 
 
 def framed(message: Any) -> bytes:
-    """A protobuf as libp2p sends it: its length as a varint before it."""
+    """Serialize a protobuf message after its length as a varint."""
     data = message.SerializeToString()
     length, prefix = len(data), bytearray()
     while length > 127:
@@ -82,12 +82,12 @@ def framed(message: Any) -> bytes:
 
 
 def with_length(data: bytes) -> bytes:
-    """A header of a transfer."""
+    """Return a transfer header: its length in eight bytes, then the data."""
     return len(data).to_bytes(8, "little") + data
 
 
-def corpus(peer: PeerId) -> Iterator[tuple[str, bytes]]:
-    """Protocols, and what is rightly said on them."""
+def valid_messages(peer: PeerId) -> Iterator[tuple[str, bytes]]:
+    """Yield protocols and valid messages on them."""
     for entry in _wire():
         if entry["kind"] in ("request", "header") and entry["protocol"].startswith("/"):
             yield entry["protocol"], bytes.fromhex(entry["hex"])
@@ -123,9 +123,9 @@ def corpus(peer: PeerId) -> Iterator[tuple[str, bytes]]:
         message.closerPeers.add(id=peer.raw, addrs=[b"\x04\x7f\0\0\1\x06\0\1"])
         yield "/ipfs/kad/1.0.0", framed(message)
     for hop in range(3):
-        asked = HopMessage(type=hop)
-        asked.peer.id = peer.raw
-        yield "/libp2p/circuit/relay/0.2.0/hop", framed(asked)
+        request = HopMessage(type=hop)
+        request.peer.id = peer.raw
+        yield "/libp2p/circuit/relay/0.2.0/hop", framed(request)
     stop = StopMessage(type=0)
     stop.peer.id = peer.raw
     yield "/libp2p/circuit/relay/0.2.0/stop", framed(stop)
@@ -139,12 +139,12 @@ def _wire() -> Iterator[dict[str, Any]]:
             yield json.loads(text)
 
 
-# -------------------------------------------------------------------------------------------------------------- victim
+# -------------------------------------------------------------------------------------------------------------- target
 
 
 @dataclass
-class Victim:
-    """The node that is attacked."""
+class Target:
+    """The node under attack."""
 
     address: str
     peer: PeerId
@@ -155,55 +155,55 @@ class Victim:
     def port(self) -> int:
         return int(self.address.split("/")[4])
 
-    def use(self) -> tuple[int, int]:
-        """Descriptors, and MiB of memory."""
+    def usage(self) -> tuple[int, int]:
+        """Return the number of open descriptors, and the resident memory in MiB."""
         return self.process.num_fds(), self.process.memory_info().rss >> 20
 
 
 @asynccontextmanager
-async def opened(authority: Any, folder: Path) -> AsyncIterator[Victim]:
-    files = [str(path) for path in authority.files("victim", "gateway")]
+async def opened(authority: Any, folder: Path) -> AsyncIterator[Target]:
+    files = [str(path) for path in authority.files("target", "gateway")]
     command = [sys.executable, fuzz_target.__file__, *files, str(folder)]
     errors = folder / "errors"
     with errors.open("wb") as log:
-        process = subprocess.Popen(  # noqa: ASYNC220 - it is started before anything else runs
+        process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs yet
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
         )
     try:
         address = await anyio.to_thread.run_sync(first_line, process, 20, errors)
         peer = PeerId.parse(address.rsplit("/", 1)[1])
-        yield Victim(address, peer, psutil.Process(process.pid), errors)
+        yield Target(address, peer, psutil.Process(process.pid), errors)
         assert process.poll() is None, errors.read_text()[-4000:]
     finally:
         process.kill()
         process.communicate()
 
 
-async def check_serves(victim: Victim, authority: Any) -> None:
-    """A node in good standing is still served, and quickly."""
+async def check_serves(target: Target, authority: Any) -> None:
+    """Check that a well-behaved node is still served quickly."""
     with anyio.fail_after(10):
         async with open_endpoint(authority.identity("good"), EndpointSettings()) as good:
-            assert await good.connect(victim.address) == victim.peer
-            assert await rpc.call(good, victim.peer, HEALTH_CHECK, HealthRequest()) == Health(healthy=True)
+            assert await good.connect(target.address) == target.peer
+            assert await rpc.call(good, target.peer, HEALTH_CHECK, HealthRequest()) == Health(healthy=True)
 
 
-def play(authority: Any, folder: Path, attack: Callable[[Victim], Any]) -> None:
-    """Attack, and see the victim serve on, without a traceback, and without having used anything up."""
+def run_attack(authority: Any, folder: Path, attack: Callable[[Target], Any]) -> None:
+    """Attack; check that the target serves on, logs no traceback, and leaks neither descriptors nor memory."""
 
     async def main() -> None:
-        async with opened(authority, folder) as victim:
-            await check_serves(victim, authority)
-            before = victim.use()
-            await attack(victim)
-            await check_serves(victim, authority)
-            with anyio.move_on_after(20):  # connections that are half open end by their own time
-                while victim.use()[0] > before[0] + 8:
+        async with opened(authority, folder) as target:
+            await check_serves(target, authority)
+            before = target.usage()
+            await attack(target)
+            await check_serves(target, authority)
+            with anyio.move_on_after(20):  # half-open connections end by timeout
+                while target.usage()[0] > before[0] + 8:
                     await anyio.sleep(0.2)
-            after = victim.use()
+            after = target.usage()
             assert after[0] <= before[0] + 8, (before, after)
             assert after[1] <= before[1] + 100, (before, after)
-            told = victim.errors.read_text()
-            assert "Traceback" not in told, told[told.index("Traceback") - 500 :][:4000]
+            log = target.errors.read_text()
+            assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:4000]
 
     run(main, 280)
 
@@ -215,32 +215,32 @@ HELLO = line("/multistream/1.0.0")
 
 
 async def drain(stream: Any, seconds: float) -> None:
-    """Read what comes, for a moment."""
+    """Read and drop for some seconds."""
     with anyio.move_on_after(seconds), suppress(trio.BrokenResourceError, ssl.SSLError):
         while await stream.receive_some(65536):
             pass
 
 
-def test_the_handshake_and_the_tls_below_it(authority: Any, tmp_path: Path) -> None:
+def test_negotiation_and_tls_handshake(authority: Any, tmp_path: Path) -> None:
     context = authority.identity("base").client_context()
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
         context.wrap_bio(incoming, outgoing).do_handshake()
     valid = HELLO + line("/tls/1.0.0") + outgoing.read()
 
-    async def attack(victim: Victim) -> None:
+    async def attack(target: Target) -> None:
         for seed in range(300):
             chance = random.Random(seed)
-            stream = await trio.open_tcp_stream("127.0.0.1", victim.port)
+            stream = await trio.open_tcp_stream("127.0.0.1", target.port)
             with suppress(trio.BrokenResourceError):
-                await stream.send_all(spoilt(valid, chance))
+                await stream.send_all(mutated(valid, chance))
             await drain(stream, 0.01)
             await stream.aclose()
 
-    play(authority, tmp_path, attack)
+    run_attack(authority, tmp_path, attack)
 
 
-def test_yamux(authority: Any, tmp_path: Path) -> None:
+def test_yamux_frames(authority: Any, tmp_path: Path) -> None:
     context = authority.identity("attacker").client_context()
     data = HELLO + line("/ipfs/ping/1.0.0") + bytes(32)
     frame = struct.Struct(">BBHII").pack
@@ -255,22 +255,22 @@ def test_yamux(authority: Any, tmp_path: Path) -> None:
         )
     )
 
-    async def attack(victim: Victim) -> None:
+    async def attack(target: Target) -> None:
         for seed in range(200):
-            stream = await trio.open_tcp_stream("127.0.0.1", victim.port)
+            stream = await trio.open_tcp_stream("127.0.0.1", target.port)
             await stream.send_all(HELLO + line("/tls/1.0.0"))
             await read_exactly(stream, len(HELLO + line("/tls/1.0.0")))
             secured = trio.SSLStream(stream, context, https_compatible=True)
             chance = random.Random(seed)
-            # every second one spoils the negotiation of the muxer as well
+            # every second case mutates the muxer negotiation as well
             begin = HELLO + line("/yamux/1.0.0")
             with suppress(trio.BrokenResourceError):
                 await secured.do_handshake()
-                await secured.send_all((spoilt(begin, chance) if seed % 2 else begin) + spoilt(valid, chance))
+                await secured.send_all((mutated(begin, chance) if seed % 2 else begin) + mutated(valid, chance))
             await drain(secured, 0.01)
             await stream.aclose()
 
-    play(authority, tmp_path, attack)
+    run_attack(authority, tmp_path, attack)
 
 
 async def read_exactly(stream: Any, size: int) -> bytes:
@@ -282,24 +282,26 @@ async def read_exactly(stream: Any, size: int) -> bytes:
     return data
 
 
-def test_every_protocol(authority: Any, tmp_path: Path) -> None:
-    async def attack(victim: Victim) -> None:
+def test_all_protocols(authority: Any, tmp_path: Path) -> None:
+    async def attack(target: Target) -> None:
         async with open_endpoint(authority.identity("attacker"), EndpointSettings()) as attacker:
             tried = 0
-            for number, (protocol, valid) in enumerate(corpus(attacker.peer_id)):
+            for number, (protocol, valid) in enumerate(valid_messages(attacker.peer_id)):
                 for seed in range(40):
-                    tried += await say(attacker, victim, protocol, spoilt(valid, random.Random(f"{number}/{seed}")))
+                    tried += await send_request(
+                        attacker, target, protocol, mutated(valid, random.Random(f"{number}/{seed}"))
+                    )
             assert tried > 1500, tried
 
-    play(authority, tmp_path, attack)
+    run_attack(authority, tmp_path, attack)
 
 
-async def say(attacker: Libp2pEndpoint, victim: Victim, protocol: str, data: bytes) -> bool:
-    """Say something on a protocol, reconnecting if need be; whether it could be said."""
+async def send_request(attacker: Libp2pEndpoint, target: Target, protocol: str, data: bytes) -> bool:
+    """Send data on a protocol, reconnecting if necessary; return whether a stream could be opened."""
     with anyio.fail_after(10):
-        await attacker.connect(victim.address)
+        await attacker.connect(target.address)
         try:
-            stream = await attacker.open_stream(victim.peer, [protocol])
+            stream = await attacker.open_stream(target.peer, [protocol])
         except NetError:
             return False
         with suppress(NetError):

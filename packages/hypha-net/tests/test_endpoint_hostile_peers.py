@@ -1,4 +1,4 @@
-"""Peers that keep to no rule, die, or come and go: the endpoint drops them, says why, and serves the others."""
+"""Peers that violate protocols, crash, or reconnect: the endpoint drops them, logs why, and serves the others."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ async def open_gateway(authority: Any, **changes: Any) -> AsyncIterator[Gateway]
         yield gateway
 
 
-def tokens(endpoint: Gateway) -> int:
-    """Inbound connections that are counted."""
+def inbound_tokens(endpoint: Gateway) -> int:
+    """Return how many inbound connections py-libp2p counts."""
     assert endpoint._swarm is not None
     return cast(int, endpoint._swarm._inbound_limiter.borrowed_tokens)
 
 
 async def check_serves(gateway: Gateway, authority: Any) -> None:
-    """A node in good standing is still served."""
+    """Check that a well-behaved node is still served."""
     async with open_endpoint(authority.identity("good", "worker"), EndpointSettings()) as leaf:
         assert await leaf.connect(gateway.addresses[0]) == gateway.peer_id
 
 
-# ------------------------------------------------------------------------------------------------------- on the socket
+# ------------------------------------------------------------------------------------------------------- raw sockets
 
 
 async def dial_raw(gateway: Gateway) -> trio.SocketStream:
@@ -83,7 +83,7 @@ async def dial_raw(gateway: Gateway) -> trio.SocketStream:
 
 
 async def read_to_end(stream: Any) -> bytes:
-    """What comes until the other side ends or breaks the connection."""
+    """Read until the other side closes or breaks the connection."""
     data = bytearray()
     try:
         while part := await stream.receive_some(65536):
@@ -123,7 +123,7 @@ async def dial_yamux(gateway: Gateway, context: ssl.SSLContext) -> trio.SSLStrea
     ],
     ids=["noise", "plaintext", "http", "bare tls", "length", "rubbish in tls", "silence"],
 )
-def test_whoever_does_not_speak_mutual_tls_is_dropped(
+def test_connection_without_mutual_tls_is_closed(
     authority: Any, monkeypatch: pytest.MonkeyPatch, wire: bytes, answer: bytes | None
 ) -> None:
     monkeypatch.setattr(upgrade, "UPGRADE_TIMEOUT", 0.5)
@@ -134,11 +134,11 @@ def test_whoever_does_not_speak_mutual_tls_is_dropped(
             if wire:
                 await stream.send_all(wire)
             with anyio.fail_after(15):
-                said = await read_to_end(stream)
+                received = await read_to_end(stream)
             if answer is not None:
-                assert said == answer
+                assert received == answer
             assert not gateway.connected_peers()
-            await until(lambda: tokens(gateway) == 0)
+            await until(lambda: inbound_tokens(gateway) == 0)
             monkeypatch.undo()
             await check_serves(gateway, authority)
 
@@ -146,7 +146,7 @@ def test_whoever_does_not_speak_mutual_tls_is_dropped(
 
 
 def issue_ecdsa(authority: Any, folder: Path) -> ssl.SSLContext:
-    """A client whose certificate is the organisation's, but not of an Ed25519 key."""
+    """Return the TLS context of a client whose certificate has an ECDSA key."""
     key = ec.generate_private_key(ec.SECP256R1())
     now = dt.datetime.now(dt.UTC)
     certificate = (
@@ -191,7 +191,7 @@ def without_certificate(authority: Any, _folder: Path) -> ssl.SSLContext:
     [(expired, "has expired: its owner"), (issue_ecdsa, "Ed25519"), (without_certificate, "showed no certificate")],
     ids=["expired", "ecdsa", "no certificate"],
 )
-def test_certificates_that_do_not_do_are_refused_with_the_reason(
+def test_bad_certificates_are_refused_with_the_reason(
     authority: Any, tmp_path: Path, make: Callable[[Any, Path], ssl.SSLContext], reason: str, caplog: Any
 ) -> None:
     async def main() -> None:
@@ -201,7 +201,7 @@ def test_certificates_that_do_not_do_are_refused_with_the_reason(
                 await read_to_end(secured)
             await until(lambda: reason in caplog.text)
             assert not gateway.connected_peers()
-            await until(lambda: tokens(gateway) == 0)
+            await until(lambda: inbound_tokens(gateway) == 0)
             await check_serves(gateway, authority)
 
     with caplog.at_level(logging.WARNING):
@@ -209,7 +209,7 @@ def test_certificates_that_do_not_do_are_refused_with_the_reason(
     assert "Traceback" not in caplog.text
 
 
-def test_of_two_authorities_each_end_is_told_what_to_compare(
+def test_both_sides_of_different_authorities_name_the_remedy(
     authority: Any, foreign_authority: Any, caplog: Any
 ) -> None:
     async def main() -> None:
@@ -240,9 +240,9 @@ def test_of_two_authorities_each_end_is_told_what_to_compare(
         struct.pack(">BBHII", 0, 3, 0, 0, 0),
         struct.pack(">BBHII", 0, 0, 1, 1, 25) + line("/multistream/1.0.0") + b"\x04a\x80b\n",
     ],
-    ids=["noise", "length", "long line", "open twice", "cut line", "goodbye", "no text"],
+    ids=["noise", "length", "long line", "open twice", "truncated line", "go away", "not UTF-8"],
 )
-def test_a_trusted_peer_that_talks_rubbish_harms_itself_only(authority: Any, wire: bytes, caplog: Any) -> None:
+def test_malformed_input_of_a_trusted_peer_affects_only_that_peer(authority: Any, wire: bytes, caplog: Any) -> None:
     async def main() -> None:
         async with open_gateway(authority) as gateway:
             context = authority.identity("rubbish").client_context()
@@ -253,16 +253,16 @@ def test_a_trusted_peer_that_talks_rubbish_harms_itself_only(authority: Any, wir
             await check_serves(gateway, authority)
             await secured.transport_stream.aclose()
             await until(lambda: not gateway.connected_peers())
-            await until(lambda: tokens(gateway) == 0)
+            await until(lambda: inbound_tokens(gateway) == 0)
 
     run(main, 40)
     assert "Traceback" not in caplog.text
 
 
-# --------------------------------------------------------------------------------------------------------- come and go
+# --------------------------------------------------------------------------------------------------------- reconnecting
 
 
-async def come_and_go(authority: Any, times: int) -> None:
+async def connect_repeatedly(authority: Any, times: int) -> None:
     async with (
         open_gateway(authority, max_connections=8) as gateway,
         open_endpoint(authority.identity("leaf", "worker"), EndpointSettings(max_connections=8)) as leaf,
@@ -276,17 +276,17 @@ async def come_and_go(authority: Any, times: int) -> None:
             assert await stream.receive_some() == b"x"
             await stream.aclose()
             await leaf.disconnect(gateway.peer_id)
-        await until(lambda: tokens(gateway) == 0)
+        await until(lambda: inbound_tokens(gateway) == 0)
         await check_serves(gateway, authority)
 
 
 @pytest.mark.slow
 @pytest.mark.concurrent
-def test_a_hundred_connections_one_after_the_other_use_nothing_up(authority: Any) -> None:
-    run(lambda: come_and_go(authority, 100), 60)
+def test_hundred_connections_in_turn_leak_no_tokens(authority: Any) -> None:
+    run(lambda: connect_repeatedly(authority, 100), 60)
 
 
-def test_a_gateway_that_drops_everybody_is_not_stormed(authority: Any, caplog: Any) -> None:
+def test_reconnects_to_a_gateway_that_drops_peers_back_off(authority: Any, caplog: Any) -> None:
     async def main() -> None:
         async with open_gateway(authority) as gateway:
             settings = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
@@ -303,8 +303,8 @@ def test_a_gateway_that_drops_everybody_is_not_stormed(authority: Any, caplog: A
         run(main, 40)
 
 
-async def settled(count: Callable[[], int]) -> int:
-    """A count that has stayed the same for half a second."""
+async def stable_count(count: Callable[[], int]) -> int:
+    """Return a count once it has been the same for half a second."""
     with anyio.fail_after(15):
         while True:
             before = count()
@@ -314,7 +314,7 @@ async def settled(count: Callable[[], int]) -> int:
                 return before
 
 
-def test_failed_requests_leave_no_stream_behind(libp2p_opener: Opener) -> None:
+def test_failed_requests_leave_no_stream_open(libp2p_opener: Opener) -> None:
     async def main() -> None:
         async with libp2p_opener(2) as nodes:
             gateway, leaf = cast(list[Gateway], nodes)
@@ -330,7 +330,7 @@ def test_failed_requests_leave_no_stream_behind(libp2p_opener: Opener) -> None:
                 found = [node._dialer.connection(peer) for node, peer in pair]
                 return sum(len(cast(Any, connection).muxed_conn._streams) for connection in found)
 
-            before = await settled(open_streams)
+            before = await stable_count(open_streams)
             gateway.handle(HEALTH, never)
             for _ in range(20):
                 with pytest.raises(RequestTimeoutError):
@@ -348,7 +348,7 @@ def test_failed_requests_leave_no_stream_behind(libp2p_opener: Opener) -> None:
     run(main, 40)
 
 
-def test_a_header_of_any_claimed_length_is_not_waited_for(libp2p_opener: Opener) -> None:
+def test_header_with_excessive_length_resets_the_stream(libp2p_opener: Opener) -> None:
     async def main() -> None:
         async with libp2p_opener(2) as nodes:
             gateway, leaf = nodes
@@ -366,7 +366,7 @@ def test_a_header_of_any_claimed_length_is_not_waited_for(libp2p_opener: Opener)
     run(main, 40)
 
 
-# ------------------------------------------------------------------------------------------------------------ dying
+# ------------------------------------------------------------------------------------------------------------ crashes
 
 CHILD = """
 import sys
@@ -393,12 +393,12 @@ anyio.run(main, *sys.argv[1:], backend="trio")
 
 
 @asynccontextmanager
-async def child(authority: Any, gateway: Gateway, slices: Path) -> AsyncIterator[tuple[int, PeerId]]:
-    """A node in a process of its own; its pid and who it is."""
+async def child_node(authority: Any, gateway: Gateway, slices: Path) -> AsyncIterator[tuple[int, PeerId]]:
+    """Run a node in its own process; yield its pid and peer id."""
     identity = authority.identity("child", "worker")
     files = [str(path) for path in (identity.cert_pem, identity.cert_pem.with_name("child-key.pem"))]
     arguments = [*files, str(identity.trust_pem), gateway.addresses[0], str(slices)]
-    process = subprocess.Popen([sys.executable, "-c", CHILD, *arguments])  # noqa: ASYNC220 - it starts in no time
+    process = subprocess.Popen([sys.executable, "-c", CHILD, *arguments])  # noqa: ASYNC220 - starting it does not block
     try:
         yield process.pid, identity.peer_id
     finally:
@@ -406,7 +406,7 @@ async def child(authority: Any, gateway: Gateway, slices: Path) -> AsyncIterator
         process.wait()
 
 
-def test_a_killed_peer_is_seen_at_once_and_its_transfer_is_an_error(
+def test_killed_peer_is_detected_at_once_and_its_transfer_fails(
     authority: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "PAUSES", (0.1,))
@@ -419,11 +419,11 @@ def test_a_killed_peer_is_seen_at_once_and_its_transfer_is_an_error(
     ends: list[str] = []
 
     async def main() -> None:
-        came = anyio.Event()
+        opened = anyio.Event()
 
         async def hold(stream: Stream) -> None:
             assert await stream.receive_some() == b"here"
-            came.set()
+            opened.set()
             try:
                 ends.append(repr(await stream.receive_some()))
             except StreamResetError:
@@ -431,8 +431,8 @@ def test_a_killed_peer_is_seen_at_once_and_its_transfer_is_an_error(
 
         async with open_gateway(authority) as gateway:
             gateway.handle(ECHO, hold)
-            async with child(authority, gateway, slices) as (pid, peer):
-                await came.wait()
+            async with child_node(authority, gateway, slices) as (pid, peer):
+                await opened.wait()
                 failures: list[TransferError] = []
 
                 async def pull() -> None:
@@ -451,8 +451,8 @@ def test_a_killed_peer_is_seen_at_once_and_its_transfer_is_an_error(
                 with pytest.raises(UnreachableError):
                     await gateway.open_stream(peer, [ECHO], timeout=5)
             assert ends == ["reset"]
-            assert not target.exists()  # what came of it waits under another name
-            await until(lambda: tokens(gateway) == 0)
+            assert not target.exists()  # a partial file has another name
+            await until(lambda: inbound_tokens(gateway) == 0)
 
     run(main, 90)
 
@@ -476,16 +476,14 @@ anyio.run(main, *sys.argv[1:], backend="trio")
 
 
 def start_gateway(files: tuple[Path, ...], listen: str, state: Path) -> tuple[subprocess.Popen[str], str]:
-    """A gateway in a process of its own, and its address once it listens."""
+    """Start a gateway in its own process; return the process and its address."""
     command = [sys.executable, "-c", GATEWAY, *map(str, files), listen, str(state)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     return process, first_line(process)
 
 
 @pytest.mark.slow
-def test_after_its_gateway_was_killed_and_started_again_everything_works_as_before(
-    authority: Any, tmp_path: Path
-) -> None:
+def test_nodes_recover_after_their_gateway_was_killed_and_restarted(authority: Any, tmp_path: Path) -> None:
     files = authority.files("gateway", "gateway")
     state = tmp_path / "state"
     state.mkdir()
@@ -512,7 +510,7 @@ def test_after_its_gateway_was_killed_and_started_again_everything_works_as_befo
                 await until(lambda: bool(one.topic_peers("t") and two.topic_peers("t")), 20)
                 (record,) = await two.find_records(b"digits")
                 assert record.publisher == one.peer_id
-                await until(lambda: bool(one.addresses and two.addresses))  # its relay has them again
+                await until(lambda: bool(one.addresses and two.addresses))  # they have reservations again
                 two.handle(ECHO, echo_at_once)
                 await (await one.open_stream(two.peer_id, [ECHO])).aclose()
                 await publish_until_heard(one, "t", b"as before", heard)

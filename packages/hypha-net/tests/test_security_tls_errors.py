@@ -1,4 +1,4 @@
-"""Whoever is no node of this network is refused, dialling and dialled, and both ends are told why and what to do."""
+"""Refused TLS handshakes, in both directions: both sides report the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ TLS = line("/tls/1.0.0")
 Files = tuple[Path, Path]
 
 
-def of_time(valid: tuple[dt.timedelta, dt.timedelta], authority: Any, _foreign: Any) -> Files:
+def with_validity(valid: tuple[dt.timedelta, dt.timedelta], authority: Any, _foreign: Any) -> Files:
     cert, key, _ = authority.files("stranger", valid=valid)
     return cert, key
 
 
-def of_another_ca(_authority: Any, foreign: Any) -> Files:
+def from_another_ca(_authority: Any, foreign: Any) -> Files:
     cert, key, _ = foreign.files("stranger")
     return cert, key
 
@@ -59,7 +59,7 @@ def revoked(authority: Any, _foreign: Any) -> Files:
     return identity.cert_pem, identity.key_pem
 
 
-def of_another_kind_of_key(authority: Any, _foreign: Any) -> Files:
+def with_ecdsa_key(authority: Any, _foreign: Any) -> Files:
     key = ec.generate_private_key(ec.SECP256R1())
     now = dt.datetime.now(dt.UTC)
     certificate = (
@@ -78,7 +78,7 @@ def of_another_kind_of_key(authority: Any, _foreign: Any) -> Files:
     return cert_pem, key_pem
 
 
-def signed_by_itself(authority: Any, _foreign: Any) -> Files:
+def self_signed(authority: Any, _foreign: Any) -> Files:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "stranger")])
     now = dt.datetime.now(dt.UTC)
@@ -92,50 +92,48 @@ def signed_by_itself(authority: Any, _foreign: Any) -> Files:
 
 @dataclass(frozen=True)
 class Case:
-    """A certificate that does not do: what is said of it here, and what TLS tells its owner."""
+    """A bad certificate: the words of the refusal, and the TLS alert that its owner receives."""
 
     make: Callable[[Any, Any], Files]
     words: tuple[str, ...]
     alert: str
-    """OpenSSL's name; empty where the certificate is refused only after the handshake, by a close."""
+    """OpenSSL's name; empty where the refusal comes after the handshake, as a close."""
     reason: str
 
 
 CASES = {
     "unknown ca": Case(
-        of_another_ca, ("'stranger'", "'other org'", "compare trust_pem of both nodes"), "UNKNOWN_CA", "untrusted"
+        from_another_ca, ("'stranger'", "'other org'", "compare trust_pem of both nodes"), "UNKNOWN_CA", "untrusted"
     ),
     "expired": Case(
-        partial(of_time, (-3 * DAY, -DAY)),
+        partial(with_validity, (-3 * DAY, -DAY)),
         ("'stranger'", "has expired", "renewed; check the clocks"),
         "CERTIFICATE_EXPIRED",
         "expired",
     ),
     "not yet valid": Case(
-        partial(of_time, (DAY, 3 * DAY)),
+        partial(with_validity, (DAY, 3 * DAY)),
         ("'stranger'", "not yet valid", "check the clocks of both nodes"),
         "BAD_CERTIFICATE",
         "untrusted",
     ),
     "revoked": Case(revoked, ("'stranger'", "revoked", "ask the organisation"), "CERTIFICATE_REVOKED", "revoked"),
     "wrong key type": Case(
-        of_another_kind_of_key, ("'stranger'", "ECPublicKey", "Ed25519 keys only", "hypha-certutil"), "", "untrusted"
+        with_ecdsa_key, ("'stranger'", "ECPublicKey", "Ed25519 keys only", "hypha-certutil"), "", "untrusted"
     ),
-    "self-signed": Case(
-        signed_by_itself, ("certificate", "self-signed", "compare trust_pem"), "UNKNOWN_CA", "untrusted"
-    ),
+    "self-signed": Case(self_signed, ("certificate", "self-signed", "compare trust_pem"), "UNKNOWN_CA", "untrusted"),
 }
 
 
-def judge(authority: Any) -> Identity:
-    """A node that checks revocations."""
+def checking_identity(authority: Any) -> Identity:
+    """Return an identity that checks revocations."""
     crls = authority.folder / "crls.pem"
-    cert, key, trust = authority.files("judge")
+    cert, key, trust = authority.files("checker")
     return load_identity(cert, key, trust, crls if crls.exists() else authority.revocations())
 
 
-def stranger_s(files: Files, *, server: bool) -> ssl.SSLContext:
-    """TLS of somebody who trusts everybody."""
+def trusting_context(files: Files, *, server: bool) -> ssl.SSLContext:
+    """Return a TLS context that trusts every peer."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -144,7 +142,7 @@ def stranger_s(files: Files, *, server: bool) -> ssl.SSLContext:
 
 
 async def alert_received(stream: trio.SSLStream[trio.SocketStream]) -> str:
-    """What TLS tells this side; empty when the connection just ends."""
+    """Return the TLS alert that this side receives; empty if the connection just ends."""
     try:
         await stream.do_handshake()
         await stream.receive_some(1)
@@ -155,7 +153,7 @@ async def alert_received(stream: trio.SSLStream[trio.SocketStream]) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_certificate_that_does_not_do_is_refused_when_it_dials(
+def test_bad_certificate_of_a_dialler_is_refused(
     authority: Any, foreign_authority: Any, caplog: Any, name: str
 ) -> None:
     case = CASES[name]
@@ -163,12 +161,12 @@ def test_a_certificate_that_does_not_do_is_refused_when_it_dials(
     async def main() -> None:
         files = case.make(authority, foreign_authority)
         settings = EndpointSettings((LOOPBACK,), role="gateway")
-        async with open_endpoint(judge(authority), settings) as node:
+        async with open_endpoint(checking_identity(authority), settings) as node:
             raw = await trio.open_tcp_stream("127.0.0.1", int(node.addresses[0].split("/")[4]))
             await raw.send_all(HELLO + TLS)
             await expect(raw, HELLO + TLS)
             with node.events.follow(PeerRejected) as events:
-                context = stranger_s(files, server=False)
+                context = trusting_context(files, server=False)
                 told = await alert_received(trio.SSLStream(raw, context, https_compatible=True))
                 refused = await anext(events)
             assert isinstance(refused, PeerRejected)
@@ -184,7 +182,7 @@ def test_a_certificate_that_does_not_do_is_refused_when_it_dials(
 
 @asynccontextmanager
 async def listening(serve: Callable[[trio.SocketStream], Awaitable[None]]) -> AsyncIterator[str]:
-    """A program on a port, and its multiaddr."""
+    """Run a TCP server and yield its multiaddr."""
     async with trio.open_nursery() as tasks:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         tasks.start_soon(partial(trio.serve_listeners, serve, [listener]))
@@ -193,14 +191,12 @@ async def listening(serve: Callable[[trio.SocketStream], Awaitable[None]]) -> As
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_certificate_that_does_not_do_is_refused_when_it_is_dialled(
-    authority: Any, foreign_authority: Any, name: str
-) -> None:
+def test_bad_certificate_of_a_listener_is_refused(authority: Any, foreign_authority: Any, name: str) -> None:
     case = CASES[name]
     told: list[str] = []
 
     async def main() -> None:
-        context = stranger_s(case.make(authority, foreign_authority), server=True)
+        context = trusting_context(case.make(authority, foreign_authority), server=True)
 
         async def serve(raw: trio.SocketStream) -> None:
             for message in (HELLO, TLS):
@@ -209,7 +205,7 @@ def test_a_certificate_that_does_not_do_is_refused_when_it_is_dialled(
             secured = trio.SSLStream(raw, context, server_side=True, https_compatible=True)
             told.append(await alert_received(secured))
 
-        async with listening(serve) as address, open_endpoint(judge(authority), EndpointSettings()) as node:
+        async with listening(serve) as address, open_endpoint(checking_identity(authority), EndpointSettings()) as node:
             with node.events.follow(PeerRejected, DialFinished) as events, pytest.raises(RefusedError) as caught:
                 await node.connect(address)
             assert all(words in str(caught.value) for words in case.words), str(caught.value)
@@ -224,20 +220,20 @@ def test_a_certificate_that_does_not_do_is_refused_when_it_is_dialled(
     run(main)
 
 
-# ------------------------------------------------------------------------------------------------- no node at all
+# ------------------------------------------------------------------------------------------------- other servers
 
-NO_NODE = {
+OTHER_SERVERS = {
     "noise": (HELLO + line("na"), "does not speak /tls/1.0.0"),
     "plaintext": (HELLO + line("na"), "does not speak /tls/1.0.0"),
-    "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "did not answer"),  # a length, and bytes that never come
+    "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "did not answer"),  # read as a length, of a line that never comes
     "rubbish": (b"\xff" * 40, "."),
     "rubbish in tls": (HELLO + TLS + b"no hello of TLS" * 40, "TLS handshake failed"),
 }
 
 
-@pytest.mark.parametrize("name", NO_NODE)
-def test_who_does_not_speak_mutual_tls_is_not_taken_for_a_node_when_dialled(authority: Any, name: str) -> None:
-    answer, words = NO_NODE[name]
+@pytest.mark.parametrize("name", OTHER_SERVERS)
+def test_dialling_a_listener_without_mutual_tls_fails(authority: Any, name: str) -> None:
+    answer, words = OTHER_SERVERS[name]
 
     async def main() -> None:
         async def serve(raw: trio.SocketStream) -> None:
@@ -247,7 +243,7 @@ def test_who_does_not_speak_mutual_tls_is_not_taken_for_a_node_when_dialled(auth
                 while await raw.receive_some(100):
                     pass
 
-        async with listening(serve) as address, open_endpoint(judge(authority), EndpointSettings()) as node:
+        async with listening(serve) as address, open_endpoint(checking_identity(authority), EndpointSettings()) as node:
             with node.events.follow(DialFinished) as events, pytest.raises(UnreachableError, match=words):
                 await node.connect(address, timeout=1 if name == "http" else 10)
             dialled = await anext(events)
@@ -260,10 +256,10 @@ def test_who_does_not_speak_mutual_tls_is_not_taken_for_a_node_when_dialled(auth
 
 @pytest.mark.parametrize("said", [b"", HELLO, HELLO + TLS], ids=["nothing", "hello", "tls"])
 @pytest.mark.parametrize("then", ["closes", pytest.param("is silent", marks=pytest.mark.slow)])
-def test_who_ends_or_falls_silent_has_refused_nobody(
+def test_closed_or_silent_connection_is_not_a_refusal(
     authority: Any, monkeypatch: pytest.MonkeyPatch, said: bytes, then: str
 ) -> None:
-    """A gateway that is stopped or restarted is tried again soon, one that refuses is left in peace for longer."""
+    """A gateway that restarts is retried soon; one that refuses is retried after a longer pause."""
     monkeypatch.setattr(host, "NEGOTIATE_TIMEOUT", 0.5)
     monkeypatch.setattr(tls, "HANDSHAKE_TIMEOUT", 0.5)
 
@@ -274,7 +270,7 @@ def test_who_ends_or_falls_silent_has_refused_nobody(
             if then == "is silent":
                 await anyio.sleep_forever()
 
-        async with listening(serve) as address, open_endpoint(judge(authority), EndpointSettings()) as node:
+        async with listening(serve) as address, open_endpoint(checking_identity(authority), EndpointSettings()) as node:
             with pytest.raises(UnreachableError) as caught:
                 await node.connect(address, timeout=5)
             assert not isinstance(caught.value, RefusedError), str(caught.value)
@@ -282,10 +278,10 @@ def test_who_ends_or_falls_silent_has_refused_nobody(
     run(main)
 
 
-def test_a_dialler_that_speaks_something_else_is_told_of(authority: Any, caplog: Any) -> None:
+def test_dialler_of_another_protocol_is_reported(authority: Any, caplog: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings((LOOPBACK,), role="gateway")
-        async with open_endpoint(judge(authority), settings) as node:
+        async with open_endpoint(checking_identity(authority), settings) as node:
             with node.events.follow(PeerRejected) as events:
                 raw = await trio.open_tcp_stream("127.0.0.1", int(node.addresses[0].split("/")[4]))
                 await raw.send_all(line("/another/1.0.0"))
@@ -299,7 +295,7 @@ def test_a_dialler_that_speaks_something_else_is_told_of(authority: Any, caplog:
     assert "no Hypha node" in caplog.text
 
 
-def test_another_peer_than_the_one_named_is_refused_and_both_are_told(authority: Any, caplog: Any) -> None:
+def test_unexpected_peer_is_refused_and_both_sides_report_it(authority: Any, caplog: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings((LOOPBACK,), role="gateway")
         async with (
@@ -317,7 +313,7 @@ def test_another_peer_than_the_one_named_is_refused_and_both_are_told(authority:
         run(main)
 
 
-def test_a_node_whose_certificate_has_run_out_is_told_so_by_the_other_end(authority: Any) -> None:
+def test_node_with_expired_certificate_learns_it_from_its_peer(authority: Any) -> None:
     async def main() -> None:
         brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=2.5))))
         async with (

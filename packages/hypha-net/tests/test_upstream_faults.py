@@ -1,7 +1,7 @@
-"""Every fault of py-libp2p 0.8.1 that docs/libp2p.md lists by number: the stock engine shows it, ours does not.
+"""Each fault of py-libp2p 0.8.1 that docs/libp2p.md lists by number: py-libp2p has it, our engine does not.
 
-A row is one scenario, played by both engines. When an upgrade cures a fault, the stock engine passes its row, this file
-says so, and the cure can go.
+A row is one scenario, run by both engines. When an upgrade fixes a fault, py-libp2p passes its row, the test fails, and
+the workaround can be removed.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from support.process_ready import first_line
 from support.waiting import run
 
 from hypha_net._libp2p.yamux.session import YamuxSession
+from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import NetError
-from hypha_net.node.lifecycle import leaves
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @asynccontextmanager
-async def apart(engine: Engine, folder: Path, handler: str) -> AsyncIterator[tuple[str, subprocess.Popen[str]]]:
-    """A node in a process of its own: its address, and the process."""
+async def node_process(engine: Engine, folder: Path, handler: str) -> AsyncIterator[tuple[str, subprocess.Popen[str]]]:
+    """Run a node in its own process; yield its address and the process."""
     program = Path(engine_comparison.__file__)
     command = [sys.executable, str(program), engine.name, str(folder), handler]
-    process = subprocess.Popen(  # noqa: ASYNC220 - it is started before anything else runs
+    process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs yet
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
@@ -55,8 +55,8 @@ async def apart(engine: Engine, folder: Path, handler: str) -> AsyncIterator[tup
         process.communicate()
 
 
-async def ask(node: Node, address: str, seconds: float = 3) -> None:
-    """An echo that comes back."""
+async def request_echo(node: Node, address: str, seconds: float = 3) -> None:
+    """Check that an echo is answered."""
     with within(seconds, f"no echo within {seconds} s"):
         pipe = await node.open(address)
         await pipe.write(b"hello")
@@ -66,7 +66,7 @@ async def ask(node: Node, address: str, seconds: float = 3) -> None:
 
 @contextmanager
 def within(seconds: float, otherwise: str) -> Iterator[None]:
-    """Fail with these words when it takes longer."""
+    """Fail with the message `otherwise` when the body takes longer."""
     with anyio.move_on_after(seconds):
         yield
         return
@@ -78,20 +78,20 @@ def within(seconds: float, otherwise: str) -> Iterator[None]:
 Row = Callable[[Engine, Path], Awaitable[None]]
 
 
-async def many_connections_in_turn(engine: Engine, _folder: Path) -> None:
+async def more_connections_in_turn_than_the_limit(engine: Engine, _folder: Path) -> None:
     """1: a node accepts more connections, one after the other, than it may have at once."""
     async with engine.node("server", max_connections=8) as server, engine.node("client", listen=None) as client:
         server.serve(echo)
         for _ in range(20):
             with anyio.fail_after(15):
                 await client.reach(server.address)
-            await ask(client, server.address)
+            await request_echo(client, server.address)
             await client.leave(server.address)
 
 
-async def a_killed_peer_s_stream_is_not_whole(engine: Engine, folder: Path) -> None:
+async def killed_writer_is_not_a_clean_end(engine: Engine, folder: Path) -> None:
     """2: a stream whose writer is killed does not end cleanly."""
-    async with apart(engine, folder, "die") as (address, _), engine.node("client", listen=None) as client:
+    async with node_process(engine, folder, "die") as (address, _), engine.node("client", listen=None) as client:
         await client.reach(address)
         pipe = await client.open(address)
         await pipe.write(b"go")
@@ -102,9 +102,9 @@ async def a_killed_peer_s_stream_is_not_whole(engine: Engine, folder: Path) -> N
         raise AssertionError(f"{len(data)} bytes look like all of it")
 
 
-async def a_writer_waits_for_its_reader(engine: Engine, folder: Path) -> None:
-    """3: a write goes on when the peer reads again after half a minute."""
-    async with apart(engine, folder, "late") as (address, _), engine.node("client", listen=None) as client:
+async def writer_waits_for_its_reader(engine: Engine, folder: Path) -> None:
+    """3: a write continues when the peer reads again after half a minute."""
+    async with node_process(engine, folder, "late") as (address, _), engine.node("client", listen=None) as client:
         await client.reach(address)
         pipe = await client.open(address)
         try:
@@ -116,11 +116,11 @@ async def a_writer_waits_for_its_reader(engine: Engine, folder: Path) -> None:
             assert await read_all(pipe) == str(16 << 20).encode()
 
 
-async def a_cancelled_write_harms_nothing_else(engine: Engine, folder: Path) -> None:
-    """4: writes that are cancelled while the connection takes nothing leave it in order."""
-    async with apart(engine, folder, "hold") as (address, process), engine.node("client", listen=None) as client:
+async def cancelled_writes_leave_the_connection_intact(engine: Engine, folder: Path) -> None:
+    """4: writes that are cancelled while the connection is blocked leave it intact."""
+    async with node_process(engine, folder, "hold") as (address, process), engine.node("client", listen=None) as client:
         await client.reach(address)
-        await ask(client, address)
+        await request_echo(client, address)
         pipes = [await client.open(address) for _ in range(60)]
         process.send_signal(signal.SIGSTOP)
 
@@ -138,12 +138,12 @@ async def a_cancelled_write_harms_nothing_else(engine: Engine, folder: Path) -> 
                     for pipe in pipes:
                         tasks.start_soon(write, pipe)
                     await anyio.sleep_forever()
-        await ask(client, address, 10)
+        await request_echo(client, address, 10)
 
 
-async def a_stopped_peer_is_noticed(engine: Engine, folder: Path) -> None:
-    """5: a read from a process that was stopped fails within 35 s."""
-    async with apart(engine, folder, "echo") as (address, process), engine.node("client", listen=None) as client:
+async def stopped_peer_is_detected(engine: Engine, folder: Path) -> None:
+    """5: a read from a stopped process fails within 35 s."""
+    async with node_process(engine, folder, "echo") as (address, process), engine.node("client", listen=None) as client:
         await client.reach(address)
         pipe = await client.open(address)
         process.send_signal(signal.SIGSTOP)
@@ -151,7 +151,7 @@ async def a_stopped_peer_is_noticed(engine: Engine, folder: Path) -> None:
             await pipe.read()
 
 
-async def three_hundred_streams_at_once(engine: Engine, _folder: Path) -> None:
+async def three_hundred_concurrent_streams(engine: Engine, _folder: Path) -> None:
     """6: a connection carries more than 256 streams."""
     async with engine.node("server") as server, engine.node("client", listen=None) as client:
         server.serve(echo)
@@ -166,27 +166,27 @@ async def three_hundred_streams_at_once(engine: Engine, _folder: Path) -> None:
                 assert await read_all(pipe) == b""
 
 
-async def nobody_talks_in_plain_text(engine: Engine, _folder: Path) -> None:
+async def plain_text_is_refused(engine: Engine, _folder: Path) -> None:
     """7: a node refuses a peer that offers no encryption."""
     keys = create_new_key_pair(bytes(31) + b"\1")
     plain = new_host(key_pair=keys, sec_opt={TProtocol(PLAINTEXT_PROTOCOL_ID): InsecureTransport(keys)})
     async with engine.node("server") as server, plain.run([]):
         with trio.move_on_after(5), suppress(SwarmException):
             await plain.connect(info_from_p2p_addr(Multiaddr(server.address)))
-        assert not plain.get_connected_peers(), "a peer without encryption was let in"
+        assert not plain.get_connected_peers(), "a peer without encryption was accepted"
 
 
-async def the_second_address_is_tried(engine: Engine, _folder: Path) -> None:
+async def second_address_is_tried(engine: Engine, _folder: Path) -> None:
     """8: a peer is reached although its first address is dead."""
     async with engine.node("server") as server, engine.node("client", listen=None) as client:
         server.serve(echo)
         dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{server.address.rsplit('/', 1)[1]}"
         await client.reach(dead, server.address)
-        await ask(client, server.address)
+        await request_echo(client, server.address)
 
 
-async def nobody_is_dialled_unasked(engine: Engine, _folder: Path) -> None:
-    """9: the automatic connector dials nobody just because an address is known."""
+async def auto_connector_dials_no_peer(engine: Engine, _folder: Path) -> None:
+    """9: the auto-connector does not dial a peer just because its address is known."""
     async with engine.node("server") as server, engine.node("client", listen=None) as client:
         client.know(server.address)
         await client.swarm.auto_connector.maybe_connect()
@@ -194,8 +194,8 @@ async def nobody_is_dialled_unasked(engine: Engine, _folder: Path) -> None:
         assert not client.swarm.connections, f"dialled {list(client.swarm.connections)}"
 
 
-async def a_port_belongs_to_one(engine: Engine, _folder: Path) -> None:
-    """10: a second node cannot listen where the first does."""
+async def port_is_not_shared(engine: Engine, _folder: Path) -> None:
+    """10: a second node cannot listen on the port of the first."""
     async with engine.node("server") as server:
         listen = server.address.split("/p2p/")[0]
         second = None
@@ -205,8 +205,8 @@ async def a_port_belongs_to_one(engine: Engine, _folder: Path) -> None:
         assert second is None, f"two nodes listen at {second}"
 
 
-async def connecting_takes_no_pause(engine: Engine, _folder: Path) -> None:
-    """11: the fastest of five connects takes less than the quarter of a second that stock sleeps."""
+async def connecting_does_not_sleep(engine: Engine, _folder: Path) -> None:
+    """11: the fastest of five connects takes less than the quarter of a second that py-libp2p sleeps."""
     took = []
     async with engine.node("server") as server, engine.node("client", listen=None) as client:
         for _ in range(5):
@@ -217,8 +217,8 @@ async def connecting_takes_no_pause(engine: Engine, _folder: Path) -> None:
     assert min(took) < 0.25, took
 
 
-async def the_chosen_muxer_runs(engine: Engine, _folder: Path) -> None:
-    """12: connections are made by the muxer that the host was given for yamux."""
+async def configured_muxer_is_used(engine: Engine, _folder: Path) -> None:
+    """12: connections use the muxer that the host was given for yamux."""
 
     class Chosen(Yamux):
         pass
@@ -240,20 +240,20 @@ def _muxers(swarm: Any) -> set[type]:
 
 
 ROWS: dict[Row, str] = {
-    many_connections_in_turn: "no addresses established",
-    a_killed_peer_s_stream_is_not_whole: "bytes look like all of it",
-    a_writer_waits_for_its_reader: "the write failed while nobody read",
-    a_cancelled_write_harms_nothing_else: "no echo within 10 s",
-    a_stopped_peer_is_noticed: "nothing noticed within 45 s",
-    three_hundred_streams_at_once: r"stream 2\d\d hangs",
-    nobody_talks_in_plain_text: "a peer without encryption was let in",
-    the_second_address_is_tried: "no addresses established",
-    nobody_is_dialled_unasked: "AssertionError: dialled",
-    a_port_belongs_to_one: "two nodes listen at",
-    connecting_takes_no_pause: r"AssertionError: \[0\.2[5-9]",
-    the_chosen_muxer_runs: r"yamux\.Yamux",
+    more_connections_in_turn_than_the_limit: "no addresses established",
+    killed_writer_is_not_a_clean_end: "bytes look like all of it",
+    writer_waits_for_its_reader: "the write failed while nobody read",
+    cancelled_writes_leave_the_connection_intact: "no echo within 10 s",
+    stopped_peer_is_detected: "nothing noticed within 45 s",
+    three_hundred_concurrent_streams: r"stream 2\d\d hangs",
+    plain_text_is_refused: "a peer without encryption was accepted",
+    second_address_is_tried: "no addresses established",
+    auto_connector_dials_no_peer: "AssertionError: dialled",
+    port_is_not_shared: "two nodes listen at",
+    connecting_does_not_sleep: r"AssertionError: \[0\.2[5-9]",
+    configured_muxer_is_used: r"yamux\.Yamux",
 }
-"""What each row looks like under the stock engine."""
+"""The symptom of each row under py-libp2p."""
 
 
 def play(row: Row, engine: Engine, folder: Path) -> None:
@@ -270,14 +270,14 @@ def as_parameter(row: Row, *more: str) -> Any:
 
 
 @pytest.mark.parametrize("row", [as_parameter(row) for row in ROWS])
-def test_ours_does_not_have_it(row: Row, authority: Any) -> None:
+def test_our_engine_is_free_of_the_fault(row: Row, authority: Any) -> None:
     authority.files("server")
     play(row, Ours(authority.files), authority.folder)
 
 
 @pytest.mark.parametrize(("row", "symptom"), [as_parameter(*item) for item in ROWS.items()])
-def test_stock_has_it(row: Row, symptom: str, tmp_path: Path) -> None:
+def test_py_libp2p_has_the_fault(row: Row, symptom: str, tmp_path: Path) -> None:
     with pytest.raises(Exception) as raised:  # noqa: PT011 - what it says is compared below
         play(row, Stock(), tmp_path)
-    told = [f"{type(leaf).__name__}: {leaf}" for leaf in leaves(raised.value)]
-    assert any(re.search(symptom, one) for one in told), told
+    errors = [f"{type(leaf).__name__}: {leaf}" for leaf in leaf_errors(raised.value)]
+    assert any(re.search(symptom, one) for one in errors), errors

@@ -22,7 +22,7 @@ from libp2p.stream_muxer.yamux.yamux import Yamux
 
 from hypha_net._libp2p.yamux import session as session_module
 from hypha_net._libp2p.yamux.buffer_pool import release_buffer
-from hypha_net._libp2p.yamux.frames import MAX_WINDOW, START_WINDOW
+from hypha_net._libp2p.yamux.frames import INITIAL_WINDOW, MAX_WINDOW
 from hypha_net._libp2p.yamux.receive_buffer import UnreadBytes
 from hypha_net._libp2p.yamux.session import MAX_STREAMS, PING_INTERVAL, PING_TIMEOUT, YamuxSession
 
@@ -33,7 +33,7 @@ SYN, ACK, FIN, RST = 1, 2, 4, 8
 
 
 class PipeConnection:
-    """One end of a pipe as a secure connection: a write is whole, or has not begun."""
+    """One end of a pipe as a `SecureTransport`: a write is sent whole or not at all."""
 
     def __init__(self, stream: Any, *, is_initiator: bool) -> None:
         self.stream = stream
@@ -79,7 +79,7 @@ class PipeConnection:
 
 
 class DelayedEnd:
-    """One end of a link on which every byte takes a while."""
+    """One end of a link with latency."""
 
     def __init__(self, delay: float, there: Any, back: Any) -> None:
         self._delay, self._there, self._back = delay, there, back
@@ -103,7 +103,7 @@ class DelayedEnd:
 
 
 class PacedEnd(DelayedEnd):
-    """One end of a link that takes so many bytes a second, and buffers none of them."""
+    """One end of a link with a limited rate and no buffer."""
 
     def __init__(self, rate: float, there: Any, back: Any) -> None:
         super().__init__(0.0, there, back)
@@ -115,20 +115,20 @@ class PacedEnd(DelayedEnd):
 
 
 def channels() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Both ends of an unbounded queue in each direction."""
+    """Return both ends of an unbounded queue in each direction."""
     to_two, at_two = trio.open_memory_channel[tuple[float, bytes]](float("inf"))
     to_one, at_one = trio.open_memory_channel[tuple[float, bytes]](float("inf"))
     return (to_two, at_one), (to_one, at_two)
 
 
 def delayed_pair(delay: float) -> tuple[DelayedEnd, DelayedEnd]:
-    """Both ends of a link as fast as one likes, and as long."""
+    """Return both ends of a link with latency and unlimited rate."""
     one, two = channels()
     return DelayedEnd(delay, *one), DelayedEnd(delay, *two)
 
 
 def paced_pair(rate: float) -> tuple[PacedEnd, PacedEnd]:
-    """Both ends of a link of so many bytes a second."""
+    """Return both ends of a link with a rate in bytes per second."""
     one, two = channels()
     return PacedEnd(rate, *one), PacedEnd(rate, *two)
 
@@ -140,7 +140,7 @@ Pipe = Callable[[], tuple[Any, Any]]
 async def two_sessions(
     make_pipe: Pipe = trio.testing.memory_stream_pair, kinds: tuple[type, type] = (YamuxSession, YamuxSession)
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """A dialling and an accepting session, of the kinds that are wanted."""
+    """Yield a dialling and an accepting session of the given classes."""
     ends = make_pipe()
     made: list[Any] = []
     for kind, end, initiator in zip(kinds, ends, (True, False), strict=True):
@@ -161,7 +161,7 @@ async def two_sessions(
 async def session_and_wire(
     make_pipe: Pipe = trio.testing.memory_stream_pair, unread: UnreadBytes | None = None
 ) -> AsyncIterator[tuple[YamuxSession, Any]]:
-    """An accepting session and the other end of its pipe, for a peer that keeps to no rule."""
+    """Yield an accepting session and the other end of its pipe, on which a test writes raw frames."""
     ours, theirs = make_pipe()
     connection: Any = PipeConnection(ours, is_initiator=False)
     session = YamuxSession(connection, PEER, unread=unread)
@@ -198,10 +198,10 @@ async def read_all(stream: Any) -> bytes:
         data += part
 
 
-# ------------------------------------------------------------------------------------------------------------ carrying
+# ------------------------------------------------------------------------------------------------------------ transfer
 
 
-def test_a_frame_that_lands_in_the_moment_its_reader_is_cancelled_is_read_by_the_next() -> None:
+def test_frame_received_as_its_reader_is_cancelled_goes_to_the_next_reader() -> None:
     async def case() -> None:
         async with session_and_wire() as (session, wire):
             await wire.send_all(frame(UPDATE, SYN, 1, 0))
@@ -221,7 +221,7 @@ def test_a_frame_that_lands_in_the_moment_its_reader_is_cancelled_is_read_by_the
     run(case)
 
 
-def test_a_frame_of_which_a_part_has_come_outlives_several_readers() -> None:
+def test_partial_frame_survives_cancelled_readers() -> None:
     async def case() -> None:
         async with session_and_wire() as (session, wire):
             await wire.send_all(frame(UPDATE, SYN, 1, 0))
@@ -235,7 +235,7 @@ def test_a_frame_of_which_a_part_has_come_outlives_several_readers() -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(look)
                 await trio.testing.wait_all_tasks_blocked()
-                await wire.send_all(said[:16])  # this one has a part; others come and go while the rest is on its way
+                await wire.send_all(said[:16])  # this reader has a part; others come and go before the rest arrives
             await look()
             await look()
             buffer = bytearray(20)
@@ -249,7 +249,7 @@ def test_a_frame_of_which_a_part_has_come_outlives_several_readers() -> None:
 
 
 async def read_by(stream: Any, kind: str, size: int) -> bytes:
-    """Read in one of the three ways, up to `size` bytes but for a part; the buffer that was used is overwritten."""
+    """Read up to `size` bytes (or one part) with one of three methods; then overwrite the buffer that was used."""
     if kind == "read":
         return bytes(await stream.read(size))
     buffer = memoryview(bytearray(size))
@@ -273,10 +273,10 @@ async def read_by(stream: Any, kind: str, size: int) -> bytes:
         max_size=40,
     ),
 )
-def test_readers_that_give_up_lose_nothing_wherever_frames_are_cut(
+def test_cancelled_readers_lose_no_bytes_wherever_frames_are_split(
     frames: list[int], cuts: list[int], reads: list[tuple[int, bool, str]]
 ) -> None:
-    """Frames land where a reader waits for them; one that is cancelled leaves them for the next, of any kind."""
+    """A frame is received in place if a reader waits; if that is cancelled, the next reader, of any kind, gets it."""
     whole = random.Random(len(frames)).randbytes(sum(frames))
 
     async def case() -> None:
@@ -329,7 +329,7 @@ def test_readers_that_give_up_lose_nothing_wherever_frames_are_cut(
         max_size=6,
     )
 )
-def test_every_stream_brings_what_was_sent_in_order(plan: list[tuple[bool, list[int], list[int]]]) -> None:
+def test_streams_deliver_all_bytes_in_order(plan: list[tuple[bool, list[int], list[int]]]) -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             for index, (dialler, there, back) in enumerate(plan):
@@ -364,10 +364,10 @@ def test_every_stream_brings_what_was_sent_in_order(plan: list[tuple[bool, list[
 
 
 @pytest.mark.parametrize(
-    "kinds", [(YamuxSession, Yamux), (Yamux, YamuxSession)], ids=["we dial stock", "stock dials us"]
+    "kinds", [(YamuxSession, Yamux), (Yamux, YamuxSession)], ids=["we dial py-libp2p", "py-libp2p dials us"]
 )
 @pytest.mark.parametrize("ours_opens", [True, False])
-def test_the_stock_muxer_is_understood(kinds: tuple[type, type], ours_opens: bool) -> None:
+def test_interoperates_with_py_libp2p_yamux(kinds: tuple[type, type], ours_opens: bool) -> None:
     async def case() -> None:
         async with two_sessions(kinds=kinds) as pair:
             ours, stock = pair if kinds[0] is YamuxSession else pair[::-1]
@@ -398,14 +398,14 @@ def test_the_stock_muxer_is_understood(kinds: tuple[type, type], ours_opens: boo
             if accepter is ours:
                 with pytest.raises(MuxedStreamReset):
                     await far.read(10)
-            again = await opener.open_stream()  # the connection has not suffered, whatever stock makes of the reset
+            again = await opener.open_stream()  # the connection is intact, whatever py-libp2p makes of the reset
             await again.write(b"y")
             assert await (await accepter.accept_stream()).read(10) == b"y"
 
     run(case)
 
 
-def test_a_writer_waits_as_long_as_nobody_reads_and_other_streams_pass_it() -> None:
+def test_blocked_writer_waits_without_blocking_other_streams() -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             slow = await one.open_stream()
@@ -419,7 +419,7 @@ def test_a_writer_waits_as_long_as_nobody_reads_and_other_streams_pass_it() -> N
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(write)
-                await trio.sleep(120)  # far longer than the stock session's five seconds, and than keepalive
+                await trio.sleep(120)  # far longer than py-libp2p's five seconds, and than keepalive
                 assert not done.is_set()
                 assert two.unread.size <= MAX_WINDOW
                 quick = await one.open_stream()
@@ -433,7 +433,7 @@ def test_a_writer_waits_as_long_as_nobody_reads_and_other_streams_pass_it() -> N
     run(case)
 
 
-def test_a_deadline_ends_what_waits_for_the_peer_and_nothing_else() -> None:
+def test_deadline_fails_only_waiting_operations_of_its_stream() -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             near, other = await one.open_stream(), await one.open_stream()
@@ -457,27 +457,27 @@ def test_a_deadline_ends_what_waits_for_the_peer_and_nothing_else() -> None:
     run(case)
 
 
-def test_a_window_grows_where_the_link_is_long_and_only_there() -> None:
+def test_window_grows_only_on_links_with_long_round_trip() -> None:
     async def case(delay: float) -> int:
         async with two_sessions(lambda: delayed_pair(delay)) as (one, two):
             near = await one.open_stream()
             far = await two.accept_stream()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(near.write, bytes(20 * START_WINDOW))
-                left = 20 * START_WINDOW
+                nursery.start_soon(near.write, bytes(20 * INITIAL_WINDOW))
+                left = 20 * INITIAL_WINDOW
                 while left:
                     left -= len(await far.read(100_000))
                     await trio.sleep(0.005)  # 20 MB a second
             return int(far._receive_window)
 
     clock = trio.testing.MockClock(autojump_threshold=0)
-    assert trio.run(case, 0.0001, clock=clock) == START_WINDOW
+    assert trio.run(case, 0.0001, clock=clock) == INITIAL_WINDOW
     clock = trio.testing.MockClock(autojump_threshold=0)
     assert trio.run(case, 0.1, clock=clock) == MAX_WINDOW
 
 
 @pytest.mark.parametrize("rate", [40_000_000, 2_000_000], ids=lambda rate: f"{rate // 125_000} Mbit/s")
-def test_a_request_passes_two_transfers_that_fill_the_link(rate: int) -> None:
+def test_request_is_not_delayed_by_two_transfers_that_fill_the_link(rate: int) -> None:
     async def case() -> None:
         async with two_sessions(lambda: paced_pair(rate)) as (one, two):
 
@@ -519,30 +519,30 @@ def test_a_request_passes_two_transfers_that_fill_the_link(rate: int) -> None:
     run(case)
 
 
-def test_a_slow_reader_is_seen_to_read() -> None:
+def test_slow_reader_grants_window_regularly() -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             near = await one.open_stream()
             far = await two.accept_stream()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(near.write, bytes(2 * START_WINDOW))
+                nursery.start_soon(near.write, bytes(2 * INITIAL_WINDOW))
                 await trio.sleep(1)
                 assert near._send_window == 0
                 for _ in range(10):
                     await trio.sleep(1.1)
                     await far.read(1000)
                 assert (
-                    two.unread.size > START_WINDOW - 2000
-                )  # what was read has been sent anew: the writer sees it move
+                    two.unread.size > INITIAL_WINDOW - 2000
+                )  # what was read has been replaced: the writer sees progress
                 nursery.cancel_scope.cancel()
 
     run(case)
 
 
-# ---------------------------------------------------------------------------------------------------------------- ends
+# ------------------------------------------------------------------------------------------------------ end of streams
 
 
-def test_a_connection_that_breaks_off_is_never_a_clean_end() -> None:
+def test_broken_connection_is_never_a_clean_end_of_stream() -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             near = await one.open_stream()
@@ -564,7 +564,7 @@ def test_a_connection_that_breaks_off_is_never_a_clean_end() -> None:
     run(case)
 
 
-def test_a_reset_discards_what_was_not_read() -> None:
+def test_reset_discards_unread_bytes() -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             near = await one.open_stream()
@@ -582,7 +582,7 @@ def test_a_reset_discards_what_was_not_read() -> None:
     run(case)
 
 
-def test_a_reader_that_has_closed_does_not_stop_the_writer() -> None:
+def test_discarded_stream_does_not_block_the_writer() -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             near = await one.open_stream()
@@ -601,7 +601,7 @@ def test_a_reader_that_has_closed_does_not_stop_the_writer() -> None:
     run(case)
 
 
-def test_closing_flushes_what_was_ended_and_does_not_wait_for_who_is_gone() -> None:
+def test_close_flushes_pending_fin_and_does_not_wait_for_a_closed_peer() -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             near = await one.open_stream()
@@ -620,7 +620,7 @@ def test_closing_flushes_what_was_ended_and_does_not_wait_for_who_is_gone() -> N
     run(case)
 
 
-def test_what_was_ended_before_the_connection_closed_is_read_whole() -> None:
+def test_stream_ended_before_connection_close_is_readable_to_its_end() -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             near, cut = await one.open_stream(), await one.open_stream()
@@ -639,10 +639,10 @@ def test_what_was_ended_before_the_connection_closed_is_read_whole() -> None:
     run(case)
 
 
-def test_closing_a_connection_that_takes_nothing_is_bounded() -> None:
+def test_close_of_a_blocked_connection_is_bounded() -> None:
     async def case() -> None:
         async with session_and_wire(trio.testing.lockstep_stream_pair) as (session, _peer):
-            await trio.sleep(PING_INTERVAL + 1)  # a ping is being written, and stays so
+            await trio.sleep(PING_INTERVAL + 1)  # the write of a ping is blocked
             began = trio.current_time()
             await session.close()
             assert trio.current_time() - began <= session_module.GO_AWAY_TIMEOUT
@@ -653,7 +653,7 @@ def test_closing_a_connection_that_takes_nothing_is_bounded() -> None:
 # -------------------------------------------------------------------------------------------------------- cancellation
 
 
-def test_a_cancelled_write_leaves_other_streams_whole() -> None:
+def test_cancelled_write_does_not_corrupt_other_streams() -> None:
     async def case() -> None:
         async with two_sessions(trio.testing.lockstep_stream_pair) as (one, two):
             streams = [await one.open_stream() for _ in range(8)]
@@ -675,7 +675,7 @@ def test_a_cancelled_write_leaves_other_streams_whole() -> None:
     run(case)
 
 
-def test_a_cancelled_read_loses_nothing() -> None:
+def test_cancelled_read_loses_no_bytes() -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             near = await one.open_stream()
@@ -704,7 +704,7 @@ def test_a_cancelled_read_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_an_end_that_was_cancelled_still_reaches_the_peer(how: str) -> None:
+def test_cancelled_close_or_reset_still_reaches_the_peer(how: str) -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             near = await one.open_stream()
@@ -719,7 +719,7 @@ def test_an_end_that_was_cancelled_still_reaches_the_peer(how: str) -> None:
     run(case)
 
 
-def test_a_cancelled_open_leaves_nothing() -> None:
+def test_cancelled_open_leaves_no_stream() -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             with trio.CancelScope() as scope:
@@ -750,7 +750,7 @@ def test_a_cancelled_open_leaves_nothing() -> None:
     ],
     ids=["version", "type", "length", "our id", "id 0", "open twice", "window", "after its end"],
 )
-def test_a_violation_ends_the_connection(wire: bytes) -> None:
+def test_protocol_violation_closes_the_connection(wire: bytes) -> None:
     async def case() -> None:
         async with session_and_wire() as (session, peer):
             await peer.send_all(wire)
@@ -776,7 +776,7 @@ def test_a_violation_ends_the_connection(wire: bytes) -> None:
         max_size=40,
     )
 )
-def test_rubbish_ends_in_a_closed_connection_and_nothing_else(wire: list[bytes]) -> None:
+def test_random_input_only_closes_the_connection(wire: list[bytes]) -> None:
     async def case() -> None:
         async with session_and_wire() as (session, peer), trio.open_nursery() as nursery:
 
@@ -819,7 +819,7 @@ def test_rubbish_ends_in_a_closed_connection_and_nothing_else(wire: list[bytes])
     ],
     ids=["open and reset", "ping", "unknown streams"],
 )
-def test_a_flood_by_a_peer_that_reads_nothing_ends_in_a_closed_connection(flood: Callable[[int], bytes]) -> None:
+def test_flood_by_a_peer_that_does_not_read_closes_the_connection(flood: Callable[[int], bytes]) -> None:
     async def case() -> None:
         async with (
             session_and_wire(trio.testing.lockstep_stream_pair) as (session, peer),
@@ -840,24 +840,24 @@ def test_a_flood_by_a_peer_that_reads_nothing_ends_in_a_closed_connection(flood:
     run(case)
 
 
-def test_a_peer_cannot_make_us_keep_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_bytes_are_limited_per_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "MAX_UNREAD", 3 * MAX_WINDOW)
 
     async def case() -> None:
         async with session_and_wire() as (session, peer):
             for stream in range(1, 11, 2):
-                await peer.send_all(frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(START_WINDOW)))
+                await peer.send_all(frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(INITIAL_WINDOW)))
             await session.event_closed.wait()
             assert session.unread.size == 0
 
     run(case)
 
 
-def test_many_circuits_that_nobody_reads_do_not_end_the_connection() -> None:
+def test_many_unread_circuits_do_not_close_the_connection() -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             nears, fars = [], []
-            for _ in range(128):  # as many as a relay carries for one peer
+            for _ in range(128):  # as many circuits as a relay carries for one peer
                 nears.append(await one.open_stream())
                 fars.append(await two.accept_stream())
                 fars[-1].carry_circuit()
@@ -869,17 +869,17 @@ def test_many_circuits_that_nobody_reads_do_not_end_the_connection() -> None:
                 assert not two.is_closed
                 assert (
                     two.unread.size
-                    == session_module.MAX_WIDE * MAX_WINDOW + (128 - session_module.MAX_WIDE) * START_WINDOW
+                    == session_module.MAX_WIDE * MAX_WINDOW + (128 - session_module.MAX_WIDE) * INITIAL_WINDOW
                 )
                 nursery.cancel_scope.cancel()
 
     run(case)
 
 
-def test_what_a_peer_may_leave_unread_is_shared_by_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_limit_is_shared_by_connections_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "MAX_UNREAD", 3 * MAX_WINDOW)
     full = b"".join(
-        frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(START_WINDOW)) for stream in range(1, 15, 2)
+        frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(INITIAL_WINDOW)) for stream in range(1, 15, 2)
     )
 
     async def case() -> None:
@@ -893,13 +893,13 @@ def test_what_a_peer_may_leave_unread_is_shared_by_its_connections(monkeypatch: 
             assert not first.is_closed
             stream = await first.accept_stream()
             assert await stream.read(5) == bytes(5)
-            assert shared.size == 7 * START_WINDOW - 5
+            assert shared.size == 7 * INITIAL_WINDOW - 5
         assert shared.size == 0
 
     run(case)
 
 
-def test_too_many_streams_are_reset_one_by_one() -> None:
+def test_streams_over_the_limit_are_reset_individually() -> None:
     async def case() -> None:
         async with session_and_wire() as (session, peer):
 
@@ -925,7 +925,7 @@ def test_too_many_streams_are_reset_one_by_one() -> None:
 # ----------------------------------------------------------------------------------------------------------- keepalive
 
 
-def test_a_silent_peer_is_given_up_after_both_waits() -> None:
+def test_silent_peer_is_dropped_after_ping_interval_and_timeout() -> None:
     async def case() -> None:
         async with session_and_wire() as (session, peer):
             began = trio.current_time()
@@ -936,7 +936,7 @@ def test_a_silent_peer_is_given_up_after_both_waits() -> None:
     run(case)
 
 
-def test_a_peer_that_answers_is_kept_for_ever() -> None:
+def test_peer_that_answers_pings_is_kept() -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
             await trio.sleep(1000)
@@ -946,7 +946,7 @@ def test_a_peer_that_answers_is_kept_for_ever() -> None:
     run(case)
 
 
-def test_a_process_that_was_stopped_itself_gives_nobody_up() -> None:
+def test_suspended_process_does_not_drop_its_peers() -> None:
     clock = trio.testing.MockClock()
 
     async def case() -> None:
@@ -968,14 +968,14 @@ def test_a_process_that_was_stopped_itself_gives_nobody_up() -> None:
     trio.run(case, clock=clock)
 
 
-def test_a_silent_peer_that_also_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_peer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "MAX_CONTROL", 4)
 
     async def case() -> None:
         async with session_and_wire(trio.testing.lockstep_stream_pair) as (session, peer):
             await peer.send_all(frame(PING, SYN, 0, 1))
             await trio.testing.wait_all_tasks_blocked()
-            await peer.send_all(frame(PING, SYN, 0, 1) * 4)  # the first is being written, these wait
+            await peer.send_all(frame(PING, SYN, 0, 1) * 4)  # the first reply is being written, these are queued
             await session.event_closed.wait()
             await peer.aclose()
 

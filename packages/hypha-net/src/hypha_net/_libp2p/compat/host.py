@@ -26,7 +26,7 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStoreError
 from multiaddr import Multiaddr
 
-from hypha_net._libp2p.compat.multiselect_limits import contain
+from hypha_net._libp2p.compat.multiselect_limits import limit_multiselect_lines
 from hypha_net._libp2p.compat.swarm import YamuxMultistream, patch_swarm
 from hypha_net._libp2p.security.tls import TLS_PROTOCOL, SecurityState, TlsTransport, libp2p_key_pair
 from hypha_net._libp2p.streams.inbound import NEGOTIATE_TIMEOUT, InboundStreams
@@ -72,7 +72,7 @@ def make_host(
     )
     # py-libp2p's own method cuts a circuit's address at its first /p2p/, which makes it the relay's
     vars(host)["get_addrs"] = lambda: [Multiaddr(f"{address}/p2p/{identity.peer_id}") for address in own_addresses()]
-    contain()
+    limit_multiselect_lines()
     inbound = InboundStreams(cast(BasicHost, host).multiselect.handlers)
     _prepare(cast(Swarm, host.get_network()), records.events, inbound)
     return cast(BasicHost, host)
@@ -162,7 +162,7 @@ def check_port_free(address: str) -> None:
         AddressError: it is a ``/dnsaddr``.
     """
     if address.startswith(DNSADDR):
-        raise AddressError(f"listen_addresses {address}: a name stands for many addresses; write one such as {_LISTEN}")
+        raise AddressError(f"listen_addresses {address}: a name may have many addresses; write one such as {_LISTEN}")
     _, kind, host, _, port = split_peer(address)[0].split("/")
     if port == "0":
         return

@@ -15,7 +15,7 @@ from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 from hypha_net._libp2p.streams.multistream_select import MAX_LINE
 
 
-def contain() -> None:
+def limit_multiselect_lines() -> None:
     """Replace `MultiselectCommunicator.read` by one that limits lines and raises errors that py-libp2p expects."""
     MultiselectCommunicator.read = _read_line  # type: ignore[method-assign]
 

@@ -72,7 +72,7 @@ class Routes:
 
 @dataclass(slots=True)
 class _Attempt:
-    """An attempt to connect in progress, shared by all callers that want the same peer."""
+    """An attempt to connect in progress, shared by all callers that request the same peer."""
 
     target: str
     """What was requested; a caller that requested something else does not share a failure."""

@@ -14,7 +14,7 @@ class TlsContexts:
     """Contexts made from an identity's files, keyed by whether this side is the server. Never changed once made."""
 
     def __init__(self, identity: Identity) -> None:
-        """Raises `IdentityError` when OpenSSL rejects the files."""
+        """Make the contexts. Raises `IdentityError` when OpenSSL rejects the files."""
         self.plain = {True: identity.server_context(), False: identity.client_context()}
         """For established connections."""
         self.recording = {True: identity.server_context(), False: identity.client_context()}

@@ -57,6 +57,14 @@ class ByteCount:
     sent: int = 0
     received: int = 0
 
+    def add_sent(self, count: int) -> None:
+        """Count bytes that were sent."""
+        self.sent += count
+
+    def add_received(self, count: int) -> None:
+        """Count bytes that were received."""
+        self.received += count
+
 
 @dataclass(slots=True)
 class SecurityState:
@@ -270,7 +278,7 @@ class TlsConnection(ISecureConn):
             return False
         except OSError as error:
             raise ConnectionClosedError(f"the connection broke off: {error}") from error
-        self._bytes.received += count
+        self._bytes.add_received(count)
         self._feed(_scratch.buffer[:count])
         return True
 
@@ -301,7 +309,7 @@ class TlsConnection(ISecureConn):
             return data
         except OSError as error:
             raise ConnectionClosedError(f"the connection broke off: {error}") from error
-        self._bytes.sent += count
+        self._bytes.add_sent(count)
         return data[count:]
 
     async def close(self) -> None:

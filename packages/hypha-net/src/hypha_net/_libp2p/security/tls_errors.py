@@ -20,7 +20,7 @@ _ALERTS: Final = {
     "SSLV3_ALERT_BAD_CERTIFICATE": "ours is not valid yet, or damaged: check the clocks of both nodes",
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it could not check ours (a missing or expired CRL?)",
     "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "ours is of a kind it does not take",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it wants a certificate",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it requires a certificate",
 }
 """Meaning of the peer's alert about this side's certificate."""
 _REMEDIES: Final = {

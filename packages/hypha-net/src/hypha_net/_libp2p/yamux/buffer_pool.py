@@ -1,7 +1,7 @@
 """Pool of buffers for frame bodies: large buffers are reused instead of allocated for every frame.
 
-A frame's body is decrypted straight into such a buffer. Acquired by `yamux.session`; released by whoever reads the
-bytes: `yamux.receive_buffer`, or a circuit relay that forwards them without a copy.
+A frame's body is decrypted straight into such a buffer. Acquired by `yamux.session`; released after reading by
+`yamux.receive_buffer`, or by a circuit relay that forwards the bytes without a copy.
 """
 
 from __future__ import annotations

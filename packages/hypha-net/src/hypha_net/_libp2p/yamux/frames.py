@@ -14,14 +14,14 @@ from libp2p.peer.id import ID
 
 from hypha_net._libp2p.yamux.receive_buffer import UnreadBytes
 
-INITIAL_WINDOW: Final = 256 << 10
+SPEC_INITIAL_WINDOW: Final = 256 << 10
 """Receive window that the specification grants every stream at its start, in bytes."""
-START_WINDOW: Final = 1 << 20
-"""Receive window that this implementation grants a stream at first, in bytes."""
+INITIAL_WINDOW: Final = 1 << 20
+"""Receive window that this implementation grants a stream at first, in bytes; see `initial_receive_window`."""
 MAX_WINDOW: Final = 4 << 20
 """Receive window to which a stream grows on a link with a long round trip, in bytes."""
 SMALL_BODY: Final = 4 << 10
-"""Largest body, in bytes, that is sent with its header in one write and without waiting for large frames."""
+"""Largest body, in bytes, that is sent with its header in one TLS record, ahead of queued large frames."""
 
 
 class FrameType(IntEnum):
@@ -85,7 +85,7 @@ class SessionHandle(Protocol):
         ...
 
     def can_widen(self) -> bool:
-        """Whether one more stream may have a window larger than `START_WINDOW`."""
+        """Whether one more stream may have a window larger than `INITIAL_WINDOW`."""
         ...
 
     def round_trip(self) -> float:

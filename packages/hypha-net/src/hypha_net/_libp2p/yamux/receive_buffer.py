@@ -21,6 +21,14 @@ class UnreadBytes:
     def __init__(self) -> None:
         self.size = 0
 
+    def add(self, count: int) -> None:
+        """Count received bytes."""
+        self.size += count
+
+    def remove(self, count: int) -> None:
+        """Count bytes that were read or discarded."""
+        self.size -= count
+
 
 class ReceiveBuffer:
     """Queue of bytes."""

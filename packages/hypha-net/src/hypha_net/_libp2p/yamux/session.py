@@ -28,9 +28,9 @@ from multiaddr import Multiaddr
 from hypha_net._libp2p.yamux.buffer_pool import acquire_buffer
 from hypha_net._libp2p.yamux.frames import (
     HEADER,
+    INITIAL_WINDOW,
     MAX_WINDOW,
     SMALL_BODY,
-    START_WINDOW,
     FrameFlag,
     FrameType,
     frame_header,
@@ -91,9 +91,10 @@ class YamuxSession(IMuxedConn):
         """The peer's protocol violation that ends the connection; empty without one."""
         self.end_reason = ""
         """Why the connection ended; empty while it lives."""
-        self._unread = unread or UnreadBytes()
+        self.unread = unread or UnreadBytes()
+        """Counter of received bytes that have not been read, shared by the peer's connections."""
         self._rtt = RttEstimator()
-        self._is_relayed = conn.get_connection_type() is ConnectionType.RELAYED
+        self.is_relayed = conn.get_connection_type() is ConnectionType.RELAYED
         self._frame_size = AdaptiveFrameSize()
         self._bulk = trio.Lock()
         """Held while a large frame is sent, so that a small frame waits for one large frame at most."""
@@ -339,7 +340,7 @@ class YamuxSession(IMuxedConn):
     @property
     def initial_receive_window(self) -> int:
         """Receive window of a new stream; larger on relayed connections, which pass through three processes."""
-        return MAX_WINDOW if self._is_relayed and self.can_widen() else START_WINDOW
+        return MAX_WINDOW if self.is_relayed and self.can_widen() else INITIAL_WINDOW
 
     def can_widen(self) -> bool:
         """Return whether one more stream may have a widened window: many of them unread would exceed `MAX_UNREAD`."""
@@ -419,8 +420,8 @@ class YamuxSession(IMuxedConn):
             return
         if kind == FrameType.DATA:
             stream.receive(body)
-            if self._unread.size > MAX_UNREAD:
-                raise MuxedStreamError(f"{self._unread.size} bytes of it wait to be read")
+            if self.unread.size > MAX_UNREAD:
+                raise MuxedStreamError(f"{self.unread.size} bytes of it wait to be read")
         else:
             stream.add_send_window(length)
         if FrameFlag.RST in flags:
@@ -473,11 +474,6 @@ class YamuxSession(IMuxedConn):
         return self._conn
 
     @property
-    def unread(self) -> UnreadBytes:
-        """Counter of received bytes that have not been read, shared by the peer's connections."""
-        return self._unread
-
-    @property
     def last_received_at(self) -> float:
         """When the last bytes of the peer arrived, by trio's clock."""
         return self._last_received_at
@@ -486,11 +482,6 @@ class YamuxSession(IMuxedConn):
     def is_initiator(self) -> bool:
         """Whether this side dialled."""
         return bool(self._conn.is_initiator)
-
-    @property
-    def is_relayed(self) -> bool:
-        """Whether the connection runs through a relay."""
-        return self._is_relayed
 
     @property
     def is_established(self) -> bool:

@@ -21,7 +21,7 @@ from hypha_net._libp2p.yamux.frames import (
     INITIAL_WINDOW,
     MAX_WINDOW,
     SMALL_BODY,
-    START_WINDOW,
+    SPEC_INITIAL_WINDOW,
     FrameFlag,
     FrameType,
     SessionHandle,
@@ -31,7 +31,7 @@ from hypha_net._libp2p.yamux.frames import (
 from hypha_net._libp2p.yamux.receive_buffer import ReceiveBuffer
 
 SHORT_ROUND_TRIP: Final = 0.004
-"""Round trip in seconds up to which `START_WINDOW` is large enough for full throughput."""
+"""Round trip in seconds up to which `INITIAL_WINDOW` is large enough for full throughput."""
 DISCARD_TIMEOUT: Final = 30.0
 """Seconds within which a peer must end a stream that is not read any more."""
 WINDOW_UPDATE_INTERVAL: Final = 1.0
@@ -57,12 +57,12 @@ class YamuxStream(IMuxedStream):
         self._spilled = b""
         """Those bytes, after the reader has left."""
         self._receive_window = session.initial_receive_window
-        self._initial_grant = self._receive_window - INITIAL_WINDOW
+        self._initial_grant = self._receive_window - SPEC_INITIAL_WINDOW
         self._receive_allowance = self._receive_window
         """Bytes that the peer may still send."""
         self._read_since_update = 0
         self._updated_at = trio.current_time()
-        self._send_window = INITIAL_WINDOW
+        self._send_window = SPEC_INITIAL_WINDOW
         """Bytes that this side may still send."""
         self._local_closed = False
         """Whether this side has sent FIN."""
@@ -163,7 +163,7 @@ class YamuxStream(IMuxedStream):
         """Hand a complete frame in the reader's buffer to the reader."""
         self._inplace_partial, self._inplace_received = 0, length
         self._receive_allowance -= length
-        self._session.unread.size += length
+        self._session.unread.add(length)
         self._notify()
 
     def take_spilled(self) -> bytes:
@@ -183,7 +183,7 @@ class YamuxStream(IMuxedStream):
             await self._wait_for_change()
 
     def _count_read(self, size: int) -> None:
-        self._session.unread.size -= size
+        self._session.unread.remove(size)
         self._update_window(size)
 
     def _update_window(self, size: int) -> None:
@@ -221,11 +221,11 @@ class YamuxStream(IMuxedStream):
 
     @property
     def is_wide(self) -> bool:
-        """Whether the receive window is larger than `START_WINDOW`."""
-        return self._receive_window > START_WINDOW
+        """Whether the receive window is larger than `INITIAL_WINDOW`."""
+        return self._receive_window > INITIAL_WINDOW
 
     def _long_round_trip(self) -> float:
-        """Return the link's round trip in seconds; 0 where `START_WINDOW` is large enough for it."""
+        """Return the link's round trip in seconds; 0 where `INITIAL_WINDOW` is large enough for it."""
         seconds = self._session.round_trip()
         return seconds if seconds > SHORT_ROUND_TRIP else 0.0
 
@@ -245,7 +245,7 @@ class YamuxStream(IMuxedStream):
         if self._discarding:
             self.grant_window(len(data))
         elif data:
-            self._session.unread.size += len(data)
+            self._session.unread.add(len(data))
             self._buffer.append(data)
             self._notify()
 
@@ -390,7 +390,7 @@ class YamuxStream(IMuxedStream):
 
     def _drop_buffer(self) -> int:
         size = self._buffer.clear()
-        self._session.unread.size -= size
+        self._session.unread.remove(size)
         return size
 
     @property
