@@ -265,7 +265,7 @@ def play(row: Row, engine: Engine, folder: Path) -> None:
 
 def as_parameter(row: Row, *more: str) -> Any:
     """Return a row as a test's parameter; one that times connections to the hundredth runs alone."""
-    marks = () if row is connecting_takes_no_pause else (pytest.mark.concurrent,)
+    marks = () if row is connecting_does_not_sleep else (pytest.mark.concurrent,)
     return pytest.param(row, *more, id=row.__name__, marks=marks)
 
 
