@@ -25,7 +25,7 @@ from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_proto.resources import Resources
 from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.job_config import JobConfig
-from hypha_scheduler.submit import PlacedJob, evaluation_shares, round_settings, wants
+from hypha_scheduler.submit import PlacedJob, evaluation_shares, role_requests, round_settings
 
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(5)]
 
@@ -98,7 +98,7 @@ def test_the_documented_configuration_makes_wants(tmp_path: Path) -> None:
     file.write_text(DOCUMENTED)
     loaded = load_config(SchedulerConfig, file, {}, {}).config
     [made] = loaded.jobs
-    train, aggregate = wants(made)
+    train, aggregate = role_requests(made)
     assert (train.count, train.bid, train.max_price) == (4, 110.0, 160.0)
     assert train.spec.resources == Resources(gpu=10, cpu=2)
     assert train.spec.executor == (TrainExecutor(name="diloco-transformer"),)
@@ -121,7 +121,7 @@ def test_several_jobs_and_tables_as_shorthand() -> None:
         """
     )
     made = JobConfig.model_validate(plain["jobs"][0])
-    train, aggregate = wants(made)
+    train, aggregate = role_requests(made)
     assert train.spec.resources == Resources(gpu=8, cpu=2)
     assert train.spec.executor == (TrainExecutor(name="mine"),)
     assert aggregate.spec.resources == Resources(memory=4)

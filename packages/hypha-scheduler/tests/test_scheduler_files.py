@@ -35,7 +35,7 @@ from hypha_scheduler.metrics.status_bridge import EventFile, StatusBridge
 from hypha_scheduler.reporting import JobReport
 from hypha_scheduler.results import ResultModel, open_preprocessor, open_start_model, write_result
 from hypha_scheduler.strategies.diloco.rounds import Measured, RoundClosed
-from hypha_scheduler.submission.client import read_job, socket_of
+from hypha_scheduler.submission.client import configured_socket, read_job
 from hypha_scheduler.submission.server import serve_submissions, socket_path
 
 PEER = PeerId.from_public_key(bytes(32))
@@ -72,14 +72,14 @@ def test_a_disk_that_fails_later_is_told_with_the_next_record(tmp_path: Path, mo
         raise OSError(errno.EIO, "Input/output error")
 
     with Journal(tmp_path / "journal.jsonl") as journal:
-        journal.note("round", round=1)
+        journal.record_async("round", round=1)
         with monkeypatch.context() as broken:
             broken.setattr("hypha_scheduler.journal.os.fsync", fail)
-            journal.note("round", round=2)
-            assert journal._waiting is not None
-            wait([journal._waiting], 10)
+            journal.record_async("round", round=2)
+            assert journal._pending_sync is not None
+            wait([journal._pending_sync], 10)
         with pytest.raises(OSError, match="Input/output"):
-            journal.note("round", round=3)
+            journal.record_async("round", round=3)
     assert [record["round"] for record in read_journal(tmp_path / "journal.jsonl")] == [1, 2]
 
 
@@ -304,12 +304,12 @@ def test_outer_updates_are_added_once_and_in_order(tmp_path: Path) -> None:
 
     async def case() -> None:
         result = ResultModel(folder, every=2)
-        await result.take(update(tmp_path / "u1", 1), 1)
+        await result.apply_update(update(tmp_path / "u1", 1), 1)
         assert weights(folder) == [1.0] * 3
-        await result.take(update(tmp_path / "again", 1), 1)
-        await result.take(update(tmp_path / "u2", 2), 2)
+        await result.apply_update(update(tmp_path / "again", 1), 1)
+        await result.apply_update(update(tmp_path / "u2", 2), 2)
         assert weights(folder) == [4.0] * 3
-        await result.take(update(tmp_path / "u3", 3), 3)
+        await result.apply_update(update(tmp_path / "u3", 3), 3)
         await result.finish()
         assert weights(folder) == [7.0] * 3
         assert result.round == 3
@@ -326,7 +326,7 @@ def test_the_trained_model_is_on_the_disk_before_the_job_is_said_to_be_done(
 
     async def case() -> None:
         result = ResultModel(folder)
-        await result.take(update(tmp_path / "u1", 1), 1)
+        await result.apply_update(update(tmp_path / "u1", 1), 1)
         await result.finish()
         write_result(tmp_path / "result.json", {"rounds": 1})
 
@@ -341,7 +341,7 @@ def test_an_update_that_does_not_fit_fails_the_job(tmp_path: Path) -> None:
 
     async def case() -> None:
         with pytest.raises(JobFailedError, match="cannot be added to the model"):
-            await ResultModel(folder).take(update(tmp_path / "u1", 1, "stranger"), 1)
+            await ResultModel(folder).apply_update(update(tmp_path / "u1", 1, "stranger"), 1)
 
     run(case)
 
@@ -354,8 +354,8 @@ inner_optimizer = { learning_rate = 1e-3 }
 """
 
 
-def hand_in_with(
-    tmp_path: Path, text: str, conduct: Callable[[JobConfig, uuid.UUID], Awaitable[Path]]
+def submit_with(
+    tmp_path: Path, text: str, run_job: Callable[[JobConfig, uuid.UUID], Awaitable[Path]]
 ) -> tuple[int, str]:
     """Run `submit` against a scheduler that conducts jobs in this way; exit code and output."""
     file = tmp_path / "job.toml"
@@ -368,7 +368,7 @@ def hand_in_with(
 
     async def case() -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve_submissions, tmp_path / "r", conduct)
+            tasks.start_soon(serve_submissions, tmp_path / "r", run_job)
             while not await anyio.Path(socket_path(tmp_path / "r")).exists():
                 await anyio.sleep(0.01)
             await anyio.sleep(0.1)  # the name is there a moment before the socket listens
@@ -384,12 +384,12 @@ def test_a_job_is_handed_to_a_running_scheduler(tmp_path: Path) -> None:
     taken: list[JobConfig] = []
     ids: list[uuid.UUID] = []
 
-    async def conduct(job: JobConfig, job_id: uuid.UUID) -> Path:
+    async def run_job(job: JobConfig, job_id: uuid.UUID) -> Path:
         taken.append(job)
         ids.append(job_id)
         return Path("/somewhere/result.json")
 
-    code, output = hand_in_with(tmp_path, JOB, conduct)
+    code, output = submit_with(tmp_path, JOB, run_job)
     assert code == 0
     accepted, result = (json.loads(line) for line in output.splitlines())
     assert accepted == {"accepted": True, "job_id": str(ids[0]), "directory": str(tmp_path / "r" / str(ids[0]))}
@@ -399,13 +399,13 @@ def test_a_job_is_handed_to_a_running_scheduler(tmp_path: Path) -> None:
 
 
 def test_a_job_that_fails_or_is_none_says_so(tmp_path: Path) -> None:
-    async def conduct(job: JobConfig, job_id: uuid.UUID) -> Path:
+    async def run_job(job: JobConfig, job_id: uuid.UUID) -> Path:
         raise JobFailedError("no workers at all")
 
-    code, output = hand_in_with(tmp_path, JOB, conduct)
+    code, output = submit_with(tmp_path, JOB, run_job)
     assert code == 1
     assert "no workers at all" in output
-    code, output = hand_in_with(tmp_path, JOB.replace("dataset", "datset"), conduct)
+    code, output = submit_with(tmp_path, JOB.replace("dataset", "datset"), run_job)
     assert code == 2
     assert "datset" in output
 
@@ -413,12 +413,12 @@ def test_a_job_that_fails_or_is_none_says_so(tmp_path: Path) -> None:
 def test_a_date_in_a_job_goes_over_as_it_is_written(tmp_path: Path) -> None:
     taken: list[JobConfig] = []
 
-    async def conduct(job: JobConfig, _job_id: uuid.UUID) -> Path:
+    async def run_job(job: JobConfig, _job_id: uuid.UUID) -> Path:
         taken.append(job)
         return Path("/somewhere/result.json")
 
-    code, output = hand_in_with(
-        tmp_path, JOB.replace('path = "start"', "path = 'start', revision = 2024-01-31"), conduct
+    code, output = submit_with(
+        tmp_path, JOB.replace('path = "start"', "path = 'start', revision = 2024-01-31"), run_job
     )
     assert code == 0, output
     assert taken[0].model.revision == "2024-01-31"
@@ -434,7 +434,7 @@ def test_the_socket_is_where_the_scheduler_writes(tmp_path: Path, monkeypatch: p
         ('[scheduler]\noutput_dir = "/far"', Path("/far")),
     ):
         config.write_text(text)
-        assert socket_of(config).resolve() == socket_path(runs)
+        assert configured_socket(config).resolve() == socket_path(runs)
 
 
 def test_submit_without_a_scheduler_is_unreachable(tmp_path: Path) -> None:

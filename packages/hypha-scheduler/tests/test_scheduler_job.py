@@ -384,7 +384,7 @@ def failing() -> Iterator[list[str]]:
 
 def test_a_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        path = await service.conduct(job(model))
+        path = await service.run_job(job(model))
         result = json.loads(path.read_text())
         assert result["rounds"] == 3
         assert len(result["workers"]) == 3
@@ -403,7 +403,7 @@ def test_a_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
 
 def test_events_tell_placement_rounds_and_metrics(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        await service.conduct(job(model))
+        await service.run_job(job(model))
 
     play(tmp_path, case)
     told = events(tmp_path)
@@ -424,7 +424,7 @@ def test_each_worker_is_told_once_when_it_begins_to_train(
     peers: list[str] = []
 
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        await service.conduct(job(model))
+        await service.run_job(job(model))
         peers.extend(str(worker.endpoint.peer_id) for worker in workers[:3])
 
     with caplog.at_level(logging.INFO, "hypha_scheduler.start_gate"):
@@ -437,7 +437,7 @@ def test_each_worker_is_told_once_when_it_begins_to_train(
 
 def test_a_slow_worker_gets_less_and_members_carry_their_samples(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        await service.conduct(job(model, rounds={"avg_samples_between_updates": 720}))
+        await service.run_job(job(model, rounds={"avg_samples_between_updates": 720}))
         samples: Counter[PeerId] = Counter()
         for message in workers[3].rounds_seen[1:]:
             samples.update({member.peer: member.samples for member in message.members})
@@ -453,7 +453,7 @@ def test_a_slow_worker_gets_less_and_members_carry_their_samples(tmp_path: Path,
 
 def test_what_is_sent_again_for_lack_of_an_answer_counts_once(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        result = json.loads((await service.conduct(job(model))).read_text())
+        result = json.loads((await service.run_job(job(model))).read_text())
         assert result["rounds"] == 3
         reported = {str(worker.endpoint.peer_id): worker.batches for worker in workers[:3]}
         counted = {worker["peer"]: worker["batches"] for worker in result["workers"]}
@@ -470,7 +470,7 @@ def test_what_is_sent_again_for_lack_of_an_answer_counts_once(tmp_path: Path, mo
 def test_a_dying_executor_ends_the_job_with_its_last_lines(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:
-            await service.conduct(job(model))
+            await service.run_job(job(model))
         assert "exit code 3" in told[0]
         assert "RuntimeError: no" in told[0]
         assert str(workers[1].endpoint.peer_id) in told[0]
@@ -495,7 +495,7 @@ def test_what_a_worker_says_in_the_moment_in_which_the_job_ends_changes_nothing(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(find_run)
             with failing():
-                await service.conduct(job(model))
+                await service.run_job(job(model))
         [run] = runs
         for worker in workers:
             assert run._running is not None
@@ -512,7 +512,7 @@ def test_what_a_worker_says_in_the_moment_in_which_the_job_ends_changes_nothing(
 def test_a_worker_whose_lease_cannot_be_renewed_fails_the_job(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:
-            await service.conduct(job(model, rounds={"update_rounds": 10_000}))
+            await service.run_job(job(model, rounds={"update_rounds": 10_000}))
         assert f"worker {workers[2].endpoint.peer_id} was lost" in told[0]
         assert "2 of at least 3 remain" in told[0]
 
@@ -524,7 +524,7 @@ def test_a_worker_whose_lease_cannot_be_renewed_fails_the_job(tmp_path: Path, mo
 
 def test_the_job_goes_on_without_a_lost_worker_when_it_may(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        path = await service.conduct(job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6}))
+        path = await service.run_job(job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6}))
         assert json.loads(path.read_text())["rounds"] == 6
         assert len(workers[3].rounds_seen[-1].members) == 2
 
@@ -540,12 +540,12 @@ def test_a_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, mo
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         wanted = job(model, resources={"min_workers": 2})
         if role == "train":
-            path = await service.conduct(wanted)
+            path = await service.run_job(wanted)
             assert json.loads(path.read_text())["rounds"] == 3
             assert len(workers[3].rounds_seen[-1].members) == 2
         else:
             with failing() as told:
-                await service.conduct(wanted)
+                await service.run_job(wanted)
             assert f"the parameter server {workers[3].endpoint.peer_id} was lost" in told[0]
             assert "did not start task" in told[0]
             assert [worker.spec for worker in workers[:3]] == [None, None, None]
@@ -559,7 +559,7 @@ def test_a_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, mo
 
 def test_a_dispatch_whose_answer_is_lost_is_made_again(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
-        path = await service.conduct(job(model))
+        path = await service.run_job(job(model))
         assert json.loads(path.read_text())["rounds"] == 3
         assert [worker.answers_lost for worker in workers] == [0] * 4
 
@@ -575,7 +575,7 @@ def test_the_job_ends_without_a_worker_that_is_late_in_its_last_round(tmp_path: 
 
     async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
         changes = {"resources": {"num_workers": 3, "min_workers": 2}, "rounds": {"update_rounds": 1, "timeout": 1.5}}
-        await service.conduct(job(model, **changes))
+        await service.run_job(job(model, **changes))
         assert workers[2].released == ["the job is done"]
         for message in workers[3].rounds_seen:
             assert workers[2].endpoint.peer_id not in {member.peer for member in message.members}
@@ -594,7 +594,7 @@ def test_the_job_ends_without_a_worker_that_is_late_in_its_last_round(tmp_path: 
 def test_a_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:
-            await service.conduct(job(model, rounds={"update_rounds": 10_000}))
+            await service.run_job(job(model, rounds={"update_rounds": 10_000}))
         assert (
             f"worker {workers[0].endpoint.peer_id} was lost: its executor was cancelled: the owner needs it" in told[0]
         )
@@ -609,7 +609,7 @@ def test_a_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Pat
 def test_an_outer_update_that_never_came_fails_the_job(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:
-            await service.conduct(job(model))
+            await service.run_job(job(model))
         assert "the outer update of round 2 never came" in told[0]
 
     def prepare(workers: list[Worker]) -> None:
@@ -621,7 +621,7 @@ def test_an_outer_update_that_never_came_fails_the_job(tmp_path: Path, model: Pa
 def test_an_interrupted_job_gives_its_leases_back(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with anyio.move_on_after(1.0):
-            await service.conduct(job(model, rounds={"update_rounds": 10_000}))
+            await service.run_job(job(model, rounds={"update_rounds": 10_000}))
         assert all(worker.released for worker in workers)
 
     play(tmp_path, case)
@@ -631,7 +631,7 @@ def test_an_interrupted_job_gives_its_leases_back(tmp_path: Path, model: Path) -
 def test_a_lost_parameter_server_fails_the_job(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:
-            await service.conduct(job(model, rounds={"update_rounds": 10_000}))
+            await service.run_job(job(model, rounds={"update_rounds": 10_000}))
         assert "the parameter server" in told[0]
 
     def prepare(workers: list[Worker]) -> None:
@@ -648,7 +648,7 @@ def test_too_few_workers_and_why(tmp_path: Path, model: Path, monkeypatch: pytes
 
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with pytest.raises(AllocationError) as caught:
-            await service.conduct(job(model, resources={"allocation_timeout": 1.5}))
+            await service.run_job(job(model, resources={"allocation_timeout": 1.5}))
         text = str(caught.value)
         assert "1 of 3 for train" in text
         assert "the owner says no" in text
@@ -667,7 +667,7 @@ def test_too_few_workers_and_why(tmp_path: Path, model: Path, monkeypatch: pytes
 def test_a_worker_that_is_taken_for_one_part_is_named_where_another_part_lacks_one(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with pytest.raises(JobFailedError, match="not enough workers") as caught:
-            await service.conduct(job(model, resources={"num_workers": 4, "allocation_timeout": 1.5}))
+            await service.run_job(job(model, resources={"num_workers": 4, "allocation_timeout": 1.5}))
         lines = str(caught.value).splitlines()
         assert "4 of 4 for train, 0 of 1 for aggregate" in lines[0] or "3 of 4 for train, 1 of 1" in lines[0]
         assert len([line for line in lines if "taken for" in line and "a worker of its own" in line]) == 4
@@ -690,7 +690,7 @@ def test_a_disk_that_is_full_fails_the_job_and_not_the_scheduler(
     async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
         with monkeypatch.context() as full, failing() as told:
             full.setattr(Journal, "_write", write)
-            await service.conduct(job(model))
+            await service.run_job(job(model))
         assert "No space left on device" in told[0]
         assert [len(worker.released) for worker in workers] == ([0] * 4 if kind == "accepted" else [1] * 4)
 
@@ -700,7 +700,7 @@ def test_a_disk_that_is_full_fails_the_job_and_not_the_scheduler(
 def test_a_dataset_that_nobody_has(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:
-            await service.conduct(job(model, dataset={"dataset": "mnist"}, resources={"allocation_timeout": 0.5}))
+            await service.run_job(job(model, dataset={"dataset": "mnist"}, resources={"allocation_timeout": 0.5}))
         assert "dataset 'mnist' was not found within 0.5 s: nobody announces it" in told[0]
 
     play(tmp_path, case)
@@ -708,7 +708,7 @@ def test_a_dataset_that_nobody_has(tmp_path: Path, model: Path) -> None:
 
 def test_the_maximal_price_is_in_nothing_that_is_sent(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        await service.conduct(job(model))
+        await service.run_job(job(model))
         for worker in workers:
             assert worker.heard
             for request in worker.heard:
@@ -722,7 +722,7 @@ def test_the_maximal_price_is_in_nothing_that_is_sent(tmp_path: Path, model: Pat
 @pytest.mark.slow
 def test_requests_that_are_lost_are_published_again(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        path = await service.conduct(job(model, resources={"allocation_timeout": 20.0}))
+        path = await service.run_job(job(model, resources={"allocation_timeout": 20.0}))
         assert json.loads(path.read_text())["rounds"] == 3
 
     play(tmp_path, case, faults=Faults(gossip_loss=0.4, delay=0.002, jitter=0.01))

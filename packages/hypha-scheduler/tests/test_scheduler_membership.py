@@ -11,7 +11,7 @@ from hypha_net import rpc
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown, RoundMembers
-from hypha_scheduler.membership import RoundMembership
+from hypha_scheduler.membership import RoundAnnouncer
 from hypha_scheduler.strategies.diloco.rounds import Rounds, RoundSettings, Synchronise
 
 A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in range(2))
@@ -38,10 +38,10 @@ def test_a_round_that_the_server_has_closed_already_does_not_fail_when_a_member_
             async with network.endpoint("scheduler") as scheduler, network.endpoint("server") as server:
                 rpc.serve(server, ROUND_MEMBERS, answer)
                 rounds = Rounds(RoundSettings(rounds=2, target=8, batch_size=4, min_members=1), [A, B], 0.0)
-                membership = RoundMembership(scheduler, uuid.uuid4(), server.peer_id)
-                await membership.tell(Synchronise(1, ((A, 4), (B, 4))), rounds, failed.append)
+                announcer = RoundAnnouncer(scheduler, uuid.uuid4(), server.peer_id)
+                await announcer.announce(Synchronise(1, ((A, 4), (B, 4))), rounds, failed.append)
                 if first_is_accepted:
-                    await membership.tell(Synchronise(1, ((A, 4),)), rounds, failed.append)
+                    await announcer.announce(Synchronise(1, ((A, 4),)), rounds, failed.append)
 
     anyio.run(main, backend="trio")
     assert [len(message.members) for message in heard] == ([2, 1] if first_is_accepted else [2])

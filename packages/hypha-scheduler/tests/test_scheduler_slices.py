@@ -50,7 +50,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=WORKERS)
     def vanish(self, worker: str) -> None:
-        assert set(self.ledger.lose(worker)) == set(self.held.pop(worker, {}))
+        assert set(self.ledger.release(worker)) == set(self.held.pop(worker, {}))
 
     @invariant()
     def agrees(self) -> None:
@@ -86,7 +86,7 @@ def test_what_a_lost_worker_had_is_next() -> None:
     lost = [ledger.assign("gone"), ledger.assign("gone")]
     ledger.assign("stays")
     ledger.report("gone", {lost[0].index: 4})
-    assert ledger.lose("gone") == (lost[1],)
+    assert ledger.release("gone") == (lost[1],)
     assert ledger.assign("stays") == lost[1]
 
 
@@ -96,7 +96,7 @@ def test_a_silent_executor_has_used_what_it_had_when_it_asks_again() -> None:
     ledger.report("old", None)
     second = ledger.assign("old")
     assert ledger.state(0, first.index) is SliceState.USED
-    assert ledger.lose("old") == (second,)
+    assert ledger.release("old") == (second,)
 
 
 def test_a_slice_of_unknown_size_is_used_when_its_holder_asks_again() -> None:

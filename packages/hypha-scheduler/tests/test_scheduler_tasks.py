@@ -12,8 +12,8 @@ from hypha_scheduler.tasks import Task, TaskError, TaskGraph, TaskState
 PEER = PeerId.from_public_key(bytes(32))
 
 
-def task(name: str, number: int, needs: tuple[str, ...] = (), gives: tuple[str, ...] = ()) -> Task:
-    return Task(name, "train", PEER, uuid.UUID(int=number), frozenset(needs), frozenset(gives))
+def task(name: str, number: int, inputs: tuple[str, ...] = (), outputs: tuple[str, ...] = ()) -> Task:
+    return Task(name, "train", PEER, uuid.UUID(int=number), frozenset(inputs), frozenset(outputs))
 
 
 def names(tasks: tuple[Task, ...]) -> list[str]:

@@ -8,27 +8,27 @@ from typing import Final, Generic, TypeVar
 
 from hypha_proto.ids import PeerId
 
-Answer = TypeVar("Answer")
+Response = TypeVar("Response")
 
-KEPT: Final = 32
+MAX_PER_PEER: Final = 32
 """Answers of each peer; it asks for a few things at a time, and again within seconds."""
 
 
-class ResponseCache(Generic[Answer]):
+class ResponseCache(Generic[Response]):
     """The last answers to each peer, by the ids of its requests."""
 
     def __init__(self) -> None:
-        self._given: defaultdict[PeerId, OrderedDict[uuid.UUID, Answer]] = defaultdict(OrderedDict)
+        self._responses: defaultdict[PeerId, OrderedDict[uuid.UUID, Response]] = defaultdict(OrderedDict)
 
-    def given(self, peer: PeerId, request: uuid.UUID | None) -> Answer | None:
+    def get(self, peer: PeerId, request: uuid.UUID | None) -> Response | None:
         """What was answered to this request before; none if nothing was, or it has no id."""
-        return None if request is None or peer not in self._given else self._given[peer].get(request)
+        return None if request is None or peer not in self._responses else self._responses[peer].get(request)
 
-    def note(self, peer: PeerId, request: uuid.UUID | None, answer: Answer) -> Answer:
+    def put(self, peer: PeerId, request: uuid.UUID | None, answer: Response) -> Response:
         """Keep an answer, and return it."""
         if request is not None:
-            answers = self._given[peer]
+            answers = self._responses[peer]
             answers[request] = answer
-            if len(answers) > KEPT:
+            if len(answers) > MAX_PER_PEER:
                 answers.popitem(last=False)
         return answer

@@ -48,11 +48,17 @@ def submit(job: Path, file: Path | None, socket: Path | None, detach: bool) -> N
     """
     import json
 
-    from hypha_scheduler.submission.client import JobFileError, NoSchedulerError, hand_in, read_job, socket_of
+    from hypha_scheduler.submission.client import (
+        JobFileError,
+        NoSchedulerError,
+        configured_socket,
+        read_job,
+        submit_job,
+    )
 
     accepted = False
     try:
-        for answer in hand_in(socket or socket_of(file), read_job(job), detach=detach):
+        for answer in submit_job(socket or configured_socket(file), read_job(job), detach=detach):
             if "error" in answer:
                 raise click.ClickException(answer["error"]) if accepted else JobFileError(f"{job}: {answer['error']}")
             accepted = True

@@ -21,7 +21,7 @@ from hypha_scheduler.tasks import Task, TaskGraph
 _log = logging.getLogger(__name__)
 
 _DISPATCH_TIMEOUT: Final = 30.0
-_PAUSES: Final = (0.5, 2.0)
+_RETRY_DELAYS: Final = (0.5, 2.0)
 """Seconds before each further attempt."""
 
 
@@ -38,7 +38,7 @@ async def dispatch_ready(
             for task in ready:
                 graph.start(task.name)  # before the worker is told: its executor may end before the answer is here
                 tasks.start_soon(_dispatch, endpoint, task, spec_of(task), graph, failed)
-        if any(task.gives and graph.state(task.name).over for task in ready):
+        if any(task.outputs and graph.state(task.name).over for task in ready):
             return  # the others would wait in vain for what it gives
 
 
@@ -48,7 +48,7 @@ async def _dispatch(
     about = {"hypha.task": task.name, "hypha.peer.id": str(task.peer)}
     try:
         with instrumentation.span("dispatch", about):
-            answer = await _ask(endpoint, task, DispatchJob(id=task.lease, spec=spec), graph)
+            answer = await _send(endpoint, task, DispatchJob(id=task.lease, spec=spec), graph)
     except NetError as error:
         failed(task, f"task {task.name} could not be handed to worker {task.peer}: {error}")
         return
@@ -56,9 +56,9 @@ async def _dispatch(
         failed(task, f"worker {task.peer} did not start task {task.name}; its log says why")
 
 
-async def _ask(endpoint: Endpoint, task: Task, message: DispatchJob, graph: TaskGraph) -> DispatchResult:
+async def _send(endpoint: Endpoint, task: Task, message: DispatchJob, graph: TaskGraph) -> DispatchResult:
     """Hand a task over, a few times if need be: a worker confirms what it has begun already."""
-    for pause in _PAUSES:
+    for pause in _RETRY_DELAYS:
         try:
             return await rpc.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
         except UnsupportedProtocolError:

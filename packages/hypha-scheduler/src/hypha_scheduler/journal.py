@@ -25,7 +25,7 @@ class Journal:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._file: IO[bytes] = os.fdopen(descriptor, "ab", buffering=0)
         self._disk = ThreadPoolExecutor(1, "journal")
-        self._waiting: Future[None] | None = None
+        self._pending_sync: Future[None] | None = None
 
     def __enter__(self) -> Journal:
         return self
@@ -43,18 +43,18 @@ class Journal:
         self._write(kind, fields)
         os.fsync(self._file.fileno())
 
-    def note(self, kind: str, **fields: object) -> None:
+    def record_async(self, kind: str, **fields: object) -> None:
         """Write a record that will be on disk before the next one that is waited for; later ones say if it is not.
 
         Raises:
             OSError: it cannot be written, or one before it is not on disk.
         """
         self._write(kind, fields)
-        self._waiting = self._disk.submit(os.fsync, self._file.fileno())
+        self._pending_sync = self._disk.submit(os.fsync, self._file.fileno())
 
     def _write(self, kind: str, fields: dict[str, object]) -> None:
-        if self._waiting is not None and self._waiting.done():
-            self._waiting.result()
+        if self._pending_sync is not None and self._pending_sync.done():
+            self._pending_sync.result()
         self._file.write(json.dumps({"record": kind} | fields).encode() + b"\n")
 
 

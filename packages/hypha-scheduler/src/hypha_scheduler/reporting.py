@@ -16,7 +16,7 @@ from hypha_scheduler.journal import Journal
 from hypha_scheduler.metrics.status_bridge import EventFile, StatusBridge
 from hypha_scheduler.strategies.diloco.rounds import Late, Measured, RoundClosed
 
-_COUNTED: Final = frozenset({"samples", "batch_size", "utilisation"})
+_SCHEDULER_METRICS: Final = frozenset({"samples", "batch_size", "utilisation"})
 """What the scheduler posts from its own account of a round, for workers of every make."""
 _ROUND_SECONDS: Final = instrumentation.Histogram("hypha.scheduler.round.duration", "s", "Duration of a job's rounds.")
 _SAMPLES: Final = instrumentation.Counter(
@@ -32,53 +32,53 @@ class JobReport:
         self._directory = directory
         self._bridge = bridge
         self._job_id: str | None = None
-        self._open = ExitStack()
+        self._resources = ExitStack()
         self._events: EventFile
         self._journal: Journal
 
     def __enter__(self) -> JobReport:
-        self._events = self._open.enter_context(EventFile(self._directory / "metrics.jsonl"))
-        self._journal = self._open.enter_context(Journal(self._directory / "journal.jsonl"))
+        self._events = self._resources.enter_context(EventFile(self._directory / "metrics.jsonl"))
+        self._journal = self._resources.enter_context(Journal(self._directory / "journal.jsonl"))
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._open.close()
+        self._resources.close()
 
-    def tell(self, event: str, **fields: object) -> None:
+    def emit(self, event: str, **fields: object) -> None:
         """Write an event."""
         self._events.write(event, **fields)
 
-    def keep(self, kind: str, **fields: object) -> None:
+    def persist(self, kind: str, **fields: object) -> None:
         """Write a record that survives a restart."""
         self._journal.record(kind, **fields)
 
-    def note(self, kind: str, **fields: object) -> None:
+    def persist_async(self, kind: str, **fields: object) -> None:
         """The same of what nothing is built on at once."""
-        self._journal.note(kind, **fields)
+        self._journal.record_async(kind, **fields)
 
     def accepted(self, job_id: uuid.UUID, job: Mapping[str, object]) -> None:
         """The job begins; secrets in `job` are masked."""
         self._job_id = str(job_id)
-        self.keep("accepted", job_id=str(job_id), job=job)
-        self.tell("accepted", job_id=str(job_id), directory=str(self._directory))
+        self.persist("accepted", job_id=str(job_id), job=job)
+        self.emit("accepted", job_id=str(job_id), directory=str(self._directory))
 
-    def placed(self, bids: tuple[AcceptedOffer, ...], seconds: float) -> None:
+    def placed(self, offers: tuple[AcceptedOffer, ...], seconds: float) -> None:
         """All leases are held, `seconds` after the first request."""
-        told = [{"peer": str(bid.peer), "role": bid.role, "price": bid.price} for bid in bids]
-        self.tell("placement", seconds=round(seconds, 4), workers=told)
-        leases = [{"peer": str(bid.peer), "role": bid.role, "lease": str(bid.lease)} for bid in bids]
-        self.keep("placed", leases=leases)
+        told = [{"peer": str(offer.peer), "role": offer.role, "price": offer.price} for offer in offers]
+        self.emit("placement", seconds=round(seconds, 4), workers=told)
+        leases = [{"peer": str(offer.peer), "role": offer.role, "lease": str(offer.lease)} for offer in offers]
+        self.persist("placed", leases=leases)
 
     def measured(self, measured: Measured) -> None:
         """A worker measured something over a round."""
         for name, value in measured.values.items():
-            self.tell("metric", worker=str(measured.peer), round=measured.round, name=name, value=value)
-            if name not in _COUNTED:
+            self.emit("metric", worker=str(measured.peer), round=measured.round, name=name, value=value)
+            if name not in _SCHEDULER_METRICS:
                 self._post(measured.peer, measured.round, name, value)
 
     def late(self, late: Late) -> None:
         """A round goes on without a worker, which takes part again in the next."""
-        self.tell("worker_late", worker=str(late.peer), round=late.round, seconds=round(late.seconds, 4))
+        self.emit("worker_late", worker=str(late.peer), round=late.round, seconds=round(late.seconds, 4))
 
     def _post(self, worker: PeerId, number: int, name: str, value: float) -> None:
         if self._bridge is not None:
@@ -87,7 +87,7 @@ class JobReport:
     def round_closed(self, closed: RoundClosed, update_bytes: int) -> None:
         """A round is over; `update_bytes` is the size of its outer update, and of each worker's."""
         samples, members = sum(closed.samples.values()), len(closed.samples)
-        self.tell(
+        self.emit(
             "round",
             round=closed.round,
             samples=samples,
@@ -100,7 +100,7 @@ class JobReport:
         )
         _ROUND_SECONDS.record(closed.seconds)
         _SAMPLES.add(samples)
-        self.note("round", round=closed.round, samples=samples)
+        self.persist_async("round", round=closed.round, samples=samples)
         for peer, count in closed.samples.items():
             self._post(peer, closed.round, "samples", count)
             if batches := closed.batches[peer]:
@@ -110,10 +110,10 @@ class JobReport:
 
     def failed(self, error: str) -> None:
         """The job came to no result."""
-        self.keep("failed", error=error)
-        self.tell("failed", error=error)
+        self.persist("failed", error=error)
+        self.emit("failed", error=error)
 
     def finished(self, summary: dict[str, object]) -> None:
         """The job is done."""
-        self.keep("finished", rounds=summary["rounds"])
-        self.tell("finished", **summary)
+        self.persist("finished", rounds=summary["rounds"])
+        self.emit("finished", **summary)

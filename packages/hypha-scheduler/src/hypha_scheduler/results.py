@@ -110,7 +110,7 @@ async def open_start_model(model: ModelTable, copy: Path, job_id: uuid.UUID, sch
     """
     if model.path is None:
         return StartModel(await anyio.to_thread.run_sync(_download, model, copy, abandon_on_cancel=True))
-    names = await anyio.to_thread.run_sync(_copy, model.path, model.filenames, copy)
+    names = await anyio.to_thread.run_sync(_copy_model, model.path, model.filenames, copy)
     files = []
     for name in names:
         path = model.path / name
@@ -122,7 +122,7 @@ async def open_start_model(model: ModelTable, copy: Path, job_id: uuid.UUID, sch
     return StartModel(reference, tuple(files))
 
 
-def _copy(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
+def _copy_model(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
     try:
         names = sorted(wanted) or sorted({path.name for pattern in MODEL_PATTERNS for path in source.glob(pattern)})
         if not any(name.endswith(".safetensors") for name in names):
@@ -173,10 +173,10 @@ class ResultModel:
     """The last round whose outer update is here."""
     update_bytes: int = 0
     """Size of the last outer update."""
-    _waiting: list[Path] = field(default_factory=list)
+    _pending: list[Path] = field(default_factory=list)
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
 
-    async def take(self, update: Path, round_number: int) -> None:
+    async def apply_update(self, update: Path, round_number: int) -> None:
         """Take the outer update of the next round; the file is ours from now on.
 
         Raises:
@@ -188,9 +188,9 @@ class ResultModel:
                 _log.info("outer update of round %d came again, or too early", round_number)
                 return
             self.update_bytes = (await anyio.Path(update).stat()).st_size
-            self._waiting.append(update)
-            if len(self._waiting) >= self.every:
-                await self._add()
+            self._pending.append(update)
+            if len(self._pending) >= self.every:
+                await self._add_pending()
             self.round = round_number
 
     def largest_update(self) -> int:
@@ -205,19 +205,19 @@ class ResultModel:
             OSError: the disk does not take it.
         """
         async with self._lock:
-            await self._add()
-            await anyio.to_thread.run_sync(_synchronise, *(p for p in self.directory.rglob("*") if p.is_file()))
+            await self._add_pending()
+            await anyio.to_thread.run_sync(_fsync, *(p for p in self.directory.rglob("*") if p.is_file()))
 
-    async def _add(self) -> None:
+    async def _add_pending(self) -> None:
         from hypha_proto.update_file import apply_update_to_dir  # here: numpy takes 0.1 s to import
 
-        for update in list(self._waiting):
+        for update in list(self._pending):
             try:
                 await anyio.to_thread.run_sync(partial(apply_update_to_dir, self.directory, update))
             except (TensorFileError, OSError) as error:
                 raise JobFailedError(f"outer update {update.name} cannot be added to the model: {error}") from None
             update.unlink()
-            self._waiting.remove(update)
+            self._pending.remove(update)
 
 
 def write_result(path: Path, result: Mapping[str, object]) -> None:
@@ -228,12 +228,12 @@ def write_result(path: Path, result: Mapping[str, object]) -> None:
     """
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result, indent=2) + "\n")
-    _synchronise(part)
+    _fsync(part)
     os.replace(part, path)
-    _synchronise(path)
+    _fsync(path)
 
 
-def _synchronise(*paths: Path) -> None:
+def _fsync(*paths: Path) -> None:
     """Wait until files, and their names in their folders, are on the disk."""
     for path in (*paths, *sorted({path.parent for path in paths})):
         descriptor = os.open(path, os.O_RDONLY)

@@ -50,11 +50,11 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     service = SchedulerService(node.endpoint, config.runs_dir, bridge)
     node.ready()
     if not config.jobs:
-        await serve_submissions(config.runs_dir, service.conduct)
+        await serve_submissions(config.runs_dir, service.run_job)
     failures = []
     for job in config.jobs:
         try:
-            result = await service.conduct(job)
+            result = await service.run_job(job)
             _log.info("job done: %s", result)
         except JobFailedError as error:
             failures.append(f"job failed: {error}")
@@ -95,7 +95,7 @@ class SchedulerService:
         transfer.serve_pulls(endpoint, self._pull)
         transfer.serve_pushes(endpoint, self._push)
 
-    async def conduct(self, job: JobConfig, job_id: uuid.UUID | None = None) -> Path:
+    async def run_job(self, job: JobConfig, job_id: uuid.UUID | None = None) -> Path:
         """Run a job, under a new id if it has none; returns the path of its ``result.json``.
 
         Raises:
@@ -114,7 +114,7 @@ class SchedulerService:
         """The job that a message is about; old peers do not name it, then it is the one that they work on."""
         if job_id is not None:
             return self._runs.get(job_id)
-        return next((run for run in self._runs.values() if run.concerns(peer)), None)
+        return next((run for run in self._runs.values() if run.involves(peer)), None)
 
     async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
         _OFFERS.add()
@@ -149,7 +149,7 @@ class SchedulerService:
 
     async def _pull(self, peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
         for job_id, run in self._runs.items():
-            if request.dataset in (model_dataset(job_id), preprocessor_dataset(job_id)) and run.concerns(peer):
+            if request.dataset in (model_dataset(job_id), preprocessor_dataset(job_id)) and run.involves(peer):
                 return run.on_pull(request)
         return Refusal(reason=f"nothing called {request.dataset[:80]!r} is served here")
 

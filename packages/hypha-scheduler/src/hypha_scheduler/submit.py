@@ -49,16 +49,16 @@ _EVALUATION: Final = 86400.0
 _DECAY_SHARE: Final = 10  # a wsd schedule without decay_steps decays in the last tenth
 
 
-def wants(job: JobConfig) -> tuple[RoleRequest, RoleRequest]:
+def role_requests(job: JobConfig) -> tuple[RoleRequest, RoleRequest]:
     """What the job looks for: its training workers and its parameter server."""
     resources = job.resources
     return (
-        _want(TRAIN, resources.worker, resources.worker_price, resources.num_workers),
-        _want(AGGREGATE, resources.parameter_server, resources.parameter_server_price, 1),
+        _role_request(TRAIN, resources.worker, resources.worker_price, resources.num_workers),
+        _role_request(AGGREGATE, resources.parameter_server, resources.parameter_server_price, 1),
     )
 
 
-def _want(role: str, requirements: tuple[Requirement, ...], price: PriceTable, count: int) -> RoleRequest:
+def _role_request(role: str, requirements: tuple[Requirement, ...], price: PriceTable, count: int) -> RoleRequest:
     kind, default = (TrainExecutor, TRAIN_KIND) if role == TRAIN else (AggregateExecutor, AGGREGATE_KIND)
     executors = tuple(kind(name=name) for name in kinds(requirements, default))
     spec = WorkerSpec(resources=amounts(requirements), executor=executors)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.metrics.traffic import Carried
+from hypha_scheduler.metrics.traffic import TrafficCounts
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator
 
 
 def summarise(
     operator: DilocoOperator,
     workers: Iterable[PeerId],
-    before: Mapping[PeerId, Carried],
-    after: Mapping[PeerId, Carried],
+    before: Mapping[PeerId, TrafficCounts],
+    after: Mapping[PeerId, TrafficCounts],
 ) -> dict[str, object]:
     """Rounds, samples and loss of a job that is over, and what each of its peers did and carried.
 
@@ -25,7 +25,7 @@ def summarise(
     """
 
     def of(peer: PeerId) -> dict[str, object]:
-        carried = after.get(peer, Carried()) - before.get(peer, Carried())
+        carried = after.get(peer, TrafficCounts()) - before.get(peer, TrafficCounts())
         return {"peer": str(peer), "bytes_sent": carried.sent, "bytes_received": carried.received}
 
     return {

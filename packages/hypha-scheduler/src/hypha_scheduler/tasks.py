@@ -35,12 +35,12 @@ class Task:
 
     name: str
     role: str
-    """What kind of executor it needs: ``train``, ``aggregate``."""
+    """What kind of executor it inputs: ``train``, ``aggregate``."""
     peer: PeerId
     lease: uuid.UUID
-    needs: frozenset[str] = frozenset()
+    inputs: frozenset[str] = frozenset()
     """Names of results that must exist before it can start."""
-    gives: frozenset[str] = frozenset()
+    outputs: frozenset[str] = frozenset()
     """Names of results that exist once it runs."""
 
 
@@ -66,14 +66,14 @@ class TaskGraph:
         self._check_order(listed)
 
     def _check_order(self, tasks: list[Task]) -> None:
-        made_here = frozenset().union(*(task.gives for task in tasks))
+        made_here = frozenset().union(*(task.outputs for task in tasks))
         known: frozenset[str] = frozenset()
         left = tasks
         while left:
-            ready = [task for task in left if task.needs & made_here <= known]
+            ready = [task for task in left if task.inputs & made_here <= known]
             if not ready:
                 raise TaskError(f"tasks wait for each other: {', '.join(sorted(task.name for task in left))}")
-            known = known.union(*(task.gives for task in ready))
+            known = known.union(*(task.outputs for task in ready))
             left = [task for task in left if task not in ready]
 
     @property
@@ -98,7 +98,7 @@ class TaskGraph:
         return tuple(
             task
             for name, task in self._tasks.items()
-            if self._states[name] is TaskState.WAITING and task.needs <= self._results
+            if self._states[name] is TaskState.WAITING and task.inputs <= self._results
         )
 
     def start(self, name: str) -> None:
@@ -110,7 +110,7 @@ class TaskGraph:
         if self._tasks[name] not in self.ready():
             raise TaskError(f"task {name} is {self._states[name].value} and cannot start")
         self._states[name] = TaskState.RUNNING
-        self._results |= self._tasks[name].gives
+        self._results |= self._tasks[name].outputs
 
     def end(self, name: str, state: TaskState) -> bool:
         """A task is over; the first ending counts. Returns whether this was it.

@@ -18,7 +18,7 @@ from hypha_proto.resources import Resources
 
 DECISION_WINDOW: Final = 0.25
 """Seconds between the first acceptable offer and the decision: half of the life of an offer's lease."""
-_REMEMBERED: Final = 4096
+_MAX_OFFERS: Final = 4096
 """Offers in hand at most; a peer that floods does not make the auction grow."""
 
 
@@ -69,47 +69,47 @@ class Auction:
     be told apart by old executors' reports, and neither could two training workers.
     """
 
-    def __init__(self, wants: Iterable[RoleRequest], excluded: frozenset[PeerId] = frozenset()) -> None:
+    def __init__(self, role_requests: Iterable[RoleRequest], excluded: frozenset[PeerId] = frozenset()) -> None:
         """Look for everything in `wants`; offers of `excluded` peers are not taken."""
-        self._wants = {want.role: want for want in wants}
-        self._requests: dict[uuid.UUID, str] = {}
-        self._bids: dict[uuid.UUID, AcceptedOffer] = {}
+        self._role_requests = {role_request.role: role_request for role_request in role_requests}
+        self._request_roles: dict[uuid.UUID, str] = {}
+        self._offers: dict[uuid.UUID, AcceptedOffer] = {}
         self._chosen: dict[uuid.UUID, AcceptedOffer] = {}
         self._held: dict[uuid.UUID, AcceptedOffer] = {}
         self._excluded = set(excluded)
         self._first_at: float | None = None
-        self.refused: dict[PeerId, str] = {}
+        self.rejections: dict[PeerId, str] = {}
         """Why the last offer of a peer was not acceptable, in words for the operator."""
 
-    def asked(self, request: uuid.UUID, role: str) -> None:
+    def register_request(self, request: uuid.UUID, role: str) -> None:
         """A request for `role` goes out under this id; offers to older ones still count."""
-        self._requests[request] = role
+        self._request_roles[request] = role
 
-    def offered(self, peer: PeerId, offer: WorkerOffer, now: float) -> bool:
+    def add_offer(self, peer: PeerId, offer: WorkerOffer, now: float) -> bool:
         """An offer came. Returns whether it is acceptable."""
-        role = self._requests.get(offer.request_id)
-        if role is None or len(self._bids) >= _REMEMBERED:
+        role = self._request_roles.get(offer.request_id)
+        if role is None or len(self._offers) >= _MAX_OFFERS:
             return False
-        want = self._wants[role]
-        if offer.price > want.max_price:
-            self.refused[peer] = f"asks {offer.price:g} tokens an hour for {role}, more than the job pays"
+        role_request = self._role_requests[role]
+        if offer.price > role_request.max_price:
+            self.rejections[peer] = f"asks {offer.price:g} tokens an hour for {role}, more than the job pays"
             return False
-        if not offer.resources.covers(want.spec.resources):
-            lacking = ", ".join(offer.resources.lacking(want.spec.resources))
-            self.refused[peer] = f"offers too little {lacking} for {role}"
+        if not offer.resources.covers(role_request.spec.resources):
+            lacking = ", ".join(offer.resources.lacking(role_request.spec.resources))
+            self.rejections[peer] = f"offers too little {lacking} for {role}"
             return False
         if peer in self._excluded:
             return False
         life = TEMPORARY_LEASE if offer.timeout_ms is None else min(offer.timeout_ms / 1000, 60.0)
-        self._bids[offer.id] = AcceptedOffer(role, offer.id, peer, offer.price, offer.resources, now, now + life)
+        self._offers[offer.id] = AcceptedOffer(role, offer.id, peer, offer.price, offer.resources, now, now + life)
         if self._first_at is None and self.missing()[role]:
             self._first_at = now
         return True
 
     def missing(self) -> dict[str, int]:
         """How many of each role are neither held nor being taken."""
-        taken = [bid.role for bid in (*self._chosen.values(), *self._held.values())]
-        return {role: want.count - taken.count(role) for role, want in self._wants.items()}
+        taken = [offer.role for offer in (*self._chosen.values(), *self._held.values())]
+        return {role: role_request.count - taken.count(role) for role, role_request in self._role_requests.items()}
 
     @property
     def complete(self) -> bool:
@@ -125,43 +125,45 @@ class Auction:
         """When to decide; none while there is no acceptable offer."""
         return None if self._first_at is None else self._first_at + DECISION_WINDOW
 
-    def settled(self, candidates: Iterable[PeerId], now: float) -> bool:
+    def all_offers_in(self, candidates: Iterable[PeerId], now: float) -> bool:
         """Whether waiting cannot better the choice: every candidate has offered for every role that is open."""
         open_roles = [role for role, missing in self.missing().items() if missing]
-        bidders = {(bid.peer, bid.role) for bid in self._usable(now)}
-        taken = {bid.peer for bid in (*self._held.values(), *self._chosen.values())}
+        bidders = {(offer.peer, offer.role) for offer in self._usable(now)}
+        taken = {offer.peer for offer in (*self._held.values(), *self._chosen.values())}
         return all((peer, role) in bidders for peer in candidates if peer not in taken for role in open_roles)
 
     def _usable(self, now: float) -> list[AcceptedOffer]:
-        taken = {bid.peer for bid in (*self._held.values(), *self._chosen.values())}
-        return [b for b in self._bids.values() if b.expires > now and b.peer not in taken | self._excluded]
+        taken = {offer.peer for offer in (*self._held.values(), *self._chosen.values())}
+        return [b for b in self._offers.values() if b.expires > now and b.peer not in taken | self._excluded]
 
     def decide(self, now: float) -> tuple[AcceptedOffer, ...]:
         """Choose the best of what is offered; each choice is to be told `confirm` or `deny`."""
-        self._bids = {bid.lease: bid for bid in self._usable(now)}
+        self._offers = {offer.lease: offer for offer in self._usable(now)}
         self._first_at = None
         chosen: list[AcceptedOffer] = []
-        for role in sorted(self._wants, key=lambda role: self._wants[role].count):
-            busy = {bid.peer for bid in chosen}
-            ranked = sorted((b for b in self._bids.values() if b.role == role and b.peer not in busy), key=self._order)
+        for role in sorted(self._role_requests, key=lambda role: self._role_requests[role].count):
+            busy = {offer.peer for offer in chosen}
+            ranked = sorted(
+                (b for b in self._offers.values() if b.role == role and b.peer not in busy), key=self._preference
+            )
             seen: set[PeerId] = set()
-            for bid in ranked:
-                if len(seen) < self.missing()[role] and bid.peer not in seen:
-                    seen.add(bid.peer)
-                    chosen.append(bid)
-        for bid in chosen:
-            self._chosen[bid.lease] = self._bids.pop(bid.lease)
+            for offer in ranked:
+                if len(seen) < self.missing()[role] and offer.peer not in seen:
+                    seen.add(offer.peer)
+                    chosen.append(offer)
+        for offer in chosen:
+            self._chosen[offer.lease] = self._offers.pop(offer.lease)
         return tuple(chosen)
 
-    def _order(self, bid: AcceptedOffer) -> tuple[bool, tuple[float, float, float]]:
+    def _preference(self, offer: AcceptedOffer) -> tuple[bool, tuple[float, float, float]]:
         """Rank of an offer; peers whom another role cannot spare come last."""
-        return (self._needed_elsewhere(bid), bid.rank)
+        return (self._needed_elsewhere(offer), offer.rank)
 
-    def _needed_elsewhere(self, bid: AcceptedOffer) -> bool:
+    def _needed_elsewhere(self, offer: AcceptedOffer) -> bool:
         for role, missing in self.missing().items():
-            if role != bid.role and self._wants[role].count > self._wants[bid.role].count:
-                peers = {other.peer for other in self._bids.values() if other.role == role}
-                if bid.peer in peers and len(peers) <= missing:
+            if role != offer.role and self._role_requests[role].count > self._role_requests[offer.role].count:
+                peers = {other.peer for other in self._offers.values() if other.role == role}
+                if offer.peer in peers and len(peers) <= missing:
                     return True
         return False
 
@@ -172,9 +174,9 @@ class Auction:
     def deny(self, lease: uuid.UUID, now: float) -> None:
         """A chosen lease was gone already; its peer may offer again."""
         self._chosen.pop(lease, None)
-        if self._first_at is None and any(self.missing()[bid.role] for bid in self._usable(now)):
+        if self._first_at is None and any(self.missing()[offer.role] for offer in self._usable(now)):
             self._first_at = now
 
-    def lost(self, lease: uuid.UUID) -> None:
+    def lease_lost(self, lease: uuid.UUID) -> None:
         """A lease that was held is gone before all were: look for another."""
         self._held.pop(lease, None)

@@ -46,7 +46,7 @@ class HeldLeases:
         """Every lease."""
         return tuple(self._held.values())
 
-    def take(self, lease: uuid.UUID, peer: PeerId, asked_at: float, life: float = RENEWED_LEASE) -> None:
+    def record_renewal(self, lease: uuid.UUID, peer: PeerId, asked_at: float, life: float = RENEWED_LEASE) -> None:
         """A renewal that was asked for at `asked_at` succeeded: the lease is ours for `life` seconds from then."""
         self._held[lease] = HeldLease(lease, peer, asked_at + RENEW_AT * life, asked_at + life)
 
@@ -62,7 +62,7 @@ class HeldLeases:
             held.in_flight = True
         return due
 
-    def unanswered(self, lease: uuid.UUID, now: float) -> None:
+    def schedule_retry(self, lease: uuid.UUID, now: float) -> None:
         """The peer could not be asked: try again soon, as long as the lease lives."""
         held = self._held.get(lease)
         if held is not None:

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 INTERVAL: Final = 5.0
 """Seconds between questions to the directory."""
-_TIMEOUT: Final = 3.0
+_CONNECT_TIMEOUT: Final = 3.0
 MAX_PROVIDERS: Final = 16
 
 
@@ -75,13 +75,13 @@ class Providers:
         self._known = tuple(sorted(serving))
         async with anyio.create_task_group() as tasks:
             for peer in self._known:
-                tasks.start_soon(self._meet, peer)
+                tasks.start_soon(self._connect, peer)
 
-    async def _meet(self, peer: PeerId) -> None:
+    async def _connect(self, peer: PeerId) -> None:
         """A connection is how the end of a data node is noticed at once."""
         if peer in self._endpoint.connected_peers():
             return
         try:
-            await rpc.call(self._endpoint, peer, HEALTH_CHECK, HealthRequest(), timeout=_TIMEOUT)
+            await rpc.call(self._endpoint, peer, HEALTH_CHECK, HealthRequest(), timeout=_CONNECT_TIMEOUT)
         except NetError as error:
             _log.info("data node %s does not answer: %s", peer, error)

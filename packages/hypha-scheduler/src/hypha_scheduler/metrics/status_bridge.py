@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_QUEUE: Final = 1024
+_QUEUE_SIZE: Final = 1024
 _POST_TIMEOUT: Final = 5.0
 _RETRY_FIRST: Final = 0.5
 _RETRY_LONGEST: Final = 10.0
-_LATER: Final = frozenset({408, 425, 429})
+_RETRYABLE: Final = frozenset({408, 425, 429})
 """Client errors that say "not now" rather than "not this"."""
-_LINE: Final = 300
-_FREQUENT: Final = frozenset({"metric"})
+_MAX_TEXT: Final = 300
+_DEBUG_EVENTS: Final = frozenset({"metric"})
 
 
 class EventFile:
@@ -51,7 +51,7 @@ class EventFile:
         """Tell that something happened; numbers that are not finite become null."""
         line = {"event": event, "time": round(time.time(), 3)} | {key: _plain(value) for key, value in fields.items()}
         self._file.write(json.dumps(line).encode() + b"\n")
-        level = logging.DEBUG if event in _FREQUENT else logging.INFO
+        level = logging.DEBUG if event in _DEBUG_EVENTS else logging.INFO
         _log.log(level, "%s", _readable(event, fields), extra={"event": event, "fields": line})
 
 
@@ -64,7 +64,7 @@ def _readable(event: str, fields: Mapping[str, object]) -> str:
 def _short(value: int | float | str) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    return str(value).partition("\n")[0][:_LINE]
+    return str(value).partition("\n")[0][:_MAX_TEXT]
 
 
 def _plain(value: object) -> object:
@@ -72,7 +72,7 @@ def _plain(value: object) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class _PostFailure:
     """Why a post was not taken."""
 
     why: str
@@ -90,12 +90,12 @@ class StatusBridge:
     _send: MemoryObjectSendStream[dict[str, object]] = field(init=False)
     _receive: MemoryObjectReceiveStream[dict[str, object]] = field(init=False)
     _reachable: bool = True
-    _unposted: int = 0
-    _settled: anyio.Event = field(default_factory=anyio.Event)
+    _queued: int = 0
+    _drained: anyio.Event = field(default_factory=anyio.Event)
     """Set when all is posted or the bridge fails."""
 
     def __post_init__(self) -> None:
-        self._send, self._receive = anyio.create_memory_object_stream[dict[str, object]](_QUEUE)
+        self._send, self._receive = anyio.create_memory_object_stream[dict[str, object]](_QUEUE_SIZE)
 
     def put(self, worker: str, round_number: int, name: str, value: float, *, job_id: str | None = None) -> None:
         """Queue one metric; dropped when the queue is full."""
@@ -104,7 +104,7 @@ class StatusBridge:
         metric: dict[str, object] = {"worker_id": worker, "round": round_number, "metric_name": name, "value": value}
         try:
             self._send.send_nowait(metric if job_id is None else metric | {"job_id": job_id})
-            self._unposted += 1
+            self._queued += 1
         except anyio.WouldBlock:
             self._report("its queue is full, metrics are dropped")
 
@@ -115,19 +115,19 @@ class StatusBridge:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request, one a metric
         async with httpx.AsyncClient(timeout=self.post_timeout) as client, self._receive:
             async for metric in self._receive:
-                await self._deliver(client, metric)
-                self._unposted -= 1
-                if not self._unposted:
-                    self._settled.set()
+                await self._post_with_retries(client, metric)
+                self._queued -= 1
+                if not self._queued:
+                    self._drained.set()
 
     async def drain(self, seconds: float) -> None:
         """Wait until everything is posted, for some seconds at most; not at all for a bridge that takes nothing."""
         with anyio.move_on_after(seconds):
-            while self._unposted and self._reachable:
-                self._settled = anyio.Event()
-                await self._settled.wait()
+            while self._queued and self._reachable:
+                self._drained = anyio.Event()
+                await self._drained.wait()
 
-    async def _deliver(self, client: httpx.AsyncClient, metric: dict[str, object]) -> None:
+    async def _post_with_retries(self, client: httpx.AsyncClient, metric: dict[str, object]) -> None:
         """Post until it is taken; one that the bridge finds wrong is given up."""
         delay = _RETRY_FIRST
         while (failure := await self._post(client, metric)) is not None:
@@ -138,28 +138,28 @@ class StatusBridge:
             delay = min(2 * delay, _RETRY_LONGEST)
         self._recovered()
 
-    async def _post(self, client: httpx.AsyncClient, metric: dict[str, object]) -> _Failure | None:
+    async def _post(self, client: httpx.AsyncClient, metric: dict[str, object]) -> _PostFailure | None:
         import httpx
 
         try:
             with anyio.fail_after(self.post_timeout):
                 answer = await client.post(f"http://{self.address}/status", json=metric)
         except TimeoutError:
-            return _Failure(f"no answer within {self.post_timeout:g} s")
+            return _PostFailure(f"no answer within {self.post_timeout:g} s")
         except httpx.InvalidURL as error:
-            return _Failure(f"{type(error).__name__}: {error}", final=True)
+            return _PostFailure(f"{type(error).__name__}: {error}", final=True)
         except httpx.HTTPError as error:
-            return _Failure(f"{type(error).__name__}: {error}")
+            return _PostFailure(f"{type(error).__name__}: {error}")
         if answer.is_success:
             return None
-        refused = answer.is_client_error and answer.status_code not in _LATER
-        return _Failure(f"HTTP {answer.status_code}: {answer.text[:_LINE]}", final=refused)
+        refused = answer.is_client_error and answer.status_code not in _RETRYABLE
+        return _PostFailure(f"HTTP {answer.status_code}: {answer.text[:_MAX_TEXT]}", final=refused)
 
     def _report(self, why: str) -> None:
         if self._reachable:
             _log.warning("status_bridge %s does not take metrics (training goes on): %s", self.address, why)
         self._reachable = False
-        self._settled.set()
+        self._drained.set()
 
     def _recovered(self) -> None:
         if not self._reachable:

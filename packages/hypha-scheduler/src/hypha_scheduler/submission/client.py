@@ -50,7 +50,7 @@ def read_job(file: Path) -> dict[str, Any]:
     return job
 
 
-def socket_of(config: Path | None) -> Path:
+def configured_socket(config: Path | None) -> Path:
     """Where the scheduler with this configuration file takes jobs; without an output_dir in it, in ``runs`` here.
 
     Raises:
@@ -67,7 +67,7 @@ def socket_of(config: Path | None) -> Path:
     return socket_path(config.parent / str(runs))
 
 
-def hand_in(path: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dict[str, Any]]:
+def submit_job(path: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dict[str, Any]]:
     """Hand a job in; yields the scheduler's answers, the last one when the job has ended.
 
     Raises:

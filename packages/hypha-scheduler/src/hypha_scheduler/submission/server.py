@@ -24,9 +24,9 @@ from hypha_scheduler.job_config import JobConfig
 _log = logging.getLogger(__name__)
 
 SOCKET_NAME: Final = "scheduler.sock"
-_LIMIT: Final = 1 << 20
+_MAX_JOB_BYTES: Final = 1 << 20
 _READ_TIMEOUT: Final = 10.0
-Conduct = Callable[[JobConfig, uuid.UUID], Awaitable[Path]]
+RunJob = Callable[[JobConfig, uuid.UUID], Awaitable[Path]]
 
 
 def socket_path(runs: Path) -> Path:
@@ -34,7 +34,7 @@ def socket_path(runs: Path) -> Path:
     return runs / SOCKET_NAME
 
 
-async def serve_submissions(runs: Path, conduct: Conduct) -> None:
+async def serve_submissions(runs: Path, run_job: RunJob) -> None:
     """Take jobs until cancelled, and run them as they come, each under an id that its sender is told.
 
     Raises:
@@ -42,19 +42,19 @@ async def serve_submissions(runs: Path, conduct: Conduct) -> None:
     """
     path = anyio.Path(socket_path(runs))
     await path.parent.mkdir(parents=True, exist_ok=True)
-    opening = path.with_suffix(".new")
-    listener = await anyio.create_unix_listener(opening, mode=0o600)
-    await opening.replace(path)  # under its own name only now, when it listens: whoever finds it can connect
+    temporary = path.with_suffix(".new")
+    listener = await anyio.create_unix_listener(temporary, mode=0o600)
+    await temporary.replace(path)  # under its own name only now, when it listens: whoever finds it can connect
     _log.info("waiting for jobs: hypha-scheduler submit JOB.toml --socket %s", path)
     try:
         async with anyio.create_task_group() as tasks:
-            await listener.serve(partial(_take, runs, conduct), tasks)
+            await listener.serve(partial(_handle_submission, runs, run_job), tasks)
     finally:
         with anyio.CancelScope(shield=True):
             await path.unlink(missing_ok=True)
 
 
-async def _take(runs: Path, conduct: Conduct, stream: anyio.abc.SocketStream) -> None:
+async def _handle_submission(runs: Path, run_job: RunJob, stream: anyio.abc.SocketStream) -> None:
     async with stream:
         try:
             with anyio.fail_after(_READ_TIMEOUT):
@@ -66,7 +66,7 @@ async def _take(runs: Path, conduct: Conduct, stream: anyio.abc.SocketStream) ->
         directory = str((runs / str(job_id)).absolute())
         await _answer(stream, {"accepted": True, "job_id": str(job_id), "directory": directory})
         try:
-            result = await conduct(job, job_id)
+            result = await run_job(job, job_id)
         except JobFailedError as error:
             _log.error("job failed: %s", error)
             await _answer(stream, {"error": str(error)})
@@ -76,12 +76,12 @@ async def _take(runs: Path, conduct: Conduct, stream: anyio.abc.SocketStream) ->
 
 async def _read(stream: anyio.abc.SocketStream) -> bytes:
     data = b""
-    while len(data) <= _LIMIT:
+    while len(data) <= _MAX_JOB_BYTES:
         try:
             data += await stream.receive()
         except anyio.EndOfStream:
             return data
-    raise ValueError(f"a job of more than {_LIMIT} bytes is not taken")
+    raise ValueError(f"a job of more than {_MAX_JOB_BYTES} bytes is not taken")
 
 
 async def _answer(stream: anyio.abc.SocketStream, answer: dict[str, Any]) -> None:

@@ -38,9 +38,9 @@ _METRICS: Final = 64
 def diloco_tasks(server: tuple[PeerId, uuid.UUID], workers: Iterable[tuple[PeerId, uuid.UUID]]) -> list[Task]:
     """The tasks of a job on (peer, lease) pairs: the parameter server runs before anyone sends it an update."""
     model = frozenset({START_MODEL})
-    aggregate = Task("aggregate", "aggregate", *server, needs=model, gives=frozenset({PARAMETER_SERVER}))
+    aggregate = Task("aggregate", "aggregate", *server, inputs=model, outputs=frozenset({PARAMETER_SERVER}))
     trains = [
-        Task(f"train-{number}", "train", *worker, needs=model | {PARAMETER_SERVER})
+        Task(f"train-{number}", "train", *worker, inputs=model | {PARAMETER_SERVER})
         for number, worker in enumerate(workers, 1)
     ]
     return [aggregate, *trains]
@@ -58,7 +58,7 @@ class DilocoOperator:
     batches: Counter[PeerId] = field(default_factory=Counter)
     loss: float | None = None
     """Of the last closed round."""
-    dismissed: set[PeerId] = field(default_factory=set)
+    told_done: set[PeerId] = field(default_factory=set)
     """Peers that were told that the job is done for them."""
 
     def slice_for(self, peer: PeerId, now: float) -> Assignment | None:
@@ -69,7 +69,7 @@ class DilocoOperator:
         """
         if peer not in self.rounds.members:
             return None
-        self.rounds.began(peer, now)
+        self.rounds.training_began(peer, now)
         return self.slices.assign(peer)
 
     def report(self, peer: PeerId, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
@@ -79,12 +79,12 @@ class DilocoOperator:
         else:
             answer, effects = self._worker_report(peer, progress, now)
         if isinstance(answer, Done):
-            self.dismissed.add(peer)
+            self.told_done.add(peer)
         return answer, self._count(effects)
 
     def _server_report(self, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         if isinstance(progress, OuterStepTaken):
-            return self.rounds.updated(now)
+            return self.rounds.outer_step_taken(now)
         return (Acknowledged() if isinstance(progress, RoundMetrics) else ProgressError()), ()
 
     def _worker_report(
@@ -92,20 +92,23 @@ class DilocoOperator:
     ) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         if isinstance(progress, BatchDone):
             self.slices.report(peer, _slice_counts(progress.slices))
-            return self.rounds.batch(peer, progress.batch_size, now), ()
+            return self.rounds.batch_done(peer, progress.batch_size, now), ()
         if isinstance(progress, SendingUpdate):
-            return Done() if self.rounds.excused(peer) else Acknowledged(), self.rounds.update(peer, now)
+            return Done() if self.rounds.is_excused(peer) else Acknowledged(), self.rounds.update_started(peer, now)
         if isinstance(progress, RoundMetrics):
             return Acknowledged(), self._measured(peer, progress)
         if isinstance(progress, OuterStepTaken):
             return ProgressError(), ()
-        return self.rounds.merged(peer, now), ()
+        return self.rounds.update_merged(peer, now), ()
 
     def _measured(self, peer: PeerId, report: RoundMetrics) -> tuple[Effect, ...]:
         values = {n[:100]: v for n, v in list(report.metrics.items())[:_METRICS] if math.isfinite(v)}
         if "evaluation_loss" in values and "loss" not in values:  # a second report of the round, about its model
             return (Measured(peer, report.round, values),)
-        return (Measured(peer, report.round, values), *self.rounds.metrics(peer, report.round, values.get("loss")))
+        return (
+            Measured(peer, report.round, values),
+            *self.rounds.metrics_reported(peer, report.round, values.get("loss")),
+        )
 
     def _count(self, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
         for effect in effects:
@@ -115,14 +118,14 @@ class DilocoOperator:
                 self.loss = effect.loss
         return effects
 
-    def lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
+    def worker_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
         """A worker is gone; what it had and did not use goes to others."""
-        self.slices.lose(peer)
-        return self._count(self.rounds.lost(peer, why, now))
+        self.slices.release(peer)
+        return self._count(self.rounds.worker_lost(peer, why, now))
 
-    def refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
+    def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
         """The parameter server could not use a member's update."""
-        return self._count(self.rounds.refused(number, peer, reason, now))
+        return self._count(self.rounds.update_refused(number, peer, reason, now))
 
     def expire(self, now: float) -> tuple[Effect, ...]:
         """Time has passed."""

@@ -13,11 +13,16 @@ from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, ProgressResponse, ScheduleUpdate
-from hypha_scheduler.strategies.diloco.forecast import Shares, Speed, Standing, divide
+from hypha_scheduler.strategies.diloco.forecast import (
+    BatchAllocation,
+    ThroughputEstimate,
+    WorkerProgress,
+    allocate_batches,
+)
 
 DECIDED_SHARE: Final = 0.5
 """Share of a round's target after which counts are decided even if someone's speed is unknown."""
-_CHANGE: Final = 0.2
+_MIN_CHANGE: Final = 0.2
 """A count that was told is changed only when it is off by more than this share, and by more than one batch."""
 
 
@@ -34,7 +39,7 @@ class RoundSettings:
     """Seconds that a round may take; none: from the forecast."""
     grace: float = 30.0
     """Seconds beyond the forecast before a member counts as late, at least."""
-    patience: float = 600.0
+    step_timeout: float = 600.0
     """Seconds for what has no forecast: starting an executor, an outer step, merging it."""
     evaluation: float = 0.0
     """Seconds for merging an outer update where the model is evaluated with it, before a worker counts as late."""
@@ -93,14 +98,14 @@ Effect = Synchronise | RoundClosed | Late | Measured | Fail
 
 
 @dataclass(slots=True)
-class _Part:
+class _Contribution:
     """One worker's part in one round."""
 
     last_at: float | None = None
     """When its last batch was reported, or it began."""
     samples: int = 0
     batches: int = 0
-    left: int | None = None
+    remaining: int | None = None
     """Batches it was told to do still."""
     posted_at: float | None = None
     loss: float | None = None
@@ -112,32 +117,32 @@ class _Round:
     began_at: float
     trains_at: float | None = None
     """When the first worker got its first slice, if that was in this round: before it, executors started."""
-    parts: dict[PeerId, _Part] = field(default_factory=dict)
+    parts: dict[PeerId, _Contribution] = field(default_factory=dict)
     dropped: set[PeerId] = field(default_factory=set)
     """Members that were late or whose update was refused."""
     finish: float | None = None
     synchronised_at: float | None = None
     closed_at: float | None = None
-    told: bool = False
+    reported: bool = False
 
     @property
-    def first_moment(self) -> float:
+    def counted_from(self) -> float:
         """From when its seconds count."""
         return self.began_at if self.trains_at is None else self.trains_at
 
-    def first_moment_of(self, peer: PeerId) -> float:
+    def waited_from(self, peer: PeerId) -> float:
         """From when a worker was waited for: what has not begun is still starting."""
         part = self.parts.get(peer)
-        return self.began_at if part is None or part.last_at is None else self.first_moment
+        return self.began_at if part is None or part.last_at is None else self.counted_from
 
-    def part(self, peer: PeerId) -> _Part:
-        return self.parts.setdefault(peer, _Part())
+    def part(self, peer: PeerId) -> _Contribution:
+        return self.parts.setdefault(peer, _Contribution())
 
 
 @dataclass(slots=True)
 class _Member:
     round: int = 1
-    speed: Speed = field(default_factory=Speed)
+    throughput: ThroughputEstimate = field(default_factory=ThroughputEstimate)
     done: bool = False
 
 
@@ -163,18 +168,18 @@ class Rounds:
 
     @property
     def over(self) -> bool:
-        """Whether the last outer step was taken and every worker has merged it, but for those that it excused."""
-        settled = all(member.done or self.excused(peer) for peer, member in self._members.items())
+        """Whether the last outer step was taken and every worker has merged it, but for those that it is_excused."""
+        settled = all(member.done or self.is_excused(peer) for peer, member in self._members.items())
         return self._closed >= self._settings.rounds and settled
 
-    def excused(self, peer: PeerId) -> bool:
+    def is_excused(self, peer: PeerId) -> bool:
         """Whether the last round goes on without `peer`, so that nothing is left for it to do."""
         last = self._rounds.get(self._settings.rounds)
         return last is not None and peer in last.dropped
 
     # ------------------------------------------------------------------------------------------------- training workers
 
-    def began(self, peer: PeerId, now: float) -> None:
+    def training_began(self, peer: PeerId, now: float) -> None:
         """A worker got its first slice: its first batch begins."""
         member = self._members.get(peer)
         if member is not None:
@@ -184,7 +189,7 @@ class Rounds:
             part = current.part(peer)
             part.last_at = now if part.last_at is None else part.last_at
 
-    def batch(self, peer: PeerId, samples: int, now: float) -> ProgressResponse:
+    def batch_done(self, peer: PeerId, samples: int, now: float) -> ProgressResponse:
         """A worker finished a batch: go on, or how many more before the update."""
         member = self._members.get(peer)
         if member is None:
@@ -195,63 +200,67 @@ class Rounds:
             return Done() if member.done else Continue()
         samples = min(samples, self._settings.batch_size)
         if part.last_at is not None:
-            member.speed.observe(samples, now - part.last_at)
+            member.throughput.observe(samples, now - part.last_at)
         part.last_at = now
         part.samples += samples
         part.batches += 1
-        part.left = None if part.left is None else max(0, part.left - 1)
+        part.remaining = None if part.remaining is None else max(0, part.remaining - 1)
         return self._answer_batch(current, peer, part, now)
 
-    def _answer_batch(self, current: _Round, peer: PeerId, part: _Part, now: float) -> ProgressResponse:
-        if self.excused(peer):
+    def _answer_batch(self, current: _Round, peer: PeerId, part: _Contribution, now: float) -> ProgressResponse:
+        if self.is_excused(peer):
             return Done()
         if peer in current.dropped:  # late: when the round is over it hands in what counts no more, and catches up
             return ScheduleUpdate(counter=0) if current.number <= self._closed else Continue()
-        if part.left == 0 or not self._decidable(current):
+        if part.remaining == 0 or not self._can_allocate(current):
             return Continue()
-        shares = self._shares(current, now)
-        current.finish = max(shares.finish, now)  # nothing is left to do: the forecast knows no later moment
-        share = shares.batches[peer]
-        if part.left is not None and abs(share - part.left) <= max(1.0, _CHANGE * part.left):
+        allocation = self._allocate(current, now)
+        current.finish = max(allocation.finish, now)  # nothing is left to do: the forecast knows no later moment
+        count = allocation.batches[peer]
+        if part.remaining is not None and abs(count - part.remaining) <= max(1.0, _MIN_CHANGE * part.remaining):
             return Continue()
-        part.left = share
-        return ScheduleUpdate(counter=share)
+        part.remaining = count
+        return ScheduleUpdate(counter=count)
 
     def _expected(self, current: _Round) -> list[PeerId]:
         """Members whose update belongs in the round."""
         return [p for p, m in self._members.items() if m.round <= current.number and p not in current.dropped]
 
-    def _decidable(self, current: _Round) -> bool:
+    def _can_allocate(self, current: _Round) -> bool:
         expected = self._expected(current)
         done = sum(part.samples for part in current.parts.values())
         if done >= DECIDED_SHARE * self._settings.target:
             return True
         in_flight = sum(current.part(peer).posted_at is None for peer in expected) * self._settings.batch_size
-        return done + in_flight >= self._settings.target or all(self._members[peer].speed.known for peer in expected)
+        return done + in_flight >= self._settings.target or all(
+            self._members[peer].throughput.known for peer in expected
+        )
 
-    def _shares(self, current: _Round, now: float) -> Shares:
+    def _allocate(self, current: _Round, now: float) -> BatchAllocation:
         expected = self._expected(current)
         gone = sum(part.samples for peer, part in current.parts.items() if peer not in expected)
-        return divide([self._standing(current, peer, now) for peer in expected], self._settings.target - gone)
+        return allocate_batches(
+            [self._worker_progress(current, peer, now) for peer in expected], self._settings.target - gone
+        )
 
-    def _standing(self, current: _Round, peer: PeerId, now: float) -> Standing:
-        part, speed = current.part(peer), self._members[peer].speed
+    def _worker_progress(self, current: _Round, peer: PeerId, now: float) -> WorkerProgress:
+        part, throughput = current.part(peer), self._members[peer].throughput
         size = self._settings.batch_size
-        seconds = None if speed.seconds_per_sample is None else speed.seconds_per_sample * size
+        seconds = None if throughput.seconds_per_sample is None else throughput.seconds_per_sample * size
         since = now if part.last_at is None else part.last_at
         if seconds is not None:
             seconds = max(seconds, now - since)  # a batch that is overdue says more than the batches before it
-        return Standing(
+        return WorkerProgress(
             peer=peer,
             batch_size=size,
             done=part.samples,
             batch_seconds=seconds,
             next_at=since + (seconds or 0.0),
-            owed=0 if part.batches else 1,
-            over=part.posted_at is not None or part.left == 0,
+            min_batches=0 if part.batches else 1,
+            is_finished=part.posted_at is not None or part.remaining == 0,
         )
 
-    def update(self, peer: PeerId, now: float) -> tuple[Effect, ...]:
+    def update_started(self, peer: PeerId, now: float) -> tuple[Effect, ...]:
         """A worker begins to send its pseudo-gradient: its samples in this round are settled."""
         member = self._members.get(peer)
         if member is None:
@@ -261,15 +270,15 @@ class Rounds:
         part.posted_at = now if part.posted_at is None else part.posted_at
         return self._synchronise_if_complete(current, now)
 
-    def metrics(self, peer: PeerId, number: int, loss: float | None) -> tuple[Effect, ...]:
+    def metrics_reported(self, peer: PeerId, number: int, loss: float | None) -> tuple[Effect, ...]:
         """A worker tells what it measured over a round."""
         current = self._rounds.get(number)
         if peer not in self._members or current is None:
             return ()
         current.part(peer).loss = loss
-        return self._tell(current, only_whole=True)
+        return self._close_round(current, only_complete=True)
 
-    def merged(self, peer: PeerId, now: float) -> ProgressResponse:
+    def update_merged(self, peer: PeerId, now: float) -> ProgressResponse:
         """A worker has merged the outer update of its round: on to the next, or done."""
         member = self._members.get(peer)
         if member is None:
@@ -282,7 +291,7 @@ class Rounds:
         member.round += 1
         self._rounds.setdefault(member.round, _Round(member.round, now)).part(peer).last_at = now
         behind = min(m.round for m in self._members.values()) - 1
-        for number in [n for n, found in self._rounds.items() if n < behind and found.told]:
+        for number in [n for n, found in self._rounds.items() if n < behind and found.reported]:
             del self._rounds[number]
         return Continue()
 
@@ -300,7 +309,7 @@ class Rounds:
         current.synchronised_at = now
         return (Synchronise(current.number, members),)
 
-    def updated(self, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+    def outer_step_taken(self, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         """The parameter server has taken an outer step: the answer to it, and the round that this closes."""
         current = self._rounds.get(self._closed + 1)
         if current is None or current.synchronised_at is None:  # an answer was lost and the report came again
@@ -308,21 +317,21 @@ class Rounds:
         self._closed += 1
         current.closed_at = now
         before = self._rounds.get(self._closed - 1)
-        late = self._tell(before, only_whole=False) if before else ()
-        return self._after_step(), late + self._tell(current, only_whole=True)
+        late = self._close_round(before, only_complete=False) if before else ()
+        return self._after_step(), late + self._close_round(current, only_complete=True)
 
     def _after_step(self) -> ProgressResponse:
         return Done() if self._closed >= self._settings.rounds else Acknowledged()
 
-    def refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
+    def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
         """The parameter server could not use a member's update: the round goes on without it."""
         current = self._rounds.get(number)
         if current is None or peer not in self._members or number <= self._closed or peer in current.dropped:
             return ()
         current.dropped.add(peer)
-        return self._without(current, f"the parameter server refused the update of {peer}: {reason}", now)
+        return self._continue_without(current, f"the parameter server refused the update of {peer}: {reason}", now)
 
-    def _without(self, current: _Round, why: str, now: float) -> tuple[Effect, ...]:
+    def _continue_without(self, current: _Round, why: str, now: float) -> tuple[Effect, ...]:
         remaining, least = len(self._expected(current)), self._settings.min_members
         if remaining < least:
             return (Fail(f"round {current.number}: {why}; {remaining} of at least {least} remain"),)
@@ -330,7 +339,7 @@ class Rounds:
 
     # -------------------------------------------------------------------------------------------------- what goes wrong
 
-    def lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
+    def worker_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
         """A worker is gone. Its update of a round that is not closed does not count."""
         if self._members.pop(peer, None) is None:
             return ()
@@ -348,11 +357,11 @@ class Rounds:
         current = self._rounds.get(self._closed + 1)
         if current is None:
             last = self._rounds[self._closed]
-            patience = max(self._settings.patience, self._settings.evaluation)
-            return None if self.over else (last.closed_at or last.began_at) + patience
+            timeout = max(self._settings.step_timeout, self._settings.evaluation)
+            return None if self.over else (last.closed_at or last.began_at) + timeout
         if current.synchronised_at is not None:
             return (
-                current.synchronised_at + (self._settings.timeout or 0.0) + self._settings.patience
+                current.synchronised_at + (self._settings.timeout or 0.0) + self._settings.step_timeout
             )  # updates, then a step
         began = current.trains_at if current.number == 1 else current.began_at
         if self._settings.timeout is not None and began is not None:  # executors that start have their own patience
@@ -360,11 +369,11 @@ class Rounds:
         if (until := self._evaluating_until(current)) is not None:
             return until
         starting = any(
-            not self._members[peer].speed.observations and not current.part(peer).batches
+            not self._members[peer].throughput.observations and not current.part(peer).batches
             for peer in self._expected(current)
         )
         if current.finish is None or starting:
-            return current.began_at + self._settings.patience
+            return current.began_at + self._settings.step_timeout
         return current.finish + max(self._settings.grace, current.finish - current.began_at)
 
     def _evaluating_until(self, current: _Round) -> float | None:
@@ -390,10 +399,10 @@ class Rounds:
         late = [peer for peer in self._expected(current) if current.part(peer).posted_at is None]
         current.dropped.update(late)
         names = ", ".join(sorted(str(peer) for peer in late))
-        waited = {peer: now - current.first_moment_of(peer) for peer in late}
+        waited = {peer: now - current.waited_from(peer) for peer in late}
         told = tuple(Late(peer, current.number, seconds) for peer, seconds in waited.items())
         longest = max(waited.values(), default=0.0)
-        return told + self._without(current, f"no update within {longest:.0f} s from {names}", now)
+        return told + self._continue_without(current, f"no update within {longest:.0f} s from {names}", now)
 
     # ------------------------------------------------------------------------------------------------------ what it was
 
@@ -401,17 +410,17 @@ class Rounds:
         """The job is over: rounds that wait for a worker's metrics are told as they are."""
         told: tuple[Effect, ...] = ()
         for current in list(self._rounds.values()):
-            told += self._tell(current, only_whole=False)
+            told += self._close_round(current, only_complete=False)
         return told
 
-    def _tell(self, current: _Round, *, only_whole: bool) -> tuple[Effect, ...]:
+    def _close_round(self, current: _Round, *, only_complete: bool) -> tuple[Effect, ...]:
         """Close a round's account once: when every contributor's loss is known, or at the last moment."""
         posted = {peer: part for peer, part in current.parts.items() if part.posted_at is not None}
         parts = {peer: part for peer, part in posted.items() if peer not in current.dropped}
         whole = all(part.loss is not None for part in parts.values())
-        if current.told or current.closed_at is None or (only_whole and not whole):
+        if current.reported or current.closed_at is None or (only_complete and not whole):
             return ()
-        current.told = True
+        current.reported = True
         last = max((part.posted_at or 0.0 for part in parts.values()), default=0.0)
         losses = [(part.loss, part.samples) for part in parts.values() if part.loss is not None and part.samples]
         weight = sum(samples for _, samples in losses)
@@ -421,7 +430,7 @@ class Rounds:
                 samples={peer: part.samples for peer, part in parts.items()},
                 batches={peer: part.batches for peer, part in parts.items()},
                 waits={peer: last - (part.posted_at or last) for peer, part in parts.items()},
-                seconds=current.closed_at - current.first_moment,
+                seconds=current.closed_at - current.counted_from,
                 loss=sum(loss * samples for loss, samples in losses) / weight if weight else None,
             ),
         )

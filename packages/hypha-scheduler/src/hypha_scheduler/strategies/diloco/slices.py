@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-_HELD: Final = 64
-"""Slices that one worker may hold whatever their size; beyond that, as many as make `_BATCHES` batches.
+_MAX_SLICES: Final = 64
+"""Slices that one worker may hold whatever their size; beyond that, as many as make `_MAX_BATCHES` batches.
 
 One that hoards them cannot make the ledger grow, and batches of many small slices are filled all the same.
 """
-_BATCHES: Final = 4
+_MAX_BATCHES: Final = 4
 
 
 class SliceState(Enum):
@@ -51,7 +51,7 @@ class _Epoch:
 
 
 @dataclass(slots=True)
-class _Holding:
+class _AssignedSlice:
     """A slice that a worker has."""
 
     assignment: Assignment
@@ -60,8 +60,8 @@ class _Holding:
 
 @dataclass(slots=True)
 class _Holder:
-    holdings: list[_Holding] = field(default_factory=list)
-    silent: bool = False
+    assigned: list[_AssignedSlice] = field(default_factory=list)
+    reports_no_slices: bool = False
     """It reports batches without saying which slices they came from."""
 
 
@@ -87,7 +87,7 @@ class SliceLedger:
             raise ValueError("a dataset without slices cannot be trained on")
         self._samples = list(samples)
         self._seed = seed
-        self._enough = _BATCHES * batch
+        self._max_unused = _MAX_BATCHES * batch
         self._epochs: dict[int, _Epoch] = {}
         self._next_epoch = 0
         self._holders: dict[Hashable, _Holder] = {}
@@ -107,12 +107,12 @@ class SliceLedger:
         return SliceState.ASSIGNED if Assignment(epoch, index) in self._assigned() else SliceState.USED
 
     def _assigned(self) -> set[Assignment]:
-        return {held.assignment for holder in self._holders.values() for held in holder.holdings}
+        return {held.assignment for holder in self._holders.values() for held in holder.assigned}
 
     def held_by(self, worker: Hashable) -> tuple[Assignment, ...]:
         """What `worker` has ASSIGNED, oldest first."""
         holder = self._holders.get(worker)
-        return tuple(held.assignment for held in holder.holdings) if holder else ()
+        return tuple(held.assignment for held in holder.assigned) if holder else ()
 
     def assign(self, worker: Hashable) -> Assignment:
         """Give `worker` the next slice.
@@ -121,21 +121,23 @@ class SliceLedger:
             LedgerFullError: it holds so many that something must be wrong with it.
         """
         holder = self._holders.setdefault(worker, _Holder())
-        for held in [h for h in holder.holdings if holder.silent or self._samples[h.assignment.index] is None]:
-            holder.holdings.remove(held)
+        for held in [
+            h for h in holder.assigned if holder.reports_no_slices or self._samples[h.assignment.index] is None
+        ]:
+            holder.assigned.remove(held)
             self._use(held.assignment)
-        if self._is_full(holder.holdings):
-            raise LedgerFullError(f"{len(holder.holdings)} slices were given to this worker and not used")
+        if self._is_full(holder.assigned):
+            raise LedgerFullError(f"{len(holder.assigned)} slices were given to this worker and not used")
         epoch = next((e for e in self._epochs.values() if e.queue), None) or self._open_epoch()
         assignment = Assignment(epoch.number, epoch.queue.popleft())
-        holder.holdings.append(_Holding(assignment))
+        holder.assigned.append(_AssignedSlice(assignment))
         return assignment
 
-    def _is_full(self, holdings: Sequence[_Holding]) -> bool:
-        if len(holdings) < _HELD:
+    def _is_full(self, assigned: Sequence[_AssignedSlice]) -> bool:
+        if len(assigned) < _MAX_SLICES:
             return False
-        unused = sum((self._samples[held.assignment.index] or 0) - held.samples_used for held in holdings)
-        return unused >= self._enough or len(holdings) >= _HELD + self._enough
+        unused = sum((self._samples[held.assignment.index] or 0) - held.samples_used for held in assigned)
+        return unused >= self._max_unused or len(assigned) >= _MAX_SLICES + self._max_unused
 
     def _open_epoch(self) -> _Epoch:
         order = list(range(len(self._samples)))
@@ -152,15 +154,15 @@ class SliceLedger:
         """
         holder = self._holders.setdefault(worker, _Holder())
         if used is None:
-            holder.silent = True
+            holder.reports_no_slices = True
             return
-        holder.silent = False
+        holder.reports_no_slices = False
         for index, samples in used.items():
-            self._take(holder, index, samples)
+            self._count_samples(holder, index, samples)
 
-    def _take(self, holder: _Holder, index: int, samples: int) -> None:
+    def _count_samples(self, holder: _Holder, index: int, samples: int) -> None:
         """Count samples on the holder's copies of a slice, the one of the oldest epoch first."""
-        copies = sorted((h for h in holder.holdings if h.assignment.index == index), key=lambda h: h.assignment)
+        copies = sorted((h for h in holder.assigned if h.assignment.index == index), key=lambda h: h.assignment)
         for held in copies:
             size = self._samples[index]
             if size is None:
@@ -169,7 +171,7 @@ class SliceLedger:
             held.samples_used += taken
             samples -= taken
             if held.samples_used >= size:
-                holder.holdings.remove(held)
+                holder.assigned.remove(held)
                 self._use(held.assignment)
             if samples <= 0:
                 return
@@ -180,11 +182,11 @@ class SliceLedger:
         if epoch.unused == 0:
             del self._epochs[assignment.epoch]
 
-    def lose(self, worker: Hashable) -> tuple[Assignment, ...]:
+    def release(self, worker: Hashable) -> tuple[Assignment, ...]:
         """A worker is gone: what it had and did not use up is AVAILABLE again, first in line. Returns those slices."""
         holder = self._holders.pop(worker, None)
         if holder is None:
             return ()
-        for held in reversed(holder.holdings):
+        for held in reversed(holder.assigned):
             self._epochs[held.assignment.epoch].queue.appendleft(held.assignment.index)
-        return tuple(held.assignment for held in holder.holdings)
+        return tuple(held.assignment for held in holder.assigned)
