@@ -236,7 +236,7 @@ def _numbers(*resources: Resources) -> list[float]:
 
 
 def test_json_duplicates_are_refused() -> None:
-    with pytest.raises(DecodeError, match="'healthy' stands twice"):
+    with pytest.raises(DecodeError, match="duplicate key 'healthy'"):
         from_json(Health, b'{"healthy": true, "healthy": false}')
 
 
