@@ -215,7 +215,7 @@ def test_specs_of_a_placed_job() -> None:
     ("changes", "told"),
     [
         ({"rounds": {"evaluate_every": 2}}, "name the dataset to evaluate on in dataset.evaluation"),
-        ({"dataset": {"dataset": "a", "evaluation": "b"}}, "say in rounds.evaluate_every after how many rounds"),
+        ({"dataset": {"dataset": "a", "evaluation": "b"}}, "set rounds.evaluate_every to the number of rounds"),
     ],
 )
 def test_an_evaluation_needs_both_its_keys(changes: dict[str, Any], told: str) -> None:

@@ -625,7 +625,7 @@ def test_an_interrupted_job_gives_its_leases_back(tmp_path: Path, model: Path) -
         assert all(worker.released for worker in workers)
 
     play(tmp_path, case)
-    assert events(tmp_path)[-1]["error"] == "the scheduler was told to end"
+    assert events(tmp_path)[-1]["error"] == "the scheduler was stopped"
 
 
 def test_a_lost_parameter_server_fails_the_job(tmp_path: Path, model: Path) -> None:
@@ -701,7 +701,7 @@ def test_a_dataset_that_nobody_has(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:
             await service.run_job(job(model, dataset={"dataset": "mnist"}, resources={"allocation_timeout": 0.5}))
-        assert "dataset 'mnist' was not found within 0.5 s: nobody announces it" in told[0]
+        assert "dataset 'mnist' was not found within 0.5 s: no data node announces it" in told[0]
 
     play(tmp_path, case)
 

@@ -1,4 +1,4 @@
-"""The TOML of a scheduler."""
+"""Configuration of the scheduler daemon (TOML), on top of the settings that all nodes have."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SchedulerTable(Table):
 
 
 class SchedulerConfig(NodeConfig):
-    """Everything a scheduler can be told."""
+    """Complete configuration of a scheduler."""
 
     status_bridge: str | None = Field(
         default=None, description="host:port of a metrics bridge: JSON is posted to http://<status_bridge>/status."
@@ -46,16 +46,16 @@ class SchedulerConfig(NodeConfig):
 
     @property
     def jobs(self) -> tuple[JobConfig, ...]:
-        """Every configured job, in the order they are run."""
+        """All configured jobs, in the order in which they run."""
         first = () if self.scheduler.job is None else (self.scheduler.job,)
         return first + self.scheduler.jobs
 
     @property
     def bridge_address(self) -> str | None:
-        """Where metrics are posted."""
+        """``host:port`` to which metrics are posted, if any."""
         return self.scheduler.status_bridge or self.status_bridge
 
     @property
     def runs_dir(self) -> Path:
-        """Where jobs leave their results."""
+        """Absolute path of the directory in which jobs leave their results."""
         return (self.scheduler.output_dir or self.output_dir).resolve()

@@ -1,7 +1,7 @@
-"""A job as its owner writes it: ``[scheduler.job]``, a table of ``[[scheduler.jobs]]``, or the TOML given to `submit`.
+"""Job configuration: ``[scheduler.job]``, a table of ``[[scheduler.jobs]]``, or the TOML given to the command `submit`.
 
-Every key is known from the first day. Those whose feature comes later are refused with "not yet" when they ask for it,
-never ignored. After this room: `submit` makes wants and job specs of it.
+Keys of planned features exist already; setting one to a value that is not implemented is refused with "not yet", never
+ignored. `submit` turns a job into role requests and job specs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypha_proto.job_spec import PREPROCESSOR_TASKS, TASKS
 from hypha_proto.resources import Resources
 
 ALIASES: Final = {"vision-classification": "image-classification"}
-"""Names of model types that people write, and their wire names."""
+"""Names of model types in job files, and their wire names."""
 _INPUTS: Final = {"causal-lm": ("input_ids", "attention_mask", "labels")}
 _VISION_INPUTS: Final = ("pixel_values", "labels")
 _TEXT_INPUTS: Final = ("input_ids", "attention_mask", "labels")
@@ -26,22 +26,22 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class NotYetError(ValueError):
-    """A key asks for a feature that this version does not have."""
+    """Key set to a value of a feature that is not implemented."""
 
 
 def not_yet(what: str, remedy: str) -> NotYetError:
-    """The error for a feature that comes later."""
+    """Build the error for a feature that is not implemented."""
     return NotYetError(f"{what} is not yet supported; {remedy}")
 
 
 class Table(Section):
-    """A TOML table of a scheduler."""
+    """Base class of the scheduler's TOML tables."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
 class ArtifactTable(Table):
-    """A repository of a Hugging Face hub, or a directory."""
+    """Files from a repository on a Hugging Face hub or from a local directory."""
 
     repository: str | None = Field(default=None, description="Hugging Face repository, such as owner/name.")
     path: Path | None = Field(default=None, description="Local directory, served to the workers by this scheduler.")
@@ -55,7 +55,7 @@ class ArtifactTable(Table):
             raise ValueError("set either repository or path")
         for name in self.filenames:
             if name.startswith("/") or ".." in name.split("/") or not name:
-                raise ValueError(f"filenames: {name!r} is not the name of a file in it")
+                raise ValueError(f"filenames: {name!r} is not a relative path inside the repository or directory")
         return self
 
 
@@ -77,12 +77,12 @@ class ModelTable(ArtifactTable):
 
     @property
     def task(self) -> str:
-        """The type's wire name."""
+        """Wire name of the type."""
         return ALIASES.get(self.type, self.type)
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """`input_names`, or those of the type."""
+        """`input_names`, or the default inputs of the type."""
         if self.input_names:
             return self.input_names
         vision = "image" in self.task or "segmentation" in self.task
@@ -156,7 +156,7 @@ class RoundsTable(Table):
     evaluate_every: int = Field(default=0, ge=0, description="Rounds after which the model is evaluated; 0: never.")
 
     def batch_for(self, workers: int) -> int:
-        """The batch size: as set, or the largest power of two that leaves each worker four batches a round."""
+        """Return the configured batch size, or the largest power of two with four batches per worker and round."""
         if self.batch_size is not None:
             return min(self.batch_size, self.max_batch_size or self.batch_size)
         fitting = max(1, min(self.max_batch_size or _DEFAULT_BATCH, self.avg_samples_between_updates // (4 * workers)))
@@ -164,7 +164,7 @@ class RoundsTable(Table):
 
 
 class SyncTable(Table):
-    """``[.sync]``: how updates travel."""
+    """``[.sync]``: how updates are synchronized."""
 
     codec: str = Field(
         default="fp32", description="How the numbers of an update are written: fp32. Others are refused so far."
@@ -188,7 +188,7 @@ class SyncTable(Table):
     aggregation: str = Field(default="mean", description="How updates become one: mean. Others are refused so far.")
 
     @model_validator(mode="after")
-    def _only_plain(self) -> SyncTable:
+    def _only_implemented(self) -> SyncTable:
         plain = SyncTable.model_construct()
         for key in ("codec", "fragments", "overlap", "aggregation"):
             if (value := getattr(self, key)) != (default := getattr(plain, key)):
@@ -197,7 +197,7 @@ class SyncTable(Table):
 
 
 class Requirement(Table):
-    """One requirement of a worker: an amount, or the name of an executor."""
+    """Requirement on a worker: the minimum amount of a resource, or the name of an executor."""
 
     type: Literal["GPU", "CPU", "Memory", "Storage"] | None = Field(default=None, description="What is required.")
     min: float | None = Field(default=None, ge=0, description="At least so many GB, or cores.")
@@ -227,7 +227,7 @@ Requirements = Annotated[tuple[Requirement, ...], BeforeValidator(_requirements)
 
 
 class PriceTable(Table):
-    """What is paid for a worker, in tokens per lease-hour."""
+    """Price of a worker in tokens per lease-hour."""
 
     bid: float = Field(default=100.0, ge=0, allow_inf_nan=False, description="Told to everyone.")
     max: float = Field(
@@ -249,7 +249,7 @@ class PriceTable(Table):
 
 
 class ResourcesTable(Table):
-    """``[.resources]``: how many workers, of what kind, at which price."""
+    """``[.resources]``: number, requirements and prices of workers."""
 
     num_workers: int = Field(default=1, ge=1, le=10_000, description="Training workers.")
     min_workers: int | None = Field(default=None, ge=1, description="With fewer the job fails; none: num_workers.")
@@ -281,12 +281,12 @@ class ResourcesTable(Table):
 
     @property
     def least_workers(self) -> int:
-        """`min_workers`, or all of them."""
+        """Number of workers without which the job fails: `min_workers`, or else `num_workers`."""
         return self.min_workers or self.num_workers
 
 
 def amounts(requirements: tuple[Requirement, ...]) -> Resources:
-    """The resources that requirements name; the larger where one is named twice."""
+    """Return the required resources; of several amounts for one resource the largest counts."""
     found: dict[str, float] = {}
     for requirement in requirements:
         if requirement.type is not None and requirement.min is not None:
@@ -296,7 +296,7 @@ def amounts(requirements: tuple[Requirement, ...]) -> Resources:
 
 
 def kinds(requirements: tuple[Requirement, ...], default: str) -> tuple[str, ...]:
-    """The executors that requirements name, or the default one."""
+    """Return the names of the required executors, or the default one if none is required."""
     return tuple(requirement.kind for requirement in requirements if requirement.kind is not None) or (default,)
 
 
@@ -317,18 +317,20 @@ class JobConfig(Table):
     resources: ResourcesTable = Field(default=ResourcesTable(), description="Workers and prices.")
 
     @model_validator(mode="after")
-    def _only_what_there_is(self) -> JobConfig:
+    def _only_implemented(self) -> JobConfig:
         if self.type != "diloco":
             raise not_yet(f'type = "{self.type}"', 'set it to "diloco"')
         if self.rounds.evaluate_every and self.dataset.evaluation is None:
             raise ValueError("rounds.evaluate_every: name the dataset to evaluate on in dataset.evaluation")
         if self.dataset.evaluation is not None and not self.rounds.evaluate_every:
-            raise ValueError("dataset.evaluation: say in rounds.evaluate_every after how many rounds it is used")
+            raise ValueError(
+                "dataset.evaluation: set rounds.evaluate_every to the number of rounds between evaluations"
+            )
         return self
 
     @property
     def preprocessor_task(self) -> str:
-        """Wire name of the preprocessor; without a type and inputs of its own it is the one that the model implies."""
+        """Wire name of the preprocessor; derived from the model's inputs unless type or input names are set."""
         chosen = self.preprocessor
         if chosen is None or chosen.type != "auto" or chosen.input_names:
             return chosen.type if chosen else "auto"

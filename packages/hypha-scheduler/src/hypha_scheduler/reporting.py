@@ -1,4 +1,8 @@
-"""What one job tells the world: events for people and programs, records for a restart, metrics for the bridge."""
+"""Job report: events in ``metrics.jsonl``, records in ``journal.jsonl``, and worker metrics for the status bridge.
+
+Called by `training` for everything that happens in a job. Programs such as `hypha-local` and `export-metrics` read the
+events. The journal is for people after a crash: the scheduler does not read it and cannot resume a job from it.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +21,16 @@ from hypha_scheduler.metrics.status_bridge import EventFile, StatusBridge
 from hypha_scheduler.strategies.diloco.rounds import Late, Measured, RoundClosed
 
 _SCHEDULER_METRICS: Final = frozenset({"samples", "batch_size", "utilisation"})
-"""What the scheduler posts from its own account of a round, for workers of every make."""
+"""Metrics that the scheduler computes itself; reports of workers with these names are not posted."""
 _ROUND_SECONDS: Final = instrumentation.Histogram("hypha.scheduler.round.duration", "s", "Duration of a job's rounds.")
-_SAMPLES: Final = instrumentation.Counter(
-    "hypha.scheduler.samples", "{sample}", "Samples that went into closed rounds."
-)
+_SAMPLES: Final = instrumentation.Counter("hypha.scheduler.samples", "{sample}", "Samples of closed rounds.")
 
 
 class JobReport:
-    """The files ``metrics.jsonl`` and ``journal.jsonl`` of a job, and the way to the bridge."""
+    """Event file, journal and metrics bridge of one job; a context manager that opens and closes the files."""
 
     def __init__(self, directory: Path, bridge: StatusBridge | None = None) -> None:
-        """Write into `directory`, which exists."""
+        """Report to files in `directory`, which must exist, and to `bridge` if there is one."""
         self._directory = directory
         self._bridge = bridge
         self._job_id: str | None = None
@@ -45,39 +47,39 @@ class JobReport:
         self._resources.close()
 
     def emit(self, event: str, **fields: object) -> None:
-        """Write an event."""
+        """Write an event to ``metrics.jsonl``."""
         self._events.write(event, **fields)
 
     def persist(self, kind: str, **fields: object) -> None:
-        """Write a record that survives a restart."""
+        """Write a journal record and wait until it is on disk."""
         self._journal.record(kind, **fields)
 
     def persist_async(self, kind: str, **fields: object) -> None:
-        """The same of what nothing is built on at once."""
+        """Write a journal record without waiting for the disk."""
         self._journal.record_async(kind, **fields)
 
     def accepted(self, job_id: uuid.UUID, job: Mapping[str, object]) -> None:
-        """The job begins; secrets in `job` are masked."""
+        """Report the start of the job; secrets in `job` must be masked already."""
         self._job_id = str(job_id)
         self.persist("accepted", job_id=str(job_id), job=job)
         self.emit("accepted", job_id=str(job_id), directory=str(self._directory))
 
     def placed(self, offers: tuple[AcceptedOffer, ...], seconds: float) -> None:
-        """All leases are held, `seconds` after the first request."""
-        told = [{"peer": str(offer.peer), "role": offer.role, "price": offer.price} for offer in offers]
-        self.emit("placement", seconds=round(seconds, 4), workers=told)
+        """Report that all leases are held, `seconds` after the first request."""
+        workers = [{"peer": str(offer.peer), "role": offer.role, "price": offer.price} for offer in offers]
+        self.emit("placement", seconds=round(seconds, 4), workers=workers)
         leases = [{"peer": str(offer.peer), "role": offer.role, "lease": str(offer.lease)} for offer in offers]
         self.persist("placed", leases=leases)
 
     def measured(self, measured: Measured) -> None:
-        """A worker measured something over a round."""
+        """Report the metrics of a worker over a round."""
         for name, value in measured.values.items():
             self.emit("metric", worker=str(measured.peer), round=measured.round, name=name, value=value)
             if name not in _SCHEDULER_METRICS:
                 self._post(measured.peer, measured.round, name, value)
 
     def late(self, late: Late) -> None:
-        """A round goes on without a worker, which takes part again in the next."""
+        """Report that a round continues without a late worker, which takes part again in the next."""
         self.emit("worker_late", worker=str(late.peer), round=late.round, seconds=round(late.seconds, 4))
 
     def _post(self, worker: PeerId, number: int, name: str, value: float) -> None:
@@ -85,7 +87,7 @@ class JobReport:
             self._bridge.put(str(worker), number, name, value, job_id=self._job_id)
 
     def round_closed(self, closed: RoundClosed, update_bytes: int) -> None:
-        """A round is over; `update_bytes` is the size of its outer update, and of each worker's."""
+        """Report a closed round; `update_bytes` is the size of its outer update, and of each worker's update."""
         samples, members = sum(closed.samples.values()), len(closed.samples)
         self.emit(
             "round",
@@ -109,11 +111,11 @@ class JobReport:
                 self._post(peer, closed.round, "utilisation", max(0.0, 1.0 - closed.waits[peer] / closed.seconds))
 
     def failed(self, error: str) -> None:
-        """The job came to no result."""
+        """Report that the job failed."""
         self.persist("failed", error=error)
         self.emit("failed", error=error)
 
     def finished(self, summary: dict[str, object]) -> None:
-        """The job is done."""
+        """Report that the job finished."""
         self.persist("finished", rounds=summary["rounds"])
         self.emit("finished", **summary)

@@ -1,4 +1,4 @@
-"""Lets a job's workers start together: the first slices are handed out when everyone has asked for one."""
+"""Start barrier: delays the first slices until all workers of a job have requested one, so that they start together."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger(__name__)
 
 START_TIMEOUT: Final = 5.0
-"""Seconds that the first slices are held back at most, so that all workers start in the same moment."""
+"""Maximum time in seconds for which the first slices are delayed."""
 
 
 @dataclass(slots=True)
 class StartBarrier:
-    """Holds first slices back until every worker has asked for one."""
+    """Barrier that releases all workers once each has arrived, or `START_TIMEOUT` seconds after the first."""
 
     expected: int
+    """Number of workers."""
     began: float = 0.0
-    """When executors began to start, by anyio's clock."""
+    """Time by anyio's clock at which executors were started."""
     _arrived: set[PeerId] = field(default_factory=set)
     _released: anyio.Event = field(default_factory=anyio.Event)
     _deadline: float | None = None
 
     async def wait(self, peer: PeerId) -> None:
-        """Wait until `peer` may have its slice."""
+        """Wait until the barrier is released."""
         if peer not in self._arrived:
             self._arrived.add(peer)
             seconds, count = anyio.current_time() - self.began, len(self._arrived)

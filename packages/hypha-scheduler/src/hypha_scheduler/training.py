@@ -1,7 +1,7 @@
-"""One DiLoCo job from start to end: the shell that carries out what the pure rooms decide.
+"""One DiLoCo job from start to end: the I/O around the pure modules that make the decisions.
 
-Placement, dispatch, the executors' reports, the outer updates, the end. What arrives from peers comes through
-`service`, which knows which job it belongs to; everything that takes time runs in this job's own task group.
+Runs allocation, dispatch, the handling of reports and outer updates, and the end of the job. `service` creates one
+`TrainingRun` per job and passes it the messages of peers; background work runs in the job's own task group.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ from hypha_scheduler.tasks import Task, TaskGraph, TaskState
 _log = logging.getLogger(__name__)
 
 _EXECUTOR_EXIT_TIMEOUT: Final = 30.0
-"""Seconds for executors to end once they were told that the job is done."""
+"""Seconds for executors to exit after they were sent `Done`."""
 _LAST_UPDATE_TIMEOUT: Final = 30.0
-"""Seconds that this scheduler waits for an outer update which all workers have."""
+"""Seconds to wait for the last outer update after all workers have merged it."""
 _RELEASE_TIMEOUT: Final = 3.0
-"""Seconds for giving leases back when a job is given up."""
+"""Seconds to release leases when a job ends."""
 _JOB_END_GRACE: Final = 2.0
-"""Seconds for a worker that says that its executor ended, to say how."""
+"""Seconds to wait for a `JobEnd` with details after a `JobStatus` reported the end of an executor."""
 _DEADLINE_CHECK_INTERVAL: Final = 0.5
 
 
 @dataclass(slots=True)
 class _Running:
-    """What exists once the workers are found."""
+    """State of a job whose workers are allocated."""
 
     graph: TaskGraph
     operator: DilocoOperator
@@ -85,7 +85,7 @@ class _Running:
 
 
 class TrainingRun:
-    """One job. `run` conducts it; the ``on_…`` methods take what peers say about it."""
+    """One job: `run` runs it to its end, the ``on_…`` methods handle messages of peers about it."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class TrainingRun:
         bridge: StatusBridge | None = None,
         job_id: uuid.UUID | None = None,
     ) -> None:
-        """Give the job a directory in `runs`, and an id unless it has one; nothing happens before `run`."""
+        """Create a job with a directory in `runs`, under a new id unless one is given; nothing runs before `run`."""
         self.job_id = job_id or uuid.uuid4()
         self.directory = runs / str(self.job_id)
         self._endpoint = endpoint
@@ -120,18 +120,18 @@ class TrainingRun:
         self._tasks: anyio.abc.TaskGroup
         self._report: JobReport
 
-    # ------------------------------------------------------------------------------------------------ from start to end
+    # ------------------------------------------------------------------------------------------------------------- run
 
     async def run(self) -> Path:
-        """Conduct the job; returns the path of its ``result.json``.
+        """Run the job to its end and return the path of its ``result.json``.
 
         Raises:
-            JobFailedError: it came to no result; its executors are stopped and its leases given back.
+            JobFailedError: the job failed; its executors are stopped and its leases released.
         """
         why = ""
         try:
             return await self._run_reported()
-        except* OSError as errors:  # also of the job's background tasks: they end this job, not the scheduler
+        except* OSError as errors:  # includes background tasks of the job: they fail this job, not the scheduler
             why = "; ".join(map(str, leaves(errors)))
         raise JobFailedError(f"{self.directory}: the job's files cannot be used: {why}")
 
@@ -147,7 +147,7 @@ class TrainingRun:
                 raise
             except BaseException as error:
                 interrupted = isinstance(error, anyio.get_cancelled_exc_class())
-                self._report.failed("the scheduler was told to end" if interrupted else f"internal error: {error!r}")
+                self._report.failed("the scheduler was stopped" if interrupted else f"internal error: {error!r}")
                 raise
 
     async def _run_and_release(self) -> Path:
@@ -254,7 +254,7 @@ class TrainingRun:
         return placed.aggregate_spec() if task.role == AGGREGATE else placed.train_spec(task.peer)
 
     async def _watch_deadlines(self) -> None:
-        """Let deadlines pass."""
+        """Check deadlines periodically; fail the job if the last outer update is not received in time."""
         assert self._running is not None
         operator = self._running.operator
         while not operator.rounds.over:
@@ -265,14 +265,14 @@ class TrainingRun:
         self.fail(f"the outer update of round {self._result.round + 1} did not come from the parameter server")
 
     async def _wait_for_executors(self, running: _Running) -> None:
-        """Wait until every executor has left, and close the books."""
+        """Wait until every executor has exited, then complete the model and report the remaining rounds."""
         with anyio.move_on_after(_EXECUTOR_EXIT_TIMEOUT):
             while not running.graph.over:
                 self._changed = anyio.Event()
                 await self._changed.wait()
         for task in running.graph.running():
             _log.warning(
-                "task %s at %s did not say that it ended within %g s", task.name, task.peer, _EXECUTOR_EXIT_TIMEOUT
+                "task %s at %s did not report its end within %g s", task.name, task.peer, _EXECUTOR_EXIT_TIMEOUT
             )
             self._report.emit("warning", text=f"task {task.name} at {task.peer} did not end in time")
         await self._result.finish()
@@ -284,10 +284,10 @@ class TrainingRun:
                 self._leases.drop(held.lease)
                 tasks.start_soon(release, self._endpoint, held.peer, held.lease, reason)
 
-    # -------------------------------------------------------------------------------------------------- what goes wrong
+    # -------------------------------------------------------------------------------------------------------- failures
 
     def fail(self, reason: str) -> None:
-        """The job cannot go on; the first reason counts."""
+        """Fail the job; only the first reason counts."""
         if self._failure is None and not self._outcome_known.is_set():
             self._failure = reason
             self._outcome_known.set()
@@ -322,49 +322,50 @@ class TrainingRun:
         self._apply(self._running.operator.worker_lost(peer, why, anyio.current_time()))
         self._check_finished()
 
-    # --------------------------------------------------------------------------------------------------- what peers say
+    # ----------------------------------------------------------------------------------------------- messages of peers
 
     def involves(self, peer: PeerId) -> bool:
-        """Whether `peer` works on this job."""
+        """Return whether a task of this job runs on `peer`."""
         return self._running is not None and any(task.peer == peer for task in self._running.graph.tasks)
 
     def on_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
-        """A worker offers itself."""
+        """Handle an offer of a worker."""
         if self._allocator is not None and self._running is None:
             self._allocator.add_offer(peer, offer)
 
     async def on_data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
-        """A worker asks for a slice."""
+        """Handle a worker's request for a slice."""
         if self._running is None or self._dataset is None or request.dataset != self._dataset.name:
             return NotFound()
         if peer not in self._running.operator.rounds.members:
             return NotFound()
         assert self._providers is not None
         await self._start_barrier.wait(peer)
-        if (before := self._slice_responses.get(peer, request.id)) is not None:
-            return before
+        if (earlier := self._slice_responses.get(peer, request.id)) is not None:
+            return earlier
         try:
-            given = self._running.operator.slice_for(peer, anyio.current_time())
+            assignment = self._running.operator.slice_for(peer, anyio.current_time())
         except LedgerFullError as error:
             return WireError(message=str(error))
-        if given is None:
+        if assignment is None:
             return NotFound()
-        digest = self._dataset.digest(given.index)
-        first, *others = self._providers.order(given.index)
-        assigned = SliceAssigned(
-            data_provider=first, index=given.index, epoch=given.epoch, digest=digest, others=tuple(others) or None
+        index = assignment.index
+        first, *others = self._providers.order(index)
+        digest = self._dataset.digest(index)
+        response = SliceAssigned(
+            data_provider=first, index=index, epoch=assignment.epoch, digest=digest, others=tuple(others) or None
         )
-        return self._slice_responses.put(peer, request.id, assigned)
+        return self._slice_responses.put(peer, request.id, response)
 
     def on_report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
-        """An executor reports."""
+        """Handle a progress report of an executor."""
         if self._running is None or not self._runs_task(peer, request.lease):
             return ProgressError()
-        if (before := self._progress_responses.get(peer, request.id)) is not None:
-            return before
+        if (earlier := self._progress_responses.get(peer, request.id)) is not None:
+            return earlier
         answer, effects = self._running.operator.report(peer, request.progress, anyio.current_time())
         if isinstance(answer, ProgressError):
-            _log.warning("report %s of %s does not fit", type(request.progress).__name__, peer)
+            _log.warning("report %s of %s does not match the state of the job", type(request.progress).__name__, peer)
         with self._failing_on_file_errors():
             self._apply(effects)
         self._check_finished()
@@ -372,7 +373,7 @@ class TrainingRun:
 
     @contextmanager
     def _failing_on_file_errors(self) -> Iterator[None]:
-        """While a peer is answered: that this job cannot write its files fails the job and not the answer."""
+        """Turn an error of the job's own files into a failure of the job instead of the request being handled."""
         try:
             yield
         except OSError as error:
@@ -384,7 +385,7 @@ class TrainingRun:
         return bool(tasks) and (lease is None or lease in {task.lease for task in tasks})
 
     def on_refused(self, peer: PeerId, refused: UpdateRefused) -> None:
-        """The parameter server could not use a member's update."""
+        """Handle the parameter server's refusal of a member's update."""
         if self._running is not None and peer == self._running.placed.server:
             number, member, why = refused.round, refused.peer, refused.reason
             with self._failing_on_file_errors():
@@ -392,38 +393,38 @@ class TrainingRun:
                 self._apply(self._running.operator.update_refused(number, member, why, anyio.current_time()))
 
     def on_pull(self, request: PullRequest) -> PullSource | Refusal:
-        """A worker fetches the start model, or the preprocessor."""
+        """Handle a worker's pull of a file of the start model or the preprocessor."""
         wanted = self._model if request.dataset == model_dataset(self.job_id) else None
         if request.dataset == preprocessor_dataset(self.job_id):
             wanted = self._preprocessor
         return Refusal(reason="there is no such model") if wanted is None else wanted.resolve(request)
 
     def on_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
-        """The parameter server sends an outer update."""
+        """Handle the push of an outer update by the parameter server."""
         if self._running is None or peer != self._running.placed.server:
-            return Refusal(reason="only the job's parameter server sends here")
+            return Refusal(reason="only the job's parameter server may push to its scheduler")
         if header is not None and header.kind != OUTER_UPDATE:
-            return Refusal(reason=f"a scheduler takes {OUTER_UPDATE}, not {header.kind[:40]}")
+            return Refusal(reason=f"a scheduler accepts {OUTER_UPDATE}, not {header.kind[:40]}")
         expected = self._result.round + 1
         number = expected if header is None else header.round
         if number < expected:
-            return Refusal(reason=f"the outer update of round {number} is here already")
+            return Refusal(reason=f"the outer update of round {number} was already received")
         if number > expected:
             self.fail(f"the outer update of round {expected} never came: the parameter server sends that of {number}")
             return Refusal(reason=f"the outer update of round {expected} is missing")
         path = self.directory / "updates" / f"round-{number}-{uuid.uuid4().hex[:8]}.safetensors"
 
-        async def arrived(_size: int, _digest: str) -> None:
+        async def on_complete(_size: int, _digest: str) -> None:
             try:
                 await self._result.apply_update(path, number)
             except JobFailedError as error:
                 self.fail(str(error))
             self._check_finished()
 
-        return FilePushTarget(path, self._result.largest_update(), arrived, slot=str(self.directory))
+        return FilePushTarget(path, self._result.largest_update(), on_complete, slot=str(self.directory))
 
     def on_job_end(self, peer: PeerId, end: JobEnd) -> None:
-        """A worker tells how an executor ended, its processes gone."""
+        """Handle a worker's report on how an executor ended."""
         task = self._running.graph.of_lease(end.lease) if self._running is not None else None
         if self._running is None or task is None or task.peer != peer:
             return
@@ -431,12 +432,12 @@ class TrainingRun:
         first = self._running.graph.end(task.name, state)
         self._changed.set()
         if not first or (end.outcome == "cancelled" and self._outcome_known.is_set()):
-            return  # known, or as we asked
+            return  # already known, or requested by this scheduler
         with self._failing_on_file_errors():
             self._report.persist_async("ended", task=task.name, outcome=end.outcome, exit_code=end.exit_code)
         code = "" if end.exit_code is None else f", exit code {end.exit_code}"
         lines = "".join(f"\n  | {line[:500]}" for line in end.last_lines[-40:])
-        reason = end.reason[:1000] or "it left before the job was done"
+        reason = end.reason[:1000] or "it exited before the job was done"
         if end.outcome == "cancelled" and task.role == TRAIN:
             with self._failing_on_file_errors():
                 self._worker_lost(peer, f"its executor was cancelled: {reason}")
@@ -444,7 +445,7 @@ class TrainingRun:
             self._task_failed(task, f"executor {end.outcome}{code}: {reason}{lines}")
 
     def on_job_status(self, peer: PeerId, status: JobStatus) -> None:
-        """A worker tells how an executor stands; ours say more with `JobEnd`, old ones have only this."""
+        """Handle a worker's status report; older workers send only this, newer ones also `JobEnd` with details."""
         running = self._running
         task = running.graph.of_lease(status.task_id) if running is not None else None
         if running is None or task is None or task.peer != peer:
@@ -471,7 +472,7 @@ class TrainingRun:
             self._report.emit("warning", text=text)
         self.fail(text)
 
-    # ----------------------------------------------------------------------------------------------- what is to be done
+    # --------------------------------------------------------------------------------------------------------- effects
 
     def _apply(self, effects: tuple[Effect, ...]) -> None:
         assert self._running is not None
@@ -490,7 +491,7 @@ class TrainingRun:
                 )
 
     def _start_background(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do something for a peer that spoke; nothing any more in the moment in which the job ends."""
+        """Start a background task on behalf of a request, unless the job has ended."""
         if not self._closed:
             self._tasks.start_soon(task)
 

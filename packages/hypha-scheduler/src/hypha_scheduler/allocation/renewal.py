@@ -1,6 +1,6 @@
-"""Keeps leases alive: renews what the leases says is due, and tells what was lost.
+"""Lease renewal: renews the leases of a job when they are due, and reports those that are lost.
 
-Before it: `placement` took the leases. The decisions are `leases`' own; here is only the talking.
+Started by `training`. `leases` decides what is due; this module does the I/O.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _log = logging.getLogger(__name__)
 
 _CHECK_INTERVAL: Final = 0.25
 _RENEWAL_TIMEOUT: Final = 2.5
-"""Seconds for one renewal: what went into a connection that is dead must leave time for another."""
+"""Timeout of one renewal in seconds; short enough to try again if the connection is dead."""
 _HELD: Final = instrumentation.UpDownCounter("hypha.scheduler.leases.active", "{lease}", "Leases that a job holds.")
 _RENEWALS: Final = instrumentation.Counter("hypha.scheduler.lease.renewals", "{renewal}", "Renewals, by outcome.")
 OnLost = Callable[[HeldLease, str], None]
 
 
 async def renew_leases(endpoint: Endpoint, leases: HeldLeases, on_lost: OnLost) -> None:
-    """Renew the leases's leases until cancelled; `on_lost(lease, why)` for each that is gone."""
-    with instrumentation.attached(None):  # a day's renewals would bury the job in its own trace
+    """Renew `leases` until cancelled; call `on_lost(lease, why)` for each that is lost."""
+    with instrumentation.attached(None):  # renewals would flood the job's trace
         await _renew_until_cancelled(endpoint, leases, on_lost)
 
 
@@ -58,12 +58,12 @@ async def _renew_lease(endpoint: Endpoint, leases: HeldLeases, held: HeldLease, 
     try:
         answer = await rpc.call(endpoint, held.peer, RENEW_LEASE, RenewLease(id=held.lease), timeout=timeout)
     except NetError as error:
-        _log.warning("lease at %s could not be renewed, trying again: %s", held.peer, error)
+        _log.warning("lease at %s could not be renewed, retrying: %s", held.peer, error)
         _RENEWALS.add(1, {"hypha.outcome": "unanswered"})
         leases.schedule_retry(held.lease, anyio.current_time())
         return
     if held.lease not in leases:
-        return  # released, or run out, while the answer was on its way
+        return  # released or expired before the response arrived
     _RENEWALS.add(1, {"hypha.outcome": "renewed" if isinstance(answer, Renewed) else "refused"})
     if isinstance(answer, Renewed):
         leases.record_renewal(held.lease, held.peer, asked_at, lease_life(answer.timeout_ms))

@@ -1,4 +1,4 @@
-"""Asks peers how many bytes they have carried: what a job costs on the wire, headers included."""
+"""Traffic counts: asks peers how many bytes they have sent and received, to measure the network traffic of a job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrafficCounts:
-    """Bytes on the wire since a node started."""
+    """Bytes sent and received by a node since it started, headers included."""
 
     sent: int = 0
     received: int = 0
@@ -31,7 +31,7 @@ class TrafficCounts:
 async def measure_traffic(
     endpoint: Endpoint, peers: Iterable[PeerId], into: dict[PeerId, TrafficCounts], timeout: float = 5.0
 ) -> None:
-    """Ask every peer, all at once; those that do not say (old ones do not) are left out."""
+    """Ask all peers concurrently and store their counts in `into`; peers that report none are left out."""
     async with anyio.create_task_group() as tasks:
         for peer in peers:
             tasks.start_soon(_ask, endpoint, peer, into, timeout)
@@ -41,7 +41,7 @@ async def _ask(endpoint: Endpoint, peer: PeerId, into: dict[PeerId, TrafficCount
     try:
         health = await rpc.call(endpoint, peer, HEALTH_CHECK, HealthRequest(), timeout=timeout)
     except NetError as error:
-        _log.info("%s does not say how many bytes it carried: %s", peer, error)
+        _log.info("%s does not report its traffic: %s", peer, error)
         return
     if health.bytes_sent is not None and health.bytes_received is not None:
         into[peer] = TrafficCounts(health.bytes_sent, health.bytes_received)

@@ -1,7 +1,7 @@
-"""DiLoCo as a whole: its tasks, and what follows from each thing an executor says. Pure.
+"""DiLoCo operator: the tasks of a DiLoCo job, and the reaction to each report of an executor. Pure.
 
-Joins `slices` (who trains on what) and `rounds` (when to synchronise) behind what a strategy offers to the shell:
-the tasks of a job, an answer and effects for each report, a slice for each request.
+Combines `slices` and `rounds`. `hypha_scheduler.training` asks it for the tasks of a job, for a response and effects
+for each report, and for a slice for each request.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hypha_scheduler.tasks import Task
 START_MODEL: Final = "start-model"
 PARAMETER_SERVER: Final = "parameter-server"
 _METRICS: Final = 64
-"""Metrics of one report that are kept; the rest of a flood is dropped."""
+"""Maximum number of metrics taken from one report."""
 
 
 def diloco_tasks(server: tuple[PeerId, uuid.UUID], workers: Iterable[tuple[PeerId, uuid.UUID]]) -> list[Task]:
-    """The tasks of a job on (peer, lease) pairs: the parameter server runs before anyone sends it an update."""
+    """Build the tasks of a job from (peer, lease) pairs; train tasks depend on the parameter server's task."""
     model = frozenset({START_MODEL})
     aggregate = Task("aggregate", "aggregate", *server, inputs=model, outputs=frozenset({PARAMETER_SERVER}))
     trains = [
@@ -48,7 +48,7 @@ def diloco_tasks(server: tuple[PeerId, uuid.UUID], workers: Iterable[tuple[PeerI
 
 @dataclass(slots=True)
 class DilocoOperator:
-    """One running DiLoCo job."""
+    """State of one running DiLoCo job."""
 
     rounds: Rounds
     slices: SliceLedger
@@ -56,16 +56,17 @@ class DilocoOperator:
     samples: Counter[PeerId] = field(default_factory=Counter)
     """Samples of each worker in closed rounds."""
     batches: Counter[PeerId] = field(default_factory=Counter)
+    """Batches of each worker in closed rounds."""
     loss: float | None = None
-    """Of the last closed round."""
+    """Loss of the last closed round."""
     told_done: set[PeerId] = field(default_factory=set)
-    """Peers that were told that the job is done for them."""
+    """Peers to which `Done` was sent."""
 
     def slice_for(self, peer: PeerId, now: float) -> Assignment | None:
-        """The next slice for a worker; none for a peer that is not (or no longer) a member.
+        """Assign the next slice to a worker; None if the peer is not (or no longer) a member.
 
         Raises:
-            LedgerFullError: it was given so many that something must be wrong.
+            LedgerFullError: the worker holds too many unused slices.
         """
         if peer not in self.rounds.members:
             return None
@@ -73,7 +74,7 @@ class DilocoOperator:
         return self.slices.assign(peer)
 
     def report(self, peer: PeerId, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
-        """What an executor says: the answer to it, and what is to be done."""
+        """Process the report of an executor; return the response, and the effects to apply."""
         if peer == self.server:
             answer, effects = self._server_report(progress, now)
         else:
@@ -103,7 +104,9 @@ class DilocoOperator:
 
     def _measured(self, peer: PeerId, report: RoundMetrics) -> tuple[Effect, ...]:
         values = {n[:100]: v for n, v in list(report.metrics.items())[:_METRICS] if math.isfinite(v)}
-        if "evaluation_loss" in values and "loss" not in values:  # a second report of the round, about its model
+        if (
+            "evaluation_loss" in values and "loss" not in values
+        ):  # a second report of the round, with evaluation metrics
             return (Measured(peer, report.round, values),)
         return (
             Measured(peer, report.round, values),
@@ -119,25 +122,25 @@ class DilocoOperator:
         return effects
 
     def worker_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
-        """A worker is gone; what it had and did not use goes to others."""
+        """Remove a lost worker; its unused slices are assigned to others."""
         self.slices.release(peer)
         return self._count(self.rounds.worker_lost(peer, why, now))
 
     def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
-        """The parameter server could not use a member's update."""
+        """Continue a round without a member whose update the parameter server refused."""
         return self._count(self.rounds.update_refused(number, peer, reason, now))
 
     def expire(self, now: float) -> tuple[Effect, ...]:
-        """Time has passed."""
+        """Apply deadlines that have passed."""
         return self._count(self.rounds.expire(now))
 
     def finish(self) -> tuple[Effect, ...]:
-        """The job is over."""
+        """Close the remaining rounds at the end of the job."""
         return self._count(self.rounds.finish())
 
 
 def _slice_counts(slices: Mapping[str, int] | None) -> dict[int, int] | None:
-    """Slice indexes as numbers; what is not one is left out."""
+    """Convert slice indexes to numbers and drop malformed ones."""
     if slices is None:
         return None
     return {int(name): samples for name, samples in slices.items() if name.isascii() and name.isdigit()}

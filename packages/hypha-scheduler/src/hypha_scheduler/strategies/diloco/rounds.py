@@ -1,8 +1,9 @@
-"""When to synchronise: the rounds of one DiLoCo job, driven by what its executors report. Pure.
+"""Rounds of a DiLoCo job (arXiv:2311.08105): decides when workers synchronize, from reports of executors. Pure.
 
-Training workers report batches and are told how many they still have to do before their update; when all have sent
-theirs, the parameter server is told whose updates to average, with which weights; its outer step closes the round.
-The clock is passed in; what is to be *done* comes back as effects, which `hypha_scheduler.training` carries out.
+Training workers report batches; the response says how many more to process before sending the update. When all updates
+are under way, the members and their weights are announced to the parameter server, whose outer step closes the
+round. The clock is passed in, and actions are returned as effects, which `hypha_scheduler.training` applies.
+Called by `operator`; calls `forecast`.
 """
 
 from __future__ import annotations
@@ -21,64 +22,67 @@ from hypha_scheduler.strategies.diloco.forecast import (
 )
 
 DECIDED_SHARE: Final = 0.5
-"""Share of a round's target after which counts are decided even if someone's speed is unknown."""
+"""Fraction of a round's target after which batches are allocated even if some worker's throughput is unknown."""
 _MIN_CHANGE: Final = 0.2
-"""A count that was told is changed only when it is off by more than this share, and by more than one batch."""
+"""A worker's allocation is changed only if it is off by more than this fraction and by more than one batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSettings:
-    """What a job asks of its rounds."""
+    """Settings of the rounds of a job."""
 
     rounds: int
+    """Number of rounds."""
     target: int
-    """Samples of all workers in a round."""
+    """Samples of all workers per round."""
     batch_size: int
+    """Samples per batch of a worker."""
     min_members: int
+    """Number of workers without which the job fails."""
     timeout: float | None = None
-    """Seconds that a round may take; none: from the forecast."""
+    """Maximum duration of a round in seconds; None to derive it from the forecast."""
     grace: float = 30.0
-    """Seconds beyond the forecast before a member counts as late, at least."""
+    """Minimum time in seconds beyond the forecast before a member counts as late."""
     step_timeout: float = 600.0
-    """Seconds for what has no forecast: starting an executor, an outer step, merging it."""
+    """Timeout in seconds of steps without a forecast: starting an executor, an outer step, merging it."""
     evaluation: float = 0.0
-    """Seconds for merging an outer update where the model is evaluated with it, before a worker counts as late."""
+    """Timeout in seconds of merging an outer update if the model is then evaluated; 0 without evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Synchronise:
-    """Effect: tell the parameter server whose updates to average."""
+    """Effect: announce to the parameter server whose updates to average."""
 
     round: int
     members: tuple[tuple[PeerId, int], ...]
-    """Peer and samples."""
+    """Peer and number of samples of each member."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundClosed:
-    """Effect: a round is over; what is known about it."""
+    """Effect: report a closed round."""
 
     round: int
     samples: Mapping[PeerId, int]
     batches: Mapping[PeerId, int]
     waits: Mapping[PeerId, float]
-    """Seconds from a worker's own update to the last one's."""
+    """Seconds from each worker's update to the last worker's update."""
     seconds: float
-    """From the round's first moment to the outer step; that of the first round is when a worker's first batch began."""
+    """Duration to the outer step; the first round begins when the first worker starts its first batch."""
     loss: float | None
-    """Mean over workers, weighted by samples; none when no worker reported one."""
+    """Mean loss over workers, weighted by samples; None if no worker reported one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Effect: the job cannot go on."""
+    """Effect: fail the job."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Effect: a round goes on without a worker, which was waited for `seconds`."""
+    """Effect: report that a round continues without a worker after waiting `seconds` for it."""
 
     peer: PeerId
     round: int
@@ -87,7 +91,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Effect: a worker measured something over a round."""
+    """Effect: report the metrics of a worker over a round."""
 
     peer: PeerId
     round: int
@@ -99,15 +103,16 @@ Effect = Synchronise | RoundClosed | Late | Measured | Fail
 
 @dataclass(slots=True)
 class _Contribution:
-    """One worker's part in one round."""
+    """Contribution of one worker to one round."""
 
     last_at: float | None = None
-    """When its last batch was reported, or it began."""
+    """Time at which its last batch was reported, or its first one began."""
     samples: int = 0
     batches: int = 0
     remaining: int | None = None
-    """Batches it was told to do still."""
+    """Number of further batches allocated to it; None before the allocation."""
     posted_at: float | None = None
+    """Time at which it started to send its update."""
     loss: float | None = None
 
 
@@ -116,22 +121,26 @@ class _Round:
     number: int
     began_at: float
     trains_at: float | None = None
-    """When the first worker got its first slice, if that was in this round: before it, executors started."""
+    """Time at which the first worker got its first slice, if in this round; before that, executors were starting."""
     parts: dict[PeerId, _Contribution] = field(default_factory=dict)
     dropped: set[PeerId] = field(default_factory=set)
     """Members that were late or whose update was refused."""
     finish: float | None = None
+    """Forecast of the time at which the last batch is complete."""
     synchronised_at: float | None = None
+    """Time at which the members were announced."""
     closed_at: float | None = None
+    """Time of the outer step."""
     reported: bool = False
+    """Whether `RoundClosed` was returned."""
 
     @property
     def counted_from(self) -> float:
-        """From when its seconds count."""
+        """Time from which the duration of the round counts."""
         return self.began_at if self.trains_at is None else self.trains_at
 
     def waited_from(self, peer: PeerId) -> float:
-        """From when a worker was waited for: what has not begun is still starting."""
+        """Return the time since which the round has waited for a worker; one that has not begun is still starting."""
         part = self.parts.get(peer)
         return self.began_at if part is None or part.last_at is None else self.counted_from
 
@@ -147,10 +156,10 @@ class _Member:
 
 
 class Rounds:
-    """The rounds of one job. Every method that hears of something returns what follows from it."""
+    """State of the rounds of one job. Methods that process an event return the response or effects that follow."""
 
     def __init__(self, settings: RoundSettings, members: Iterable[PeerId], now: float) -> None:
-        """All `members` start in round 1."""
+        """Start round 1 with `members`."""
         self._settings = settings
         self._members = {peer: _Member() for peer in members}
         self._rounds: dict[int, _Round] = {1: _Round(1, now)}
@@ -158,7 +167,7 @@ class Rounds:
 
     @property
     def members(self) -> frozenset[PeerId]:
-        """Workers that take part."""
+        """Workers that take part in the job."""
         return frozenset(self._members)
 
     @property
@@ -168,19 +177,19 @@ class Rounds:
 
     @property
     def over(self) -> bool:
-        """Whether the last outer step was taken and every worker has merged it, but for those that it is_excused."""
+        """Whether the last outer step was taken, and merged by every worker that is not left out of the last round."""
         settled = all(member.done or self.is_excused(peer) for peer, member in self._members.items())
         return self._closed >= self._settings.rounds and settled
 
     def is_excused(self, peer: PeerId) -> bool:
-        """Whether the last round goes on without `peer`, so that nothing is left for it to do."""
+        """Return whether the last round continues without `peer`, which then has nothing left to do."""
         last = self._rounds.get(self._settings.rounds)
         return last is not None and peer in last.dropped
 
     # ------------------------------------------------------------------------------------------------- training workers
 
     def training_began(self, peer: PeerId, now: float) -> None:
-        """A worker got its first slice: its first batch begins."""
+        """Record that a worker got its first slice and begins its first batch."""
         member = self._members.get(peer)
         if member is not None:
             current = self._rounds[member.round]
@@ -190,7 +199,7 @@ class Rounds:
             part.last_at = now if part.last_at is None else part.last_at
 
     def batch_done(self, peer: PeerId, samples: int, now: float) -> ProgressResponse:
-        """A worker finished a batch: go on, or how many more before the update."""
+        """Process a finished batch; the response is to continue, or how many more batches precede the update."""
         member = self._members.get(peer)
         if member is None:
             return ProgressError()
@@ -210,12 +219,14 @@ class Rounds:
     def _answer_batch(self, current: _Round, peer: PeerId, part: _Contribution, now: float) -> ProgressResponse:
         if self.is_excused(peer):
             return Done()
-        if peer in current.dropped:  # late: when the round is over it hands in what counts no more, and catches up
+        if (
+            peer in current.dropped
+        ):  # late: once the round is closed it sends its update, which is not used, and catches up
             return ScheduleUpdate(counter=0) if current.number <= self._closed else Continue()
         if part.remaining == 0 or not self._can_allocate(current):
             return Continue()
         allocation = self._allocate(current, now)
-        current.finish = max(allocation.finish, now)  # nothing is left to do: the forecast knows no later moment
+        current.finish = max(allocation.finish, now)  # without batches left, the forecast may be in the past
         count = allocation.batches[peer]
         if part.remaining is not None and abs(count - part.remaining) <= max(1.0, _MIN_CHANGE * part.remaining):
             return Continue()
@@ -223,7 +234,7 @@ class Rounds:
         return ScheduleUpdate(counter=count)
 
     def _expected(self, current: _Round) -> list[PeerId]:
-        """Members whose update belongs in the round."""
+        """Return the members whose updates belong to the round."""
         return [p for p, m in self._members.items() if m.round <= current.number and p not in current.dropped]
 
     def _can_allocate(self, current: _Round) -> bool:
@@ -249,7 +260,7 @@ class Rounds:
         seconds = None if throughput.seconds_per_sample is None else throughput.seconds_per_sample * size
         since = now if part.last_at is None else part.last_at
         if seconds is not None:
-            seconds = max(seconds, now - since)  # a batch that is overdue says more than the batches before it
+            seconds = max(seconds, now - since)  # an overdue batch is better evidence than earlier batches
         return WorkerProgress(
             peer=peer,
             batch_size=size,
@@ -261,7 +272,7 @@ class Rounds:
         )
 
     def update_started(self, peer: PeerId, now: float) -> tuple[Effect, ...]:
-        """A worker begins to send its pseudo-gradient: its samples in this round are settled."""
+        """Process that a worker starts to send its pseudo-gradient; its samples in this round are final."""
         member = self._members.get(peer)
         if member is None:
             return ()
@@ -271,7 +282,7 @@ class Rounds:
         return self._synchronise_if_complete(current, now)
 
     def metrics_reported(self, peer: PeerId, number: int, loss: float | None) -> tuple[Effect, ...]:
-        """A worker tells what it measured over a round."""
+        """Record the loss that a worker reported for a round."""
         current = self._rounds.get(number)
         if peer not in self._members or current is None:
             return ()
@@ -279,11 +290,11 @@ class Rounds:
         return self._close_round(current, only_complete=True)
 
     def update_merged(self, peer: PeerId, now: float) -> ProgressResponse:
-        """A worker has merged the outer update of its round: on to the next, or done."""
+        """Process that a worker has merged the outer update; it continues with the next round or is done."""
         member = self._members.get(peer)
         if member is None:
             return ProgressError()
-        if self._rounds[member.round].synchronised_at is None:  # an answer was lost and the report came again
+        if self._rounds[member.round].synchronised_at is None:  # a response was lost and the report repeated
             return Continue() if member.round > 1 else ProgressError()
         if member.round >= self._settings.rounds:
             member.done = True
@@ -310,9 +321,9 @@ class Rounds:
         return (Synchronise(current.number, members),)
 
     def outer_step_taken(self, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
-        """The parameter server has taken an outer step: the answer to it, and the round that this closes."""
+        """Process that the parameter server has taken an outer step, which closes a round."""
         current = self._rounds.get(self._closed + 1)
-        if current is None or current.synchronised_at is None:  # an answer was lost and the report came again
+        if current is None or current.synchronised_at is None:  # a response was lost and the report repeated
             return (self._after_step() if self._closed else ProgressError()), ()
         self._closed += 1
         current.closed_at = now
@@ -324,7 +335,7 @@ class Rounds:
         return Done() if self._closed >= self._settings.rounds else Acknowledged()
 
     def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
-        """The parameter server could not use a member's update: the round goes on without it."""
+        """Continue a round without a member whose update the parameter server refused."""
         current = self._rounds.get(number)
         if current is None or peer not in self._members or number <= self._closed or peer in current.dropped:
             return ()
@@ -340,7 +351,7 @@ class Rounds:
     # -------------------------------------------------------------------------------------------------- what goes wrong
 
     def worker_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
-        """A worker is gone. Its update of a round that is not closed does not count."""
+        """Remove a lost worker; its updates in rounds that are not closed are not used."""
         if self._members.pop(peer, None) is None:
             return ()
         if len(self._members) < self._settings.min_members and self._closed < self._settings.rounds:
@@ -353,7 +364,7 @@ class Rounds:
         return effects
 
     def deadline(self) -> float | None:
-        """When the open round is overdue; none when all is done."""
+        """Return the time at which the open round is overdue, or None when the job is complete."""
         current = self._rounds.get(self._closed + 1)
         if current is None:
             last = self._rounds[self._closed]
@@ -364,7 +375,7 @@ class Rounds:
                 current.synchronised_at + (self._settings.timeout or 0.0) + self._settings.step_timeout
             )  # updates, then a step
         began = current.trains_at if current.number == 1 else current.began_at
-        if self._settings.timeout is not None and began is not None:  # executors that start have their own patience
+        if self._settings.timeout is not None and began is not None:  # starting executors have a timeout of their own
             return began + self._settings.timeout
         if (until := self._evaluating_until(current)) is not None:
             return until
@@ -377,7 +388,7 @@ class Rounds:
         return current.finish + max(self._settings.grace, current.finish - current.began_at)
 
     def _evaluating_until(self, current: _Round) -> float | None:
-        """Until when workers that have not merged the last outer update may be busy measuring the model."""
+        """Return the deadline of workers that may still be evaluating the last outer update, or None."""
         before = self._rounds.get(current.number - 1)
         if not self._settings.evaluation or before is None or before.closed_at is None:
             return None
@@ -385,7 +396,7 @@ class Rounds:
         return before.closed_at + self._settings.evaluation if behind else None
 
     def expire(self, now: float) -> tuple[Effect, ...]:
-        """The deadline may have passed: the round goes on without those who are late."""
+        """If the deadline has passed, continue the round without late workers, or fail the job."""
         due = self.deadline()
         if due is None or now < due:
             return ()
@@ -400,21 +411,21 @@ class Rounds:
         current.dropped.update(late)
         names = ", ".join(sorted(str(peer) for peer in late))
         waited = {peer: now - current.waited_from(peer) for peer in late}
-        told = tuple(Late(peer, current.number, seconds) for peer, seconds in waited.items())
+        reports = tuple(Late(peer, current.number, seconds) for peer, seconds in waited.items())
         longest = max(waited.values(), default=0.0)
-        return told + self._continue_without(current, f"no update within {longest:.0f} s from {names}", now)
+        return reports + self._continue_without(current, f"no update within {longest:.0f} s from {names}", now)
 
     # ------------------------------------------------------------------------------------------------------ what it was
 
     def finish(self) -> tuple[Effect, ...]:
-        """The job is over: rounds that wait for a worker's metrics are told as they are."""
-        told: tuple[Effect, ...] = ()
+        """Report the closed rounds that still wait for a worker's metrics."""
+        effects: tuple[Effect, ...] = ()
         for current in list(self._rounds.values()):
-            told += self._close_round(current, only_complete=False)
-        return told
+            effects += self._close_round(current, only_complete=False)
+        return effects
 
     def _close_round(self, current: _Round, *, only_complete: bool) -> tuple[Effect, ...]:
-        """Close a round's account once: when every contributor's loss is known, or at the last moment."""
+        """Report a closed round once: as soon as the loss of every contributor is known, or without `only_complete`."""
         posted = {peer: part for peer, part in current.parts.items() if part.posted_at is not None}
         parts = {peer: part for peer, part in posted.items() if peer not in current.dropped}
         whole = all(part.loss is not None for part in parts.values())

@@ -1,7 +1,7 @@
-"""Who trains on what: each slice of the dataset exactly once an epoch, AVAILABLE → ASSIGNED → USED. Pure.
+"""Slice assignment: each slice of the dataset is used exactly once per epoch, AVAILABLE → ASSIGNED → USED. Pure.
 
-Before this room: the data node's manifest says which slices there are. After it: the worker pulls what it was given
-from the data node, and its executor reports how many samples of it were used.
+The dataset's manifest lists the slices. A worker requests one, pulls it from a data node, and its executor reports how
+many samples it has used. The unused slices of a lost worker become AVAILABLE again. Called by `operator`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from enum import Enum
 from typing import Final
 
 _MAX_SLICES: Final = 64
-"""Slices that one worker may hold whatever their size; beyond that, as many as make `_MAX_BATCHES` batches.
+"""Number of slices that a worker may hold regardless of their size; beyond it, at most `_MAX_BATCHES` batches' worth.
 
-One that hoards them cannot make the ledger grow, and batches of many small slices are filled all the same.
+Bounds the memory that a worker which never uses its slices can take, but lets a batch consist of many small slices.
 """
 _MAX_BATCHES: Final = 4
 
 
 class SliceState(Enum):
-    """How a slice of an epoch stands."""
+    """State of a slice in an epoch."""
 
     AVAILABLE = "available"
     ASSIGNED = "assigned"
@@ -30,15 +30,15 @@ class SliceState(Enum):
 
 
 class LedgerFullError(Exception):
-    """A worker was given so many slices without using them that it gets no more."""
+    """A worker holds so many unused slices that it gets no more."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Assignment:
-    """One slice in one pass over the dataset."""
+    """Slice in one epoch."""
 
     epoch: int
-    """From 0."""
+    """Pass over the dataset, from 0."""
     index: int
 
 
@@ -46,13 +46,14 @@ class Assignment:
 class _Epoch:
     number: int
     queue: deque[int]
-    """Slices that are AVAILABLE, next first."""
+    """AVAILABLE slices, next first."""
     unused: int
+    """Number of slices that are not USED."""
 
 
 @dataclass(slots=True)
 class _AssignedSlice:
-    """A slice that a worker has."""
+    """Slice that is assigned to a worker."""
 
     assignment: Assignment
     samples_used: int = 0
@@ -62,23 +63,24 @@ class _AssignedSlice:
 class _Holder:
     assigned: list[_AssignedSlice] = field(default_factory=list)
     reports_no_slices: bool = False
-    """It reports batches without saying which slices they came from."""
+    """Whether it reports batches without stating the slices they came from."""
 
 
 class SliceLedger:
-    """Hands out the slices of one dataset.
+    """Assigns the slices of one dataset to workers.
 
-    Epochs overlap: when no slice is AVAILABLE the next epoch opens, so that nobody waits for another's last slice.
-    Slices that a lost worker had and did not use up are the first to be handed out again.
+    Epochs overlap: when no slice is AVAILABLE the next epoch starts, so that no worker waits for the last slice of
+    another. Slices that a lost worker did not use up are assigned first.
     """
 
     def __init__(self, samples: Sequence[int | None], seed: int = 0, batch: int = 0) -> None:
-        """Begin before epoch 0.
+        """Start before epoch 0.
 
         Args:
-            samples: samples of each slice; none where unknown (then a slice is used at its holder's next request).
-            seed: decides the order within every epoch.
-            batch: samples of a worker's batch, which is reported when all of it was used.
+            samples: number of samples of each slice; None if unknown, then a slice counts as used when its worker
+                requests another.
+            seed: seed of the order within each epoch.
+            batch: samples per batch of a worker.
 
         Raises:
             ValueError: there are no slices.
@@ -94,11 +96,11 @@ class SliceLedger:
 
     @property
     def epoch(self) -> int:
-        """The newest epoch that has begun."""
+        """Newest epoch that has started."""
         return max(0, self._next_epoch - 1)
 
     def state(self, epoch: int, index: int) -> SliceState:
-        """How a slice stands. Epochs that have not begun are AVAILABLE, those that are over are USED."""
+        """Return the state of a slice: AVAILABLE in epochs that have not started, USED in completed ones."""
         opened = self._epochs.get(epoch)
         if opened is None:
             return SliceState.AVAILABLE if epoch >= self._next_epoch else SliceState.USED
@@ -110,15 +112,15 @@ class SliceLedger:
         return {held.assignment for holder in self._holders.values() for held in holder.assigned}
 
     def held_by(self, worker: Hashable) -> tuple[Assignment, ...]:
-        """What `worker` has ASSIGNED, oldest first."""
+        """Return the slices that are ASSIGNED to `worker`, oldest first."""
         holder = self._holders.get(worker)
         return tuple(held.assignment for held in holder.assigned) if holder else ()
 
     def assign(self, worker: Hashable) -> Assignment:
-        """Give `worker` the next slice.
+        """Assign the next slice to `worker`.
 
         Raises:
-            LedgerFullError: it holds so many that something must be wrong with it.
+            LedgerFullError: the worker holds too many unused slices.
         """
         holder = self._holders.setdefault(worker, _Holder())
         for held in [
@@ -127,7 +129,7 @@ class SliceLedger:
             holder.assigned.remove(held)
             self._use(held.assignment)
         if self._is_full(holder.assigned):
-            raise LedgerFullError(f"{len(holder.assigned)} slices were given to this worker and not used")
+            raise LedgerFullError(f"{len(holder.assigned)} slices were assigned to this worker and not used")
         epoch = next((e for e in self._epochs.values() if e.queue), None) or self._open_epoch()
         assignment = Assignment(epoch.number, epoch.queue.popleft())
         holder.assigned.append(_AssignedSlice(assignment))
@@ -148,9 +150,9 @@ class SliceLedger:
         return epoch
 
     def report(self, worker: Hashable, used: Mapping[int, int] | None) -> None:
-        """Note what a batch of `worker` took: slice index to samples; none when the executor does not say.
+        """Record how many samples a batch of `worker` took from each slice, or None if the executor does not report it.
 
-        Indexes that the worker does not hold are ignored.
+        Slices that the worker does not hold are ignored.
         """
         holder = self._holders.setdefault(worker, _Holder())
         if used is None:
@@ -161,7 +163,7 @@ class SliceLedger:
             self._count_samples(holder, index, samples)
 
     def _count_samples(self, holder: _Holder, index: int, samples: int) -> None:
-        """Count samples on the holder's copies of a slice, the one of the oldest epoch first."""
+        """Count used samples of a slice, which the worker may hold in several epochs: the oldest epoch first."""
         copies = sorted((h for h in holder.assigned if h.assignment.index == index), key=lambda h: h.assignment)
         for held in copies:
             size = self._samples[index]
@@ -183,7 +185,7 @@ class SliceLedger:
             del self._epochs[assignment.epoch]
 
     def release(self, worker: Hashable) -> tuple[Assignment, ...]:
-        """A worker is gone: what it had and did not use up is AVAILABLE again, first in line. Returns those slices."""
+        """Make the unused slices of a lost worker AVAILABLE again, to be assigned first; return them."""
         holder = self._holders.pop(worker, None)
         if holder is None:
             return ()
