@@ -177,7 +177,7 @@ def test_who_is_lost_or_late_is_shown() -> None:
     display.event({"event": "worker_late", "worker": "12D3b", "round": 2, "seconds": 31.24})
     lost, late = out.getvalue().splitlines()
     assert lost.endswith("worker lost: 12D3a: its lease was not renewed")
-    assert late.endswith("worker late: 12D3b: round 2 went on without it after 31.2 s")
+    assert late.endswith("worker late: 12D3b: round 2 continued without it after 31.2 s")
 
 
 def test_a_round_that_took_no_measurable_time_is_shown() -> None:
