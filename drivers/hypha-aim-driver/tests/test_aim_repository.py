@@ -181,10 +181,10 @@ def test_a_tracking_server_that_is_late_and_restarts_costs_no_post_and_the_page_
     repo.mkdir()
     with ExitStack() as last_server, driver(python, f"aim://127.0.0.1:{server}", log) as port:
         assert post(port, job_id=JOB, round=1) == 200
-        wait_for(log, "AIM does not take metrics")
+        wait_for(log, "AIM does not accept metrics")
         with aim(python, "server", repo, server, "/status/"):
             assert post(port, job_id=JOB, round=2) == 200
-            wait_for(log, "AIM takes metrics again")
+            wait_for(log, "AIM accepts metrics again")
         assert post(port, job_id=JOB, round=3) == 200
         time.sleep(2)
         last_server.enter_context(aim(python, "server", repo, server, "/status/"))
@@ -192,7 +192,7 @@ def test_a_tracking_server_that_is_late_and_restarts_costs_no_post_and_the_page_
     assert series(python, repo) == [
         [f"job {JOB}", "hypha", {"worker": A}, "loss", [[1, 0.5], [2, 0.5], [3, 0.5], [4, 0.5]]]
     ]
-    assert log.read_text().count("AIM does not take metrics") <= 2  # once each time that the server was away
+    assert log.read_text().count("AIM does not accept metrics") <= 2  # once each time that the server was away
     with aim(python, "up", repo, free_port(), "/api/experiments/") as page:
         [experiment] = [e for e in json.loads(get(f"{page}/api/experiments/") or b"") if e["name"] == "hypha"]
         answer = json.loads(get(f"{page}/api/experiments/{experiment['id']}/runs/") or b"")
