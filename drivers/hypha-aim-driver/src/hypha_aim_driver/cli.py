@@ -45,8 +45,8 @@ def _checked(repo: str) -> str:
         raise click.BadParameter(f"{repo!r} is neither a directory nor {REMOTE}HOST:PORT", param_hint="--repo")
     if not aim_is_installed():
         raise click.UsageError(
-            "--repo needs the package aim, which is not installed: install the extra hypha-aim-driver[aim] on Python 3.11"
-            " or 3.12 (aim has no wheels for later versions). Without --repo, metrics are logged."
+            "--repo needs the package aim, which is not installed: install the extra hypha-aim-driver[aim] on Python"
+            " 3.11 or 3.12 (aim has no wheels for later versions). Without --repo, metrics are logged."
         )
     return repo
 
