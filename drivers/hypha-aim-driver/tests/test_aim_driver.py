@@ -30,7 +30,7 @@ class Kept:
 
 
 @pytest.mark.parametrize("body", [GOOD, GOOD | {"value": 1}, GOOD | {"job_id": "a"}, GOOD | {"later": 1}])
-def test_a_metric_is_kept(body: dict[str, Any]) -> None:
+def test_valid_metric_is_recorded(body: dict[str, Any]) -> None:
     sink = Kept()
     assert TestClient(create_app(sink)).post("/status", json=body).status_code == 200
     expected = AimMetrics(worker_id=PEER, round=3, metric_name="loss", value=body["value"], job_id=body.get("job_id"))
@@ -50,7 +50,7 @@ def test_a_metric_is_kept(body: dict[str, Any]) -> None:
         {"job_id": ""},
     ],
 )
-def test_a_malformed_metric_is_answered_by_422(change: dict[str, Any]) -> None:
+def test_malformed_metric_gets_422(change: dict[str, Any]) -> None:
     sink = Kept()
     answer = TestClient(create_app(sink)).post("/status", json=GOOD | change)
     assert answer.status_code == 422
@@ -66,7 +66,7 @@ def _post(port: int, body: dict[str, Any]) -> int:
         return int(answer.status)
 
 
-def test_the_program_serves_and_ends() -> None:
+def test_program_serves_and_exits_on_sigterm() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -155,7 +155,7 @@ def series(python: Path, repo: Path) -> list[list[Any]]:
     return sorted(json.loads(output), key=str)
 
 
-def test_posts_become_runs_in_a_folder_and_go_on_after_a_restart(python: Path, tmp_path: Path) -> None:
+def test_metrics_become_runs_and_continue_after_a_restart(python: Path, tmp_path: Path) -> None:
     repo, log = tmp_path / "repo", tmp_path / "driver.log"
     with driver(python, str(repo), log) as port:
         for number in (1, 2):
@@ -174,9 +174,7 @@ def test_posts_become_runs_in_a_folder_and_go_on_after_a_restart(python: Path, t
     ]
 
 
-def test_a_tracking_server_that_is_late_and_restarts_costs_no_post_and_the_page_shows_them(
-    python: Path, tmp_path: Path
-) -> None:
+def test_no_metric_is_lost_while_the_aim_server_is_down(python: Path, tmp_path: Path) -> None:
     repo, log, server = tmp_path / "repo", tmp_path / "driver.log", free_port()
     repo.mkdir()
     with ExitStack() as last_server, driver(python, f"aim://127.0.0.1:{server}", log) as port:

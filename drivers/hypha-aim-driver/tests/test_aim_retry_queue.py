@@ -100,7 +100,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_posts_wait_while_aim_is_away_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_are_queued_while_aim_fails_and_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     writer = ListWriter()
     posts = [metric(number) for number in range(20)]
@@ -118,7 +118,7 @@ def test_posts_wait_while_aim_is_away_and_the_log_says_so_once(caplog: pytest.Lo
     assert any("accepts metrics again" in r.getMessage() for r in caplog.records)
 
 
-def test_a_full_queue_refuses_with_503_and_keeps_what_it_has(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_queue_refuses_with_503_and_keeps_its_metrics(caplog: pytest.LogCaptureFixture) -> None:
     writer = ListWriter()
     with running_queue(writer, capacity=2, retry=0.01) as queue:
         client = TestClient(create_app(queue))
@@ -132,7 +132,7 @@ def test_a_full_queue_refuses_with_503_and_keeps_what_it_has(caplog: pytest.LogC
     assert len([r for r in caplog.records if r.levelname == "ERROR"]) == 1
 
 
-def test_an_aim_that_hangs_holds_up_neither_posts_nor_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_hanging_aim_blocks_neither_requests_nor_exit(caplog: pytest.LogCaptureFixture) -> None:
     released = threading.Event()
 
     class Hanging(ListWriter):
@@ -154,7 +154,7 @@ def test_an_aim_that_hangs_holds_up_neither_posts_nor_the_end(caplog: pytest.Log
     assert [r.levelname for r in caplog.records] == ["WARNING"]
 
 
-def test_one_run_a_job_and_one_series_a_worker() -> None:
+def test_one_run_per_job_and_one_series_per_worker() -> None:
     repository = StubRepository()
     runs = JobRuns(repository)
     posts = [metric(1), metric(1, B, value=2.0), metric(1, job="k"), metric(2)]
@@ -167,7 +167,7 @@ def test_one_run_a_job_and_one_series_a_worker() -> None:
     assert [run.closed for run in repository.opened] == [1, 1]
 
 
-def test_a_silent_job_ends_and_goes_on_when_it_is_heard_again() -> None:
+def test_idle_run_is_closed_and_reopened() -> None:
     now = 0.0
     repository = StubRepository()
     runs = JobRuns(repository, clock=lambda: now)
@@ -186,7 +186,7 @@ def test_a_silent_job_ends_and_goes_on_when_it_is_heard_again() -> None:
     st.lists(st.tuples(st.sampled_from([A, B]), st.integers(1, 4)), min_size=1, max_size=20),
     st.lists(st.booleans(), max_size=30),
 )
-def test_unnamed_jobs_are_told_apart_by_their_rounds_whatever_fails(
+def test_jobs_without_id_are_separated_by_rounds_despite_failures(
     jobs: list[tuple[str, int]], fails: list[bool]
 ) -> None:
     """Jobs of one worker each, of some rounds: each ends up whole in its run, also when writes are repeated."""
@@ -209,20 +209,20 @@ def test_unnamed_jobs_are_told_apart_by_their_rounds_whatever_fails(
             assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_repository_without_aim_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repo_without_aim_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repository, "aim_is_installed", lambda: False)
     answer = CliRunner().invoke(main, ["--repo", "runs"])
     assert answer.exit_code == 2
     assert "hypha-aim-driver[aim]" in answer.output
 
 
-def test_a_repository_at_a_web_address_is_a_usage_error() -> None:
+def test_web_address_as_repo_is_a_usage_error() -> None:
     answer = CliRunner().invoke(main, ["--repo", "http://aim:53800"])
     assert answer.exit_code == 2
     assert "aim://HOST:PORT" in answer.output
 
 
-def test_whatever_aim_raises_means_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_aim_become_not_written_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_location: str) -> None:
         raise RuntimeError("Failed to connect to Aim Server")
 

@@ -54,7 +54,7 @@ def loss(worker: str, number: int, value: float | None) -> dict[str, Any]:
     return {"event": "metric", "worker": worker, "round": number, "name": "loss", "value": value}
 
 
-def test_loss_is_drawn_over_rounds_with_the_accuracy_in_the_title(tmp_path: Path, axes: MagicMock) -> None:
+def test_loss_is_plotted_with_the_accuracy_in_the_title(tmp_path: Path, axes: MagicMock) -> None:
     metrics = write(
         tmp_path / "metrics.jsonl",
         {"event": "accepted"},
@@ -76,7 +76,7 @@ def measured(worker: str, number: int, name: str, value: float) -> dict[str, Any
     return {"event": "metric", "worker": worker, "round": number, "name": name, "value": value}
 
 
-def test_accuracy_is_drawn_by_samples_where_it_was_measured(tmp_path: Path, axes: MagicMock) -> None:
+def test_accuracy_is_weighted_by_evaluation_samples(tmp_path: Path, axes: MagicMock) -> None:
     metrics = write(
         tmp_path / "metrics.jsonl",
         {"event": "round", "round": 1, "loss": 2.5},
@@ -95,13 +95,13 @@ def test_accuracy_is_drawn_by_samples_where_it_was_measured(tmp_path: Path, axes
     assert drawn.args == ((1, 2), (0.875, 0.75))
 
 
-def test_without_a_loss_nothing_is_drawn(tmp_path: Path, axes: MagicMock) -> None:
+def test_nothing_is_plotted_without_a_loss(tmp_path: Path, axes: MagicMock) -> None:
     metrics = write(tmp_path / "metrics.jsonl", {"event": "round", "round": 1, "loss": None})
     assert plot.plot_loss(metrics, SUMMARY, tmp_path / "loss.png") == plot.NOTHING_TO_PLOT
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_without_matplotlib_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     assert plot.plot_loss(tmp_path / "none", SUMMARY, tmp_path / "loss.png") == plot.PLOT_MISSING
     assert "hypha-local[plot]" in plot.PLOT_MISSING

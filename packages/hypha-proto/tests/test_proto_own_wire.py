@@ -140,7 +140,7 @@ ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(HEARTBEAT)
 
 
 @pytest.mark.parametrize("index", range(ALL))
-def test_bytes_are_as_they_were(index: int) -> None:
+def test_encoding_matches_golden_bytes(index: int) -> None:
     assert lines()[index] == golden()[index]
 
 
@@ -153,7 +153,7 @@ def test_golden_bytes_decode() -> None:
     assert len(stored) == ALL
 
 
-def test_a_heartbeat_s_key_names_its_publisher_and_others_name_nobody() -> None:
+def test_only_heartbeat_keys_name_a_publisher() -> None:
     assert publisher_named(heartbeat_key(PEER, b"a/b\xff")) == PEER
     assert publisher_named(b"digits") is None
     for spoilt in (

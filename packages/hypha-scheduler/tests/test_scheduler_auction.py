@@ -92,10 +92,10 @@ class AuctionMachine(RuleBasedStateMachine):
 
 
 AuctionMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
-test_any_order_of_offers_and_answers_is_well = AuctionMachine.TestCase
+test_any_order_of_offers_and_responses_keeps_the_invariants = AuctionMachine.TestCase
 
 
-def test_ranking_is_worth_a_token_then_price_then_time() -> None:
+def test_ranking_by_resources_per_token_then_price_then_time() -> None:
     made = auction(train=2)
     for number, (price, cpu) in enumerate([(100, 1.0), (100, 4.0), (50, 2.0), (50, 2.0), (120.1, 99.0)]):
         made.add_offer(PEERS[number], offer(number, price, cpu=cpu), 1.0 + number / 100)
@@ -105,14 +105,14 @@ def test_ranking_is_worth_a_token_then_price_then_time() -> None:
     assert resource_score(Resources(gpu=1, cpu=1, memory=10, storage=100)) == 28.0
 
 
-def test_a_free_offer_is_the_best() -> None:
+def test_free_offer_ranks_first() -> None:
     made = auction(train=1)
     made.add_offer(PEERS[0], offer(0, 1.0, cpu=64.0), 1.0)
     made.add_offer(PEERS[1], offer(1, 0.0), 1.0)
     assert [bid.peer for bid in made.decide(1.2)] == [PEERS[1]]
 
 
-def test_the_parameter_server_goes_to_a_peer_that_training_can_spare() -> None:
+def test_parameter_server_avoids_peers_needed_for_training() -> None:
     made = auction(train=2)
     for number in (0, 1):
         made.add_offer(PEERS[number], offer(number), 1.0)
@@ -122,7 +122,7 @@ def test_the_parameter_server_goes_to_a_peer_that_training_can_spare() -> None:
     assert roles == {PEERS[0]: "train", PEERS[1]: "train", PEERS[2]: "aggregate"}
 
 
-def test_the_decision_falls_a_quarter_second_after_the_first_acceptable_offer() -> None:
+def test_decision_is_due_after_the_decision_window() -> None:
     made = auction(train=1)
     made.add_offer(PEERS[0], offer(0, 500), 1.0)
     assert made.decide_at() is None
@@ -134,7 +134,7 @@ def test_the_decision_falls_a_quarter_second_after_the_first_acceptable_offer() 
     assert made.all_offers_in([PEERS[1]], 2.1)
 
 
-def test_an_offer_that_ran_out_is_not_taken() -> None:
+def test_expired_offer_is_not_selected() -> None:
     made = auction(train=1)
     made.add_offer(PEERS[0], offer(0), 1.0)
     assert made.decide(1.6) == ()

@@ -16,9 +16,7 @@ SPEEDS = st.lists(st.floats(0.01, 5.0), min_size=1, max_size=6)
 @settings(derandomize=True)
 @example(speeds=[1.0, 1.0, 1.0, 1.0], target=21, size=1)  # all end together: no single one gives up what is too much
 @given(speeds=SPEEDS, target=st.integers(1, 3000), size=st.integers(1, 64))
-def test_the_target_is_met_with_less_than_a_batch_too_much_and_nobody_waits_long(
-    speeds: list[float], target: int, size: int
-) -> None:
+def test_target_is_met_with_small_excess_and_short_waits(speeds: list[float], target: int, size: int) -> None:
     workers = [
         WorkerProgress(peer, size, batch_seconds=speed, next_at=speed)
         for peer, speed in zip(PEERS, speeds, strict=False)
@@ -35,7 +33,7 @@ def test_the_target_is_met_with_less_than_a_batch_too_much_and_nobody_waits_long
             assert allocation.finish - finish <= 2 * worker.batch_seconds + 1e-6
 
 
-def test_a_four_times_slower_worker_gets_a_quarter() -> None:
+def test_four_times_slower_worker_gets_a_quarter() -> None:
     seconds = [1.0, 1.0, 4.0]
     allocation = allocate_batches(
         [WorkerProgress(p, 16, batch_seconds=s, next_at=s) for p, s in zip(PEERS, seconds, strict=False)], 1440
@@ -43,7 +41,7 @@ def test_a_four_times_slower_worker_gets_a_quarter() -> None:
     assert [allocation.batches[peer] for peer in PEERS[:3]] == [40, 40, 10]
 
 
-def test_whoever_owes_a_batch_does_it() -> None:
+def test_minimum_batches_are_always_allocated() -> None:
     workers = [
         WorkerProgress(PEERS[0], 10, done=100, batch_seconds=1.0, next_at=1.0),
         WorkerProgress(PEERS[1], 10, min_batches=1),
@@ -52,7 +50,7 @@ def test_whoever_owes_a_batch_does_it() -> None:
     assert allocate_batches(workers, 50).batches == {PEERS[0]: 0, PEERS[1]: 1, PEERS[2]: 1}
 
 
-def test_a_settled_share_stays() -> None:
+def test_finished_worker_gets_no_batches() -> None:
     workers = [
         WorkerProgress(PEERS[0], 10, done=40, batch_seconds=1.0, next_at=1.0, is_finished=True),
         WorkerProgress(PEERS[1], 10, done=10, batch_seconds=1.0, next_at=1.0),
@@ -60,7 +58,7 @@ def test_a_settled_share_stays() -> None:
     assert allocate_batches(workers, 100).batches == {PEERS[0]: 0, PEERS[1]: 5}
 
 
-def test_warm_up_gives_way_to_the_second_measurement() -> None:
+def test_second_measurement_replaces_the_warm_up() -> None:
     estimate = ThroughputEstimate()
     estimate.observe(10, 50.0)
     assert not estimate.known

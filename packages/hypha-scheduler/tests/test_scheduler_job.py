@@ -382,7 +382,7 @@ def failing() -> Iterator[list[str]]:
     told.append(str(caught.value))
 
 
-def test_a_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
+def test_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         path = await service.run_job(job(model))
         result = json.loads(path.read_text())
@@ -401,7 +401,7 @@ def test_a_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
     play(tmp_path, case)
 
 
-def test_events_tell_placement_rounds_and_metrics(tmp_path: Path, model: Path) -> None:
+def test_events_report_placement_rounds_and_metrics(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         await service.run_job(job(model))
 
@@ -418,9 +418,7 @@ def test_events_tell_placement_rounds_and_metrics(tmp_path: Path, model: Path) -
     assert told[-1]["event"] == "finished"
 
 
-def test_each_worker_is_told_once_when_it_begins_to_train(
-    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_start_of_each_worker_is_logged_once(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     peers: list[str] = []
 
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
@@ -435,7 +433,7 @@ def test_each_worker_is_told_once_when_it_begins_to_train(
     assert all(float(words[4]) < 30 for words in told)
 
 
-def test_a_slow_worker_gets_less_and_members_carry_their_samples(tmp_path: Path, model: Path) -> None:
+def test_slow_worker_gets_fewer_batches_and_members_state_their_samples(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         await service.run_job(job(model, rounds={"avg_samples_between_updates": 720}))
         samples: Counter[PeerId] = Counter()
@@ -451,7 +449,7 @@ def test_a_slow_worker_gets_less_and_members_carry_their_samples(tmp_path: Path,
     play(tmp_path, case, prepare)
 
 
-def test_what_is_sent_again_for_lack_of_an_answer_counts_once(tmp_path: Path, model: Path) -> None:
+def test_repeated_requests_count_once(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         result = json.loads((await service.run_job(job(model))).read_text())
         assert result["rounds"] == 3
@@ -467,7 +465,7 @@ def test_what_is_sent_again_for_lack_of_an_answer_counts_once(tmp_path: Path, mo
     play(tmp_path, case, prepare)
 
 
-def test_a_dying_executor_ends_the_job_with_its_last_lines(tmp_path: Path, model: Path) -> None:
+def test_failed_executor_fails_the_job_with_its_last_lines(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:
             await service.run_job(job(model))
@@ -483,7 +481,7 @@ def test_a_dying_executor_ends_the_job_with_its_last_lines(tmp_path: Path, model
     assert events(tmp_path)[-1]["event"] == "failed"
 
 
-def test_what_a_worker_says_in_the_moment_in_which_the_job_ends_changes_nothing(tmp_path: Path, model: Path) -> None:
+def test_messages_after_the_end_of_a_job_are_ignored(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         runs: list[TrainingRun] = []
 
@@ -509,7 +507,7 @@ def test_what_a_worker_says_in_the_moment_in_which_the_job_ends_changes_nothing(
     play(tmp_path, case, prepare)
 
 
-def test_a_worker_whose_lease_cannot_be_renewed_fails_the_job(tmp_path: Path, model: Path) -> None:
+def test_worker_whose_lease_cannot_be_renewed_fails_the_job(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:
             await service.run_job(job(model, rounds={"update_rounds": 10_000}))
@@ -522,7 +520,7 @@ def test_a_worker_whose_lease_cannot_be_renewed_fails_the_job(tmp_path: Path, mo
     play(tmp_path, case, prepare)
 
 
-def test_the_job_goes_on_without_a_lost_worker_when_it_may(tmp_path: Path, model: Path) -> None:
+def test_job_continues_without_a_lost_worker_above_the_minimum(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         path = await service.run_job(job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6}))
         assert json.loads(path.read_text())["rounds"] == 6
@@ -536,7 +534,7 @@ def test_the_job_goes_on_without_a_lost_worker_when_it_may(tmp_path: Path, model
 
 
 @pytest.mark.parametrize("role", ["train", "aggregate"])
-def test_a_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, model: Path, role: str) -> None:
+def test_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, model: Path, role: str) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         wanted = job(model, resources={"min_workers": 2})
         if role == "train":
@@ -557,7 +555,7 @@ def test_a_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, mo
     play(tmp_path, case, prepare)
 
 
-def test_a_dispatch_whose_answer_is_lost_is_made_again(tmp_path: Path, model: Path) -> None:
+def test_dispatch_with_a_lost_response_is_retried(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
         path = await service.run_job(job(model))
         assert json.loads(path.read_text())["rounds"] == 3
@@ -570,7 +568,7 @@ def test_a_dispatch_whose_answer_is_lost_is_made_again(tmp_path: Path, model: Pa
     play(tmp_path, case, prepare)
 
 
-def test_the_job_ends_without_a_worker_that_is_late_in_its_last_round(tmp_path: Path, model: Path) -> None:
+def test_job_ends_without_a_worker_that_is_late_in_the_last_round(tmp_path: Path, model: Path) -> None:
     slow = list[PeerId]()
 
     async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
@@ -591,7 +589,7 @@ def test_the_job_ends_without_a_worker_that_is_late_in_its_last_round(tmp_path: 
     assert 1.5 <= late["seconds"] < 15
 
 
-def test_a_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Path) -> None:
+def test_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:
             await service.run_job(job(model, rounds={"update_rounds": 10_000}))
@@ -606,7 +604,7 @@ def test_a_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Pat
     play(tmp_path, case, prepare)
 
 
-def test_an_outer_update_that_never_came_fails_the_job(tmp_path: Path, model: Path) -> None:
+def test_missing_outer_update_fails_the_job(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:
             await service.run_job(job(model))
@@ -618,7 +616,7 @@ def test_an_outer_update_that_never_came_fails_the_job(tmp_path: Path, model: Pa
     play(tmp_path, case, prepare)
 
 
-def test_an_interrupted_job_gives_its_leases_back(tmp_path: Path, model: Path) -> None:
+def test_interrupted_job_releases_its_leases(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with anyio.move_on_after(1.0):
             await service.run_job(job(model, rounds={"update_rounds": 10_000}))
@@ -628,7 +626,7 @@ def test_an_interrupted_job_gives_its_leases_back(tmp_path: Path, model: Path) -
     assert events(tmp_path)[-1]["error"] == "the scheduler was stopped"
 
 
-def test_a_lost_parameter_server_fails_the_job(tmp_path: Path, model: Path) -> None:
+def test_lost_parameter_server_fails_the_job(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:
             await service.run_job(job(model, rounds={"update_rounds": 10_000}))
@@ -640,7 +638,7 @@ def test_a_lost_parameter_server_fails_the_job(tmp_path: Path, model: Path) -> N
     play(tmp_path, case, prepare)
 
 
-def test_too_few_workers_and_why(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_error_explains_missing_offers(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def connected(endpoint: MemoryEndpoint, _topic: str) -> frozenset[PeerId]:
         return frozenset(endpoint.connected())  # as on a real network: who makes no offer never connects
 
@@ -664,7 +662,7 @@ def test_too_few_workers_and_why(tmp_path: Path, model: Path, monkeypatch: pytes
     play(tmp_path, case, prepare)
 
 
-def test_a_worker_that_is_taken_for_one_part_is_named_where_another_part_lacks_one(tmp_path: Path, model: Path) -> None:
+def test_allocation_error_names_workers_held_for_another_role(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with pytest.raises(JobFailedError, match="not enough workers") as caught:
             await service.run_job(job(model, resources={"num_workers": 4, "allocation_timeout": 1.5}))
@@ -677,7 +675,7 @@ def test_a_worker_that_is_taken_for_one_part_is_named_where_another_part_lacks_o
 
 
 @pytest.mark.parametrize("kind", ["accepted", "placed", "round", "ended"])
-def test_a_disk_that_is_full_fails_the_job_and_not_the_scheduler(
+def test_full_disk_fails_the_job_and_not_the_scheduler(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     kept = Journal._write
@@ -697,7 +695,7 @@ def test_a_disk_that_is_full_fails_the_job_and_not_the_scheduler(
     play(tmp_path, case)
 
 
-def test_a_dataset_that_nobody_has(tmp_path: Path, model: Path) -> None:
+def test_unknown_dataset_fails_the_job(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         with failing() as told:
             await service.run_job(job(model, dataset={"dataset": "mnist"}, resources={"allocation_timeout": 0.5}))
@@ -706,7 +704,7 @@ def test_a_dataset_that_nobody_has(tmp_path: Path, model: Path) -> None:
     play(tmp_path, case)
 
 
-def test_the_maximal_price_is_in_nothing_that_is_sent(tmp_path: Path, model: Path) -> None:
+def test_maximum_price_is_never_sent(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         await service.run_job(job(model))
         for worker in workers:
@@ -720,7 +718,7 @@ def test_the_maximal_price_is_in_nothing_that_is_sent(tmp_path: Path, model: Pat
 
 
 @pytest.mark.slow
-def test_requests_that_are_lost_are_published_again(tmp_path: Path, model: Path) -> None:
+def test_lost_requests_are_published_again(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
         path = await service.run_job(job(model, resources={"allocation_timeout": 20.0}))
         assert json.loads(path.read_text())["rounds"] == 3

@@ -71,10 +71,10 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 LeaseMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-test_a_lease_is_never_believed_longer_than_the_worker_keeps_it = LeaseMachine.TestCase
+test_lease_is_never_assumed_to_outlive_the_workers = LeaseMachine.TestCase
 
 
-def test_renewal_is_due_after_a_third_of_a_life_and_retried_until_its_end() -> None:
+def test_renewal_is_due_after_a_third_of_the_life_and_retried_until_expiry() -> None:
     leases, lease = HeldLeases(), uuid.UUID(int=1)
     leases.record_renewal(lease, PEER, asked_at=0.0, life=9.0)
     assert leases.begin_renewals(2.9) == ()
@@ -88,7 +88,7 @@ def test_renewal_is_due_after_a_third_of_a_life_and_retried_until_its_end() -> N
 
 
 @pytest.mark.parametrize(("away", "kept"), [(6.0, True), (11.0, False)])
-def test_a_worker_that_is_away_for_six_seconds_keeps_its_lease(away: float, kept: bool) -> None:
+def test_lease_survives_a_worker_unreachable_for_six_seconds(away: float, kept: bool) -> None:
     lease, lost = uuid.UUID(int=1), list[str]()
 
     async def main() -> None:

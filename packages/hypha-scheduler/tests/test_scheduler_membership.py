@@ -18,9 +18,7 @@ A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in range(2))
 
 
 @pytest.mark.parametrize(("first_is_accepted", "failures"), [(True, 0), (False, 1)])
-def test_a_round_that_the_server_has_closed_already_does_not_fail_when_a_member_is_lost(
-    first_is_accepted: bool, failures: int
-) -> None:
+def test_rejected_change_of_an_accepted_round_does_not_fail_the_job(first_is_accepted: bool, failures: int) -> None:
     """The server takes its outer step at once; until it has told so, the scheduler may lose a member and tell again."""
     heard: list[RoundMembers] = []
 

@@ -102,7 +102,7 @@ def steady(*seconds: float) -> dict[PeerId, Callable[[int], float]]:
     return {peer: (lambda _round, s=s: s) for peer, s in zip(PEERS, seconds, strict=False)}
 
 
-def test_a_four_times_slower_executor_does_a_quarter_and_nobody_waits_long() -> None:
+def test_four_times_slower_executor_gets_a_quarter_and_waits_are_short() -> None:
     simulation = Simulation(RoundSettings(6, 1152, 16, 3), steady(0.1, 0.1, 0.4))
     closed = simulation.run()
     assert [entry.round for entry in closed] == [1, 2, 3, 4, 5, 6]
@@ -116,7 +116,7 @@ def test_a_four_times_slower_executor_does_a_quarter_and_nobody_waits_long() -> 
     assert simulation.rounds.over
 
 
-def test_an_executor_that_slows_down_within_a_round_gives_work_away() -> None:
+def test_slowing_executor_gets_fewer_batches_within_the_round() -> None:
     seconds = steady(0.1, 0.1)
     seconds[PEERS[1]] = lambda number: 0.1 if number < 3 else 0.8
     closed = Simulation(RoundSettings(5, 1600, 16, 2), seconds).run()
@@ -125,14 +125,14 @@ def test_an_executor_that_slows_down_within_a_round_gives_work_away() -> None:
         assert entry.batches[PEERS[1]] < entry.batches[PEERS[0]] / 3
 
 
-def test_a_late_executor_takes_part_with_few_batches() -> None:
+def test_late_starter_takes_part_with_few_batches() -> None:
     simulation = Simulation(RoundSettings(3, 960, 16, 3), steady(0.1, 0.1, 0.1), late={PEERS[2]: 4.0})
     closed = simulation.run()
     assert 1 <= closed[0].batches[PEERS[2]] < 5
     assert abs(closed[1].batches[PEERS[2]] - closed[1].batches[PEERS[0]]) <= 1
 
 
-def test_the_start_of_executors_is_no_part_of_the_first_round_s_seconds() -> None:
+def test_first_round_duration_excludes_executor_start() -> None:
     def seconds(late: float) -> list[float]:
         peers = dict.fromkeys(PEERS[:2], late)
         return [entry.seconds for entry in Simulation(RoundSettings(3, 960, 16, 2), steady(0.1, 0.1), peers).run()]
@@ -147,7 +147,7 @@ def test_the_start_of_executors_is_no_part_of_the_first_round_s_seconds() -> Non
     size=st.integers(1, 64),
     rounds=st.integers(1, 4),
 )
-def test_every_job_ends_with_everyone_in_every_round(speeds: list[float], target: int, size: int, rounds: int) -> None:
+def test_every_job_completes_with_all_workers(speeds: list[float], target: int, size: int, rounds: int) -> None:
     simulation = Simulation(RoundSettings(rounds, target, size, len(speeds)), steady(*speeds))
     closed = simulation.run()
     assert simulation.failed is None
@@ -168,7 +168,7 @@ def make(minimum: int = 2, rounds: int = 2) -> Rounds:
     return made
 
 
-def test_a_lost_member_is_left_out_and_the_parameter_server_is_told_again() -> None:
+def test_losing_a_member_announces_the_round_again_without_it() -> None:
     rounds = make()
     assert rounds.update_started(PEERS[0], 2.0) == ()
     assert rounds.update_started(PEERS[1], 2.0) == ()
@@ -177,14 +177,14 @@ def test_a_lost_member_is_left_out_and_the_parameter_server_is_told_again() -> N
     assert isinstance(rounds.outer_step_taken(4.0)[0], Acknowledged)
 
 
-def test_a_lost_member_that_the_others_waited_for() -> None:
+def test_losing_the_last_missing_member_synchronizes_the_others() -> None:
     rounds = make()
     rounds.update_started(PEERS[0], 2.0)
     rounds.update_started(PEERS[1], 2.0)
     assert rounds.worker_lost(PEERS[2], "no lease", 3.0) == (Synchronise(1, ((PEERS[0], 16), (PEERS[1], 16))),)
 
 
-def test_a_refused_update_is_left_out() -> None:
+def test_refused_update_is_left_out() -> None:
     rounds = make()
     for peer in PEERS[:3]:
         rounds.update_started(peer, 2.0)
@@ -192,7 +192,7 @@ def test_a_refused_update_is_left_out() -> None:
     assert rounds.update_refused(1, PEERS[0], "not finite", 3.0) == ()
 
 
-def test_too_few_members_fail_the_job_and_say_why() -> None:
+def test_too_few_members_fail_the_job_with_the_reason() -> None:
     rounds = make(minimum=3)
     [effect] = rounds.worker_lost(PEERS[1], "its lease was not renewed", 3.0)
     assert isinstance(effect, Fail)
@@ -200,7 +200,7 @@ def test_too_few_members_fail_the_job_and_say_why() -> None:
     assert "its lease was not renewed; 2 of at least 3 remain" in effect.reason
 
 
-def test_a_round_goes_on_without_whoever_is_late() -> None:
+def test_round_continues_without_late_workers() -> None:
     rounds = make()
     rounds.batch_done(PEERS[0], 16, 2.0)
     rounds.update_started(PEERS[0], 2.0)
@@ -212,7 +212,7 @@ def test_a_round_goes_on_without_whoever_is_late() -> None:
     assert rounds.expire(due) == (Late(PEERS[2], 1, due), Synchronise(1, ((PEERS[0], 32), (PEERS[1], 16))))
 
 
-def test_a_late_executor_hands_in_when_the_round_is_over_and_takes_part_in_the_next() -> None:
+def test_late_executor_rejoins_in_the_next_round() -> None:
     rounds = make()
     rounds.update_started(PEERS[0], 2.0)
     rounds.update_started(PEERS[1], 2.0)
@@ -233,7 +233,7 @@ def test_a_late_executor_hands_in_when_the_round_is_over_and_takes_part_in_the_n
     assert [peer for peer, _ in effect.members] == PEERS[:3]
 
 
-def test_a_round_s_timeout_begins_when_executors_have_started() -> None:
+def test_round_timeout_starts_when_executors_have_started() -> None:
     rounds = Rounds(RoundSettings(rounds=2, target=64, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
     assert rounds.deadline() == 600.0
     assert rounds.expire(30.0) == ()
@@ -248,7 +248,7 @@ def test_a_round_s_timeout_begins_when_executors_have_started() -> None:
     assert rounds.deadline() == 58.0
 
 
-def test_the_job_does_not_wait_for_an_executor_that_is_late_in_the_last_round() -> None:
+def test_last_round_does_not_wait_for_a_late_executor() -> None:
     rounds = Rounds(RoundSettings(rounds=1, target=96, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
     for peer in PEERS[:2]:
         rounds.training_began(peer, 0.0)
@@ -263,7 +263,7 @@ def test_the_job_does_not_wait_for_an_executor_that_is_late_in_the_last_round() 
     assert rounds.batch_done(PEERS[1], 16, 13.0) == Done()
 
 
-def test_a_parameter_server_that_never_steps_fails_the_job() -> None:
+def test_missing_outer_step_fails_the_job() -> None:
     rounds = make()
     for peer in PEERS[:3]:
         rounds.update_started(peer, 2.0)
@@ -274,7 +274,7 @@ def test_a_parameter_server_that_never_steps_fails_the_job() -> None:
     assert "the parameter server took no outer step" in effect.reason
 
 
-def test_the_parameter_server_may_wait_for_updates_as_long_as_a_round_may_take_and_step_then() -> None:
+def test_outer_step_deadline_includes_the_round_timeout() -> None:
     rounds = Rounds(RoundSettings(rounds=1, target=32, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
     for peer in PEERS[:2]:
         rounds.training_began(peer, 0.0)
@@ -285,7 +285,7 @@ def test_the_parameter_server_may_wait_for_updates_as_long_as_a_round_may_take_a
     assert rounds.closed == 1
 
 
-def test_reports_that_come_again_get_their_answer_again() -> None:
+def test_repeated_reports_get_the_same_response() -> None:
     rounds = make()
     for peer in PEERS[:3]:
         rounds.update_started(peer, 2.0)
@@ -296,7 +296,7 @@ def test_reports_that_come_again_get_their_answer_again() -> None:
     assert rounds.closed == 1
 
 
-def test_every_round_is_told_also_when_workers_without_a_loss_merge_before_the_parameter_server_reports() -> None:
+def test_every_round_is_reported_if_workers_without_loss_merge_before_the_outer_step_report() -> None:
     rounds = make(rounds=3)
     for number in (1, 2):
         for peer in PEERS[:3]:
@@ -313,7 +313,7 @@ def test_every_round_is_told_also_when_workers_without_a_loss_merge_before_the_p
 
 
 @pytest.mark.parametrize("report", ["updated", "merged", "stranger"])
-def test_reports_that_do_not_fit_are_answered_with_an_error(report: str) -> None:
+def test_unexpected_reports_get_an_error(report: str) -> None:
     rounds = make()
     answer = {
         "updated": lambda: rounds.outer_step_taken(1.0)[0],
@@ -323,7 +323,7 @@ def test_reports_that_do_not_fit_are_answered_with_an_error(report: str) -> None
     assert isinstance(answer, ProgressError)
 
 
-def test_a_round_whose_last_batch_meets_the_target_is_not_overdue() -> None:
+def test_round_whose_last_batch_meets_the_target_is_not_overdue() -> None:
     began = 1e6
     rounds = Rounds(RoundSettings(rounds=1, target=32, batch_size=16, min_members=2), PEERS[:2], began)
     for peer in PEERS[:2]:
@@ -337,7 +337,7 @@ def test_a_round_whose_last_batch_meets_the_target_is_not_overdue() -> None:
     assert rounds.expire(began + 16.0) == ()
 
 
-def test_a_worker_that_is_lost_after_the_last_outer_step_does_not_fail_the_job() -> None:
+def test_losing_a_worker_after_the_last_outer_step_does_not_fail_the_job() -> None:
     rounds = Rounds(RoundSettings(rounds=1, target=32, batch_size=16, min_members=2), PEERS[:2], 0.0)
     for peer in PEERS[:2]:
         rounds.training_began(peer, 0.0)
@@ -350,7 +350,7 @@ def test_a_worker_that_is_lost_after_the_last_outer_step_does_not_fail_the_job()
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["between rounds", "after the last"])
-def test_workers_that_measure_the_model_are_waited_for(last: bool) -> None:
+def test_evaluating_workers_are_waited_for(last: bool) -> None:
     settings = RoundSettings(rounds=1 if last else 2, target=32, batch_size=16, min_members=2, evaluation=86400.0)
     rounds = Rounds(settings, PEERS[:2], 0.0)
     for peer in PEERS[:2]:
