@@ -1,4 +1,4 @@
-"""No post is lost while AIM fails, each stands in the run of its job, and the queue has an end."""
+"""Retry queue and runs: no metric is lost while AIM fails, each goes to its job's run, the queue is bounded."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_idle_run_is_closed_and_reopened() -> None:
 def test_jobs_without_id_are_separated_by_rounds_despite_failures(
     jobs: list[tuple[str, int]], fails: list[bool]
 ) -> None:
-    """Jobs of one worker each, of some rounds: each ends up whole in its run, also when writes are repeated."""
+    """Jobs of one worker with several rounds: each gets one complete run, also when writes are repeated."""
     posts = [metric(number, worker, None) for worker, rounds in jobs for number in range(1, rounds + 1)]
 
     def runs_of(repository: StubRepository) -> list[Counter[tuple[str, int]]]:

@@ -1,4 +1,4 @@
-"""The text demo: its data, and its whole run against workers that train alone."""
+"""Dataset `text`: order, split and samples of the standard library's source files."""
 
 from __future__ import annotations
 

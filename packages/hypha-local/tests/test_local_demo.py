@@ -15,7 +15,7 @@ from hypha_local.demo_tasks import TEXT
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_joint_training_reaches_a_lower_loss_than_each_worker_alone(tmp_path: Path) -> None:
-    """Measured on source files that no worker sees, in nats a byte; alone with the same number of steps on a shard."""
+    """Compare held-out loss in nats per byte with workers that train alone on their shards for as many steps."""
     program = str(Path(sys.executable).parent / "hypha-local")
     command = [program, "demo", "--task", TEXT.name, "--compare", "--dir", str(tmp_path / "run"), "--format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1400, check=False)

@@ -1,4 +1,4 @@
-"""Whatever a message holds comes back; whatever is not a message is refused, and the error says where."""
+"""Codec: messages round-trip, malformed input is rejected, and errors name the field."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SPECIAL = {"outcome": st.sampled_from(["finished", "failed", "cancelled"])}
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Any value of an annotated type."""
+    """Return a strategy for values of an annotated type."""
     if typing.get_origin(hint) is typing.Annotated:
         inner, *marks = typing.get_args(hint)
         for mark in marks:
@@ -90,7 +90,7 @@ def test_every_message_round_trips(kind: Any) -> None:
 @settings(max_examples=50, deadline=None)
 def test_job_spec_round_trips_through_json(spec: JobSpec) -> None:
     finite = b"null" not in to_json(JobSpec, spec).replace(b'"token":null', b"")
-    if finite:  # JSON has no infinity: msgspec writes null for it, which is refused on reading
+    if finite:  # JSON has no infinity: msgspec writes null, which is rejected when read
         assert from_json(JobSpec, to_json(JobSpec, spec)) == spec
 
 
@@ -109,7 +109,7 @@ def test_random_bytes_raise_only_decode_errors(kind: Any, data: bytes) -> None:
 def test_flipped_byte_raises_only_decode_errors(value: ProgressRequest, data: st.DataObject) -> None:
     encoded = bytearray(to_cbor(ProgressRequest, value))
     encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
-    with contextlib.suppress(DecodeError):  # nothing but this may come out
+    with contextlib.suppress(DecodeError):  # the only error allowed
         assert isinstance(from_cbor(ProgressRequest, bytes(encoded)), ProgressRequest)
 
 

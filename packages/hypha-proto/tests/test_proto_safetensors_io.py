@@ -1,4 +1,4 @@
-"""Safetensors files: the same bytes as the reference library, and nothing that a hostile header can do."""
+"""Safetensors files: compatible with the reference library and safe against malicious headers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_reference_library_reads_written_files(
 
 
 def test_bfloat16_rounds_to_nearest_even_and_keeps_non_finite_values() -> None:
-    # 1 + 2^-8 lies half way between two bfloat16 numbers: to the even one; with one more bit set, up
+    # 1 + 2^-8 is half way between two bfloat16 numbers and rounds to even; with one more bit set it rounds up
     halfway = np.array([0x3F808000, 0x3F818000, 0x3F808001], dtype=np.uint32).view(np.float32)
     assert from_float(halfway, "BF16").tolist() == [0x3F80, 0x3F82, 0x3F81]
     special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0], dtype=np.float32)
@@ -219,7 +219,7 @@ def test_failed_write_leaves_only_the_old_file(tmp_path: Path) -> None:
 
 @contextmanager
 def files_up_to(size: int) -> Iterator[None]:
-    """A disk that is full when a file has `size` bytes; it says "too large" where a full one says "no space"."""
+    """Limit file sizes to `size` bytes, which fails like a full disk with "too large" instead of "no space"."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

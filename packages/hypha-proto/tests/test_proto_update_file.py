@@ -1,4 +1,4 @@
-"""The update file's metadata, and adding an update to a model."""
+"""Update files: metadata, and adding an update to a model."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_apply_update_adds_in_float32_and_keeps_the_models_dtypes(tmp_path: Path
         "f64": TensorInfo("F64", (3, 700)),
         "count": TensorInfo("I64", ()),
     }
-    big = 2**40 + 1  # no float32: the sum must not go through one
+    big = 2**40 + 1  # not representable in float32, so the sum must not be computed in it
     model = tmp_path / "model.safetensors"
     with TensorFileWriter(model, infos, {"format": "pt"}) as writer:
         for name, value in values.items():

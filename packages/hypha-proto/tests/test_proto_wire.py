@@ -1,4 +1,4 @@
-"""Every line of `wire.jsonl`, bytes that other implementations produce, decodes and encodes back to the same bytes."""
+"""Captured bytes of other implementations (`wire.jsonl`): each line decodes, and encodes to the same bytes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The auction: never above the maximal price, the best per token, one lease a peer."""
+"""Auction: no offer above the maximum price, most resources per token win, one lease per peer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def offer(number: int, price: float = 100, request: uuid.UUID = TRAIN, cpu: floa
 
 
 class AuctionMachine(RuleBasedStateMachine):
-    """Offers come, time passes, choices are confirmed or denied."""
+    """Random offers, delays, decisions, confirmations and denials."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A scheduler's configuration: every key is known, wrong ones are refused, and what comes later says so."""
+"""Scheduler configuration: documented keys are valid, invalid values are refused with the reason."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_invalid_values_are_refused(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"inner_optimizer": {"learning_rate": float("inf")}}, "inner_optimizer.learning_rate\n.*finite"),
         ({"inner_optimizer": {"learning_rate": 1.0, "betas": (0.9, 1.0)}}, "betas.1\n.*less than 1"),
@@ -180,8 +180,8 @@ def test_invalid_values_are_refused(changes: dict[str, Any]) -> None:
         ({"resources": {"allocation_timeout": float("inf")}}, "allocation_timeout\n.*finite"),
     ],
 )
-def test_out_of_range_numbers_are_refused(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_out_of_range_numbers_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         job(**changes)
 
 
@@ -212,14 +212,14 @@ def test_job_specs_of_a_placed_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"rounds": {"evaluate_every": 2}}, "name the dataset to evaluate on in dataset.evaluation"),
         ({"dataset": {"dataset": "a", "evaluation": "b"}}, "set rounds.evaluate_every to the number of rounds"),
     ],
 )
-def test_evaluation_needs_both_keys(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_evaluation_needs_both_keys(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         job(**changes)
 
 

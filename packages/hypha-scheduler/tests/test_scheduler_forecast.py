@@ -14,7 +14,9 @@ SPEEDS = st.lists(st.floats(0.01, 5.0), min_size=1, max_size=6)
 
 
 @settings(derandomize=True)
-@example(speeds=[1.0, 1.0, 1.0, 1.0], target=21, size=1)  # all end together: no single one gives up what is too much
+@example(
+    speeds=[1.0, 1.0, 1.0, 1.0], target=21, size=1
+)  # all finish at the same time, so the surplus must be removed worker by worker
 @given(speeds=SPEEDS, target=st.integers(1, 3000), size=st.integers(1, 64))
 def test_target_is_met_with_small_excess_and_short_waits(speeds: list[float], target: int, size: int) -> None:
     workers = [
@@ -29,7 +31,7 @@ def test_target_is_met_with_small_excess_and_short_waits(speeds: list[float], ta
         if batches := allocation.batches[worker.peer]:
             finish = worker.finish_after(batches)
             assert finish <= allocation.finish + 1e-6
-            # nobody could have done two more batches in the time that the slowest takes
+            # no worker could have processed two more batches before the slowest finishes
             assert allocation.finish - finish <= 2 * worker.batch_seconds + 1e-6
 
 

@@ -1,4 +1,4 @@
-"""The lease leases: renewed in time, never believed longer than the worker promised."""
+"""Held leases: renewed in time and never assumed to last longer than at the worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDS = st.sampled_from([uuid.UUID(int=n) for n in range(4)])
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """A worker's view beside the scheduler's: the scheduler may never believe in a lease that the worker dropped."""
+    """Random renewals and delays; a lease at the scheduler must never outlive the worker's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def take(self, lease: uuid.UUID, way: float) -> None:
         asked = self.now
         self.now += way
-        self.worker_expires[lease] = self.now + 10  # the worker counts from when it answers
+        self.worker_expires[lease] = self.now + 10  # the worker counts from its response
         self.leases.record_renewal(lease, PEER, asked)
         self.in_flight.pop(lease, None)
 
@@ -63,7 +63,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.leases.drop(lease)
 
     @invariant()
-    def never_believes_too_long(self) -> None:
+    def never_outlives_the_workers_lease(self) -> None:
         for held in self.leases.held():
             assert held.expires <= self.worker_expires[held.lease]
         due = self.leases.next_due()
@@ -98,7 +98,7 @@ def test_lease_survives_a_worker_unreachable_for_six_seconds(away: float, kept: 
             network.endpoint("worker") as worker,
             anyio.create_task_group() as tasks,
         ):
-            back = anyio.current_time() + 3.0 + away  # it goes just before its first renewal
+            back = anyio.current_time() + 3.0 + away  # it becomes unreachable just before the first renewal
 
             async def renew(_peer: PeerId, request: RenewLease) -> LeaseRenewal:
                 if anyio.current_time() < back:

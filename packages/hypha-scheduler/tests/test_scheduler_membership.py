@@ -1,4 +1,4 @@
-"""What the parameter server is told of a round, and which of its answers end a job."""
+"""Round announcements: which responses of the parameter server fail a job."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in range(2))
 
 @pytest.mark.parametrize(("first_is_accepted", "failures"), [(True, 0), (False, 1)])
 def test_rejected_change_of_an_accepted_round_does_not_fail_the_job(first_is_accepted: bool, failures: int) -> None:
-    """The server takes its outer step at once; until it has told so, the scheduler may lose a member and tell again."""
-    heard: list[RoundMembers] = []
+    """Until the parameter server reports its outer step, a lost member makes the scheduler announce the round again."""
+    received: list[RoundMembers] = []
 
     async def answer(_peer: PeerId, message: RoundMembers) -> MembersKnown:
-        heard.append(message)
-        if first_is_accepted and len(heard) == 1:
+        received.append(message)
+        if first_is_accepted and len(received) == 1:
             return MembersKnown(accepted=True)
         return MembersKnown(accepted=False, reason="round 1 is over, round 2 runs")
 
@@ -42,5 +42,5 @@ def test_rejected_change_of_an_accepted_round_does_not_fail_the_job(first_is_acc
                     await announcer.announce(Synchronise(1, ((A, 4),)), rounds, failed.append)
 
     anyio.run(main, backend="trio")
-    assert [len(message.members) for message in heard] == ([2, 1] if first_is_accepted else [2])
+    assert [len(message.members) for message in received] == ([2, 1] if first_is_accepted else [2])
     assert len(failed) == failures

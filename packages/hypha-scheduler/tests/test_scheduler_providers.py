@@ -1,4 +1,4 @@
-"""Several data nodes serve one dataset: a job asks those that live, and never one with other slices."""
+"""Data providers: a job uses reachable data nodes with the pinned manifest, and no others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
 
 
 async def serve(node: MemoryEndpoint, slices: int, folder: Path) -> str:
-    """Serve and announce a dataset of so many slices; gives its digest."""
+    """Serve and announce a dataset with `slices` slices; return the digest of its manifest."""
     data = to_json(Manifest, Manifest(dataset="digits", slices=(ENTRY,) * slices))
     path = folder / f"{slices}.json"
     path.write_bytes(data)

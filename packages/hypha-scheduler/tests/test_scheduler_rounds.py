@@ -1,4 +1,4 @@
-"""Rounds, played by simulated executors on a simulated clock."""
+"""Rounds with simulated executors on a simulated clock."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PEERS = [PeerId.from_public_key(bytes([n + 1]) * 32) for n in range(5)]
 
 @dataclass
 class Simulation:
-    """Executors that do what they are told, and a parameter server that takes half a second."""
+    """Simulated executors, and a parameter server whose outer step takes half a second."""
 
     settings: RoundSettings
     seconds: dict[PeerId, Callable[[int], float]]
-    """Seconds of a batch, by round."""
+    """Function from round to seconds per batch, for each executor."""
     late: dict[PeerId, float] = field(default_factory=dict)
-    """Seconds from the start to the first slice."""
+    """Seconds from the start to the first slice, for late executors."""
     now: float = 0.0
 
     def run(self) -> list[RoundClosed]:
@@ -155,8 +155,8 @@ def test_every_job_completes_with_all_workers(speeds: list[float], target: int, 
     for entry in closed:
         assert all(batches >= 1 for batches in entry.batches.values())
         assert len(entry.batches) == len(speeds)
-        # everyone may be in the middle of a batch when the target is reached, and the first round is half unforeseen
-        # and a count that was told is not changed for a single batch
+        # every worker may be processing a batch when the target is reached, half of the first round has no forecast,
+        # and an allocation is not changed for a single batch
         assert target - len(speeds) * size <= sum(entry.samples.values()) <= 1.5 * target + 2 * len(speeds) * size
 
 
@@ -308,17 +308,17 @@ def test_every_round_is_reported_if_workers_without_loss_merge_before_the_outer_
         for peer in PEERS[:3]:
             rounds.update_merged(peer, 5.0)
     effects = (*rounds.outer_step_taken(6.0)[1], *rounds.finish())
-    told = [effect.round for effect in effects if isinstance(effect, RoundClosed)]
-    assert told == [1, 2]
+    reported = [effect.round for effect in effects if isinstance(effect, RoundClosed)]
+    assert reported == [1, 2]
 
 
-@pytest.mark.parametrize("report", ["updated", "merged", "stranger"])
+@pytest.mark.parametrize("report", ["updated", "merged", "not a member"])
 def test_unexpected_reports_get_an_error(report: str) -> None:
     rounds = make()
     answer = {
         "updated": lambda: rounds.outer_step_taken(1.0)[0],
         "merged": lambda: rounds.update_merged(PEERS[0], 1.0),
-        "stranger": lambda: rounds.batch_done(PEERS[4], 16, 1.0),
+        "not a member": lambda: rounds.batch_done(PEERS[4], 16, 1.0),
     }[report]()
     assert isinstance(answer, ProgressError)
 
@@ -359,7 +359,7 @@ def test_evaluating_workers_are_waited_for(last: bool) -> None:
         rounds.update_started(peer, 2.0)
     rounds.outer_step_taken(3.0)
     if not last:
-        assert rounds.update_merged(PEERS[0], 4.0) == Continue()  # it had nothing to measure
+        assert rounds.update_merged(PEERS[0], 4.0) == Continue()  # it had nothing to evaluate
         rounds.batch_done(PEERS[0], 16, 5.0)
     assert rounds.expire(86000.0) == ()
     rounds.update_merged(PEERS[1], 86001.0)

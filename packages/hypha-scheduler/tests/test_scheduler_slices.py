@@ -1,4 +1,4 @@
-"""The slice ledger: each slice exactly once an epoch, whatever workers do."""
+"""Slice assignment: each slice is used exactly once per epoch, whatever workers do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKERS = st.sampled_from(["a", "b", "c"])
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Workers take, use, hoard and vanish; a plain model counts what was used."""
+    """Random workers that take, use and keep slices or are lost, compared with a simple model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_unused_slices_per_worker_are_limited() -> None:
 @pytest.mark.parametrize(("size", "batch", "slices"), [(1, 512, 1024), (8, 1024, 256), (0, 16, 64)])
 def test_limit_of_unused_slices_allows_batches_of_many_small_slices(size: int, batch: int, slices: int) -> None:
     ledger = SliceLedger([size] * 3, batch=batch)
-    for _ in range(slices):  # one batch is worked on, and one is fetched
+    for _ in range(slices):  # one batch is being processed and one is being fetched
         ledger.assign("w")
     with pytest.raises(LedgerFullError):
         for _ in range(10 * batch):

@@ -1,4 +1,4 @@
-"""Event file and status bridge: events are whole lines, metrics are posted with retries."""
+"""Event file and status bridge: events are complete lines, metrics are posted with retries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_events_are_complete_json_lines(tmp_path: Path) -> None:
 
 
 class _Bridge(BaseHTTPRequestHandler):
-    """Answers 503 to the first `refusals` posts, and 422 to a metric called bad."""
+    """Responds with 503 to the first `refusals` posts, and with 422 to a metric named bad."""
 
     got: list[tuple[str, Any]]
     refusals = 0
@@ -72,7 +72,7 @@ def serving(refusals: int = 0) -> Iterator[str]:
 
 @contextmanager
 def posting(bridge: StatusBridge) -> Iterator[Callable[[Callable[[], Awaitable[None]]], None]]:
-    def play(case: Callable[[], Awaitable[None]]) -> None:
+    def run_case(case: Callable[[], Awaitable[None]]) -> None:
         async def with_bridge() -> None:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(bridge.run)
@@ -81,7 +81,7 @@ def posting(bridge: StatusBridge) -> Iterator[Callable[[Callable[[], Awaitable[N
 
         run(with_bridge)
 
-    yield play
+    yield run_case
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -90,7 +90,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_metrics_are_posted_to_the_bridge() -> None:
-    with serving() as address, posting(bridge := StatusBridge(address)) as play:
+    with serving() as address, posting(bridge := StatusBridge(address)) as run_case:
 
         async def case() -> None:
             bridge.put("w", 2, "loss", 0.5)
@@ -98,7 +98,7 @@ def test_metrics_are_posted_to_the_bridge() -> None:
             bridge.put("w", 3, "loss", 0.25, job_id="j")
             await bridge.drain(10)
 
-        play(case)
+        run_case(case)
     metric = {"worker_id": "w", "round": 2, "metric_name": "loss", "value": 0.5}
     assert _Bridge.got == [("/status", metric), ("/status", metric | {"round": 3, "value": 0.25, "job_id": "j"})]
 
@@ -106,7 +106,7 @@ def test_metrics_are_posted_to_the_bridge() -> None:
 def test_failed_posts_are_retried_but_rejected_ones_are_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with serving(refusals=2) as address, posting(bridge := StatusBridge(address)) as play:
+    with serving(refusals=2) as address, posting(bridge := StatusBridge(address)) as run_case:
 
         async def case() -> None:
             for name in ("loss", "bad", "samples"):
@@ -114,7 +114,7 @@ def test_failed_posts_are_retried_but_rejected_ones_are_not(
             while len(_Bridge.got) < 2:
                 await anyio.sleep(0.01)
 
-        play(case)
+        run_case(case)
     assert [body["metric_name"] for _, body in _Bridge.got] == ["loss", "samples"]
     assert ["HTTP 503" in warnings(caplog)[0], "HTTP 422" in warnings(caplog)[1]] == [True, True]
 
@@ -124,21 +124,21 @@ def test_dead_bridge_does_not_block_and_is_logged_once(kind: str, caplog: pytest
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         if kind == "hangs":
-            listener.listen(16)  # connections are made, and nobody ever reads from them
+            listener.listen(16)  # connections are accepted but never read
         bridge = StatusBridge(f"127.0.0.1:{listener.getsockname()[1]}", post_timeout=0.1)
 
         async def case() -> None:
             began = time.monotonic()
             for number in range(5000):
                 bridge.put("w", number, "loss", 1.0)
-            assert time.monotonic() - began < 20  # 500 s, did each wait for its post
+            assert time.monotonic() - began < 20  # 500 s if each waited for its post
             while not warnings(caplog):
                 await anyio.sleep(0.01)
-            await anyio.sleep(1.5)  # some repetitions
+            await anyio.sleep(1.5)  # time for some retries
             began = time.monotonic()
             await bridge.drain(10)
             assert time.monotonic() - began < 8
 
-        with posting(bridge) as play:
-            play(case)
+        with posting(bridge) as run_case:
+            run_case(case)
     assert len(warnings(caplog)) == 1

@@ -38,7 +38,7 @@ inner_optimizer = { learning_rate = 1e-3 }
 def submit_with(
     tmp_path: Path, text: str, run_job: Callable[[JobConfig, uuid.UUID], Awaitable[Path]]
 ) -> tuple[int, str]:
-    """Run `submit` against a scheduler that conducts jobs in this way; exit code and output."""
+    """Run `submit` against a scheduler with this `run_job`; return exit code and output."""
     file = tmp_path / "job.toml"
     file.write_text(text)
     outcome: list[tuple[int, str]] = []
@@ -52,7 +52,7 @@ def submit_with(
             tasks.start_soon(serve_submissions, tmp_path / "r", run_job)
             while not await anyio.Path(socket_path(tmp_path / "r")).exists():
                 await anyio.sleep(0.01)
-            await anyio.sleep(0.1)  # the name is there a moment before the socket listens
+            await anyio.sleep(0.1)  # the socket file exists a moment before it listens
             await anyio.to_thread.run_sync(submit)
             tasks.cancel_scope.cancel()
 
@@ -62,11 +62,11 @@ def submit_with(
 
 
 def test_submit_runs_a_job_on_a_running_scheduler(tmp_path: Path) -> None:
-    taken: list[JobConfig] = []
+    received: list[JobConfig] = []
     ids: list[uuid.UUID] = []
 
     async def run_job(job: JobConfig, job_id: uuid.UUID) -> Path:
-        taken.append(job)
+        received.append(job)
         ids.append(job_id)
         return Path("/somewhere/result.json")
 
@@ -75,7 +75,7 @@ def test_submit_runs_a_job_on_a_running_scheduler(tmp_path: Path) -> None:
     accepted, result = (json.loads(line) for line in output.splitlines())
     assert accepted == {"accepted": True, "job_id": str(ids[0]), "directory": str(tmp_path / "r" / str(ids[0]))}
     assert result == {"result": "/somewhere/result.json"}
-    assert taken[0].model.path == tmp_path / "start"
+    assert received[0].model.path == tmp_path / "start"
     assert read_job(tmp_path / "job.toml")["dataset"] == "digits"
 
 
@@ -92,17 +92,17 @@ def test_submit_reports_failed_and_invalid_jobs(tmp_path: Path) -> None:
 
 
 def test_toml_dates_are_submitted_as_text(tmp_path: Path) -> None:
-    taken: list[JobConfig] = []
+    received: list[JobConfig] = []
 
     async def run_job(job: JobConfig, _job_id: uuid.UUID) -> Path:
-        taken.append(job)
+        received.append(job)
         return Path("/somewhere/result.json")
 
     code, output = submit_with(
         tmp_path, JOB.replace('path = "start"', "path = 'start', revision = 2024-01-31"), run_job
     )
     assert code == 0, output
-    assert taken[0].model.revision == "2024-01-31"
+    assert received[0].model.revision == "2024-01-31"
 
 
 def test_socket_is_in_the_output_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tasks wait for results, run, and end once."""
+"""Task graph: tasks wait for inputs, run, and end once."""
 
 from __future__ import annotations
 

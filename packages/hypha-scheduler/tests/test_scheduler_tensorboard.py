@@ -1,4 +1,4 @@
-"""A run's metrics as event files, byte by byte as TensorBoard's own libraries write them."""
+"""TensorBoard export: event files match those of TensorBoard's own libraries byte by byte."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRITTEN = bytes.fromhex(
 
 def test_bytes_match_tensorboard() -> None:
     assert event_file([Scalar("job", "loss", 300, 0.5, 1700000001.5)], 1700000000.25) == WRITTEN
-    assert crc32c(b"123456789") == 0xE3069283  # the check value of the checksum's catalogue
+    assert crc32c(b"123456789") == 0xE3069283  # check value of CRC-32C
 
 
 @given(st.lists(st.tuples(st.text(max_size=200), st.integers(0, 2**32 - 1), st.floats(allow_nan=False)), max_size=5))

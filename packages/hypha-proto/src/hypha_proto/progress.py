@@ -50,7 +50,7 @@ class ProgressRequest(Message, frozen=True):
     job_id: uuid.UUID
     progress: ProgressValue
     lease: Annotated[uuid.UUID | None, OMIT] = None
-    """Lease of the dispatch; tells several dispatches of a job on one peer apart."""
+    """Lease of the dispatch; distinguishes several dispatches of a job on one peer."""
     traceparent: Annotated[str | None, OMIT] = None
     id: Annotated[uuid.UUID | None, OMIT] = None
     """Idempotency key: unchanged when the request is repeated for lack of a response, so that it counts once."""
