@@ -15,7 +15,7 @@ class DashboardTable(Table):
 
     listen: str | None = Field(
         default=None,
-        description="host:port of the dashboard; none: no TCP port is opened. Refused so far.",
+        description="host:port of the dashboard. Not supported yet: refused if set.",
     )
 
     @model_validator(mode="after")
@@ -30,8 +30,12 @@ class SchedulerTable(Table):
 
     job: JobConfig | None = Field(default=None, description="One job to run.")
     jobs: tuple[JobConfig, ...] = Field(default=(), description="Several jobs, run one after the other.")
-    status_bridge: str | None = Field(default=None, description="host:port that metrics are posted to.")
-    output_dir: Path | None = Field(default=None, description="Where jobs leave their results.")
+    status_bridge: str | None = Field(
+        default=None, description="The same as status_bridge at the top level, which it overrides."
+    )
+    output_dir: Path | None = Field(
+        default=None, description="The same as output_dir at the top level, which it overrides."
+    )
 
 
 class SchedulerConfig(NodeConfig):
@@ -40,8 +44,10 @@ class SchedulerConfig(NodeConfig):
     status_bridge: str | None = Field(
         default=None, description="host:port of a metrics bridge: JSON is posted to http://<status_bridge>/status."
     )
-    output_dir: Path = Field(default=Path("runs"), description="A job writes to output_dir/<job id>.")
-    dashboard: DashboardTable = Field(default=DashboardTable(), description="Web page for people.")
+    output_dir: Path = Field(
+        default=Path("runs"), description="Directory for results; a job writes to output_dir/<job id>."
+    )
+    dashboard: DashboardTable = Field(default=DashboardTable(), description="Dashboard.")
     scheduler: SchedulerTable = Field(default=SchedulerTable(), description="Jobs to run.")
 
     @property

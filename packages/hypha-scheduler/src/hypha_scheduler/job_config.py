@@ -46,7 +46,7 @@ class ArtifactTable(Table):
     repository: str | None = Field(default=None, description="Hugging Face repository, such as owner/name.")
     path: Path | None = Field(default=None, description="Local directory, served to the workers by this scheduler.")
     revision: str | None = Field(default=None, description="Branch, tag or commit of the repository.")
-    filenames: tuple[str, ...] = Field(default=(), description="Files to use; empty means all that a model needs.")
+    filenames: tuple[str, ...] = Field(default=(), description="Files to use; if empty, all that a model needs.")
     token: SecretStr | None = Field(default=None, description="Access token of the hub.")
 
     @model_validator(mode="after")
@@ -64,7 +64,8 @@ class ModelTable(ArtifactTable):
 
     type: str = Field(description="vision-classification, causal-lm, torch, or a wire name such as masked-lm.")
     input_names: tuple[str, ...] = Field(
-        default=(), description="Tensors of a slice given to the model, in order; empty means the type's own."
+        default=(),
+        description="Tensors of a slice that are inputs of the model, in order; if empty, those of the type.",
     )
 
     @model_validator(mode="after")
@@ -93,7 +94,9 @@ class PreprocessorTable(ArtifactTable):
     """``[.preprocessor]``."""
 
     type: str = Field(default="auto", description=f"One of {', '.join(PREPROCESSOR_TASKS)}.")
-    input_names: tuple[str, ...] = Field(default=(), description="Tensors of a slice given to the preprocessor.")
+    input_names: tuple[str, ...] = Field(
+        default=(), description="Tensors of a slice that are inputs of the preprocessor."
+    )
 
     @model_validator(mode="after")
     def _can_be_fetched(self) -> PreprocessorTable:
@@ -107,8 +110,8 @@ class PreprocessorTable(ArtifactTable):
 class DatasetTable(Table):
     """``[.dataset]``."""
 
-    dataset: str = Field(min_length=1, max_length=255, description="Name that a data node announces.")
-    evaluation: str | None = Field(default=None, description="Name of a dataset to evaluate on.")
+    dataset: str = Field(min_length=1, max_length=255, description="Name of the dataset, as data nodes announce it.")
+    evaluation: str | None = Field(default=None, description="Name of the dataset for evaluation.")
 
 
 def _dataset_by_name(value: Any) -> Any:
@@ -125,15 +128,17 @@ class InnerOptimizerTable(Table):
     max_grad_norm: float | None = Field(default=None, gt=0, description="Gradients are clipped to this norm.")
     schedule: Literal["cosine-with-warmup", "linear-with-warmup", "wsd"] | None = Field(
         default=None,
-        description="Learning-rate schedule: cosine-with-warmup, linear-with-warmup or wsd; none keeps the rate.",
+        description="Learning-rate schedule: cosine-with-warmup, linear-with-warmup or wsd; if unset, a constant rate.",
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of a worker in which the rate rises from zero.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of a worker during which the rate rises from zero.")
     total_steps: int | None = Field(
         default=None,
         gt=0,
-        description="Steps of a worker in the whole job; none means what its rounds make on average.",
+        description="Steps of a worker in the whole job; if unset, the average that follows from its rounds.",
     )
-    decay_steps: int | None = Field(default=None, gt=0, description="wsd: steps at the end in which the rate falls.")
+    decay_steps: int | None = Field(
+        default=None, gt=0, description="wsd: steps at the end during which the rate falls."
+    )
 
 
 class OuterOptimizerTable(Table):
@@ -141,19 +146,25 @@ class OuterOptimizerTable(Table):
 
     learning_rate: float = Field(default=0.7, gt=0, description="Learning rate of the outer step.")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum of the outer step.")
-    nesterov: bool = Field(default=True, description="Look ahead; false for classical momentum.")
+    nesterov: bool = Field(default=True, description="Nesterov momentum; false for classical momentum.")
 
 
 class RoundsTable(Table):
     """``[.rounds]``."""
 
     update_rounds: int = Field(default=100, ge=1, le=_U32, description="Rounds, each with one outer step.")
-    avg_samples_between_updates: int = Field(default=1200, ge=1, description="Samples of all workers in a round.")
-    max_batch_size: int | None = Field(default=None, ge=1, description="Bound of the automatic batch size.")
-    batch_size: int | None = Field(default=None, ge=1, le=_U32, description="Samples of a batch; none: automatic.")
-    timeout: float | None = Field(default=None, gt=0, description="Seconds a round may take; none: from the forecast.")
-    checkpoint_every: int = Field(default=1, ge=1, description="Rounds after which the scheduler's model is written.")
-    evaluate_every: int = Field(default=0, ge=0, description="Rounds after which the model is evaluated; 0: never.")
+    avg_samples_between_updates: int = Field(default=1200, ge=1, description="Samples of all workers per round.")
+    max_batch_size: int | None = Field(default=None, ge=1, description="Upper limit of the automatic batch size.")
+    batch_size: int | None = Field(default=None, ge=1, le=_U32, description="Samples per batch; if unset, automatic.")
+    timeout: float | None = Field(
+        default=None, gt=0, description="Maximum seconds per round; if unset, derived from measured throughput."
+    )
+    checkpoint_every: int = Field(
+        default=1, ge=1, description="Number of rounds after which the scheduler's copy of the model is updated."
+    )
+    evaluate_every: int = Field(
+        default=0, ge=0, description="Number of rounds between evaluations of the model; 0 for none."
+    )
 
     def batch_for(self, workers: int) -> int:
         """Return the configured batch size, or the largest power of two with four batches per worker and round."""
@@ -167,25 +178,25 @@ class SyncTable(Table):
     """``[.sync]``: how updates are synchronized."""
 
     codec: str = Field(
-        default="fp32", description="How the numbers of an update are written: fp32. Others are refused so far."
+        default="fp32", description="Encoding of the numbers in updates: fp32. Others are not supported yet."
     )
     fragments: int = Field(
         default=1,
         ge=1,
-        description="Parts of the model that are synchronised in turn. More than one is refused so far.",
+        description="Number of parts of the model that are synchronized in turn. More than 1 is not supported yet.",
     )
     overlap: int = Field(
         default=0,
         ge=0,
-        description="Steps that training goes on while an update travels. Other than 0 is refused so far.",
+        description="Steps that training continues during synchronization. Values other than 0 are not supported yet.",
     )
     alpha: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Mixing of local and global parameters with overlap, so without effect so far.",
+        description="Mixing of local and global parameters with overlap; therefore without effect yet.",
     )
-    aggregation: str = Field(default="mean", description="How updates become one: mean. Others are refused so far.")
+    aggregation: str = Field(default="mean", description="Aggregation of updates: mean. Others are not supported yet.")
 
     @model_validator(mode="after")
     def _only_implemented(self) -> SyncTable:
@@ -199,9 +210,11 @@ class SyncTable(Table):
 class Requirement(Table):
     """Requirement on a worker: the minimum amount of a resource, or the name of an executor."""
 
-    type: Literal["GPU", "CPU", "Memory", "Storage"] | None = Field(default=None, description="What is required.")
-    min: float | None = Field(default=None, ge=0, description="At least so many GB, or cores.")
-    kind: str | None = Field(default=None, min_length=1, description="Name of an executor the worker must have.")
+    type: Literal["GPU", "CPU", "Memory", "Storage"] | None = Field(default=None, description="Resource.")
+    min: float | None = Field(
+        default=None, ge=0, description="Minimum amount: GB for GPU, Memory and Storage, cores for CPU."
+    )
+    kind: str | None = Field(default=None, min_length=1, description="Name of a required executor.")
 
     @model_validator(mode="after")
     def _says_something(self) -> Requirement:
@@ -229,9 +242,9 @@ Requirements = Annotated[tuple[Requirement, ...], BeforeValidator(_requirements)
 class PriceTable(Table):
     """Price of a worker in tokens per lease-hour."""
 
-    bid: float = Field(default=100.0, ge=0, allow_inf_nan=False, description="Told to everyone.")
+    bid: float = Field(default=100.0, ge=0, allow_inf_nan=False, description="Price that is published in requests.")
     max: float = Field(
-        default=100.0, ge=0, allow_inf_nan=False, description="Offers above it are refused; told to no one."
+        default=100.0, ge=0, allow_inf_nan=False, description="Maximum price; never sent. Offers above it are refused."
     )
 
     @model_validator(mode="before")
@@ -252,19 +265,21 @@ class ResourcesTable(Table):
     """``[.resources]``: number, requirements and prices of workers."""
 
     num_workers: int = Field(default=1, ge=1, le=10_000, description="Training workers.")
-    min_workers: int | None = Field(default=None, ge=1, description="With fewer the job fails; none: num_workers.")
+    min_workers: int | None = Field(
+        default=None, ge=1, description="Workers without which the job fails; if unset, num_workers."
+    )
     max_workers: int | None = Field(
-        default=None, ge=1, description="Workers at most; none: num_workers. More than num_workers is refused so far."
+        default=None, ge=1, description="Maximum number of workers. More than num_workers is not supported yet."
     )
     allocation_timeout: float = Field(default=60.0, gt=0, description="Seconds to find all workers.")
-    worker: Requirements = Field(default=(), description="What a training worker must have.")
-    parameter_server: Requirements = Field(default=(), description="What the parameter server must have.")
+    worker: Requirements = Field(default=(), description="Requirements on a training worker.")
+    parameter_server: Requirements = Field(default=(), description="Requirements on the parameter server.")
     worker_price: PriceTable = Field(default=PriceTable(), description="Price of a training worker.")
     parameter_server_price: PriceTable = Field(default=PriceTable(), description="Price of the parameter server.")
     budget: float | None = Field(
         default=None,
         gt=0,
-        description="Tokens the job may spend in all; none: no bound. Refused so far: prices are bounded by max.",
+        description="Maximum tokens that the job may spend. Not supported yet: refused if set.",
     )
 
     @model_validator(mode="after")
@@ -304,16 +319,16 @@ class JobConfig(Table):
     """One job."""
 
     type: Literal["diloco", "inference"] = Field(
-        default="diloco", description="Strategy: diloco. inference is refused so far."
+        default="diloco", description="Strategy: diloco. inference is not supported yet."
     )
-    seed: int = Field(default=0, ge=0, le=(1 << 63) - 1, description="Decides data order and shuffles.")
-    dataset: Annotated[DatasetTable, BeforeValidator(_dataset_by_name)] = Field(description="What to train on.")
-    model: ModelTable = Field(description="What to train.")
-    preprocessor: PreprocessorTable | None = Field(default=None, description="Applied to each batch.")
-    inner_optimizer: InnerOptimizerTable = Field(description="The workers' optimiser, AdamW.")
-    outer_optimizer: OuterOptimizerTable = Field(default=OuterOptimizerTable(), description="The outer optimiser.")
-    rounds: RoundsTable = Field(default=RoundsTable(), description="How long, and when to synchronise.")
-    sync: SyncTable = Field(default=SyncTable(), description="How updates travel.")
+    seed: int = Field(default=0, ge=0, le=(1 << 63) - 1, description="Seed of the order of slices and samples.")
+    dataset: Annotated[DatasetTable, BeforeValidator(_dataset_by_name)] = Field(description="Training data.")
+    model: ModelTable = Field(description="Model to train.")
+    preprocessor: PreprocessorTable | None = Field(default=None, description="Preprocessor applied to each batch.")
+    inner_optimizer: InnerOptimizerTable = Field(description="Inner optimizer of the workers, AdamW.")
+    outer_optimizer: OuterOptimizerTable = Field(default=OuterOptimizerTable(), description="Outer optimizer.")
+    rounds: RoundsTable = Field(default=RoundsTable(), description="Number and length of rounds.")
+    sync: SyncTable = Field(default=SyncTable(), description="Synchronization of updates.")
     resources: ResourcesTable = Field(default=ResourcesTable(), description="Workers and prices.")
 
     @model_validator(mode="after")
