@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from hypha_local.summary import Summary, count_parameters, summarise
+from hypha_local.summary import Summary, count_parameters, summarize
 
 
 def test_summary_counts_parameters_and_compares_traffic(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_summary_counts_parameters_and_compares_traffic(tmp_path: Path) -> None:
     assert count_parameters(tmp_path) == 12
     worker = {"peer": "p", "samples": 160, "batches": 10, "bytes_sent": 100, "bytes_received": 50}
     result = {"rounds": 2, "samples": 320, "workers": [worker] * 2, "placement_seconds": 0.5, "wall_seconds": 3.0}
-    summary = summarise(result, {"accuracy": 0.5, "loss": 1.0}, seed=1, wall_seconds=9.0, model_dir=tmp_path)
+    summary = summarize(result, {"accuracy": 0.5, "loss": 1.0}, seed=1, wall_seconds=9.0, model_dir=tmp_path)
     assert summary.per_step_bytes_per_worker == 10 * 12 * 4
     assert summary.traffic_ratio == 4.8
     assert json.loads(summary.as_json())["bytes_sent_per_worker"] == 100

@@ -12,7 +12,7 @@ from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown, RoundMembers
 from hypha_scheduler.membership import RoundAnnouncer
-from hypha_scheduler.strategies.diloco.rounds import Rounds, RoundSettings, Synchronise
+from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Rounds, RoundSettings
 
 A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in range(2))
 
@@ -37,9 +37,9 @@ def test_rejected_change_of_an_accepted_round_does_not_fail_the_job(first_is_acc
                 rpc.serve(server, ROUND_MEMBERS, answer)
                 rounds = Rounds(RoundSettings(rounds=2, target=8, batch_size=4, min_members=1), [A, B], 0.0)
                 announcer = RoundAnnouncer(scheduler, uuid.uuid4(), server.peer_id)
-                await announcer.announce(Synchronise(1, ((A, 4), (B, 4))), rounds, failed.append)
+                await announcer.announce(AnnounceRound(1, ((A, 4), (B, 4))), rounds, failed.append)
                 if first_is_accepted:
-                    await announcer.announce(Synchronise(1, ((A, 4),)), rounds, failed.append)
+                    await announcer.announce(AnnounceRound(1, ((A, 4),)), rounds, failed.append)
 
     anyio.run(main, backend="trio")
     assert [len(message.members) for message in received] == ([2, 1] if first_is_accepted else [2])

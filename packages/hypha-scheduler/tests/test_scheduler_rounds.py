@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, ScheduleUpdate
-from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, Late, RoundClosed, Rounds, RoundSettings, Synchronise
+from hypha_scheduler.strategies.diloco.rounds import (
+    AnnounceRound,
+    Effect,
+    Fail,
+    Late,
+    RoundClosed,
+    Rounds,
+    RoundSettings,
+)
 
 PEERS = [PeerId.from_public_key(bytes([n + 1]) * 32) for n in range(5)]
 
@@ -72,14 +80,14 @@ class Simulation:
 
     def take(self, effects: tuple[Effect, ...]) -> None:
         for effect in effects:
-            if isinstance(effect, Synchronise):
+            if isinstance(effect, AnnounceRound):
                 self.after(0.5, lambda effect=effect: self.outer_step(effect))
             elif isinstance(effect, RoundClosed):
                 self.closed.append(effect)
             elif isinstance(effect, Fail):
                 self.failed = effect.reason
 
-    def outer_step(self, effect: Synchronise) -> None:
+    def outer_step(self, effect: AnnounceRound) -> None:
         answer, effects = self.rounds.outer_step_taken(self.now)
         assert isinstance(answer, Done if effect.round == self.settings.rounds else Acknowledged)
         self.take(effects)
@@ -172,8 +180,8 @@ def test_losing_a_member_announces_the_round_again_without_it() -> None:
     rounds = make()
     assert rounds.update_started(PEERS[0], 2.0) == ()
     assert rounds.update_started(PEERS[1], 2.0) == ()
-    assert rounds.update_started(PEERS[2], 2.0) == (Synchronise(1, tuple((peer, 16) for peer in PEERS[:3])),)
-    assert rounds.worker_lost(PEERS[1], "no lease", 3.0) == (Synchronise(1, ((PEERS[0], 16), (PEERS[2], 16))),)
+    assert rounds.update_started(PEERS[2], 2.0) == (AnnounceRound(1, tuple((peer, 16) for peer in PEERS[:3])),)
+    assert rounds.worker_lost(PEERS[1], "no lease", 3.0) == (AnnounceRound(1, ((PEERS[0], 16), (PEERS[2], 16))),)
     assert isinstance(rounds.outer_step_taken(4.0)[0], Acknowledged)
 
 
@@ -181,14 +189,16 @@ def test_losing_the_last_missing_member_synchronizes_the_others() -> None:
     rounds = make()
     rounds.update_started(PEERS[0], 2.0)
     rounds.update_started(PEERS[1], 2.0)
-    assert rounds.worker_lost(PEERS[2], "no lease", 3.0) == (Synchronise(1, ((PEERS[0], 16), (PEERS[1], 16))),)
+    assert rounds.worker_lost(PEERS[2], "no lease", 3.0) == (AnnounceRound(1, ((PEERS[0], 16), (PEERS[1], 16))),)
 
 
 def test_refused_update_is_left_out() -> None:
     rounds = make()
     for peer in PEERS[:3]:
         rounds.update_started(peer, 2.0)
-    assert rounds.update_refused(1, PEERS[0], "not finite", 3.0) == (Synchronise(1, ((PEERS[1], 16), (PEERS[2], 16))),)
+    assert rounds.update_refused(1, PEERS[0], "not finite", 3.0) == (
+        AnnounceRound(1, ((PEERS[1], 16), (PEERS[2], 16))),
+    )
     assert rounds.update_refused(1, PEERS[0], "not finite", 3.0) == ()
 
 
@@ -209,7 +219,7 @@ def test_round_continues_without_late_workers() -> None:
     assert due is not None
     assert due >= 30
     assert rounds.expire(due - 0.1) == ()
-    assert rounds.expire(due) == (Late(PEERS[2], 1, due), Synchronise(1, ((PEERS[0], 32), (PEERS[1], 16))))
+    assert rounds.expire(due) == (Late(PEERS[2], 1, due), AnnounceRound(1, ((PEERS[0], 32), (PEERS[1], 16))))
 
 
 def test_late_executor_rejoins_in_the_next_round() -> None:
@@ -218,7 +228,7 @@ def test_late_executor_rejoins_in_the_next_round() -> None:
     rounds.update_started(PEERS[1], 2.0)
     due = rounds.deadline()
     assert due is not None
-    assert rounds.expire(due) == (Late(PEERS[2], 1, due), Synchronise(1, ((PEERS[0], 16), (PEERS[1], 16))))
+    assert rounds.expire(due) == (Late(PEERS[2], 1, due), AnnounceRound(1, ((PEERS[0], 16), (PEERS[1], 16))))
     assert rounds.batch_done(PEERS[2], 16, due + 1) == Continue()
     rounds.outer_step_taken(due + 2)
     assert rounds.batch_done(PEERS[2], 16, due + 3) == ScheduleUpdate(counter=0)
@@ -229,7 +239,7 @@ def test_late_executor_rejoins_in_the_next_round() -> None:
     assert rounds.update_started(PEERS[2], due + 7) == ()
     assert rounds.update_started(PEERS[1], due + 7) == ()
     [effect] = rounds.update_started(PEERS[0], due + 7)
-    assert isinstance(effect, Synchronise)
+    assert isinstance(effect, AnnounceRound)
     assert [peer for peer, _ in effect.members] == PEERS[:3]
 
 
@@ -254,7 +264,7 @@ def test_last_round_does_not_wait_for_a_late_executor() -> None:
         rounds.training_began(peer, 0.0)
         rounds.batch_done(peer, 16, 1.0)
     rounds.update_started(PEERS[0], 2.0)
-    assert rounds.expire(10.0) == (Late(PEERS[1], 1, 10.0), Synchronise(1, ((PEERS[0], 16),)))
+    assert rounds.expire(10.0) == (Late(PEERS[1], 1, 10.0), AnnounceRound(1, ((PEERS[0], 16),)))
     assert not rounds.over
     rounds.outer_step_taken(11.0)
     assert rounds.update_merged(PEERS[0], 12.0) == Done()

@@ -22,7 +22,7 @@ _DRAIN_TIMEOUT: Final = 30.0
     help="AIM repository to write to: a directory, or an `aim server`.  [default: write to the log]",
 )
 @click.version_option(package_name="hypha-aim-driver", prog_name="hypha-aim-driver")
-@click.option("--no-color", is_flag=True, expose_value=False, help="Never print in colour.")
+@click.option("--no-color", is_flag=True, expose_value=False, help="Never print in color.")
 def main(host: str, port: int, repo: str | None) -> None:
     """Accept the metrics that a scheduler posts to its status_bridge, and write them to AIM, one run per job.
 

@@ -29,7 +29,7 @@ def main() -> None:
 @main.command()
 @click.option("--task", type=click.Choice(list(TASKS)), default=DIGITS.name, show_default=True, help="What to learn.")
 @click.option("--workers", type=click.IntRange(1, 64), default=3, show_default=True, help="Training workers.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Synchronisations.  [default: what the task needs]")
+@click.option("--rounds", type=click.IntRange(min=1), help="Number of rounds.  [default: what the task needs]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Initial weights, data order.")
 @click.option(
     "--dir",
@@ -43,7 +43,7 @@ def main() -> None:
 @click.option(
     "--compare", is_flag=True, help="Then train each worker alone on its shard for comparison; doubles the time."
 )
-@click.option("--timeout", type=click.FloatRange(min=1), default=900.0, show_default=True, help="Seconds to train for.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=900.0, show_default=True, help="Seconds to train.")
 @click.option(
     "--format",
     "form",
@@ -52,7 +52,7 @@ def main() -> None:
     show_default=True,
     help="Format of the summary.",
 )
-@click.option("--no-color", is_flag=True, help="No colours and no moving bar.")
+@click.option("--no-color", is_flag=True, help="No colors and no progress bar.")
 def demo(
     task: str,
     workers: int,

@@ -26,7 +26,7 @@ from hypha_local.network_layout import HELD_OUT, Folders, NodePlan, Training, pl
 from hypha_local.plot import plot_loss
 from hypha_local.probe import wait_until_healthy
 from hypha_local.processes import Processes, local_processes, script
-from hypha_local.summary import Summary, summarise
+from hypha_local.summary import Summary, summarize
 
 START_TIMEOUT: Final = 60.0
 """Seconds for all nodes to become healthy."""
@@ -177,7 +177,7 @@ async def _collect_results(
     evaluation: dict[str, Any] = json.loads(output.read_text())
     result: dict[str, Any] = json.loads(result_path.read_text())
     wall = time.monotonic() - display.started
-    summary = summarise(result, evaluation, seed=training.seed, wall_seconds=wall, model_dir=folders.model)
+    summary = summarize(result, evaluation, seed=training.seed, wall_seconds=wall, model_dir=folders.model)
     summary = replace(summary, task=training.task.name)
     display.step("model evaluated, every process ended")
     return summary

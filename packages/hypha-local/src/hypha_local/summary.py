@@ -88,7 +88,7 @@ def count_parameters(model_dir: Path) -> int:
     return total
 
 
-def summarise(
+def summarize(
     result: dict[str, Any], evaluation: dict[str, Any], *, seed: int, wall_seconds: float, model_dir: Path
 ) -> Summary:
     """Build the summary from the scheduler's ``result.json`` and the executor's evaluation."""

@@ -371,7 +371,7 @@ class TensorFileWriter:
 
 
 def _by_alignment(item: tuple[str, TensorInfo]) -> tuple[int, str]:
-    """Sort key that puts wide dtypes before narrow ones, so that every tensor is aligned."""
+    """Return a sort key that puts wide dtypes before narrow ones, so that every tensor is aligned."""
     name, info = item
     if info.dtype not in _STORED or not 0 < len(name) <= NAME_LIMIT or name == _METADATA_KEY:
         raise TensorFileError(f"{name[:80]!r} of dtype {info.dtype!r} would be rejected by readers")

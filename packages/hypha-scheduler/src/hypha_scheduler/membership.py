@@ -1,6 +1,6 @@
 """Round announcements: sends the parameter server the members of each round, again whenever a member is lost.
 
-Called by `training` for the effect `Synchronise` of `strategies.diloco.rounds`.
+Called by `training` for the effect `AnnounceRound` of `strategies.diloco.rounds`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.ids import PeerId
 from hypha_proto.round_membership import ROUND_MEMBERS, Member, RoundMembers
-from hypha_scheduler.strategies.diloco.rounds import Rounds, Synchronise
+from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Rounds
 
 _log = logging.getLogger(__name__)
 
@@ -38,13 +38,13 @@ class RoundAnnouncer:
     timeout: float | None = None
     """Seconds for a round's updates to arrive; `UPDATES_TIMEOUT` if None."""
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
-    _latest: Synchronise | None = None
+    _latest: AnnounceRound | None = None
     _accepted_round: int = 0
     """Last round whose members the parameter server has accepted."""
     _trace: str | None = field(default_factory=instrumentation.current_traceparent)
     """Trace context of the job; announcements are not part of the trace of the report that triggers them."""
 
-    async def announce(self, members: Synchronise, rounds: Rounds, fail: Callable[[str], None]) -> None:
+    async def announce(self, members: AnnounceRound, rounds: Rounds, fail: Callable[[str], None]) -> None:
         """Announce the members of a round to the parameter server; messages never overtake each other.
 
         Args:
@@ -67,7 +67,7 @@ class RoundAnnouncer:
         elif rounds.closed < members.round:
             fail(f"round {members.round}: members could not be sent to parameter server {self.server}: {why}")
 
-    async def _ask(self, members: Synchronise) -> str | None:
+    async def _ask(self, members: AnnounceRound) -> str | None:
         """Send the members, with retries; return the reason for a failure or None."""
         message = RoundMembers(
             job_id=self.job_id,

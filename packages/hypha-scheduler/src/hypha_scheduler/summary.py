@@ -9,7 +9,7 @@ from hypha_scheduler.metrics.traffic import TrafficCounts
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator
 
 
-def summarise(
+def summarize(
     operator: DilocoOperator,
     workers: Iterable[PeerId],
     before: Mapping[PeerId, TrafficCounts],

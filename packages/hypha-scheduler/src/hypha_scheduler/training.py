@@ -58,7 +58,7 @@ from hypha_scheduler.strategies.diloco.operator import START_MODEL, DilocoOperat
 from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, Late, Measured, RoundClosed, Rounds
 from hypha_scheduler.strategies.diloco.slices import LedgerFullError, SliceLedger
 from hypha_scheduler.submit import AGGREGATE, TRAIN, PlacedJob, evaluation_shares, role_requests, round_settings
-from hypha_scheduler.summary import summarise
+from hypha_scheduler.summary import summarize
 from hypha_scheduler.tasks import Task, TaskGraph, TaskState
 
 _log = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class TrainingRun:
         await self._release_all("the job is done")
         summary = {
             "job_id": str(self.job_id),
-            **summarise(running.operator, running.placed.workers, before, after),
+            **summarize(running.operator, running.placed.workers, before, after),
             "model_dir": str(self._result.directory),
             "placement_seconds": round(placement_seconds, 4),
             "wall_seconds": round(anyio.current_time() - began, 3),

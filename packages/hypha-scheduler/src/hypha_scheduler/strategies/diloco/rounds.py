@@ -50,7 +50,7 @@ class RoundSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Synchronise:
+class AnnounceRound:
     """Effect: announce to the parameter server whose updates to average."""
 
     round: int
@@ -98,7 +98,7 @@ class Measured:
     values: Mapping[str, float]
 
 
-Effect = Synchronise | RoundClosed | Late | Measured | Fail
+Effect = AnnounceRound | RoundClosed | Late | Measured | Fail
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class _Round:
     """Members that were late or whose update was refused."""
     finish: float | None = None
     """Forecast of the time at which the last batch is complete."""
-    synchronised_at: float | None = None
+    announced_at: float | None = None
     """Time at which the members were announced."""
     closed_at: float | None = None
     """Time of the outer step."""
@@ -279,7 +279,7 @@ class Rounds:
         current = self._rounds[member.round]
         part = current.part(peer)
         part.posted_at = now if part.posted_at is None else part.posted_at
-        return self._synchronise_if_complete(current, now)
+        return self._announce_if_complete(current, now)
 
     def metrics_reported(self, peer: PeerId, number: int, loss: float | None) -> tuple[Effect, ...]:
         """Record the loss that a worker reported for a round."""
@@ -294,7 +294,7 @@ class Rounds:
         member = self._members.get(peer)
         if member is None:
             return ProgressError()
-        if self._rounds[member.round].synchronised_at is None:  # a response was lost and the report repeated
+        if self._rounds[member.round].announced_at is None:  # a response was lost and the report repeated
             return Continue() if member.round > 1 else ProgressError()
         if member.round >= self._settings.rounds:
             member.done = True
@@ -308,22 +308,22 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------------- parameter server
 
-    def _synchronise_if_complete(self, current: _Round, now: float, again: bool = False) -> tuple[Effect, ...]:
+    def _announce_if_complete(self, current: _Round, now: float, again: bool = False) -> tuple[Effect, ...]:
         expected = self._expected(current)
-        if current.number <= self._closed or (current.synchronised_at is not None and not again):
+        if current.number <= self._closed or (current.announced_at is not None and not again):
             return ()
         if not all(current.part(peer).posted_at is not None for peer in expected):
             return ()
         members = tuple((peer, current.parts[peer].samples) for peer in expected if current.parts[peer].samples)
         if len(members) < self._settings.min_members:
             return (Fail(f"round {current.number}: {len(members)} updates of at least {self._settings.min_members}"),)
-        current.synchronised_at = now
-        return (Synchronise(current.number, members),)
+        current.announced_at = now
+        return (AnnounceRound(current.number, members),)
 
     def outer_step_taken(self, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         """Process that the parameter server has taken an outer step, which closes a round."""
         current = self._rounds.get(self._closed + 1)
-        if current is None or current.synchronised_at is None:  # a response was lost and the report repeated
+        if current is None or current.announced_at is None:  # a response was lost and the report repeated
             return (self._after_step() if self._closed else ProgressError()), ()
         self._closed += 1
         current.closed_at = now
@@ -346,9 +346,9 @@ class Rounds:
         remaining, least = len(self._expected(current)), self._settings.min_members
         if remaining < least:
             return (Fail(f"round {current.number}: {why}; {remaining} of at least {least} remain"),)
-        return self._synchronise_if_complete(current, now, again=True)
+        return self._announce_if_complete(current, now, again=True)
 
-    # -------------------------------------------------------------------------------------------------- what goes wrong
+    # --------------------------------------------------------------------------------------------------- lost and late
 
     def worker_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
         """Remove a lost worker; its updates in rounds that are not closed are not used."""
@@ -360,7 +360,7 @@ class Rounds:
         effects: tuple[Effect, ...] = ()
         for current in [r for r in self._rounds.values() if r.number > self._closed]:
             current.parts.pop(peer, None)
-            effects += self._synchronise_if_complete(current, now, again=current.synchronised_at is not None)
+            effects += self._announce_if_complete(current, now, again=current.announced_at is not None)
         return effects
 
     def deadline(self) -> float | None:
@@ -370,10 +370,9 @@ class Rounds:
             last = self._rounds[self._closed]
             timeout = max(self._settings.step_timeout, self._settings.evaluation)
             return None if self.over else (last.closed_at or last.began_at) + timeout
-        if current.synchronised_at is not None:
-            return (
-                current.synchronised_at + (self._settings.timeout or 0.0) + self._settings.step_timeout
-            )  # updates, then a step
+        if current.announced_at is not None:
+            updates, step = self._settings.timeout or 0.0, self._settings.step_timeout
+            return current.announced_at + updates + step
         began = current.trains_at if current.number == 1 else current.began_at
         if self._settings.timeout is not None and began is not None:  # starting executors have a timeout of their own
             return began + self._settings.timeout
@@ -396,7 +395,7 @@ class Rounds:
         return before.closed_at + self._settings.evaluation if behind else None
 
     def expire(self, now: float) -> tuple[Effect, ...]:
-        """If the deadline has passed, continue the round without late workers, or fail the job."""
+        """Apply the deadline if it has passed: continue the round without late workers, or fail the job."""
         due = self.deadline()
         if due is None or now < due:
             return ()
@@ -404,8 +403,8 @@ class Rounds:
         if current is None:
             waiting = sorted(str(peer) for peer, member in self._members.items() if not member.done)
             return (Fail(f"the outer update of round {self._closed} was not merged by {', '.join(waiting)}"),)
-        if current.synchronised_at is not None:
-            since = now - current.synchronised_at
+        if current.announced_at is not None:
+            since = now - current.announced_at
             return (Fail(f"round {current.number}: the parameter server took no outer step within {since:.0f} s"),)
         late = [peer for peer in self._expected(current) if current.part(peer).posted_at is None]
         current.dropped.update(late)
@@ -415,7 +414,7 @@ class Rounds:
         longest = max(waited.values(), default=0.0)
         return reports + self._continue_without(current, f"no update within {longest:.0f} s from {names}", now)
 
-    # ------------------------------------------------------------------------------------------------------ what it was
+    # ------------------------------------------------------------------------------------------------------- reporting
 
     def finish(self) -> tuple[Effect, ...]:
         """Report the closed rounds that still wait for a worker's metrics."""
