@@ -17,7 +17,7 @@ from hypha_net.node.config.loader import Loaded, load_config
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, Preprocessor, TrainConfig
 from hypha_scheduler.config import SchedulerConfig
-from hypha_scheduler.submit import PlacedJob, wants
+from hypha_scheduler.submit import PlacedJob, role_requests
 from hypha_worker.bidding.arbiter import OfferPolicy
 from hypha_worker.cli import main as worker_main
 from hypha_worker.config import WorkerConfig
@@ -144,7 +144,7 @@ def test_the_whole_page_of_the_scheduler_is_one_file(tmp_path: Path) -> None:
     text = completed_scheduler("\n".join(each.text for each in SCHEDULER))
     loaded = scheduler(text, tmp_path)
     [job] = loaded.config.jobs
-    train, aggregate = wants(job)
+    train, aggregate = role_requests(job)
     assert job.model.task == "image-classification"
     assert (train.count, train.bid, train.max_price) == (4, 110.0, 160.0)
     assert (train.spec.resources.gpu, train.spec.resources.cpu, train.spec.resources.memory) == (10, 2, 8)

@@ -1,4 +1,4 @@
-"""A metric is taken whole or answered by 422; the program serves over a real socket and ends on SIGTERM."""
+"""HTTP application: valid metrics are recorded, malformed ones get 422, and the program exits on SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 GOOD = {"worker_id": PEER, "round": 3, "metric_name": "loss", "value": 0.5}
 
 
-class Kept:
+class RecordingSink:
     def __init__(self) -> None:
         self.metrics: list[AimMetrics] = []
 
@@ -30,8 +30,8 @@ class Kept:
 
 
 @pytest.mark.parametrize("body", [GOOD, GOOD | {"value": 1}, GOOD | {"job_id": "a"}, GOOD | {"later": 1}])
-def test_a_metric_is_kept(body: dict[str, Any]) -> None:
-    sink = Kept()
+def test_valid_metric_is_recorded(body: dict[str, Any]) -> None:
+    sink = RecordingSink()
     assert TestClient(create_app(sink)).post("/status", json=body).status_code == 200
     expected = AimMetrics(worker_id=PEER, round=3, metric_name="loss", value=body["value"], job_id=body.get("job_id"))
     assert sink.metrics == [expected]
@@ -50,8 +50,8 @@ def test_a_metric_is_kept(body: dict[str, Any]) -> None:
         {"job_id": ""},
     ],
 )
-def test_a_malformed_metric_is_answered_by_422(change: dict[str, Any]) -> None:
-    sink = Kept()
+def test_malformed_metric_gets_422(change: dict[str, Any]) -> None:
+    sink = RecordingSink()
     answer = TestClient(create_app(sink)).post("/status", json=GOOD | change)
     assert answer.status_code == 422
     assert next(iter(change)) in answer.text
@@ -66,7 +66,7 @@ def _post(port: int, body: dict[str, Any]) -> int:
         return int(answer.status)
 
 
-def test_the_program_serves_and_ends() -> None:
+def test_program_serves_and_exits_on_sigterm() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""With AIM itself: posts become runs in a folder and behind an `aim server`, and `aim up` shows them.
+"""With AIM itself: metrics become runs in a directory and on an `aim server`, and `aim up` shows them.
 
 AIM is installed with the driver, as its README says, into an environment of its own; HYPHA_AIM_PYTHON names an
 interpreter that has both already.
@@ -52,7 +52,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter with the driver and AIM."""
+    """Provide a Python interpreter with the driver and AIM."""
     if "HYPHA_AIM_PYTHON" in os.environ:
         return Path(os.environ["HYPHA_AIM_PYTHON"])
     candidates = [sys.executable] if sys.version_info < (3, 13) else [shutil.which(name) for name in PYTHONS]
@@ -71,7 +71,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(
     command: list[str | Path], log: Path, url: str, *, cwd: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A program in a process group of its own, up when `url` answers; killed at the end."""
+    """Run a program in its own process group, ready when `url` responds; kill it at the end."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -100,7 +100,7 @@ def get(url: str) -> bytes | None:
 
 @contextmanager
 def driver(python: Path, repo: str, log: Path) -> Iterator[int]:
-    """A driver; at the end it is asked to leave, and must have written everything."""
+    """Run a driver; stop it with SIGTERM at the end, when it must have written everything."""
     port = free_port()
     command: list[str | Path] = [python.parent / "hypha-aim-driver", "--repo", repo, "--port", str(port)]
     with started(command, log, f"http://127.0.0.1:{port}/openapi.json") as process:
@@ -111,7 +111,7 @@ def driver(python: Path, repo: str, log: Path) -> Iterator[int]:
 
 @contextmanager
 def aim(python: Path, name: str, repo: Path, port: int, path: str) -> Iterator[str]:
-    """`aim server` or `aim up`, up when `path` answers."""
+    """Run `aim server` or `aim up`, ready when `path` responds."""
     base = f"http://127.0.0.1:{port}"
     command: list[str | Path] = [
         python.parent / "aim",
@@ -151,7 +151,7 @@ def series(python: Path, repo: Path) -> list[list[Any]]:
     return sorted(json.loads(output), key=str)
 
 
-def test_posts_become_runs_in_a_folder_and_go_on_after_a_restart(python: Path, tmp_path: Path) -> None:
+def test_metrics_become_runs_and_continue_after_a_restart(python: Path, tmp_path: Path) -> None:
     repo, log = tmp_path / "repo", tmp_path / "driver.log"
     with driver(python, str(repo), log) as port:
         for number in (1, 2):
@@ -170,17 +170,15 @@ def test_posts_become_runs_in_a_folder_and_go_on_after_a_restart(python: Path, t
     ]
 
 
-def test_a_tracking_server_that_is_late_and_restarts_costs_no_post_and_the_page_shows_them(
-    python: Path, tmp_path: Path
-) -> None:
+def test_no_metric_is_lost_while_the_aim_server_is_down(python: Path, tmp_path: Path) -> None:
     repo, log, server = tmp_path / "repo", tmp_path / "driver.log", free_port()
     repo.mkdir()
     with ExitStack() as last_server, driver(python, f"aim://127.0.0.1:{server}", log) as port:
         assert post(port, job_id=JOB, round=1) == 200
-        wait_for(log, "AIM does not take metrics")
+        wait_for(log, "AIM does not accept metrics")
         with aim(python, "server", repo, server, "/status/"):
             assert post(port, job_id=JOB, round=2) == 200
-            wait_for(log, "AIM takes metrics again")
+            wait_for(log, "AIM accepts metrics again")
         assert post(port, job_id=JOB, round=3) == 200
         time.sleep(2)
         last_server.enter_context(aim(python, "server", repo, server, "/status/"))
@@ -188,7 +186,7 @@ def test_a_tracking_server_that_is_late_and_restarts_costs_no_post_and_the_page_
     assert series(python, repo) == [
         [f"job {JOB}", "hypha", {"worker": A}, "loss", [[1, 0.5], [2, 0.5], [3, 0.5], [4, 0.5]]]
     ]
-    assert log.read_text().count("AIM does not take metrics") <= 2  # once each time that the server was away
+    assert log.read_text().count("AIM does not accept metrics") <= 2  # once for each outage of the server
     with aim(python, "up", repo, free_port(), "/api/experiments/") as page:
         [experiment] = [e for e in json.loads(get(f"{page}/api/experiments/") or b"") if e["name"] == "hypha"]
         answer = json.loads(get(f"{page}/api/experiments/{experiment['id']}/runs/") or b"")

@@ -1,4 +1,4 @@
-"""No post is lost while AIM fails, each stands in the run of its job, and the queue has an end."""
+"""Retry queue and runs: no metric is lost while AIM fails, each goes to its job's run, the queue is bounded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypha_aim_driver import repository
 from hypha_aim_driver.app import AimMetrics, create_app
 from hypha_aim_driver.cli import main
-from hypha_aim_driver.retry_queue import Delivery, NotWrittenError, Writer
+from hypha_aim_driver.retry_queue import NotWrittenError, RetryQueue, Writer
 from hypha_aim_driver.runs import JobRuns
 
 A = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
@@ -77,7 +77,7 @@ class ListWriter:
         self.written += metrics[:3]
         return len(metrics[:3])
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         pass
 
     def close(self) -> None:
@@ -85,12 +85,12 @@ class ListWriter:
 
 
 @contextmanager
-def delivering(writer: Writer, **options: Any) -> Iterator[Delivery]:
-    delivery = Delivery(writer, **options)
+def running_queue(writer: Writer, **options: Any) -> Iterator[RetryQueue]:
+    queue = RetryQueue(writer, **options)
     try:
-        yield delivery
+        yield queue
     finally:
-        delivery.close(5)
+        queue.close(5)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -100,39 +100,39 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_posts_wait_while_aim_is_away_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_are_queued_while_aim_fails_and_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     writer = ListWriter()
     posts = [metric(number) for number in range(20)]
-    with delivering(writer, retry=0.01) as delivery:
+    with running_queue(writer, retry=0.01) as queue:
         for post in posts:
-            delivery.record(post)
+            queue.record(post)
         wait_for(lambda: writer.attempts >= 3)
-        assert delivery.waiting == 20
+        assert queue.waiting == 20
         writer.down = False
-        wait_for(lambda: delivery.waiting == 0)
+        wait_for(lambda: queue.waiting == 0)
     assert writer.written == posts
     assert [r.getMessage().partition(":")[0] for r in caplog.records if r.levelname == "WARNING"] == [
-        "AIM does not take metrics; they are kept and tried again"
+        "AIM does not accept metrics; they are kept and retried"
     ]
-    assert any("takes metrics again" in r.getMessage() for r in caplog.records)
+    assert any("accepts metrics again" in r.getMessage() for r in caplog.records)
 
 
-def test_a_full_queue_refuses_with_503_and_keeps_what_it_has(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_queue_refuses_with_503_and_keeps_its_metrics(caplog: pytest.LogCaptureFixture) -> None:
     writer = ListWriter()
-    with delivering(writer, capacity=2, retry=0.01) as delivery:
-        client = TestClient(create_app(delivery))
+    with running_queue(writer, capacity=2, retry=0.01) as queue:
+        client = TestClient(create_app(queue))
         answers = [client.post("/status", json=metric(number).model_dump()) for number in range(4)]
         assert [answer.status_code for answer in answers] == [200, 200, 503, 503]
         assert client.post("/status", json=metric(1).model_dump() | {"round": "x"}).status_code == 422
         writer.down = False
-        wait_for(lambda: delivery.waiting == 0)
+        wait_for(lambda: queue.waiting == 0)
         assert client.post("/status", json=metric(9).model_dump()).status_code == 200
     assert [post.round for post in writer.written] == [0, 1, 9]
     assert len([r for r in caplog.records if r.levelname == "ERROR"]) == 1
 
 
-def test_an_aim_that_hangs_holds_up_neither_posts_nor_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_hanging_aim_blocks_neither_requests_nor_exit(caplog: pytest.LogCaptureFixture) -> None:
     released = threading.Event()
 
     class Hanging(ListWriter):
@@ -140,21 +140,21 @@ def test_an_aim_that_hangs_holds_up_neither_posts_nor_the_end(caplog: pytest.Log
             released.wait(20)
             return len(metrics)
 
-    delivery = Delivery(Hanging(), silence=0.05)
+    queue = RetryQueue(Hanging(), stall_timeout=0.05)
     try:
-        delivery.record(metric(1))
+        queue.record(metric(1))
         time.sleep(0.1)
-        delivery.record(metric(2))
+        queue.record(metric(2))
         began = time.monotonic()
-        assert delivery.close(0.1) == 2
-        assert delivery.hangs
+        assert queue.close(0.1) == 2
+        assert queue.is_running
         assert time.monotonic() - began < 10
     finally:
         released.set()
     assert [r.levelname for r in caplog.records] == ["WARNING"]
 
 
-def test_one_run_a_job_and_one_series_a_worker() -> None:
+def test_one_run_per_job_and_one_series_per_worker() -> None:
     repository = StubRepository()
     runs = JobRuns(repository)
     posts = [metric(1), metric(1, B, value=2.0), metric(1, job="k"), metric(2)]
@@ -167,16 +167,16 @@ def test_one_run_a_job_and_one_series_a_worker() -> None:
     assert [run.closed for run in repository.opened] == [1, 1]
 
 
-def test_a_silent_job_ends_and_goes_on_when_it_is_heard_again() -> None:
+def test_idle_run_is_closed_and_reopened() -> None:
     now = 0.0
     repository = StubRepository()
     runs = JobRuns(repository, clock=lambda: now)
     runs.write([metric(1)])
     now = 599.0
-    runs.rest()
+    runs.on_idle()
     assert repository.opened[0].closed == 0
     now = 601.0
-    runs.rest()
+    runs.on_idle()
     assert repository.opened[0].closed == 1
     runs.write([metric(2)])
     assert len(repository.opened) == 1
@@ -186,10 +186,10 @@ def test_a_silent_job_ends_and_goes_on_when_it_is_heard_again() -> None:
     st.lists(st.tuples(st.sampled_from([A, B]), st.integers(1, 4)), min_size=1, max_size=20),
     st.lists(st.booleans(), max_size=30),
 )
-def test_unnamed_jobs_are_told_apart_by_their_rounds_whatever_fails(
+def test_jobs_without_id_are_separated_by_rounds_despite_failures(
     jobs: list[tuple[str, int]], fails: list[bool]
 ) -> None:
-    """Jobs of one worker each, of some rounds: each ends up whole in its run, also when writes are repeated."""
+    """Jobs of one worker with several rounds: each gets one complete run, also when writes are repeated."""
     posts = [metric(number, worker, None) for worker, rounds in jobs for number in range(1, rounds + 1)]
 
     def runs_of(repository: StubRepository) -> list[Counter[tuple[str, int]]]:
@@ -209,20 +209,20 @@ def test_unnamed_jobs_are_told_apart_by_their_rounds_whatever_fails(
             assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_repository_without_aim_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repo_without_aim_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repository, "aim_is_installed", lambda: False)
     answer = CliRunner().invoke(main, ["--repo", "runs"])
     assert answer.exit_code == 2
     assert "hypha-aim-driver[aim]" in answer.output
 
 
-def test_a_repository_at_a_web_address_is_a_usage_error() -> None:
+def test_web_address_as_repo_is_a_usage_error() -> None:
     answer = CliRunner().invoke(main, ["--repo", "http://aim:53800"])
     assert answer.exit_code == 2
     assert "aim://HOST:PORT" in answer.output
 
 
-def test_whatever_aim_raises_means_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_aim_become_not_written_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_location: str) -> None:
         raise RuntimeError("Failed to connect to Aim Server")
 

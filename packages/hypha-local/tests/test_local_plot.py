@@ -1,4 +1,4 @@
-"""The picture of a run: what is drawn, and what is said when nothing is."""
+"""Plot of a run: what is plotted, and the message if nothing is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SUMMARY = Summary(
 
 @pytest.fixture
 def axes(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """What is drawn on, in place of matplotlib's."""
+    """Mock of matplotlib's axes."""
     figure = MagicMock()
     figure.savefig.side_effect = lambda picture, **_: Path(picture).write_bytes(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", SimpleNamespace(Figure=lambda **_: figure))  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def loss(worker: str, number: int, value: float | None) -> dict[str, Any]:
     return {"event": "metric", "worker": worker, "round": number, "name": "loss", "value": value}
 
 
-def test_loss_is_drawn_over_rounds_with_the_accuracy_in_the_title(tmp_path: Path, axes: MagicMock) -> None:
+def test_loss_is_plotted_with_the_accuracy_in_the_title(tmp_path: Path, axes: MagicMock) -> None:
     metrics = write(
         tmp_path / "metrics.jsonl",
         {"event": "accepted"},
@@ -65,8 +65,8 @@ def test_loss_is_drawn_over_rounds_with_the_accuracy_in_the_title(tmp_path: Path
         {"event": "round", "round": 2, "loss": None},
         {"event": "round", "round": 3, "loss": 0.5},
     )
-    said = plot.plot_loss(metrics, SUMMARY, tmp_path / "loss.png")
-    assert said == f"loss over 2 rounds drawn in {tmp_path / 'loss.png'}"
+    message = plot.plot_loss(metrics, SUMMARY, tmp_path / "loss.png")
+    assert message == f"loss over 2 rounds drawn in {tmp_path / 'loss.png'}"
     assert (tmp_path / "loss.png").exists()
     assert [call.args for call in axes.plot.call_args_list] == [((1,), (2.5,)), ((1, 3), (2.5, 0.5))]
     assert "test accuracy 0.9681" in axes.set.call_args.kwargs["title"]
@@ -76,7 +76,7 @@ def measured(worker: str, number: int, name: str, value: float) -> dict[str, Any
     return {"event": "metric", "worker": worker, "round": number, "name": name, "value": value}
 
 
-def test_accuracy_is_drawn_by_samples_where_it_was_measured(tmp_path: Path, axes: MagicMock) -> None:
+def test_accuracy_is_weighted_by_evaluation_samples(tmp_path: Path, axes: MagicMock) -> None:
     metrics = write(
         tmp_path / "metrics.jsonl",
         {"event": "round", "round": 1, "loss": 2.5},
@@ -87,21 +87,21 @@ def test_accuracy_is_drawn_by_samples_where_it_was_measured(tmp_path: Path, axes
         measured("b", 1, "evaluation_samples", 300),
         measured("a", 2, "accuracy", 0.75),
         measured("a", 2, "evaluation_samples", 100),
-        measured("b", 2, "accuracy", 0.1),  # whose number of samples was lost
+        measured("b", 2, "accuracy", 0.1),  # its number of samples is missing
     )
-    said = plot.plot_loss(metrics, SUMMARY, tmp_path / "loss.png")
-    assert said == f"loss and accuracy over 2 rounds drawn in {tmp_path / 'loss.png'}"
+    message = plot.plot_loss(metrics, SUMMARY, tmp_path / "loss.png")
+    assert message == f"loss and accuracy over 2 rounds drawn in {tmp_path / 'loss.png'}"
     [drawn] = axes.twinx.return_value.plot.call_args_list
     assert drawn.args == ((1, 2), (0.875, 0.75))
 
 
-def test_without_a_loss_nothing_is_drawn(tmp_path: Path, axes: MagicMock) -> None:
+def test_nothing_is_plotted_without_a_loss(tmp_path: Path, axes: MagicMock) -> None:
     metrics = write(tmp_path / "metrics.jsonl", {"event": "round", "round": 1, "loss": None})
     assert plot.plot_loss(metrics, SUMMARY, tmp_path / "loss.png") == plot.NOTHING_TO_PLOT
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_without_matplotlib_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     assert plot.plot_loss(tmp_path / "none", SUMMARY, tmp_path / "loss.png") == plot.PLOT_MISSING
     assert "hypha-local[plot]" in plot.PLOT_MISSING

@@ -1,6 +1,6 @@
-"""What our own nodes add to the wire, held to golden bytes: a change here is a change that peers in the field will see.
+"""Golden bytes of Hypha's protocol extensions: a difference here is a change of the wire format.
 
-`python test_proto_own_wire.py` (with this folder as working directory) prints the file anew, for a deliberate change.
+`python test_proto_own_wire.py` (with this folder as working directory) prints a new file after a deliberate change.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ HEARTBEAT = [
 
 def lines() -> list[dict[str, Any]]:
     made = []
-    for kind, talks in (("request", REQUESTS), ("response", RESPONSES)):
-        for talk, value in talks:
-            data = talk.encode_request(value) if kind == "request" else talk.encode_response(value)
-            plain = to_plain(talk.request if kind == "request" else talk.response, value)
-            name = talk.variant or type(value).__name__
-            made.append({"protocol": talk.protocol, "kind": kind, "name": name, "hex": data.hex(), "json": plain})
+    for kind, exchanges in (("request", REQUESTS), ("response", RESPONSES)):
+        for method, value in exchanges:
+            data = method.encode_request(value) if kind == "request" else method.encode_response(value)
+            plain = to_plain(method.request if kind == "request" else method.response, value)
+            name = method.variant or type(value).__name__
+            made.append({"protocol": method.protocol, "kind": kind, "name": name, "hex": data.hex(), "json": plain})
     for name, annotated, value in HEADERS:
         data, plain = to_cbor(annotated, value), to_plain(annotated, value)
         made.append({"protocol": "transfer", "kind": "header", "name": name, "hex": data.hex(), "json": plain})
@@ -140,20 +140,20 @@ ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(HEARTBEAT)
 
 
 @pytest.mark.parametrize("index", range(ALL))
-def test_bytes_are_as_they_were(index: int) -> None:
+def test_encoding_matches_golden_bytes(index: int) -> None:
     assert lines()[index] == golden()[index]
 
 
 def test_golden_bytes_decode() -> None:
     stored = golden()
-    for (talk, value), line in zip(REQUESTS, stored, strict=False):
-        assert talk.decode_request(bytes.fromhex(line["hex"])) == value
-    for (talk, value), line in zip(RESPONSES, stored[len(REQUESTS) :], strict=False):
-        assert talk.decode_response(bytes.fromhex(line["hex"])) == value
+    for (method, value), line in zip(REQUESTS, stored, strict=False):
+        assert method.decode_request(bytes.fromhex(line["hex"])) == value
+    for (method, value), line in zip(RESPONSES, stored[len(REQUESTS) :], strict=False):
+        assert method.decode_response(bytes.fromhex(line["hex"])) == value
     assert len(stored) == ALL
 
 
-def test_a_heartbeat_s_key_names_its_publisher_and_others_name_nobody() -> None:
+def test_only_heartbeat_keys_name_a_publisher() -> None:
     assert publisher_named(heartbeat_key(PEER, b"a/b\xff")) == PEER
     assert publisher_named(b"digits") is None
     for spoilt in (

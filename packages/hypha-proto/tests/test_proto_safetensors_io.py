@@ -1,4 +1,4 @@
-"""Safetensors files: the same bytes as the reference library, and nothing that a hostile header can do."""
+"""Safetensors files: compatible with the reference library and safe against malicious headers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ names = st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tensors=st.dictionaries(names, arrays, max_size=5), metadata=st.dictionaries(st.text(), st.text(), max_size=3))
-def test_reads_what_the_reference_library_writes(
+def test_reads_files_of_the_reference_library(
     tmp_path: Path, tensors: dict[str, np.ndarray[Any, Any]], metadata: dict[str, str]
 ) -> None:
     path = tmp_path / "a.safetensors"
@@ -65,7 +65,7 @@ def test_reads_what_the_reference_library_writes(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tensors=st.dictionaries(names, arrays, max_size=5), data=st.data())
-def test_the_reference_library_reads_what_we_write(
+def test_reference_library_reads_written_files(
     tmp_path: Path, tensors: dict[str, np.ndarray[Any, Any]], data: st.DataObject
 ) -> None:
     path = tmp_path / "b.safetensors"
@@ -86,8 +86,8 @@ def test_the_reference_library_reads_what_we_write(
         assert opened.metadata() == {"round": "3"}
 
 
-def test_bfloat16_rounds_to_nearest_even_and_keeps_what_is_not_finite() -> None:
-    # 1 + 2^-8 lies half way between two bfloat16 numbers: to the even one; with one more bit set, up
+def test_bfloat16_rounds_to_nearest_even_and_keeps_non_finite_values() -> None:
+    # 1 + 2^-8 is half way between two bfloat16 numbers and rounds to even; with one more bit set it rounds up
     halfway = np.array([0x3F808000, 0x3F818000, 0x3F808001], dtype=np.uint32).view(np.float32)
     assert from_float(halfway, "BF16").tolist() == [0x3F80, 0x3F82, 0x3F81]
     special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0], dtype=np.float32)
@@ -97,7 +97,7 @@ def test_bfloat16_rounds_to_nearest_even_and_keeps_what_is_not_finite() -> None:
 
 
 @given(hnp.arrays(np.uint16, 16))
-def test_every_bfloat16_survives_the_way_through_float32(bits: np.ndarray[Any, np.dtype[np.uint16]]) -> None:
+def test_every_bfloat16_round_trips_through_float32(bits: np.ndarray[Any, np.dtype[np.uint16]]) -> None:
     floats = to_float32(bits, "BF16")
     number = ~np.isnan(floats)
     assert np.array_equal(from_float(floats, "BF16")[number], bits[number])
@@ -155,7 +155,7 @@ HOSTILE: dict[str, tuple[Any, bytes]] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_header_is_refused(tmp_path: Path, kind: str) -> None:
+def test_malicious_header_is_rejected(tmp_path: Path, kind: str) -> None:
     header, data = HOSTILE[kind]
     with pytest.raises(TensorFileError) as caught:
         TensorFile(_file(tmp_path / "evil.safetensors", header, data))
@@ -167,14 +167,14 @@ def test_a_hostile_header_is_refused(tmp_path: Path, kind: str) -> None:
     "content",
     [b"", b"\0" * 7, b"\0" * 8, struct.pack("<Q", 1 << 63) + b"{}", struct.pack("<Q", HEADER_LIMIT + 1) + b"{}"],
 )
-def test_a_hostile_length_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_malicious_header_length_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "evil.safetensors"
     path.write_bytes(content)
     with pytest.raises(TensorFileError):
         TensorFile(path)
 
 
-def test_mutated_files_are_read_or_refused_but_never_more(tmp_path: Path) -> None:
+def test_mutated_files_are_either_read_or_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     safetensors.numpy.save_file({"a": np.arange(6, dtype="f4"), "b": np.arange(4, dtype="i8")}, path, {"round": "1"})
     original = path.read_bytes()
@@ -195,7 +195,7 @@ def test_mutated_files_are_read_or_refused_but_never_more(tmp_path: Path) -> Non
     assert refused > 750
 
 
-def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_failed_write_leaves_only_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"old")
     info = {"a": TensorInfo("F32", (2,))}
@@ -219,7 +219,7 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path
 
 @contextmanager
 def files_up_to(size: int) -> Iterator[None]:
-    """A disk that is full when a file has `size` bytes; it says "too large" where a full one says "no space"."""
+    """Limit file sizes to `size` bytes, which fails like a full disk with "too large" instead of "no space"."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -229,7 +229,7 @@ def files_up_to(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("names", [1, 500], ids=["at the last bytes", "in the header"])
-def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, names: int) -> None:
+def test_full_disk_leaves_only_the_old_file(tmp_path: Path, names: int) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"old")
     info = {f"{number:0200d}": TensorInfo("F32", (1,)) for number in range(names)}
@@ -248,6 +248,6 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, names:
         assert len(file.tensors) == names
 
 
-def test_unknown_names_are_named(tmp_path: Path) -> None:
+def test_unknown_tensor_error_names_the_tensor(tmp_path: Path) -> None:
     with TensorFile(_file(tmp_path / "a.safetensors", {})) as file, pytest.raises(TensorFileError, match="weight"):
         file.tensor("weight")

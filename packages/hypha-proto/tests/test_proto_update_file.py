@@ -1,4 +1,4 @@
-"""The update file's metadata, and adding an update to a model."""
+"""Update files: metadata, and adding an update to a model."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ def test_metadata_round_trip(
         {"statistics": "[" * 100_000},
     ],
 )
-def test_malformed_metadata_is_refused(texts: dict[str, str]) -> None:
+def test_malformed_metadata_is_rejected(texts: dict[str, str]) -> None:
     with pytest.raises(TensorFileError, match=next(iter(texts))):
         UpdateMetadata.decode(texts)
 
 
-def test_a_file_without_metadata_is_an_update_without_statistics(tmp_path: Path) -> None:
+def test_file_without_metadata_is_an_update_without_statistics(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"a": np.ones(2, "f4")}, tmp_path / "u.safetensors")
     file, metadata = open_update(tmp_path / "u.safetensors")
     assert metadata == UpdateMetadata()
     file.close()
 
 
-def test_statistics_that_the_file_lacks_are_refused(tmp_path: Path) -> None:
+def test_statistics_missing_from_the_file_are_rejected(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"a": np.ones(2, "f4")}, tmp_path / "u.safetensors", {"statistics": '["b"]'})
     with pytest.raises(TensorFileError, match="'b'"):
         open_update(tmp_path / "u.safetensors")
@@ -89,7 +89,7 @@ def test_apply_update_adds_in_float32_and_keeps_the_models_dtypes(tmp_path: Path
         "f64": TensorInfo("F64", (3, 700)),
         "count": TensorInfo("I64", ()),
     }
-    big = 2**40 + 1  # no float32: the sum must not go through one
+    big = 2**40 + 1  # not representable in float32, so the sum must not be computed in it
     model = tmp_path / "model.safetensors"
     with TensorFileWriter(model, infos, {"format": "pt"}) as writer:
         for name, value in values.items():
@@ -111,7 +111,7 @@ def test_apply_update_adds_in_float32_and_keeps_the_models_dtypes(tmp_path: Path
         assert int(after.stored("count")) == big + 25
 
 
-def test_apply_update_in_place_and_over_block_borders(tmp_path: Path) -> None:
+def test_apply_update_in_place_and_across_block_boundaries(tmp_path: Path) -> None:
     size = (1 << 19) + 3
     model = tmp_path / "model.safetensors"
     start = np.arange(size, dtype="f4")
@@ -122,7 +122,7 @@ def test_apply_update_in_place_and_over_block_borders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["unknown", "w"])
-def test_an_update_that_does_not_fit_changes_nothing(tmp_path: Path, name: str) -> None:
+def test_mismatched_update_changes_nothing(tmp_path: Path, name: str) -> None:
     model = tmp_path / "model.safetensors"
     safetensors.numpy.save_file({"w": np.ones((2, 3), "f4")}, model)
     before = model.read_bytes()
@@ -140,7 +140,7 @@ def _sharded(model_dir: Path) -> None:
     (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_a_sharded_model_is_updated_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_sharded_model_is_updated_completely_or_not_at_all(tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
     _sharded(model_dir)
     listed = sorted(model_dir.iterdir())
@@ -169,12 +169,12 @@ def test_a_sharded_model_is_updated_whole_or_not_at_all(tmp_path: Path) -> None:
         '{"weight_map": {"a": "missing.safetensors"}}',
     ],
 )
-def test_a_malformed_index_is_refused(tmp_path: Path, index: str) -> None:
+def test_malformed_index_is_rejected(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(TensorFileError):
         model_files(tmp_path)
 
 
-def test_a_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
+def test_directory_without_safetensors_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(TensorFileError, match="no safetensors file"):
         model_files(tmp_path)

@@ -1,4 +1,4 @@
-"""The auction: never above the maximal price, the best per token, one lease a peer."""
+"""Auction: no offer above the maximum price, most resources per token win, one lease per peer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def auction(train: int = 3) -> Auction:
             ),
         ]
     )
-    made.asked(TRAIN, "train")
-    made.asked(AGGREGATE, "aggregate")
+    made.register_request(TRAIN, "train")
+    made.register_request(AGGREGATE, "aggregate")
     return made
 
 
@@ -39,7 +39,7 @@ def offer(number: int, price: float = 100, request: uuid.UUID = TRAIN, cpu: floa
 
 
 class AuctionMachine(RuleBasedStateMachine):
-    """Offers come, time passes, choices are confirmed or denied."""
+    """Random offers, delays, decisions, confirmations and denials."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class AuctionMachine(RuleBasedStateMachine):
     )
     def offered(self, peer: PeerId, price: float, cpu: float, request: uuid.UUID) -> None:
         self.offers += 1
-        good = self.auction.offered(peer, offer(self.offers, price, request, cpu), self.now)
+        good = self.auction.add_offer(peer, offer(self.offers, price, request, cpu), self.now)
         assert good == (price <= 120 and (request == AGGREGATE or (request == TRAIN and cpu >= 1 - 1e-9)))
 
     @rule(seconds=st.floats(0, 0.4))
@@ -92,49 +92,49 @@ class AuctionMachine(RuleBasedStateMachine):
 
 
 AuctionMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
-test_any_order_of_offers_and_answers_is_well = AuctionMachine.TestCase
+test_any_order_of_offers_and_responses_keeps_the_invariants = AuctionMachine.TestCase
 
 
-def test_ranking_is_worth_a_token_then_price_then_time() -> None:
+def test_ranking_by_resources_per_token_then_price_then_time() -> None:
     made = auction(train=2)
     for number, (price, cpu) in enumerate([(100, 1.0), (100, 4.0), (50, 2.0), (50, 2.0), (120.1, 99.0)]):
-        made.offered(PEERS[number], offer(number, price, cpu=cpu), 1.0 + number / 100)
+        made.add_offer(PEERS[number], offer(number, price, cpu=cpu), 1.0 + number / 100)
     assert [bid.peer for bid in made.decide(1.2)] == [PEERS[2], PEERS[3]]
-    assert "more than the job pays" in made.refused[PEERS[4]]
-    assert "120" not in made.refused[PEERS[4]].replace("120.1", "")
+    assert "more than the job pays" in made.rejections[PEERS[4]]
+    assert "120" not in made.rejections[PEERS[4]].replace("120.1", "")
     assert resource_score(Resources(gpu=1, cpu=1, memory=10, storage=100)) == 28.0
 
 
-def test_a_free_offer_is_the_best() -> None:
+def test_free_offer_ranks_first() -> None:
     made = auction(train=1)
-    made.offered(PEERS[0], offer(0, 1.0, cpu=64.0), 1.0)
-    made.offered(PEERS[1], offer(1, 0.0), 1.0)
+    made.add_offer(PEERS[0], offer(0, 1.0, cpu=64.0), 1.0)
+    made.add_offer(PEERS[1], offer(1, 0.0), 1.0)
     assert [bid.peer for bid in made.decide(1.2)] == [PEERS[1]]
 
 
-def test_the_parameter_server_goes_to_a_peer_that_training_can_spare() -> None:
+def test_parameter_server_avoids_peers_needed_for_training() -> None:
     made = auction(train=2)
     for number in (0, 1):
-        made.offered(PEERS[number], offer(number), 1.0)
-    made.offered(PEERS[0], offer(10, 1.0, AGGREGATE), 1.0)
-    made.offered(PEERS[2], offer(11, 100.0, AGGREGATE), 1.1)
+        made.add_offer(PEERS[number], offer(number), 1.0)
+    made.add_offer(PEERS[0], offer(10, 1.0, AGGREGATE), 1.0)
+    made.add_offer(PEERS[2], offer(11, 100.0, AGGREGATE), 1.1)
     roles = {bid.peer: bid.role for bid in made.decide(1.2)}
     assert roles == {PEERS[0]: "train", PEERS[1]: "train", PEERS[2]: "aggregate"}
 
 
-def test_the_decision_falls_a_quarter_second_after_the_first_acceptable_offer() -> None:
+def test_decision_is_due_after_the_decision_window() -> None:
     made = auction(train=1)
-    made.offered(PEERS[0], offer(0, 500), 1.0)
+    made.add_offer(PEERS[0], offer(0, 500), 1.0)
     assert made.decide_at() is None
-    made.offered(PEERS[1], offer(1), 2.0)
-    made.offered(PEERS[2], offer(2), 2.1)
+    made.add_offer(PEERS[1], offer(1), 2.0)
+    made.add_offer(PEERS[2], offer(2), 2.1)
     assert made.decide_at() == 2.0 + DECISION_WINDOW
-    assert not made.settled([PEERS[1]], 2.1)
-    made.offered(PEERS[1], offer(3, request=AGGREGATE), 2.1)
-    assert made.settled([PEERS[1]], 2.1)
+    assert not made.all_offers_in([PEERS[1]], 2.1)
+    made.add_offer(PEERS[1], offer(3, request=AGGREGATE), 2.1)
+    assert made.all_offers_in([PEERS[1]], 2.1)
 
 
-def test_an_offer_that_ran_out_is_not_taken() -> None:
+def test_expired_offer_is_not_selected() -> None:
     made = auction(train=1)
-    made.offered(PEERS[0], offer(0), 1.0)
+    made.add_offer(PEERS[0], offer(0), 1.0)
     assert made.decide(1.6) == ()

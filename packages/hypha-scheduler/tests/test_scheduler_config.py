@@ -1,4 +1,4 @@
-"""A scheduler's configuration: every key is known, wrong ones are refused, and what comes later says so."""
+"""Scheduler configuration: documented keys are valid, invalid values are refused with the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_proto.resources import Resources
 from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.job_config import JobConfig
-from hypha_scheduler.submit import PlacedJob, evaluation_shares, round_settings, wants
+from hypha_scheduler.submit import PlacedJob, evaluation_shares, role_requests, round_settings
 
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(5)]
 
@@ -93,12 +93,12 @@ def job(**changes: Any) -> JobConfig:
     return JobConfig.model_validate(plain | changes)
 
 
-def test_the_documented_configuration_makes_wants(tmp_path: Path) -> None:
+def test_documented_configuration_yields_role_requests(tmp_path: Path) -> None:
     file = tmp_path / "scheduler.toml"
     file.write_text(DOCUMENTED)
     loaded = load_config(SchedulerConfig, file, {}, {}).config
     [made] = loaded.jobs
-    train, aggregate = wants(made)
+    train, aggregate = role_requests(made)
     assert (train.count, train.bid, train.max_price) == (4, 110.0, 160.0)
     assert train.spec.resources == Resources(gpu=10, cpu=2)
     assert train.spec.executor == (TrainExecutor(name="diloco-transformer"),)
@@ -110,7 +110,7 @@ def test_the_documented_configuration_makes_wants(tmp_path: Path) -> None:
     assert "hf_secret" not in str(made.model_dump(mode="json"))
 
 
-def test_several_jobs_and_tables_as_shorthand() -> None:
+def test_several_jobs_and_shorthand_tables() -> None:
     plain = tomllib.loads(
         """
         [[jobs]]
@@ -121,7 +121,7 @@ def test_several_jobs_and_tables_as_shorthand() -> None:
         """
     )
     made = JobConfig.model_validate(plain["jobs"][0])
-    train, aggregate = wants(made)
+    train, aggregate = role_requests(made)
     assert train.spec.resources == Resources(gpu=8, cpu=2)
     assert train.spec.executor == (TrainExecutor(name="mine"),)
     assert aggregate.spec.resources == Resources(memory=4)
@@ -141,7 +141,7 @@ def test_several_jobs_and_tables_as_shorthand() -> None:
         ({"resources": {"num_workers": 2, "max_workers": 3}}, "resources.max_workers"),
     ],
 )
-def test_what_comes_later_says_not_yet(changes: dict[str, Any], key: str) -> None:
+def test_unimplemented_features_are_refused_with_not_yet(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ValidationError) as caught:
         job(**changes)
     assert key in str(caught.value)
@@ -165,13 +165,13 @@ def test_what_comes_later_says_not_yet(changes: dict[str, Any], key: str) -> Non
         {"rounds": {"update_rounds": 0}},
     ],
 )
-def test_what_is_wrong_is_refused(changes: dict[str, Any]) -> None:
+def test_invalid_values_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         job(**changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"inner_optimizer": {"learning_rate": float("inf")}}, "inner_optimizer.learning_rate\n.*finite"),
         ({"inner_optimizer": {"learning_rate": 1.0, "betas": (0.9, 1.0)}}, "betas.1\n.*less than 1"),
@@ -180,12 +180,12 @@ def test_what_is_wrong_is_refused(changes: dict[str, Any]) -> None:
         ({"resources": {"allocation_timeout": float("inf")}}, "allocation_timeout\n.*finite"),
     ],
 )
-def test_numbers_that_no_optimiser_or_clock_takes_are_refused(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_out_of_range_numbers_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         job(**changes)
 
 
-def test_specs_of_a_placed_job() -> None:
+def test_job_specs_of_a_placed_job() -> None:
     made = job(
         rounds={"update_rounds": 10, "avg_samples_between_updates": 480, "batch_size": 8},
         inner_optimizer={"learning_rate": 1e-3, "schedule": "cosine-with-warmup", "warmup_steps": 5},
@@ -212,14 +212,14 @@ def test_specs_of_a_placed_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"rounds": {"evaluate_every": 2}}, "name the dataset to evaluate on in dataset.evaluation"),
-        ({"dataset": {"dataset": "a", "evaluation": "b"}}, "say in rounds.evaluate_every after how many rounds"),
+        ({"dataset": {"dataset": "a", "evaluation": "b"}}, "set rounds.evaluate_every to the number of rounds"),
     ],
 )
-def test_an_evaluation_needs_both_its_keys(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_evaluation_needs_both_keys(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         job(**changes)
 
 
@@ -227,7 +227,7 @@ def test_an_evaluation_needs_both_its_keys(changes: dict[str, Any], told: str) -
     ("slices", "counts"),
     [(7, {2: [0, 1], 3: [2, 3], 4: [4, 5, 6]}), (2, {3: [0], 4: [1]}), (3, {2: [0], 3: [1], 4: [2]})],
 )
-def test_every_slice_to_evaluate_on_is_one_workers(slices: int, counts: dict[int, list[int]]) -> None:
+def test_each_evaluation_slice_belongs_to_one_worker(slices: int, counts: dict[int, list[int]]) -> None:
     made = job(rounds={"evaluate_every": 3}, dataset={"dataset": "digits", "evaluation": "held-out"})
     shares = evaluation_shares(PEERS[2:5], [PEERS[1]], "held-out", slices)
     model = HuggingFaceReference(repository="o/r", filenames=())
@@ -247,7 +247,7 @@ def test_every_slice_to_evaluate_on_is_one_workers(slices: int, counts: dict[int
     assert found == counts
 
 
-def test_a_stable_schedule_decays_in_its_last_tenth() -> None:
+def test_wsd_schedule_decays_in_the_last_tenth_by_default() -> None:
     made = job(
         rounds={"update_rounds": 10, "avg_samples_between_updates": 400, "batch_size": 4},
         inner_optimizer={"learning_rate": 1e-3, "schedule": "wsd"},
@@ -270,5 +270,5 @@ def test_a_stable_schedule_decays_in_its_last_tenth() -> None:
         ({"avg_samples_between_updates": 2}, 3, 1),
     ],
 )
-def test_the_batch_size_leaves_every_worker_some_batches(rounds: dict[str, int], workers: int, batch: int) -> None:
+def test_automatic_batch_size_gives_workers_several_batches(rounds: dict[str, int], workers: int, batch: int) -> None:
     assert round_settings(job(rounds=rounds), workers).batch_size == batch

@@ -1,4 +1,4 @@
-"""Whole jobs over the network in memory: scripted workers and a scripted parameter server, the real scheduler."""
+"""Complete jobs on the in-memory network: the real scheduler with scripted workers and a scripted parameter server."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ from hypha_scheduler.training import TrainingRun
 NOW = Timestamp.of(0)
 SLICES = 8
 SLICE_SAMPLES = 40
-LEAST = 192 - 3 * 8  # a round may miss its target by a batch a worker: counts are not changed for less
+MIN_ROUND_SAMPLES = 192 - 3 * 8
+"""A round may miss its target by one batch per worker, since smaller changes of an allocation are not sent."""
 
 
 def job(model: Path, **changes: Any) -> JobConfig:
@@ -105,13 +106,13 @@ def model(tmp_path: Path) -> Path:
 
 
 @dataclass
-class World:
-    """What the actors share: the outer updates that have been made."""
+class SharedState:
+    """State shared by the scripted nodes: outer updates made and slices assigned."""
 
     tmp: Path
     stepped: dict[int, anyio.Event] = field(default_factory=dict)
     given: list[tuple[int, int]] = field(default_factory=list)
-    """(epoch, slice) as handed out."""
+    """Assigned slices as (epoch, index)."""
 
     def step(self, number: int) -> anyio.Event:
         return self.stepped.setdefault(number, anyio.Event())
@@ -119,38 +120,38 @@ class World:
 
 @dataclass
 class Worker:
-    """A worker that bids on its class, holds leases and runs a scripted executor."""
+    """Worker that makes offers for its role, holds leases and runs a scripted executor."""
 
-    world: World
+    shared: SharedState
     endpoint: MemoryEndpoint
     tasks: anyio.abc.TaskGroup
     role: str = "train"
     price: float = 100.0
     batch_seconds: float = 0.004
     fails_after: int | None = None
-    """Batches after which its executor dies."""
+    """Number of batches after which its executor fails."""
     outcome: str = "failed"
-    forgets: int = 0
+    skipped_round: int = 0
     """Round whose outer update it does not send to the scheduler."""
     hangs: bool = False
     cannot_start: bool = False
-    answers_lost: int = 0
-    """So many answers to a dispatch do not arrive, although the job begins."""
-    says_twice: bool = False
-    """Whether it sends each report and request for data again, as after an answer that was lost."""
+    lost_responses: int = 0
+    """Number of responses to a dispatch that are lost although the job starts."""
+    repeats_messages: bool = False
+    """Whether it repeats each report and slice request, as after a lost response."""
     batches: int = 0
-    """Batches that it has reported."""
+    """Number of batches that it has reported."""
     refuses: bool = False
     renewals_left: int = 1_000_000
     leases: dict[uuid.UUID, PeerId] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     spec: JobSpec | None = None
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    heard: list[WorkerRequest] = field(default_factory=list)
+    requests: list[WorkerRequest] = field(default_factory=list)
     rounds_seen: list[RoundMembers] = field(default_factory=list)
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        for conversation, handler in (
+        for method, handler in (
             (RENEW_LEASE, self.renew),
             (DISPATCH_JOB, self.dispatch),
             (RELEASE_LEASE, self.release),
@@ -158,11 +159,11 @@ class Worker:
             (HEALTH_CHECK, self.health),
             (ROUND_MEMBERS, self.members),
         ):
-            rpc.serve(self.endpoint, conversation, handler)  # type: ignore[arg-type]
-        async with pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as heard:
+            rpc.serve(self.endpoint, method, handler)  # type: ignore[arg-type]
+        async with pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as requests:
             task_status.started()
-            async for scheduler, request in heard:
-                self.heard.append(request)
+            async for scheduler, request in requests:
+                self.requests.append(request)
                 if request.spec.executor[0].__struct_config__.tag == self.role and not self.refuses:
                     await self.bid(scheduler, request)
 
@@ -193,9 +194,9 @@ class Worker:
         begun, self.spec = self.spec is not None, request.spec
         assert executor_class(request.spec) == self.role
         if self.role == "train" and not begun:
-            self.tasks.start_soon(self.until_gone, self.train, peer, request)
-        if self.answers_lost:
-            self.answers_lost -= 1
+            self.tasks.start_soon(self.until_unreachable, self.train, peer, request)
+        if self.lost_responses:
+            self.lost_responses -= 1
             raise ConnectionError("the answer is lost")
         return Dispatched(id=request.id, timeout=NOW)
 
@@ -215,8 +216,8 @@ class Worker:
         message = ProgressRequest(job_id=request.spec.job_id, progress=progress, lease=request.id, id=uuid.uuid4())
         self.batches += isinstance(progress, BatchDone)
         answer = await rpc.call(self.endpoint, peer, REPORT, message)
-        if self.says_twice:
-            with suppress(NetError):  # after the last the scheduler may be gone
+        if self.repeats_messages:
+            with suppress(NetError):  # the scheduler may have stopped after the last report
                 assert await rpc.call(self.endpoint, peer, REPORT, message) == answer
         return answer
 
@@ -239,8 +240,8 @@ class Worker:
 
     # -------------------------------------------------------------------------------------------------------- executor
 
-    async def until_gone(self, role: Callable[..., Awaitable[None]], peer: PeerId, message: Any) -> None:
-        """Play a role for as long as the scheduler is there."""
+    async def until_unreachable(self, role: Callable[..., Awaitable[None]], peer: PeerId, message: Any) -> None:
+        """Run a coroutine until the scheduler is no longer reachable."""
         with suppress(NetError):
             await role(peer, message)
 
@@ -254,7 +255,7 @@ class Worker:
                 left: int | None = None
                 while left is None or left > 0:
                     if not await self.take_slice_if_needed(peer, batches):
-                        return  # the scheduler knows this worker no longer
+                        return  # the scheduler has removed this worker
                     await anyio.sleep(self.batch_seconds)
                     batches += 1
                     if self.hangs:
@@ -273,7 +274,7 @@ class Worker:
                     elif left is not None:
                         left -= 1
                 await self.report(peer, request, SendingUpdate())
-                await self.world.step(number).wait()
+                await self.shared.step(number).wait()
                 await self.report(peer, request, RoundMetrics(round=number, metrics={"loss": 1.0 / number}))
                 if isinstance(await self.report(peer, request, UpdateMerged()), Done):
                     break
@@ -284,7 +285,7 @@ class Worker:
         assert isinstance(artifact, PeersReference)
         assert artifact.resource is not None
         for index, name in enumerate(artifact.filenames or ()):
-            target = self.world.tmp / f"{self.endpoint.peer_id}-{name}"
+            target = self.shared.tmp / f"{self.endpoint.peer_id}-{name}"
             asked = PullRequest(dataset=artifact.resource.dataset, index=artifact.resource.index + index)
             await transfer.pull(self.endpoint, artifact.peers[0], asked, target)
 
@@ -292,34 +293,34 @@ class Worker:
         if batches * 8 % SLICE_SAMPLES == 0:
             request = DataRequest(dataset="digits", id=uuid.uuid4())
             answer = await rpc.call(self.endpoint, peer, DATA, request)
-            if self.says_twice:
+            if self.repeats_messages:
                 assert await rpc.call(self.endpoint, peer, DATA, request) == answer
             if not isinstance(answer, SliceAssigned):
                 return False
             assert answer.digest is not None
             self.index = answer.index
-            self.world.given.append((answer.epoch or 0, answer.index))
+            self.shared.given.append((answer.epoch or 0, answer.index))
         return True
 
     # ------------------------------------------------------------------------------------------------ parameter server
 
     async def members(self, peer: PeerId, message: RoundMembers) -> MembersKnown:
         self.rounds_seen.append(message)
-        self.tasks.start_soon(self.until_gone, self.aggregate, peer, message)
+        self.tasks.start_soon(self.until_unreachable, self.aggregate, peer, message)
         return MembersKnown(accepted=True)
 
     async def aggregate(self, peer: PeerId, message: RoundMembers) -> None:
-        path = self.world.tmp / f"outer-{message.round}.safetensors"
+        path = self.shared.tmp / f"outer-{message.round}.safetensors"
         delta = np.full((2, 2), message.round, np.float32)
         write_update(path, {"w": (2, 2)}, [("w", delta)], UpdateMetadata(round=message.round))
         size, digest = await transfer.describe(path)
         header = PushHeader(
             job_id=message.job_id, round=message.round, kind=OUTER_UPDATE, name=path.name, size=size, digest=digest
         )
-        if message.round != self.forgets:
+        if message.round != self.skipped_round:
             with suppress(TransferRefusedError):
                 await transfer.push(self.endpoint, peer, path, header)
-        self.world.step(message.round).set()
+        self.shared.step(message.round).set()
         [lease] = [lease for lease in self.leases if self.spec is not None]
         request = DispatchJob(id=lease, spec=self.spec)  # type: ignore[arg-type]
         if isinstance(await self.report(peer, request, OuterStepTaken()), Done):
@@ -339,31 +340,31 @@ async def data_node(endpoint: MemoryEndpoint, tmp: Path) -> None:
     await dataset_directory.announce_dataset(endpoint, "digits", DatasetRecord(num_slices=SLICES))
 
 
-Case = Callable[[SchedulerService, list[Worker], World], Awaitable[None]]
+Case = Callable[[SchedulerService, list[Worker], SharedState], Awaitable[None]]
 
 
-def play(
+def run_network(
     tmp_path: Path,
     case: Case,
     prepare: Callable[[list[Worker]], None] = lambda workers: None,
     faults: Faults | None = None,
 ) -> None:
-    """Three training workers and a parameter server, a data node, a scheduler."""
+    """Run a test with three training workers, a parameter server, a data node and a scheduler."""
 
     async def main() -> None:
         network = MemoryNetwork(seed=7, faults=faults or Faults())
-        world = World(tmp_path)
+        shared = SharedState(tmp_path)
         async with AsyncExitStack() as stack:
             stack.enter_context(anyio.fail_after(30))
             tasks = await stack.enter_async_context(anyio.create_task_group())
             endpoints = [await stack.enter_async_context(network.endpoint(name)) for name in "abcpsd"]
-            workers = [Worker(world, endpoint, tasks) for endpoint in endpoints[:3]]
-            workers.append(Worker(world, endpoints[3], tasks, role="aggregate"))
+            workers = [Worker(shared, endpoint, tasks) for endpoint in endpoints[:3]]
+            workers.append(Worker(shared, endpoints[3], tasks, role="aggregate"))
             prepare(workers)
             for worker in workers:
                 await tasks.start(worker.run)
             await data_node(endpoints[5], tmp_path)
-            await case(SchedulerService(endpoints[4], tmp_path / "runs"), workers, world)
+            await case(SchedulerService(endpoints[4], tmp_path / "runs"), workers, shared)
             tasks.cancel_scope.cancel()
 
     anyio.run(main, backend="trio")
@@ -375,116 +376,114 @@ def events(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def failing() -> Iterator[list[str]]:
-    told: list[str] = []
+def expect_failure() -> Iterator[list[str]]:
+    messages: list[str] = []
     with pytest.raises(JobFailedError) as caught:
-        yield told
-    told.append(str(caught.value))
+        yield messages
+    messages.append(str(caught.value))
 
 
-def test_a_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        path = await service.conduct(job(model))
+def test_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        path = await service.run_job(job(model))
         result = json.loads(path.read_text())
         assert result["rounds"] == 3
         assert len(result["workers"]) == 3
         assert result["placement_seconds"] < 1.0
         assert result["loss"] == pytest.approx(1 / 3)
-        assert result["samples"] == sum(worker["samples"] for worker in result["workers"]) >= 3 * LEAST
+        assert result["samples"] == sum(worker["samples"] for worker in result["workers"]) >= 3 * MIN_ROUND_SAMPLES
         assert all(worker["samples"] == 8 * worker["batches"] for worker in result["workers"])
         with TensorFile(path.parent / "model" / "model.safetensors") as trained:
             assert trained.stored("w").tolist() == [[6.0, 6.0], [6.0, 6.0]]  # 1 + 2 + 3
         assert not any((path.parent / "updates").iterdir())
         assert all(worker.released == ["the job is done"] for worker in workers)
-        assert len(set(world.given)) == len(world.given)
+        assert len(set(shared.given)) == len(shared.given)
 
-    play(tmp_path, case)
+    run_network(tmp_path, case)
 
 
-def test_events_tell_placement_rounds_and_metrics(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        await service.conduct(job(model))
+def test_events_report_placement_rounds_and_metrics(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        await service.run_job(job(model))
 
-    play(tmp_path, case)
-    told = events(tmp_path)
-    [placement] = [event for event in told if event["event"] == "placement"]
+    run_network(tmp_path, case)
+    reported = events(tmp_path)
+    [placement] = [event for event in reported if event["event"] == "placement"]
     assert placement["seconds"] < 1.0
     assert [entry["role"] for entry in placement["workers"]].count("train") == 3
-    rounds = [event for event in told if event["event"] == "round"]
+    rounds = [event for event in reported if event["event"] == "round"]
     assert [event["round"] for event in rounds] == [1, 2, 3]
-    assert all(event["samples"] >= LEAST and event["samples_per_second"] > 0 for event in rounds)
+    assert all(event["samples"] >= MIN_ROUND_SAMPLES and event["samples_per_second"] > 0 for event in rounds)
     assert [event["loss"] for event in rounds] == pytest.approx([1.0, 1 / 2, 1 / 3])
-    assert len([event for event in told if event["event"] == "metric"]) == 9
-    assert told[-1]["event"] == "finished"
+    assert len([event for event in reported if event["event"] == "metric"]) == 9
+    assert reported[-1]["event"] == "finished"
 
 
-def test_each_worker_is_told_once_when_it_begins_to_train(
-    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_start_of_each_worker_is_logged_once(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     peers: list[str] = []
 
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        await service.conduct(job(model))
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        await service.run_job(job(model))
         peers.extend(str(worker.endpoint.peer_id) for worker in workers[:3])
 
     with caplog.at_level(logging.INFO, "hypha_scheduler.start_gate"):
-        play(tmp_path, case)
-    told = [record.getMessage().split() for record in caplog.records if "trains after" in record.getMessage()]
-    assert sorted(words[1] for words in told) == sorted(peers)
-    assert [" ".join(words[-3:]) for words in told] == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]
-    assert all(float(words[4]) < 30 for words in told)
+        run_network(tmp_path, case)
+    messages = [record.getMessage().split() for record in caplog.records if "trains after" in record.getMessage()]
+    assert sorted(words[1] for words in messages) == sorted(peers)
+    assert [" ".join(words[-3:]) for words in messages] == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]
+    assert all(float(words[4]) < 30 for words in messages)
 
 
-def test_a_slow_worker_gets_less_and_members_carry_their_samples(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        await service.conduct(job(model, rounds={"avg_samples_between_updates": 720}))
+def test_slow_worker_gets_fewer_batches_and_members_state_their_samples(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        await service.run_job(job(model, rounds={"avg_samples_between_updates": 720}))
         samples: Counter[PeerId] = Counter()
         for message in workers[3].rounds_seen[1:]:
             samples.update({member.peer: member.samples for member in message.members})
         slow, fast = (samples[worker.endpoint.peer_id] for worker in workers[:2])
-        assert 0.1 < slow / fast < 0.5  # a quarter, but that a batch takes longer than it sleeps
+        assert 0.1 < slow / fast < 0.5  # about a quarter, since a batch takes longer than its sleep
 
     def prepare(workers: list[Worker]) -> None:
         for worker, seconds in zip(workers[:3], (0.08, 0.02, 0.02), strict=True):
             worker.batch_seconds = seconds
 
-    play(tmp_path, case, prepare)
+    run_network(tmp_path, case, prepare)
 
 
-def test_what_is_sent_again_for_lack_of_an_answer_counts_once(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        result = json.loads((await service.conduct(job(model))).read_text())
+def test_repeated_requests_count_once(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        result = json.loads((await service.run_job(job(model))).read_text())
         assert result["rounds"] == 3
         reported = {str(worker.endpoint.peer_id): worker.batches for worker in workers[:3]}
         counted = {worker["peer"]: worker["batches"] for worker in result["workers"]}
         assert counted == reported
-        assert len(set(world.given)) == len(world.given)
+        assert len(set(shared.given)) == len(shared.given)
 
     def prepare(workers: list[Worker]) -> None:
         for worker in workers:
-            worker.says_twice = True
+            worker.repeats_messages = True
 
-    play(tmp_path, case, prepare)
+    run_network(tmp_path, case, prepare)
 
 
-def test_a_dying_executor_ends_the_job_with_its_last_lines(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        with failing() as told:
-            await service.conduct(job(model))
-        assert "exit code 3" in told[0]
-        assert "RuntimeError: no" in told[0]
-        assert str(workers[1].endpoint.peer_id) in told[0]
+def test_failed_executor_fails_the_job_with_its_last_lines(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        with expect_failure() as messages:
+            await service.run_job(job(model))
+        assert "exit code 3" in messages[0]
+        assert "RuntimeError: no" in messages[0]
+        assert str(workers[1].endpoint.peer_id) in messages[0]
         assert all(worker.released for worker in workers)
 
     def prepare(workers: list[Worker]) -> None:
         workers[1].fails_after = 5
 
-    play(tmp_path, case, prepare)
+    run_network(tmp_path, case, prepare)
     assert events(tmp_path)[-1]["event"] == "failed"
 
 
-def test_what_a_worker_says_in_the_moment_in_which_the_job_ends_changes_nothing(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+def test_messages_after_the_end_of_a_job_are_ignored(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         runs: list[TrainingRun] = []
 
         async def find_run() -> None:
@@ -494,8 +493,8 @@ def test_what_a_worker_says_in_the_moment_in_which_the_job_ends_changes_nothing(
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(find_run)
-            with failing():
-                await service.conduct(job(model))
+            with expect_failure():
+                await service.run_job(job(model))
         [run] = runs
         for worker in workers:
             assert run._running is not None
@@ -506,25 +505,25 @@ def test_what_a_worker_says_in_the_moment_in_which_the_job_ends_changes_nothing(
     def prepare(workers: list[Worker]) -> None:
         workers[1].fails_after = 5
 
-    play(tmp_path, case, prepare)
+    run_network(tmp_path, case, prepare)
 
 
-def test_a_worker_whose_lease_cannot_be_renewed_fails_the_job(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        with failing() as told:
-            await service.conduct(job(model, rounds={"update_rounds": 10_000}))
-        assert f"worker {workers[2].endpoint.peer_id} was lost" in told[0]
-        assert "2 of at least 3 remain" in told[0]
+def test_worker_whose_lease_cannot_be_renewed_fails_the_job(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        with expect_failure() as messages:
+            await service.run_job(job(model, rounds={"update_rounds": 10_000}))
+        assert f"worker {workers[2].endpoint.peer_id} was lost" in messages[0]
+        assert "2 of at least 3 remain" in messages[0]
 
     def prepare(workers: list[Worker]) -> None:
         workers[2].renewals_left = 2
 
-    play(tmp_path, case, prepare)
+    run_network(tmp_path, case, prepare)
 
 
-def test_the_job_goes_on_without_a_lost_worker_when_it_may(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        path = await service.conduct(job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6}))
+def test_job_continues_without_a_lost_worker_above_the_minimum(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        path = await service.run_job(job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6}))
         assert json.loads(path.read_text())["rounds"] == 6
         assert len(workers[3].rounds_seen[-1].members) == 2
 
@@ -532,50 +531,50 @@ def test_the_job_goes_on_without_a_lost_worker_when_it_may(tmp_path: Path, model
         workers[2].renewals_left = 2
         workers[2].hangs = True
 
-    play(tmp_path, case, prepare)
+    run_network(tmp_path, case, prepare)
 
 
 @pytest.mark.parametrize("role", ["train", "aggregate"])
-def test_a_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, model: Path, role: str) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+def test_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, model: Path, role: str) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         wanted = job(model, resources={"min_workers": 2})
         if role == "train":
-            path = await service.conduct(wanted)
+            path = await service.run_job(wanted)
             assert json.loads(path.read_text())["rounds"] == 3
             assert len(workers[3].rounds_seen[-1].members) == 2
         else:
-            with failing() as told:
-                await service.conduct(wanted)
-            assert f"the parameter server {workers[3].endpoint.peer_id} was lost" in told[0]
-            assert "did not start task" in told[0]
+            with expect_failure() as messages:
+                await service.run_job(wanted)
+            assert f"the parameter server {workers[3].endpoint.peer_id} was lost" in messages[0]
+            assert "did not start task" in messages[0]
             assert [worker.spec for worker in workers[:3]] == [None, None, None]
         assert "its task did not start" in workers[2 if role == "train" else 3].released
 
     def prepare(workers: list[Worker]) -> None:
         workers[2 if role == "train" else 3].cannot_start = True
 
-    play(tmp_path, case, prepare)
+    run_network(tmp_path, case, prepare)
 
 
-def test_a_dispatch_whose_answer_is_lost_is_made_again(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
-        path = await service.conduct(job(model))
+def test_dispatch_with_a_lost_response_is_retried(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], _shared: SharedState) -> None:
+        path = await service.run_job(job(model))
         assert json.loads(path.read_text())["rounds"] == 3
-        assert [worker.answers_lost for worker in workers] == [0] * 4
+        assert [worker.lost_responses for worker in workers] == [0] * 4
 
     def prepare(workers: list[Worker]) -> None:
-        workers[1].answers_lost = 1
-        workers[3].answers_lost = 2
+        workers[1].lost_responses = 1
+        workers[3].lost_responses = 2
 
-    play(tmp_path, case, prepare)
+    run_network(tmp_path, case, prepare)
 
 
-def test_the_job_ends_without_a_worker_that_is_late_in_its_last_round(tmp_path: Path, model: Path) -> None:
+def test_job_ends_without_a_worker_that_is_late_in_the_last_round(tmp_path: Path, model: Path) -> None:
     slow = list[PeerId]()
 
-    async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], _shared: SharedState) -> None:
         changes = {"resources": {"num_workers": 3, "min_workers": 2}, "rounds": {"update_rounds": 1, "timeout": 1.5}}
-        await service.conduct(job(model, **changes))
+        await service.run_job(job(model, **changes))
         assert workers[2].released == ["the job is done"]
         for message in workers[3].rounds_seen:
             assert workers[2].endpoint.peer_id not in {member.peer for member in message.members}
@@ -584,71 +583,72 @@ def test_the_job_ends_without_a_worker_that_is_late_in_its_last_round(tmp_path: 
         workers[2].batch_seconds = 2.2
         slow.append(workers[2].endpoint.peer_id)
 
-    play(tmp_path, case, prepare)
+    run_network(tmp_path, case, prepare)
     assert [event["event"] for event in events(tmp_path)][-1] == "finished"
     [late] = [event for event in events(tmp_path) if event["event"] == "worker_late"]
     assert (late["worker"], late["round"]) == (str(slow[0]), 1)
     assert 1.5 <= late["seconds"] < 15
 
 
-def test_a_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        with failing() as told:
-            await service.conduct(job(model, rounds={"update_rounds": 10_000}))
+def test_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        with expect_failure() as messages:
+            await service.run_job(job(model, rounds={"update_rounds": 10_000}))
         assert (
-            f"worker {workers[0].endpoint.peer_id} was lost: its executor was cancelled: the owner needs it" in told[0]
+            f"worker {workers[0].endpoint.peer_id} was lost: its executor was cancelled: the owner needs it"
+            in messages[0]
         )
 
     def prepare(workers: list[Worker]) -> None:
         workers[0].fails_after = 5
         workers[0].outcome = "cancelled"
 
-    play(tmp_path, case, prepare)
+    run_network(tmp_path, case, prepare)
 
 
-def test_an_outer_update_that_never_came_fails_the_job(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        with failing() as told:
-            await service.conduct(job(model))
-        assert "the outer update of round 2 never came" in told[0]
+def test_missing_outer_update_fails_the_job(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        with expect_failure() as messages:
+            await service.run_job(job(model))
+        assert "the outer update of round 2 never came" in messages[0]
 
     def prepare(workers: list[Worker]) -> None:
-        workers[3].forgets = 2
+        workers[3].skipped_round = 2
 
-    play(tmp_path, case, prepare)
+    run_network(tmp_path, case, prepare)
 
 
-def test_an_interrupted_job_gives_its_leases_back(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+def test_interrupted_job_releases_its_leases(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         with anyio.move_on_after(1.0):
-            await service.conduct(job(model, rounds={"update_rounds": 10_000}))
+            await service.run_job(job(model, rounds={"update_rounds": 10_000}))
         assert all(worker.released for worker in workers)
 
-    play(tmp_path, case)
-    assert events(tmp_path)[-1]["error"] == "the scheduler was told to end"
+    run_network(tmp_path, case)
+    assert events(tmp_path)[-1]["error"] == "the scheduler was stopped"
 
 
-def test_a_lost_parameter_server_fails_the_job(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        with failing() as told:
-            await service.conduct(job(model, rounds={"update_rounds": 10_000}))
-        assert "the parameter server" in told[0]
+def test_lost_parameter_server_fails_the_job(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        with expect_failure() as messages:
+            await service.run_job(job(model, rounds={"update_rounds": 10_000}))
+        assert "the parameter server" in messages[0]
 
     def prepare(workers: list[Worker]) -> None:
         workers[3].renewals_left = 2
 
-    play(tmp_path, case, prepare)
+    run_network(tmp_path, case, prepare)
 
 
-def test_too_few_workers_and_why(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_error_explains_missing_offers(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def connected(endpoint: MemoryEndpoint, _topic: str) -> frozenset[PeerId]:
-        return frozenset(endpoint.connected())  # as on a real network: who makes no offer never connects
+        return frozenset(endpoint.connected())  # as on a real network, where a worker without an offer never connects
 
     monkeypatch.setattr(MemoryEndpoint, "topic_peers", connected)
 
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         with pytest.raises(AllocationError) as caught:
-            await service.conduct(job(model, resources={"allocation_timeout": 1.5}))
+            await service.run_job(job(model, resources={"allocation_timeout": 1.5}))
         text = str(caught.value)
         assert "1 of 3 for train" in text
         assert "the owner says no" in text
@@ -661,23 +661,23 @@ def test_too_few_workers_and_why(tmp_path: Path, model: Path, monkeypatch: pytes
         workers[0].refuses = True
         workers[1].price = 500.0
 
-    play(tmp_path, case, prepare)
+    run_network(tmp_path, case, prepare)
 
 
-def test_a_worker_that_is_taken_for_one_part_is_named_where_another_part_lacks_one(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
+def test_allocation_error_names_workers_held_for_another_role(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         with pytest.raises(JobFailedError, match="not enough workers") as caught:
-            await service.conduct(job(model, resources={"num_workers": 4, "allocation_timeout": 1.5}))
+            await service.run_job(job(model, resources={"num_workers": 4, "allocation_timeout": 1.5}))
         lines = str(caught.value).splitlines()
         assert "4 of 4 for train, 0 of 1 for aggregate" in lines[0] or "3 of 4 for train, 1 of 1" in lines[0]
         assert len([line for line in lines if "taken for" in line and "a worker of its own" in line]) == 4
         assert not any(line.endswith(": ") for line in lines)
 
-    play(tmp_path, case)
+    run_network(tmp_path, case)
 
 
 @pytest.mark.parametrize("kind", ["accepted", "placed", "round", "ended"])
-def test_a_disk_that_is_full_fails_the_job_and_not_the_scheduler(
+def test_full_disk_fails_the_job_and_not_the_scheduler(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     kept = Journal._write
@@ -687,42 +687,42 @@ def test_a_disk_that_is_full_fails_the_job_and_not_the_scheduler(
             raise OSError(errno.ENOSPC, "No space left on device")
         kept(journal, what, fields)
 
-    async def case(service: SchedulerService, workers: list[Worker], _world: World) -> None:
-        with monkeypatch.context() as full, failing() as told:
+    async def case(service: SchedulerService, workers: list[Worker], _shared: SharedState) -> None:
+        with monkeypatch.context() as full, expect_failure() as messages:
             full.setattr(Journal, "_write", write)
-            await service.conduct(job(model))
-        assert "No space left on device" in told[0]
+            await service.run_job(job(model))
+        assert "No space left on device" in messages[0]
         assert [len(worker.released) for worker in workers] == ([0] * 4 if kind == "accepted" else [1] * 4)
 
-    play(tmp_path, case)
+    run_network(tmp_path, case)
 
 
-def test_a_dataset_that_nobody_has(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        with failing() as told:
-            await service.conduct(job(model, dataset={"dataset": "mnist"}, resources={"allocation_timeout": 0.5}))
-        assert "dataset 'mnist' was not found within 0.5 s: nobody announces it" in told[0]
+def test_unknown_dataset_fails_the_job(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        with expect_failure() as messages:
+            await service.run_job(job(model, dataset={"dataset": "mnist"}, resources={"allocation_timeout": 0.5}))
+        assert "dataset 'mnist' was not found within 0.5 s: no data node announces it" in messages[0]
 
-    play(tmp_path, case)
+    run_network(tmp_path, case)
 
 
-def test_the_maximal_price_is_in_nothing_that_is_sent(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        await service.conduct(job(model))
+def test_maximum_price_is_never_sent(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        await service.run_job(job(model))
         for worker in workers:
-            assert worker.heard
-            for request in worker.heard:
+            assert worker.requests
+            for request in worker.requests:
                 assert request.bid == 100
                 assert b"\xf9\x57\xb0" not in WORKER_REQUESTS.encode(request)  # 123.0 as CBOR half
             assert "123.0" not in repr(worker.spec)
 
-    play(tmp_path, case)
+    run_network(tmp_path, case)
 
 
 @pytest.mark.slow
-def test_requests_that_are_lost_are_published_again(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], world: World) -> None:
-        path = await service.conduct(job(model, resources={"allocation_timeout": 20.0}))
+def test_lost_requests_are_published_again(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        path = await service.run_job(job(model, resources={"allocation_timeout": 20.0}))
         assert json.loads(path.read_text())["rounds"] == 3
 
-    play(tmp_path, case, faults=Faults(gossip_loss=0.4, delay=0.002, jitter=0.01))
+    run_network(tmp_path, case, faults=Faults(gossip_loss=0.4, delay=0.002, jitter=0.01))

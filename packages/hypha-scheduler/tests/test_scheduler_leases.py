@@ -1,4 +1,4 @@
-"""The lease ledger: renewed in time, never believed longer than the worker promised."""
+"""Held leases: renewed in time and never assumed to last longer than at the worker."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, Renewed, RenewLease
 from hypha_proto.resources import Timestamp
 from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
-from hypha_scheduler.allocation.renewal import keep_leases
+from hypha_scheduler.allocation.renewal import renew_leases
 
 PEER = PeerId.from_public_key(bytes(32))
 IDS = st.sampled_from([uuid.UUID(int=n) for n in range(4)])
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """A worker's view beside the scheduler's: the scheduler may never believe in a lease that the worker dropped."""
+    """Random renewals and delays; a lease at the scheduler must never outlive the worker's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 100.0
-        self.ledger = HeldLeases()
+        self.leases = HeldLeases()
         self.in_flight: dict[uuid.UUID, float] = {}
         self.worker_expires: dict[uuid.UUID, float] = {}
 
@@ -36,59 +36,59 @@ class LeaseMachine(RuleBasedStateMachine):
     def take(self, lease: uuid.UUID, way: float) -> None:
         asked = self.now
         self.now += way
-        self.worker_expires[lease] = self.now + 10  # the worker counts from when it answers
-        self.ledger.take(lease, PEER, asked)
+        self.worker_expires[lease] = self.now + 10  # the worker counts from its response
+        self.leases.record_renewal(lease, PEER, asked)
         self.in_flight.pop(lease, None)
 
     @rule(seconds=st.floats(0, 6))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        for held in self.ledger.expire(self.now):
+        for held in self.leases.expire(self.now):
             self.in_flight.pop(held.lease, None)
 
     @rule()
     def ask(self) -> None:
-        for held in self.ledger.begin_renewals(self.now):
+        for held in self.leases.begin_renewals(self.now):
             assert held.lease not in self.in_flight
             self.in_flight[held.lease] = self.now
 
     @rule(lease=IDS)
     def no_answer(self, lease: uuid.UUID) -> None:
         if self.in_flight.pop(lease, None) is not None:
-            self.ledger.unanswered(lease, self.now)
+            self.leases.schedule_retry(lease, self.now)
 
     @rule(lease=IDS)
     def gone(self, lease: uuid.UUID) -> None:
         self.in_flight.pop(lease, None)
-        self.ledger.drop(lease)
+        self.leases.drop(lease)
 
     @invariant()
-    def never_believes_too_long(self) -> None:
-        for held in self.ledger.held():
+    def never_outlives_the_workers_lease(self) -> None:
+        for held in self.leases.held():
             assert held.expires <= self.worker_expires[held.lease]
-        due = self.ledger.next_due()
-        assert (due is None) == (len(self.ledger) == 0)
+        due = self.leases.next_due()
+        assert (due is None) == (len(self.leases) == 0)
 
 
 LeaseMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-test_a_lease_is_never_believed_longer_than_the_worker_keeps_it = LeaseMachine.TestCase
+test_lease_is_never_assumed_to_outlive_the_workers = LeaseMachine.TestCase
 
 
-def test_renewal_is_due_after_a_third_of_a_life_and_retried_until_its_end() -> None:
-    ledger, lease = HeldLeases(), uuid.UUID(int=1)
-    ledger.take(lease, PEER, asked_at=0.0, life=9.0)
-    assert ledger.begin_renewals(2.9) == ()
-    assert [held.lease for held in ledger.begin_renewals(3.0)] == [lease]
-    assert ledger.begin_renewals(3.1) == ()
-    ledger.unanswered(lease, 8.0)
-    assert ledger.next_due() == 8.5
-    assert [held.lease for held in ledger.begin_renewals(8.5)] == [lease]
-    assert [held.lease for held in ledger.expire(9.0)] == [lease]
-    assert lease not in ledger
+def test_renewal_is_due_after_a_third_of_the_life_and_retried_until_expiry() -> None:
+    leases, lease = HeldLeases(), uuid.UUID(int=1)
+    leases.record_renewal(lease, PEER, asked_at=0.0, life=9.0)
+    assert leases.begin_renewals(2.9) == ()
+    assert [held.lease for held in leases.begin_renewals(3.0)] == [lease]
+    assert leases.begin_renewals(3.1) == ()
+    leases.schedule_retry(lease, 8.0)
+    assert leases.next_due() == 8.5
+    assert [held.lease for held in leases.begin_renewals(8.5)] == [lease]
+    assert [held.lease for held in leases.expire(9.0)] == [lease]
+    assert lease not in leases
 
 
 @pytest.mark.parametrize(("away", "kept"), [(6.0, True), (11.0, False)])
-def test_a_worker_that_is_away_for_six_seconds_keeps_its_lease(away: float, kept: bool) -> None:
+def test_lease_survives_a_worker_unreachable_for_six_seconds(away: float, kept: bool) -> None:
     lease, lost = uuid.UUID(int=1), list[str]()
 
     async def main() -> None:
@@ -98,7 +98,7 @@ def test_a_worker_that_is_away_for_six_seconds_keeps_its_lease(away: float, kept
             network.endpoint("worker") as worker,
             anyio.create_task_group() as tasks,
         ):
-            back = anyio.current_time() + 3.0 + away  # it goes just before its first renewal
+            back = anyio.current_time() + 3.0 + away  # it becomes unreachable just before the first renewal
 
             async def renew(_peer: PeerId, request: RenewLease) -> LeaseRenewal:
                 if anyio.current_time() < back:
@@ -109,11 +109,11 @@ def test_a_worker_that_is_away_for_six_seconds_keeps_its_lease(away: float, kept
                 lost.append(why)
 
             rpc.serve(worker, RENEW_LEASE, renew)
-            ledger = HeldLeases()
-            ledger.take(lease, worker.peer_id, anyio.current_time())
-            tasks.start_soon(keep_leases, scheduler, ledger, gone)
+            leases = HeldLeases()
+            leases.record_renewal(lease, worker.peer_id, anyio.current_time())
+            tasks.start_soon(renew_leases, scheduler, leases, gone)
             await anyio.sleep(60)
-            assert (lease in ledger) is kept
+            assert (lease in leases) is kept
             assert lost == ([] if kept else ["its lease ran out before the worker answered a renewal"])
             tasks.cancel_scope.cancel()
 

@@ -1,4 +1,4 @@
-"""What the parameter server is told of a round, and which of its answers end a job."""
+"""Round announcements: which responses of the parameter server fail a job."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from hypha_net import rpc
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown, RoundMembers
-from hypha_scheduler.membership import RoundMembership
-from hypha_scheduler.strategies.diloco.rounds import Rounds, RoundSettings, Synchronise
+from hypha_scheduler.membership import RoundAnnouncer
+from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Rounds, RoundSettings
 
 A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in range(2))
 
 
 @pytest.mark.parametrize(("first_is_accepted", "failures"), [(True, 0), (False, 1)])
-def test_a_round_that_the_server_has_closed_already_does_not_fail_when_a_member_is_lost(
-    first_is_accepted: bool, failures: int
-) -> None:
-    """The server takes its outer step at once; until it has told so, the scheduler may lose a member and tell again."""
-    heard: list[RoundMembers] = []
+def test_rejected_change_of_an_accepted_round_does_not_fail_the_job(first_is_accepted: bool, failures: int) -> None:
+    """Until the parameter server reports its outer step, a lost member makes the scheduler announce the round again."""
+    received: list[RoundMembers] = []
 
     async def answer(_peer: PeerId, message: RoundMembers) -> MembersKnown:
-        heard.append(message)
-        if first_is_accepted and len(heard) == 1:
+        received.append(message)
+        if first_is_accepted and len(received) == 1:
             return MembersKnown(accepted=True)
         return MembersKnown(accepted=False, reason="round 1 is over, round 2 runs")
 
@@ -38,11 +36,11 @@ def test_a_round_that_the_server_has_closed_already_does_not_fail_when_a_member_
             async with network.endpoint("scheduler") as scheduler, network.endpoint("server") as server:
                 rpc.serve(server, ROUND_MEMBERS, answer)
                 rounds = Rounds(RoundSettings(rounds=2, target=8, batch_size=4, min_members=1), [A, B], 0.0)
-                membership = RoundMembership(scheduler, uuid.uuid4(), server.peer_id)
-                await membership.tell(Synchronise(1, ((A, 4), (B, 4))), rounds, failed.append)
+                announcer = RoundAnnouncer(scheduler, uuid.uuid4(), server.peer_id)
+                await announcer.announce(AnnounceRound(1, ((A, 4), (B, 4))), rounds, failed.append)
                 if first_is_accepted:
-                    await membership.tell(Synchronise(1, ((A, 4),)), rounds, failed.append)
+                    await announcer.announce(AnnounceRound(1, ((A, 4),)), rounds, failed.append)
 
     anyio.run(main, backend="trio")
-    assert [len(message.members) for message in heard] == ([2, 1] if first_is_accepted else [2])
+    assert [len(message.members) for message in received] == ([2, 1] if first_is_accepted else [2])
     assert len(failed) == failures

@@ -1,4 +1,4 @@
-"""Several data nodes serve one dataset: a job asks those that live, and never one with other slices."""
+"""Data providers: a job uses reachable data nodes with the pinned manifest, and no others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
 
 
 async def serve(node: MemoryEndpoint, slices: int, folder: Path) -> str:
-    """Serve and announce a dataset of so many slices; gives its digest."""
+    """Serve and announce a dataset with `slices` slices; return the digest of its manifest."""
     data = to_json(Manifest, Manifest(dataset="digits", slices=(ENTRY,) * slices))
     path = folder / f"{slices}.json"
     path.write_bytes(data)
@@ -56,7 +56,7 @@ async def serve(node: MemoryEndpoint, slices: int, folder: Path) -> str:
     return digest
 
 
-def test_slices_come_in_turn_from_all_who_serve_what_the_job_pinned(tmp_path: Path) -> None:
+def test_providers_of_the_pinned_manifest_are_used_round_robin(tmp_path: Path) -> None:
     async def case(_network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
         a, b, other, scheduler = nodes
         digest = await serve(a, 2, tmp_path)
@@ -76,9 +76,7 @@ def test_slices_come_in_turn_from_all_who_serve_what_the_job_pinned(tmp_path: Pa
     run(case, "abos")
 
 
-def test_a_data_node_that_is_gone_is_asked_last_at_once_and_not_at_all_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_provider_moves_last_and_is_then_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset_directory, "RECORD_TTL", 0.05)
 
     async def case(network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
@@ -98,7 +96,7 @@ def test_a_data_node_that_is_gone_is_asked_last_at_once_and_not_at_all_soon(
     run(case, "as")
 
 
-def test_a_dataset_without_a_digest_stays_with_the_node_that_gave_it(tmp_path: Path) -> None:
+def test_dataset_without_a_digest_keeps_its_only_provider(tmp_path: Path) -> None:
     async def case(_network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
         a, b, scheduler = nodes
         await dataset_directory.announce_dataset(a, "digits", DatasetRecord(num_slices=2))

@@ -1,4 +1,4 @@
-"""Rounds, played by simulated executors on a simulated clock."""
+"""Rounds with simulated executors on a simulated clock."""
 
 from __future__ import annotations
 
@@ -12,20 +12,28 @@ from hypothesis import strategies as st
 
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, ScheduleUpdate
-from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, Late, RoundClosed, Rounds, RoundSettings, Synchronise
+from hypha_scheduler.strategies.diloco.rounds import (
+    AnnounceRound,
+    Effect,
+    Fail,
+    Late,
+    RoundClosed,
+    Rounds,
+    RoundSettings,
+)
 
 PEERS = [PeerId.from_public_key(bytes([n + 1]) * 32) for n in range(5)]
 
 
 @dataclass
 class Simulation:
-    """Executors that do what they are told, and a parameter server that takes half a second."""
+    """Simulated executors, and a parameter server whose outer step takes half a second."""
 
     settings: RoundSettings
     seconds: dict[PeerId, Callable[[int], float]]
-    """Seconds of a batch, by round."""
+    """Function from round to seconds per batch, for each executor."""
     late: dict[PeerId, float] = field(default_factory=dict)
-    """Seconds from the start to the first slice."""
+    """Seconds from the start to the first slice, for late executors."""
     now: float = 0.0
 
     def run(self) -> list[RoundClosed]:
@@ -50,14 +58,14 @@ class Simulation:
         heapq.heappush(self.events, (self.now + seconds, self.count, action))
 
     def begin(self, peer: PeerId) -> None:
-        self.rounds.began(peer, self.now)
+        self.rounds.training_began(peer, self.now)
         self.next_batch(peer)
 
     def next_batch(self, peer: PeerId) -> None:
         self.after(self.seconds[peer](self.round[peer]), lambda: self.batch(peer))
 
     def batch(self, peer: PeerId) -> None:
-        answer = self.rounds.batch(peer, self.settings.batch_size, self.now)
+        answer = self.rounds.batch_done(peer, self.settings.batch_size, self.now)
         left = self.left.get(peer)
         if isinstance(answer, ScheduleUpdate):
             left = answer.counter
@@ -66,29 +74,29 @@ class Simulation:
             left = None if left is None else left - 1
         self.left[peer] = left
         if left is not None and left <= 0:
-            self.take(self.rounds.update(peer, self.now))
+            self.take(self.rounds.update_started(peer, self.now))
         else:
             self.next_batch(peer)
 
     def take(self, effects: tuple[Effect, ...]) -> None:
         for effect in effects:
-            if isinstance(effect, Synchronise):
+            if isinstance(effect, AnnounceRound):
                 self.after(0.5, lambda effect=effect: self.outer_step(effect))
             elif isinstance(effect, RoundClosed):
                 self.closed.append(effect)
             elif isinstance(effect, Fail):
                 self.failed = effect.reason
 
-    def outer_step(self, effect: Synchronise) -> None:
-        answer, effects = self.rounds.updated(self.now)
+    def outer_step(self, effect: AnnounceRound) -> None:
+        answer, effects = self.rounds.outer_step_taken(self.now)
         assert isinstance(answer, Done if effect.round == self.settings.rounds else Acknowledged)
         self.take(effects)
         for peer in self.seconds:
             self.after(0.1, lambda peer=peer: self.merge(peer))
 
     def merge(self, peer: PeerId) -> None:
-        answer = self.rounds.merged(peer, self.now)
-        self.take(self.rounds.metrics(peer, self.round[peer], 0.5))
+        answer = self.rounds.update_merged(peer, self.now)
+        self.take(self.rounds.metrics_reported(peer, self.round[peer], 0.5))
         if isinstance(answer, Done):
             self.done.add(peer)
             return
@@ -102,7 +110,7 @@ def steady(*seconds: float) -> dict[PeerId, Callable[[int], float]]:
     return {peer: (lambda _round, s=s: s) for peer, s in zip(PEERS, seconds, strict=False)}
 
 
-def test_a_four_times_slower_executor_does_a_quarter_and_nobody_waits_long() -> None:
+def test_four_times_slower_executor_gets_a_quarter_and_waits_are_short() -> None:
     simulation = Simulation(RoundSettings(6, 1152, 16, 3), steady(0.1, 0.1, 0.4))
     closed = simulation.run()
     assert [entry.round for entry in closed] == [1, 2, 3, 4, 5, 6]
@@ -116,7 +124,7 @@ def test_a_four_times_slower_executor_does_a_quarter_and_nobody_waits_long() -> 
     assert simulation.rounds.over
 
 
-def test_an_executor_that_slows_down_within_a_round_gives_work_away() -> None:
+def test_slowing_executor_gets_fewer_batches_within_the_round() -> None:
     seconds = steady(0.1, 0.1)
     seconds[PEERS[1]] = lambda number: 0.1 if number < 3 else 0.8
     closed = Simulation(RoundSettings(5, 1600, 16, 2), seconds).run()
@@ -125,14 +133,14 @@ def test_an_executor_that_slows_down_within_a_round_gives_work_away() -> None:
         assert entry.batches[PEERS[1]] < entry.batches[PEERS[0]] / 3
 
 
-def test_a_late_executor_takes_part_with_few_batches() -> None:
+def test_late_starter_takes_part_with_few_batches() -> None:
     simulation = Simulation(RoundSettings(3, 960, 16, 3), steady(0.1, 0.1, 0.1), late={PEERS[2]: 4.0})
     closed = simulation.run()
     assert 1 <= closed[0].batches[PEERS[2]] < 5
     assert abs(closed[1].batches[PEERS[2]] - closed[1].batches[PEERS[0]]) <= 1
 
 
-def test_the_start_of_executors_is_no_part_of_the_first_round_s_seconds() -> None:
+def test_first_round_duration_excludes_executor_start() -> None:
     def seconds(late: float) -> list[float]:
         peers = dict.fromkeys(PEERS[:2], late)
         return [entry.seconds for entry in Simulation(RoundSettings(3, 960, 16, 2), steady(0.1, 0.1), peers).run()]
@@ -147,7 +155,7 @@ def test_the_start_of_executors_is_no_part_of_the_first_round_s_seconds() -> Non
     size=st.integers(1, 64),
     rounds=st.integers(1, 4),
 )
-def test_every_job_ends_with_everyone_in_every_round(speeds: list[float], target: int, size: int, rounds: int) -> None:
+def test_every_job_completes_with_all_workers(speeds: list[float], target: int, size: int, rounds: int) -> None:
     simulation = Simulation(RoundSettings(rounds, target, size, len(speeds)), steady(*speeds))
     closed = simulation.run()
     assert simulation.failed is None
@@ -155,118 +163,120 @@ def test_every_job_ends_with_everyone_in_every_round(speeds: list[float], target
     for entry in closed:
         assert all(batches >= 1 for batches in entry.batches.values())
         assert len(entry.batches) == len(speeds)
-        # everyone may be in the middle of a batch when the target is reached, and the first round is half unforeseen
-        # and a count that was told is not changed for a single batch
+        # every worker may be processing a batch when the target is reached, half of the first round has no forecast,
+        # and an allocation is not changed for a single batch
         assert target - len(speeds) * size <= sum(entry.samples.values()) <= 1.5 * target + 2 * len(speeds) * size
 
 
 def make(minimum: int = 2, rounds: int = 2) -> Rounds:
     made = Rounds(RoundSettings(rounds, 64, 16, minimum), PEERS[:3], 0.0)
     for peer in PEERS[:3]:
-        made.began(peer, 0.0)
-        made.batch(peer, 16, 1.0)
+        made.training_began(peer, 0.0)
+        made.batch_done(peer, 16, 1.0)
     return made
 
 
-def test_a_lost_member_is_left_out_and_the_parameter_server_is_told_again() -> None:
+def test_losing_a_member_announces_the_round_again_without_it() -> None:
     rounds = make()
-    assert rounds.update(PEERS[0], 2.0) == ()
-    assert rounds.update(PEERS[1], 2.0) == ()
-    assert rounds.update(PEERS[2], 2.0) == (Synchronise(1, tuple((peer, 16) for peer in PEERS[:3])),)
-    assert rounds.lost(PEERS[1], "no lease", 3.0) == (Synchronise(1, ((PEERS[0], 16), (PEERS[2], 16))),)
-    assert isinstance(rounds.updated(4.0)[0], Acknowledged)
+    assert rounds.update_started(PEERS[0], 2.0) == ()
+    assert rounds.update_started(PEERS[1], 2.0) == ()
+    assert rounds.update_started(PEERS[2], 2.0) == (AnnounceRound(1, tuple((peer, 16) for peer in PEERS[:3])),)
+    assert rounds.worker_lost(PEERS[1], "no lease", 3.0) == (AnnounceRound(1, ((PEERS[0], 16), (PEERS[2], 16))),)
+    assert isinstance(rounds.outer_step_taken(4.0)[0], Acknowledged)
 
 
-def test_a_lost_member_that_the_others_waited_for() -> None:
+def test_losing_the_last_missing_member_synchronizes_the_others() -> None:
     rounds = make()
-    rounds.update(PEERS[0], 2.0)
-    rounds.update(PEERS[1], 2.0)
-    assert rounds.lost(PEERS[2], "no lease", 3.0) == (Synchronise(1, ((PEERS[0], 16), (PEERS[1], 16))),)
+    rounds.update_started(PEERS[0], 2.0)
+    rounds.update_started(PEERS[1], 2.0)
+    assert rounds.worker_lost(PEERS[2], "no lease", 3.0) == (AnnounceRound(1, ((PEERS[0], 16), (PEERS[1], 16))),)
 
 
-def test_a_refused_update_is_left_out() -> None:
+def test_refused_update_is_left_out() -> None:
     rounds = make()
     for peer in PEERS[:3]:
-        rounds.update(peer, 2.0)
-    assert rounds.refused(1, PEERS[0], "not finite", 3.0) == (Synchronise(1, ((PEERS[1], 16), (PEERS[2], 16))),)
-    assert rounds.refused(1, PEERS[0], "not finite", 3.0) == ()
+        rounds.update_started(peer, 2.0)
+    assert rounds.update_refused(1, PEERS[0], "not finite", 3.0) == (
+        AnnounceRound(1, ((PEERS[1], 16), (PEERS[2], 16))),
+    )
+    assert rounds.update_refused(1, PEERS[0], "not finite", 3.0) == ()
 
 
-def test_too_few_members_fail_the_job_and_say_why() -> None:
+def test_too_few_members_fail_the_job_with_the_reason() -> None:
     rounds = make(minimum=3)
-    [effect] = rounds.lost(PEERS[1], "its lease was not renewed", 3.0)
+    [effect] = rounds.worker_lost(PEERS[1], "its lease was not renewed", 3.0)
     assert isinstance(effect, Fail)
     assert str(PEERS[1]) in effect.reason
     assert "its lease was not renewed; 2 of at least 3 remain" in effect.reason
 
 
-def test_a_round_goes_on_without_whoever_is_late() -> None:
+def test_round_continues_without_late_workers() -> None:
     rounds = make()
-    rounds.batch(PEERS[0], 16, 2.0)
-    rounds.update(PEERS[0], 2.0)
-    rounds.update(PEERS[1], 2.0)
+    rounds.batch_done(PEERS[0], 16, 2.0)
+    rounds.update_started(PEERS[0], 2.0)
+    rounds.update_started(PEERS[1], 2.0)
     due = rounds.deadline()
     assert due is not None
     assert due >= 30
     assert rounds.expire(due - 0.1) == ()
-    assert rounds.expire(due) == (Late(PEERS[2], 1, due), Synchronise(1, ((PEERS[0], 32), (PEERS[1], 16))))
+    assert rounds.expire(due) == (Late(PEERS[2], 1, due), AnnounceRound(1, ((PEERS[0], 32), (PEERS[1], 16))))
 
 
-def test_a_late_executor_hands_in_when_the_round_is_over_and_takes_part_in_the_next() -> None:
+def test_late_executor_rejoins_in_the_next_round() -> None:
     rounds = make()
-    rounds.update(PEERS[0], 2.0)
-    rounds.update(PEERS[1], 2.0)
+    rounds.update_started(PEERS[0], 2.0)
+    rounds.update_started(PEERS[1], 2.0)
     due = rounds.deadline()
     assert due is not None
-    assert rounds.expire(due) == (Late(PEERS[2], 1, due), Synchronise(1, ((PEERS[0], 16), (PEERS[1], 16))))
-    assert rounds.batch(PEERS[2], 16, due + 1) == Continue()
-    rounds.updated(due + 2)
-    assert rounds.batch(PEERS[2], 16, due + 3) == ScheduleUpdate(counter=0)
-    assert rounds.update(PEERS[2], due + 4) == ()
+    assert rounds.expire(due) == (Late(PEERS[2], 1, due), AnnounceRound(1, ((PEERS[0], 16), (PEERS[1], 16))))
+    assert rounds.batch_done(PEERS[2], 16, due + 1) == Continue()
+    rounds.outer_step_taken(due + 2)
+    assert rounds.batch_done(PEERS[2], 16, due + 3) == ScheduleUpdate(counter=0)
+    assert rounds.update_started(PEERS[2], due + 4) == ()
     for peer in PEERS[:3]:
-        assert rounds.merged(peer, due + 5) == Continue()
-        rounds.batch(peer, 16, due + 6)
-    assert rounds.update(PEERS[2], due + 7) == ()
-    assert rounds.update(PEERS[1], due + 7) == ()
-    [effect] = rounds.update(PEERS[0], due + 7)
-    assert isinstance(effect, Synchronise)
+        assert rounds.update_merged(peer, due + 5) == Continue()
+        rounds.batch_done(peer, 16, due + 6)
+    assert rounds.update_started(PEERS[2], due + 7) == ()
+    assert rounds.update_started(PEERS[1], due + 7) == ()
+    [effect] = rounds.update_started(PEERS[0], due + 7)
+    assert isinstance(effect, AnnounceRound)
     assert [peer for peer, _ in effect.members] == PEERS[:3]
 
 
-def test_a_round_s_timeout_begins_when_executors_have_started() -> None:
+def test_round_timeout_starts_when_executors_have_started() -> None:
     rounds = Rounds(RoundSettings(rounds=2, target=64, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
     assert rounds.deadline() == 600.0
     assert rounds.expire(30.0) == ()
-    rounds.began(PEERS[0], 40.0)
-    rounds.began(PEERS[1], 44.0)
+    rounds.training_began(PEERS[0], 40.0)
+    rounds.training_began(PEERS[1], 44.0)
     assert rounds.deadline() == 50.0
     for peer in PEERS[:2]:
-        rounds.batch(peer, 16, 45.0)
-        rounds.update(peer, 46.0)
-    rounds.updated(47.0)
-    rounds.merged(PEERS[0], 48.0)
+        rounds.batch_done(peer, 16, 45.0)
+        rounds.update_started(peer, 46.0)
+    rounds.outer_step_taken(47.0)
+    rounds.update_merged(PEERS[0], 48.0)
     assert rounds.deadline() == 58.0
 
 
-def test_the_job_does_not_wait_for_an_executor_that_is_late_in_the_last_round() -> None:
+def test_last_round_does_not_wait_for_a_late_executor() -> None:
     rounds = Rounds(RoundSettings(rounds=1, target=96, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
     for peer in PEERS[:2]:
-        rounds.began(peer, 0.0)
-        rounds.batch(peer, 16, 1.0)
-    rounds.update(PEERS[0], 2.0)
-    assert rounds.expire(10.0) == (Late(PEERS[1], 1, 10.0), Synchronise(1, ((PEERS[0], 16),)))
+        rounds.training_began(peer, 0.0)
+        rounds.batch_done(peer, 16, 1.0)
+    rounds.update_started(PEERS[0], 2.0)
+    assert rounds.expire(10.0) == (Late(PEERS[1], 1, 10.0), AnnounceRound(1, ((PEERS[0], 16),)))
     assert not rounds.over
-    rounds.updated(11.0)
-    assert rounds.merged(PEERS[0], 12.0) == Done()
+    rounds.outer_step_taken(11.0)
+    assert rounds.update_merged(PEERS[0], 12.0) == Done()
     assert rounds.over
     assert rounds.deadline() is None
-    assert rounds.batch(PEERS[1], 16, 13.0) == Done()
+    assert rounds.batch_done(PEERS[1], 16, 13.0) == Done()
 
 
-def test_a_parameter_server_that_never_steps_fails_the_job() -> None:
+def test_missing_outer_step_fails_the_job() -> None:
     rounds = make()
     for peer in PEERS[:3]:
-        rounds.update(peer, 2.0)
+        rounds.update_started(peer, 2.0)
     due = rounds.deadline()
     assert due is not None
     [effect] = rounds.expire(due)
@@ -274,95 +284,95 @@ def test_a_parameter_server_that_never_steps_fails_the_job() -> None:
     assert "the parameter server took no outer step" in effect.reason
 
 
-def test_the_parameter_server_may_wait_for_updates_as_long_as_a_round_may_take_and_step_then() -> None:
+def test_outer_step_deadline_includes_the_round_timeout() -> None:
     rounds = Rounds(RoundSettings(rounds=1, target=32, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
     for peer in PEERS[:2]:
-        rounds.began(peer, 0.0)
-        rounds.batch(peer, 16, 1.0)
-        rounds.update(peer, 2.0)
+        rounds.training_began(peer, 0.0)
+        rounds.batch_done(peer, 16, 1.0)
+        rounds.update_started(peer, 2.0)
     assert rounds.expire(2.0 + 10.0 + 30.0) == ()
-    rounds.updated(45.0)
+    rounds.outer_step_taken(45.0)
     assert rounds.closed == 1
 
 
-def test_reports_that_come_again_get_their_answer_again() -> None:
+def test_repeated_reports_get_the_same_response() -> None:
     rounds = make()
     for peer in PEERS[:3]:
-        rounds.update(peer, 2.0)
-    assert isinstance(rounds.updated(3.0)[0], Acknowledged)
-    assert isinstance(rounds.updated(3.1)[0], Acknowledged)
-    assert isinstance(rounds.merged(PEERS[0], 3.2), Continue)
-    assert isinstance(rounds.merged(PEERS[0], 3.3), Continue)
+        rounds.update_started(peer, 2.0)
+    assert isinstance(rounds.outer_step_taken(3.0)[0], Acknowledged)
+    assert isinstance(rounds.outer_step_taken(3.1)[0], Acknowledged)
+    assert isinstance(rounds.update_merged(PEERS[0], 3.2), Continue)
+    assert isinstance(rounds.update_merged(PEERS[0], 3.3), Continue)
     assert rounds.closed == 1
 
 
-def test_every_round_is_told_also_when_workers_without_a_loss_merge_before_the_parameter_server_reports() -> None:
+def test_every_round_is_reported_if_workers_without_loss_merge_before_the_outer_step_report() -> None:
     rounds = make(rounds=3)
     for number in (1, 2):
         for peer in PEERS[:3]:
             if number > 1:
-                rounds.batch(peer, 16, 3.0)
-            rounds.update(peer, 4.0)
+                rounds.batch_done(peer, 16, 3.0)
+            rounds.update_started(peer, 4.0)
         if number == 1:
-            rounds.updated(5.0)
+            rounds.outer_step_taken(5.0)
         for peer in PEERS[:3]:
-            rounds.merged(peer, 5.0)
-    effects = (*rounds.updated(6.0)[1], *rounds.finish())
-    told = [effect.round for effect in effects if isinstance(effect, RoundClosed)]
-    assert told == [1, 2]
+            rounds.update_merged(peer, 5.0)
+    effects = (*rounds.outer_step_taken(6.0)[1], *rounds.finish())
+    reported = [effect.round for effect in effects if isinstance(effect, RoundClosed)]
+    assert reported == [1, 2]
 
 
-@pytest.mark.parametrize("report", ["updated", "merged", "stranger"])
-def test_reports_that_do_not_fit_are_answered_with_an_error(report: str) -> None:
+@pytest.mark.parametrize("report", ["updated", "merged", "not a member"])
+def test_unexpected_reports_get_an_error(report: str) -> None:
     rounds = make()
     answer = {
-        "updated": lambda: rounds.updated(1.0)[0],
-        "merged": lambda: rounds.merged(PEERS[0], 1.0),
-        "stranger": lambda: rounds.batch(PEERS[4], 16, 1.0),
+        "updated": lambda: rounds.outer_step_taken(1.0)[0],
+        "merged": lambda: rounds.update_merged(PEERS[0], 1.0),
+        "not a member": lambda: rounds.batch_done(PEERS[4], 16, 1.0),
     }[report]()
     assert isinstance(answer, ProgressError)
 
 
-def test_a_round_whose_last_batch_meets_the_target_is_not_overdue() -> None:
+def test_round_whose_last_batch_meets_the_target_is_not_overdue() -> None:
     began = 1e6
     rounds = Rounds(RoundSettings(rounds=1, target=32, batch_size=16, min_members=2), PEERS[:2], began)
     for peer in PEERS[:2]:
-        rounds.began(peer, began)
+        rounds.training_began(peer, began)
     for _ in range(2):
-        rounds.batch(PEERS[0], 16, began + 12.0)
-    assert rounds.batch(PEERS[1], 16, began + 15.0) == ScheduleUpdate(counter=0)
+        rounds.batch_done(PEERS[0], 16, began + 12.0)
+    assert rounds.batch_done(PEERS[1], 16, began + 15.0) == ScheduleUpdate(counter=0)
     due = rounds.deadline()
     assert due is not None
     assert due >= began + 45.0
     assert rounds.expire(began + 16.0) == ()
 
 
-def test_a_worker_that_is_lost_after_the_last_outer_step_does_not_fail_the_job() -> None:
+def test_losing_a_worker_after_the_last_outer_step_does_not_fail_the_job() -> None:
     rounds = Rounds(RoundSettings(rounds=1, target=32, batch_size=16, min_members=2), PEERS[:2], 0.0)
     for peer in PEERS[:2]:
-        rounds.began(peer, 0.0)
-        rounds.batch(peer, 16, 1.0)
-        rounds.update(peer, 2.0)
-    rounds.updated(3.0)
-    assert rounds.merged(PEERS[0], 4.0) == Done()
-    assert rounds.lost(PEERS[1], "power", 5.0) == ()
+        rounds.training_began(peer, 0.0)
+        rounds.batch_done(peer, 16, 1.0)
+        rounds.update_started(peer, 2.0)
+    rounds.outer_step_taken(3.0)
+    assert rounds.update_merged(PEERS[0], 4.0) == Done()
+    assert rounds.worker_lost(PEERS[1], "power", 5.0) == ()
     assert rounds.over
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["between rounds", "after the last"])
-def test_workers_that_measure_the_model_are_waited_for(last: bool) -> None:
+def test_evaluating_workers_are_waited_for(last: bool) -> None:
     settings = RoundSettings(rounds=1 if last else 2, target=32, batch_size=16, min_members=2, evaluation=86400.0)
     rounds = Rounds(settings, PEERS[:2], 0.0)
     for peer in PEERS[:2]:
-        rounds.began(peer, 0.0)
-        rounds.batch(peer, 16, 1.0)
-        rounds.update(peer, 2.0)
-    rounds.updated(3.0)
+        rounds.training_began(peer, 0.0)
+        rounds.batch_done(peer, 16, 1.0)
+        rounds.update_started(peer, 2.0)
+    rounds.outer_step_taken(3.0)
     if not last:
-        assert rounds.merged(PEERS[0], 4.0) == Continue()  # it had nothing to measure
-        rounds.batch(PEERS[0], 16, 5.0)
+        assert rounds.update_merged(PEERS[0], 4.0) == Continue()  # it had nothing to evaluate
+        rounds.batch_done(PEERS[0], 16, 5.0)
     assert rounds.expire(86000.0) == ()
-    rounds.merged(PEERS[1], 86001.0)
+    rounds.update_merged(PEERS[1], 86001.0)
     if not last:
         assert rounds.deadline() < 90000.0
     assert rounds.expire(87000.0) != ()

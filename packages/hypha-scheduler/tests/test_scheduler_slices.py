@@ -1,4 +1,4 @@
-"""The slice ledger: each slice exactly once an epoch, whatever workers do."""
+"""Slice assignment: each slice is used exactly once per epoch, whatever workers do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKERS = st.sampled_from(["a", "b", "c"])
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Workers take, use, hoard and vanish; a plain model counts what was used."""
+    """Random workers that take, use and keep slices or are lost, compared with a simple model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=WORKERS)
     def vanish(self, worker: str) -> None:
-        assert set(self.ledger.lose(worker)) == set(self.held.pop(worker, {}))
+        assert set(self.ledger.release(worker)) == set(self.held.pop(worker, {}))
 
     @invariant()
     def agrees(self) -> None:
@@ -62,16 +62,16 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
-test_each_slice_is_used_exactly_once_an_epoch = LedgerMachine.TestCase
+test_each_slice_is_used_exactly_once_per_epoch = LedgerMachine.TestCase
 
 
-def test_epochs_overlap_and_each_holds_every_slice_once() -> None:
+def test_overlapping_epochs_contain_every_slice_once() -> None:
     ledger = SliceLedger(SIZES, seed=1)
     given = [ledger.assign(worker) for worker in ("a", "b") * len(SIZES)]
     assert sorted(given) == [Assignment(epoch, index) for epoch in (0, 1) for index in range(len(SIZES))]
 
 
-def test_the_seed_decides_the_order() -> None:
+def test_seed_determines_the_order() -> None:
     def order(seed: int) -> list[Assignment]:
         ledger = SliceLedger([1] * 50, seed)
         return [ledger.assign(number) for number in range(100)]
@@ -81,25 +81,25 @@ def test_the_seed_decides_the_order() -> None:
     assert [a.index for a in order(5)[:50]] != [a.index for a in order(5)[50:]]
 
 
-def test_what_a_lost_worker_had_is_next() -> None:
+def test_slices_of_a_lost_worker_are_assigned_next() -> None:
     ledger = SliceLedger([4] * 6)
     lost = [ledger.assign("gone"), ledger.assign("gone")]
     ledger.assign("stays")
     ledger.report("gone", {lost[0].index: 4})
-    assert ledger.lose("gone") == (lost[1],)
+    assert ledger.release("gone") == (lost[1],)
     assert ledger.assign("stays") == lost[1]
 
 
-def test_a_silent_executor_has_used_what_it_had_when_it_asks_again() -> None:
+def test_slices_count_as_used_for_executors_that_do_not_report_them() -> None:
     ledger = SliceLedger([None] * 3)
     first = ledger.assign("old")
     ledger.report("old", None)
     second = ledger.assign("old")
     assert ledger.state(0, first.index) is SliceState.USED
-    assert ledger.lose("old") == (second,)
+    assert ledger.release("old") == (second,)
 
 
-def test_a_slice_of_unknown_size_is_used_when_its_holder_asks_again() -> None:
+def test_slice_of_unknown_size_is_used_at_the_next_request() -> None:
     ledger = SliceLedger([None] * 5)
     for _ in range(200):
         given = ledger.assign("w")
@@ -108,7 +108,7 @@ def test_a_slice_of_unknown_size_is_used_when_its_holder_asks_again() -> None:
     assert ledger.epoch == 39
 
 
-def test_a_hoarder_is_stopped() -> None:
+def test_unused_slices_per_worker_are_limited() -> None:
     ledger = SliceLedger([1])
     with pytest.raises(LedgerFullError):
         for _ in range(1000):
@@ -116,11 +116,9 @@ def test_a_hoarder_is_stopped() -> None:
 
 
 @pytest.mark.parametrize(("size", "batch", "slices"), [(1, 512, 1024), (8, 1024, 256), (0, 16, 64)])
-def test_a_batch_of_many_small_slices_is_filled_and_a_hoarder_is_stopped_there_too(
-    size: int, batch: int, slices: int
-) -> None:
+def test_limit_of_unused_slices_allows_batches_of_many_small_slices(size: int, batch: int, slices: int) -> None:
     ledger = SliceLedger([size] * 3, batch=batch)
-    for _ in range(slices):  # one batch is worked on, and one is fetched
+    for _ in range(slices):  # one batch is being processed and one is being fetched
         ledger.assign("w")
     with pytest.raises(LedgerFullError):
         for _ in range(10 * batch):

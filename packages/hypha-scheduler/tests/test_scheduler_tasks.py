@@ -1,4 +1,4 @@
-"""Tasks wait for results, run, and end once."""
+"""Task graph: tasks wait for inputs, run, and end once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hypha_scheduler.tasks import Task, TaskError, TaskGraph, TaskState
 PEER = PeerId.from_public_key(bytes(32))
 
 
-def task(name: str, number: int, needs: tuple[str, ...] = (), gives: tuple[str, ...] = ()) -> Task:
-    return Task(name, "train", PEER, uuid.UUID(int=number), frozenset(needs), frozenset(gives))
+def task(name: str, number: int, inputs: tuple[str, ...] = (), outputs: tuple[str, ...] = ()) -> Task:
+    return Task(name, "train", PEER, uuid.UUID(int=number), frozenset(inputs), frozenset(outputs))
 
 
 def names(tasks: tuple[Task, ...]) -> list[str]:
     return [found.name for found in tasks]
 
 
-def test_a_task_starts_when_what_it_needs_exists() -> None:
+def test_task_is_ready_when_its_inputs_exist() -> None:
     graph = TaskGraph([task("train", 1, ("model", "server")), task("aggregate", 2, ("model",), ("server",))])
     assert names(graph.ready()) == []
     graph.provide("model")
@@ -31,7 +31,7 @@ def test_a_task_starts_when_what_it_needs_exists() -> None:
     assert names(graph.ready()) == ["train"]
 
 
-def test_the_first_ending_counts() -> None:
+def test_first_final_state_counts() -> None:
     graph = TaskGraph([task("a", 1)])
     graph.start("a")
     assert graph.end("a", TaskState.FAILED)
@@ -42,7 +42,7 @@ def test_the_first_ending_counts() -> None:
         graph.end("a", TaskState.RUNNING)
 
 
-def test_a_task_is_found_by_its_lease() -> None:
+def test_task_is_found_by_its_lease() -> None:
     graph = TaskGraph([task("a", 1), task("b", 2)])
     found = graph.of_lease(uuid.UUID(int=2))
     assert found is not None
@@ -50,7 +50,7 @@ def test_a_task_is_found_by_its_lease() -> None:
     assert graph.of_lease(uuid.UUID(int=3)) is None
 
 
-def test_tasks_that_wait_for_each_other_are_refused() -> None:
+def test_cyclic_dependencies_are_refused() -> None:
     with pytest.raises(TaskError, match="wait for each other: a, b"):
         TaskGraph([task("a", 1, ("y",), ("x",)), task("b", 2, ("x",), ("y",))])
 

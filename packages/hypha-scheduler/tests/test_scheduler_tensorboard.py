@@ -1,4 +1,4 @@
-"""A run's metrics as event files, byte by byte as TensorBoard's own libraries write them."""
+"""TensorBoard export: event files match those of TensorBoard's own libraries byte by byte."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ WRITTEN = bytes.fromhex(
 )
 
 
-def test_the_bytes_are_tensorboards() -> None:
+def test_bytes_match_tensorboard() -> None:
     assert event_file([Scalar("job", "loss", 300, 0.5, 1700000001.5)], 1700000000.25) == WRITTEN
-    assert crc32c(b"123456789") == 0xE3069283  # the check value of the checksum's catalogue
+    assert crc32c(b"123456789") == 0xE3069283  # check value of CRC-32C
 
 
 @given(st.lists(st.tuples(st.text(max_size=200), st.integers(0, 2**32 - 1), st.floats(allow_nan=False)), max_size=5))
-def test_every_file_is_whole_records(points: list[tuple[str, int, float]]) -> None:
+def test_files_consist_of_complete_records(points: list[tuple[str, int, float]]) -> None:
     data = event_file([Scalar("job", tag, step, value, 1.0) for tag, step, value in points], 0.0)
     count = 0
     while data:
@@ -65,7 +65,7 @@ def files(out: Path) -> dict[str, bytes]:
     return found
 
 
-def test_a_run_is_exported_curve_by_curve_also_while_it_goes_on(tmp_path: Path) -> None:
+def test_export_writes_one_curve_per_worker_also_of_a_running_job(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     run.mkdir()
     write_run(run)
@@ -92,7 +92,7 @@ def test_a_run_is_exported_curve_by_curve_also_while_it_goes_on(tmp_path: Path) 
         ([], "line 1"),
     ],
 )
-def test_what_cannot_be_exported_is_said(tmp_path: Path, line: Any, why: str) -> None:
+def test_export_errors_are_reported(tmp_path: Path, line: Any, why: str) -> None:
     if line is not None:
         (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     result = export(tmp_path, tmp_path / "out")

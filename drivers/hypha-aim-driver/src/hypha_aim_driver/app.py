@@ -1,6 +1,6 @@
-"""The HTTP side: a scheduler posts one metric at a time to ``/status``, and a sink keeps it.
+"""HTTP application: accepts metrics at ``POST /status``, one per request, and passes them to a sink.
 
-What comes before is a scheduler's status bridge; what comes after is `LogSink`, or `delivery` on the way to AIM.
+Called by a scheduler's status bridge. The sink is `LogSink`, or `retry_queue.RetryQueue` to write to AIM.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ def _peer_id(text: str) -> str:
 
 def _printable(text: str) -> str:
     if not text.isprintable():
-        raise ValueError("has characters that cannot be printed")
+        raise ValueError("contains non-printable characters")
     return text
 
 
 class AimMetrics(BaseModel):
-    """One metric of one worker, as a scheduler's status bridge posts it."""
+    """Metric of one worker, as posted by a scheduler's status bridge."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     worker_id: Annotated[str, AfterValidator(_peer_id)] = Field(description="The worker's peer id, base58 text.")
-    round: int = Field(ge=0, lt=2**32, description="The synchronisation round that the value belongs to.")
+    round: int = Field(ge=0, lt=2**32, description="Number of the round that the value belongs to.")
     metric_name: Annotated[str, AfterValidator(_printable)] = Field(
-        min_length=1, max_length=200, description="Such as loss or samples_per_second."
+        min_length=1, max_length=200, description="Name of the metric, such as loss or samples_per_second."
     )
     value: Annotated[float, Field(strict=False)] = Field(description="The value, single precision.")
     job_id: Annotated[str, AfterValidator(_printable)] | None = Field(
-        default=None, min_length=1, max_length=200, description="The job; not every scheduler names it."
+        default=None, min_length=1, max_length=200, description="Id of the job; some schedulers do not send it."
     )
 
 
 class SinkFullError(Exception):
-    """A sink can keep no more just now; whoever posts should try again later."""
+    """The sink is full; the client should retry later."""
 
 
 class Sink(Protocol):
-    """Where metrics go."""
+    """Destination of metrics."""
 
     def record(self, metric: AimMetrics) -> None:
-        """Keep one metric, at once: called from the event loop.
+        """Store a metric without blocking; called from the event loop.
 
         Raises:
-            SinkFullError: it was not kept.
+            SinkFullError: the metric was not stored.
         """
         ...
 
 
 class LogSink:
-    """Writes every metric to the log: what is left when no AIM repository is named."""
+    """Sink that writes every metric to the log; used without an AIM repository."""
 
     def record(self, metric: AimMetrics) -> None:
         """See `Sink.record`."""
@@ -69,11 +69,11 @@ class LogSink:
 
 
 def create_app(sink: Sink) -> FastAPI:
-    """The application: ``POST /status`` takes a metric.
+    """Create the application with the route ``POST /status``.
 
-    A malformed one is answered by 422 and the reasons, one that the sink has no room for by 503.
+    A malformed metric gets the response 422 with the reasons; a full sink leads to 503.
     """
-    app = FastAPI(title="hypha-aim-driver", summary="Takes a Hypha scheduler's metrics.")
+    app = FastAPI(title="hypha-aim-driver", summary="Accepts metrics of a Hypha scheduler.")
 
     @app.post("/status")
     async def status(metric: AimMetrics) -> dict[str, str]:

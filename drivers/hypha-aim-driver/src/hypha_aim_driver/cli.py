@@ -1,4 +1,4 @@
-"""The command `hypha-aim-driver`."""
+"""Command line `hypha-aim-driver`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import click
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-_GOODBYE: Final = 30.0
-"""Seconds at the end for writing what waits."""
+_DRAIN_TIMEOUT: Final = 30.0
+"""Seconds to write the queued metrics on exit."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,15 +19,15 @@ _GOODBYE: Final = 30.0
 @click.option(
     "--repo",
     metavar="DIR|aim://HOST:PORT",
-    help="Write into this AIM repository: a folder, or an `aim server`.  [default: write to the log]",
+    help="AIM repository to write to: a directory, or an `aim server`.  [default: write to the log]",
 )
 @click.version_option(package_name="hypha-aim-driver", prog_name="hypha-aim-driver")
-@click.option("--no-color", is_flag=True, expose_value=False, help="Print without colours, ever.")
+@click.option("--no-color", is_flag=True, expose_value=False, help="Never print in color.")
 def main(host: str, port: int, repo: str | None) -> None:
-    """Take the metrics that a scheduler posts to its status_bridge, and write them into AIM: one run a job.
+    """Accept the metrics that a scheduler posts to its status_bridge, and write them to AIM, one run per job.
 
-    Point the scheduler at it with status_bridge = "HOST:PORT". Without --repo, metrics are only logged. With it, the
-    extra `aim` must be installed: hypha-aim-driver[aim], on Python 3.11 or 3.12. Look at the runs with `aim up`.
+    Set status_bridge = "HOST:PORT" in the scheduler's configuration. Without --repo, metrics are only logged. --repo
+    needs the extra `aim`: hypha-aim-driver[aim], on Python 3.11 or 3.12. View the runs with `aim up`.
     """
     import logging
 
@@ -42,11 +42,11 @@ def _checked(repo: str) -> str:
     from hypha_aim_driver.repository import REMOTE, aim_is_installed
 
     if "://" in repo and not repo.startswith(REMOTE):
-        raise click.BadParameter(f"{repo!r} is neither a folder nor {REMOTE}HOST:PORT", param_hint="--repo")
+        raise click.BadParameter(f"{repo!r} is neither a directory nor {REMOTE}HOST:PORT", param_hint="--repo")
     if not aim_is_installed():
         raise click.UsageError(
-            "--repo needs the package aim, which is not installed: pip install 'hypha-aim-driver[aim]' on Python 3.11"
-            " or 3.12 (aim has no wheels for later ones). Without --repo metrics are logged."
+            "--repo needs the package aim, which is not installed: install the extra hypha-aim-driver[aim] on Python"
+            " 3.11 or 3.12 (aim has no wheels for later versions). Without --repo, metrics are logged."
         )
     return repo
 
@@ -63,20 +63,20 @@ def _serve_aim(host: str, port: int, repo: str) -> None:
 
     from hypha_aim_driver.app import create_app
     from hypha_aim_driver.repository import AimRepository
-    from hypha_aim_driver.retry_queue import Delivery
+    from hypha_aim_driver.retry_queue import RetryQueue
     from hypha_aim_driver.runs import JobRuns
 
     log = logging.getLogger(__name__)
-    delivery = Delivery(JobRuns(AimRepository(repo)))
-    log.info("metrics go to the AIM repository %s", repo)
+    queue = RetryQueue(JobRuns(AimRepository(repo)))
+    log.info("writing metrics to the AIM repository %s", repo)
     try:
-        _serve(create_app(delivery), host, port)
+        _serve(create_app(queue), host, port)
     finally:
-        lost = delivery.close(_GOODBYE)
+        lost = queue.close(_DRAIN_TIMEOUT)
         if lost:
-            log.error("%d metrics were not written: AIM did not take them", lost)
-        if delivery.hangs:  # AIM's own hooks at the end of the interpreter wait for its server for ever
-            log.error("AIM did not let go of its runs within %g s; they look unfinished there", _GOODBYE)
+            log.error("%d metrics were lost: AIM did not accept them", lost)
+        if queue.is_running:  # AIM's exit hooks would wait for its server forever
+            log.error("AIM did not close its runs within %g s; AIM shows them as unfinished", _DRAIN_TIMEOUT)
             logging.shutdown()
             os._exit(1)
     if lost:
@@ -84,7 +84,7 @@ def _serve_aim(host: str, port: int, repo: str) -> None:
 
 
 def _serve(app: FastAPI, host: str, port: int) -> None:
-    """Serve until a signal says to end; uvicorn raises the signal once more when it has closed its sockets."""
+    """Serve until SIGINT or SIGTERM; uvicorn raises the signal again after closing its sockets."""
     import signal
 
     import uvicorn

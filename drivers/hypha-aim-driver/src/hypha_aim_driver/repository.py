@@ -1,7 +1,7 @@
-"""AIM itself: the only module that imports it, and where its errors become `NotWrittenError`.
+"""AIM repository (https://aimstack.readthedocs.io): the only module that imports AIM; translates its errors.
 
-`runs` asks for a job's run and writes into it. A repository is a folder, or ``aim://HOST:PORT``, an ``aim server``.
-AIM is imported when the first run is opened: that takes seconds, and the HTTP side need not wait for it.
+Called by `runs`. A repository is a directory, or ``aim://HOST:PORT`` for an ``aim server``. AIM is imported when the
+first run is opened, since that takes seconds and the HTTP application need not wait for it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hypha_aim_driver.retry_queue import NotWrittenError
 EXPERIMENT: Final = "hypha"
 REMOTE: Final = "aim://"
 _JOB: Final = "hypha"
-"""Parameter of a run that holds what Hypha knows of it."""
+"""Run parameter that holds Hypha's own data."""
 
 
 def aim_is_installed() -> bool:
-    """Whether the package ``aim`` can be imported; without importing it."""
+    """Return whether the package ``aim`` is installed, without importing it."""
     return importlib.util.find_spec("aim") is not None
 
 
 @contextmanager
-def _aim_may_fail(doing: str) -> Iterator[None]:
-    """AIM raises whatever its storage and its client raise, and bare `Exception` too."""
+def _translate_errors(doing: str) -> Iterator[None]:
+    """Raise `NotWrittenError` for any error of AIM, which raises errors of its storage and client, and `Exception`."""
     try:
         yield
     except NotWrittenError:
@@ -39,13 +39,13 @@ def _aim_may_fail(doing: str) -> Iterator[None]:
 
 
 class AimRepository:
-    """Runs of one AIM repository. To be used from one thread."""
+    """Runs of one AIM repository. Not thread-safe."""
 
     def __init__(self, location: str) -> None:
-        """Name the repository; nothing is opened.
+        """Set the location; opens nothing yet.
 
         Args:
-            location: a folder, which is made when it is not there, or ``aim://HOST:PORT``.
+            location: a directory, created if missing, or ``aim://HOST:PORT``.
         """
         self._location = location
         self._aim: Any = None
@@ -53,10 +53,10 @@ class AimRepository:
 
     def open(self, job_id: str | None) -> AimRun:
         """See `hypha_aim_driver.runs.Repository.open`."""
-        with _aim_may_fail(f"opening a run in {self._location}"):
-            repo = self._connected()
+        with _translate_errors(f"opening a run in {self._location}"):
+            repo = self._connect()
             known = None if job_id is None else self._find(job_id)
-            # AIM takes back what a dead process of this machine has locked, but a server's locks outlive its clients
+            # AIM breaks locks of dead processes on this machine, but locks on a server outlive its clients
             run = self._aim.Run(
                 known,
                 repo=repo,
@@ -70,11 +70,11 @@ class AimRepository:
                 run.name = "Hypha" if job_id is None else f"job {job_id}"
             return AimRun(run, self._location)
 
-    def _connected(self) -> Any:
+    def _connect(self) -> Any:
         if self._aim is None:
             self._aim = importlib.import_module("aim")
-            logging.getLogger("aim").setLevel(logging.WARNING)  # importing it sets a level of its own
-            logging.getLogger("aim.ext.transport").setLevel(logging.CRITICAL)  # tells every attempt; we tell the first
+            logging.getLogger("aim").setLevel(logging.WARNING)  # importing AIM sets another level
+            logging.getLogger("aim.ext.transport").setLevel(logging.CRITICAL)  # logs every attempt; the queue logs one
         if self._repo is None:
             if self._location.startswith(REMOTE):
                 self._repo = self._aim.Repo(self._location)
@@ -84,7 +84,7 @@ class AimRepository:
         return self._repo
 
     def _find(self, job_id: str) -> str | None:
-        """The run that a job had before the driver started; read run by run, for AIM's index may lag behind."""
+        """Return the hash of a job's run from before the driver started; reads every run, as AIM's index may lag."""
         for run_hash in self._repo.list_all_runs():
             meta = self._repo.request_tree("meta", run_hash, read_only=True)
             attributes = meta.subtree(("meta", "chunks", run_hash, "attrs"))
@@ -97,21 +97,21 @@ class AimRun:
     """One job's run in AIM; see `hypha_aim_driver.runs.Run`."""
 
     def __init__(self, run: Any, location: str) -> None:
-        """Take an ``aim.Run`` that is open for writing."""
+        """Wrap an ``aim.Run`` that is open for writing."""
         self._run = run
         self._location = location
 
     def track(self, value: float, *, name: str, step: int, worker: str) -> None:
-        """Write one value into the worker's context."""
-        with _aim_may_fail(f"writing to {self._location}"):
+        """Write one value in the worker's context."""
+        with _translate_errors(f"writing to {self._location}"):
             self._run.track(value, name=name, step=step, context={"worker": worker})
 
     def confirm(self) -> None:
-        """Read from the run: an answer comes only after everything that was tracked before."""
-        with _aim_may_fail(f"writing to {self._location}"):
+        """Read from the run, which AIM answers only after everything tracked before was written."""
+        with _translate_errors(f"writing to {self._location}"):
             self._run.get(_JOB)
 
     def close(self) -> None:
         """End the run."""
-        with _aim_may_fail(f"closing a run in {self._location}"):
+        with _translate_errors(f"closing a run in {self._location}"):
             self._run.close()

@@ -1,8 +1,8 @@
-"""Between the HTTP side and AIM: posts wait here until they are written, however long AIM is away.
+"""Retry queue: holds metrics until they are written to AIM, however long AIM is unavailable.
 
-`app` hands a post in and is answered at once; one thread takes posts out in order and writes them through `runs`. A
-post leaves only when it has been written, so a failure costs a repetition and no post. The queue is bounded: when it
-is full, posts are refused (503) and the scheduler knows that they were not taken.
+`app` adds a metric without waiting; one thread writes metrics in order through `runs`. A metric is removed only after
+it was written, so a failure causes a retry and no loss. When the bounded queue is full, new metrics are refused (HTTP
+503), and the scheduler keeps and retries them.
 """
 
 from __future__ import annotations
@@ -20,87 +20,92 @@ from hypha_aim_driver.app import AimMetrics, SinkFullError
 _log = logging.getLogger(__name__)
 
 CAPACITY: Final = 100_000
-"""Posts that wait; about half a kilobyte each."""
+"""Maximum number of queued metrics; each takes about half a kilobyte."""
 _BATCH: Final = 256
 _RETRY_FIRST: Final = 0.5
 _RETRY_LONGEST: Final = 15.0
-_SILENCE: Final = 15.0
-"""Seconds that one batch may take before it is said that AIM does not answer."""
-_IDLE: Final = 5.0
+_STALL_TIMEOUT: Final = 15.0
+"""Seconds that writing one batch may take before AIM is reported as unresponsive."""
+_IDLE_TIMEOUT: Final = 5.0
 
 
 class NotWrittenError(Exception):
-    """Metrics could not be written, or it is not known whether they were; writing them again is right."""
+    """Metrics were not written, or it is unknown whether they were; writing them again is safe."""
 
 
 class Writer(Protocol):
-    """Where the queue leads. Only the delivery's own thread calls it."""
+    """Destination of the queue; called only by the queue's thread."""
 
     def write(self, metrics: Sequence[AimMetrics]) -> int:
-        """Write the first of `metrics`, one at least, and say how many; writing one a second time changes nothing.
+        """Write at least the first of `metrics` and return how many were written; must be idempotent.
 
         Raises:
-            NotWrittenError: some were perhaps not written.
+            NotWrittenError: some metrics may not have been written.
         """
         ...
 
-    def rest(self) -> None:
-        """Nothing has come for some seconds."""
+    def on_idle(self) -> None:
+        """Handle that no metric has arrived for some seconds."""
         ...
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Finish; no more metrics follow."""
         ...
 
 
-class Delivery:
-    """A sink that writes behind its caller's back, in the order of the posts."""
+class RetryQueue:
+    """Sink that writes metrics in order on a background thread."""
 
     def __init__(
-        self, writer: Writer, *, capacity: int = CAPACITY, retry: float = _RETRY_FIRST, silence: float = _SILENCE
+        self,
+        writer: Writer,
+        *,
+        capacity: int = CAPACITY,
+        retry: float = _RETRY_FIRST,
+        stall_timeout: float = _STALL_TIMEOUT,
     ) -> None:
         """Start the thread.
 
         Args:
-            writer: where posts go; `close` closes it.
-            capacity: posts that may wait.
-            retry: seconds before the first repetition; doubled up to a quarter of a minute.
-            silence: seconds that a batch may take before that is reported.
+            writer: destination; closed by `close`.
+            capacity: maximum number of queued metrics.
+            retry: seconds before the first retry; doubled for each further one up to 15 seconds.
+            stall_timeout: seconds that writing a batch may take before a warning is logged.
         """
         self._writer = writer
         self._capacity = capacity
         self._retry = retry
-        self._silence = silence
+        self._stall_timeout = stall_timeout
         self._waiting: deque[AimMetrics] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._busy_since: float | None = None
-        self._working = True
+        self._healthy = True
         self._full = False
-        self._thread = threading.Thread(target=self._deliver, name="aim-delivery", daemon=True)
+        self._thread = threading.Thread(target=self._write_loop, name="aim-delivery", daemon=True)
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        """Posts that are not written yet."""
+        """Number of metrics that are not written yet."""
         with self._changed:
             return len(self._waiting)
 
     def record(self, metric: AimMetrics) -> None:
         """See `Sink.record`."""
         with self._changed:
-            if self._busy_since is not None and time.monotonic() - self._busy_since > self._silence:
-                self._failed(f"no answer for {self._silence:g} s")
+            if self._busy_since is not None and time.monotonic() - self._busy_since > self._stall_timeout:
+                self._report_failure(f"no answer for {self._stall_timeout:g} s")
             if len(self._waiting) >= self._capacity:
-                self._refused()
+                self._raise_full()
             self._full = False
             self._waiting.append(metric)
             self._changed.notify()
 
     def close(self, timeout: float) -> int:
-        """Write what waits, for `timeout` seconds at most; the number of posts that could not be written.
+        """Write the queued metrics for at most `timeout` seconds; return the number of metrics left.
 
-        A thread that hangs inside AIM is left behind: it is a daemon.
+        If the thread is blocked inside AIM, it is abandoned; it is a daemon thread.
         """
         with self._changed:
             self._closing = True
@@ -109,30 +114,30 @@ class Delivery:
         return self.waiting
 
     @property
-    def hangs(self) -> bool:
-        """Whether the thread is still at work."""
+    def is_running(self) -> bool:
+        """Whether the thread is still running."""
         return self._thread.is_alive()
 
     # ------------------------------------------------------------------------------------------------------- the thread
 
-    def _deliver(self) -> None:
+    def _write_loop(self) -> None:
         delay = self._retry
-        while batch := self._next():
-            if self._attempt(lambda batch=batch: self._written(self._writer.write(batch))):  # type: ignore[misc]
+        while batch := self._next_batch():
+            if self._attempt(lambda batch=batch: self._remove_written(self._writer.write(batch))):  # type: ignore[misc]
                 delay = self._retry
             else:
                 self._pause(delay)
                 delay = min(2 * delay, _RETRY_LONGEST)
         self._attempt(self._writer.close)
 
-    def _next(self) -> list[AimMetrics]:
-        """The next posts, still in the queue; none when there is nothing left and nothing will come."""
+    def _next_batch(self) -> list[AimMetrics]:
+        """Wait for and return the next metrics without removing them; empty once the queue is closed and drained."""
         with self._changed:
             while not self._waiting and not self._closing:
-                if not self._changed.wait(_IDLE):
+                if not self._changed.wait(_IDLE_TIMEOUT):
                     self._changed.release()
                     try:
-                        self._attempt(self._writer.rest)
+                        self._attempt(self._writer.on_idle)
                     finally:
                         self._changed.acquire()
             return list(islice(self._waiting, _BATCH))
@@ -143,22 +148,22 @@ class Delivery:
             work()
         except NotWrittenError as error:
             with self._changed:
-                self._failed(str(error))
+                self._report_failure(str(error))
             return False
         finally:
             self._busy_since = None
         return True
 
-    def _written(self, count: int) -> None:
+    def _remove_written(self, count: int) -> None:
         with self._changed:
             for _ in range(count):
                 self._waiting.popleft()
-            if not self._working:
-                _log.info("AIM takes metrics again; %d wait", len(self._waiting))
-            self._working = True
+            if not self._healthy:
+                _log.info("AIM accepts metrics again; %d queued", len(self._waiting))
+            self._healthy = True
 
     def _pause(self, seconds: float) -> None:
-        """Wait; not at all once the delivery is closing, but a little so that repetitions do not spin."""
+        """Wait before a retry; only briefly once the queue is closing, so that retries do not spin."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing, seconds)
             closing = self._closing
@@ -167,13 +172,13 @@ class Delivery:
 
     # ---------------------------------------------------------------------------------------------------------- reports
 
-    def _failed(self, why: str) -> None:
-        if self._working:
-            _log.warning("AIM does not take metrics; they are kept and tried again: %s", why)
-        self._working = False
+    def _report_failure(self, why: str) -> None:
+        if self._healthy:
+            _log.warning("AIM does not accept metrics; they are kept and retried: %s", why)
+        self._healthy = False
 
-    def _refused(self) -> None:
+    def _raise_full(self) -> None:
         if not self._full:
-            _log.error("%d metrics wait for AIM and no more fit; new ones are refused", self._capacity)
+            _log.error("the queue is full (%d metrics), new metrics are refused", self._capacity)
         self._full = True
-        raise SinkFullError(f"{self._capacity} metrics wait for AIM already")
+        raise SinkFullError(f"the queue is full ({self._capacity} metrics)")

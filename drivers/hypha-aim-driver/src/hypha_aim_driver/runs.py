@@ -1,8 +1,7 @@
-"""Which run a metric belongs to: one run a job, one context a worker, the round as the step.
+"""Runs: assigns metrics to runs, with one run per job, one context per worker, and the round as the step.
 
-Between `delivery`, which calls `JobRuns.write` from its thread, and `repository`, which is AIM. A job is known by its
-``job_id``. Some schedulers do not name it: then a run lasts until a worker goes back to an earlier round, which only a
-new job does.
+Called by the thread of `retry_queue`; writes through `repository`. A job is identified by its ``job_id``. Some
+schedulers do not send it; then a run lasts until a worker reports an earlier round, which means that a new job began.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from typing import Final, Protocol
 from hypha_aim_driver.app import AimMetrics
 
 _UNNAMED: Final = ""
-_IDLE: Final = 600.0
-"""Seconds without a post after which a job's run is closed; AIM shows it as finished then. A post opens it again."""
+_IDLE_TIMEOUT: Final = 600.0
+"""Seconds without a metric after which a job's run is closed and AIM shows it as finished; a metric reopens it."""
 
 
 class Run(Protocol):
     """One job's run. Every method raises `NotWrittenError` when AIM fails."""
 
     def track(self, value: float, *, name: str, step: int, worker: str) -> None:
-        """Write one value; the same name, step and worker again overwrites it."""
+        """Write one value; the same name, step and worker overwrite an earlier value."""
         ...
 
     def confirm(self) -> None:
-        """Return when everything tracked has arrived."""
+        """Wait until everything tracked has been written."""
         ...
 
     def close(self) -> None:
@@ -36,10 +35,10 @@ class Run(Protocol):
 
 
 class Repository(Protocol):
-    """Where runs live."""
+    """Storage of runs."""
 
     def open(self, job_id: str | None) -> Run:
-        """The run of a job: the one that it has already, or a new one; always a new one without a job id.
+        """Open the existing run of a job or create one; always create one without a job id.
 
         Raises:
             NotWrittenError: AIM fails.
@@ -48,30 +47,30 @@ class Repository(Protocol):
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenRun:
     run: Run
     used_at: float
 
 
 class JobRuns:
-    """A `Writer` into the runs of a repository."""
+    """`retry_queue.Writer` that writes to the runs of a repository."""
 
     def __init__(self, repository: Repository, clock: Callable[[], float] = time.monotonic) -> None:
-        """Open nothing yet."""
+        """Write to `repository`; opens nothing yet."""
         self._repository = repository
         self._clock = clock
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenRun] = {}
         self._rounds: dict[tuple[str, str], int] = {}
-        """Of the unnamed job: the last round of each worker and metric."""
+        """Last round of each worker and metric of the job without an id."""
 
     def write(self, metrics: Sequence[AimMetrics]) -> int:
-        """See `Writer.write`; stops where an unnamed job ends, so that what is repeated stays in its run."""
-        if self._begins_anew(metrics[0], self._rounds):
-            self._end(_UNNAMED)
+        """See `Writer.write`; stops where a job without an id ends, so that a retry writes to the same run."""
+        if self._starts_new_job(metrics[0], self._rounds):
+            self._close_run(_UNNAMED)
             self._rounds = {}
         rounds, touched, count = dict(self._rounds), set(), 0
         for metric in metrics:
-            if self._begins_anew(metric, rounds):
+            if self._starts_new_job(metric, rounds):
                 break
             if metric.job_id is None:
                 rounds[metric.worker_id, metric.metric_name] = metric.round
@@ -85,28 +84,28 @@ class JobRuns:
         return count
 
     @staticmethod
-    def _begins_anew(metric: AimMetrics, rounds: dict[tuple[str, str], int]) -> bool:
-        """Whether a worker goes back in an unnamed job."""
+    def _starts_new_job(metric: AimMetrics, rounds: dict[tuple[str, str], int]) -> bool:
+        """Return whether a worker reports an earlier round without a job id."""
         return metric.job_id is None and metric.round < rounds.get((metric.worker_id, metric.metric_name), 0)
 
     def _run(self, job_id: str | None) -> Run:
         key = job_id or _UNNAMED
         if key not in self._open:
-            self._open[key] = _Open(self._repository.open(job_id), 0.0)
+            self._open[key] = _OpenRun(self._repository.open(job_id), 0.0)
         self._open[key].used_at = self._clock()
         return self._open[key].run
 
-    def _end(self, key: str) -> None:
+    def _close_run(self, key: str) -> None:
         if key in self._open:
             self._open[key].run.close()
             del self._open[key]
 
-    def rest(self) -> None:
-        """See `Writer.rest`: runs of jobs that say nothing any more end."""
-        for key in [key for key, run in self._open.items() if self._clock() - run.used_at > _IDLE]:
-            self._end(key)
+    def on_idle(self) -> None:
+        """See `Writer.on_idle`; closes the runs of jobs without recent metrics."""
+        for key in [key for key, run in self._open.items() if self._clock() - run.used_at > _IDLE_TIMEOUT]:
+            self._close_run(key)
 
     def close(self) -> None:
         """See `Writer.close`."""
         for key in list(self._open):
-            self._end(key)
+            self._close_run(key)

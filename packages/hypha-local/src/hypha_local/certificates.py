@@ -1,6 +1,7 @@
-"""A certificate hierarchy for one run: a root, an organisation, and a certificate for every node and for this process.
+"""Certificates of one run: a root CA, an organization CA, and a certificate for every node and for this process.
 
-After `plan`, before `processes`. The CAs' own keys live in memory only: nobody can join the run's network afterwards.
+Called by `demo` before any process starts. The CA keys exist only in memory, so no node can be added to the network
+after the run.
 """
 
 from __future__ import annotations

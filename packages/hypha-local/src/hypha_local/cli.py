@@ -1,4 +1,4 @@
-"""The command `hypha-local`."""
+"""Command line `hypha-local`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from hypha_local.demo_tasks import DIGITS, TASKS
 from hypha_local.errors import LocalError
 
 _SIGNALLED: Final = 128
-"""Exit status of a run that a signal ended: this and the signal's number, as shells count."""
+"""Added to a signal's number for the exit status of a run ended by it, as shells do."""
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hypha-local", prog_name="hypha-local")
 def main() -> None:
-    """Run a whole Hypha network on this machine, every node a process of its own."""
+    """Run a complete Hypha network on this machine, with every node as a process."""
 
 
 @main.command()
 @click.option("--task", type=click.Choice(list(TASKS)), default=DIGITS.name, show_default=True, help="What to learn.")
 @click.option("--workers", type=click.IntRange(1, 64), default=3, show_default=True, help="Training workers.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Synchronisations.  [default: what the task needs]")
+@click.option("--rounds", type=click.IntRange(min=1), help="Number of rounds.  [default: what the task needs]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Initial weights, data order.")
 @click.option(
     "--dir",
@@ -37,17 +37,22 @@ def main() -> None:
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("hypha-demo"),
     show_default=True,
-    help="Run directory; what an earlier run left there is replaced.",
+    help="Run directory; results of an earlier run are replaced.",
 )
 @click.option("--keep", is_flag=True, help="Keep certificates, configuration, slices and work directories too.")
 @click.option(
-    "--compare", is_flag=True, help="Afterwards train each worker alone on its shard, to compare; as long again."
+    "--compare", is_flag=True, help="Then train each worker alone on its shard for comparison; doubles the time."
 )
-@click.option("--timeout", type=click.FloatRange(min=1), default=900.0, show_default=True, help="Seconds to train for.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=900.0, show_default=True, help="Seconds to train.")
 @click.option(
-    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of the summary."
+    "--format",
+    "form",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Format of the summary.",
 )
-@click.option("--no-color", is_flag=True, help="No colours and no moving bar.")
+@click.option("--no-color", is_flag=True, help="No colors and no progress bar.")
 def demo(
     task: str,
     workers: int,
@@ -69,7 +74,7 @@ def demo(
     Progress goes to stderr, the summary to stdout.
     """
     for number in _SIGNALS:
-        signal.signal(number, _end_early)
+        signal.signal(number, _exit_on_signal)
     from rich.console import Console
 
     from hypha_local.demo import run_demo
@@ -89,9 +94,9 @@ def demo(
 
 
 def _run(work: Callable[[], Awaitable[None]]) -> int:
-    """Run to the end, to an error, or to a signal; the exit status.
+    """Run `work` to its end, an error or a signal; return the exit status.
 
-    Signals are watched until the work has cleaned up: a second Ctrl-C leaves nothing behind either.
+    Signals are handled until `work` has cleaned up, so that a second Ctrl-C does not interrupt the clean-up.
     """
     status = 0
 
@@ -105,7 +110,7 @@ def _run(work: Callable[[], Awaitable[None]]) -> int:
                         await work()
                     except* (LocalError, OSError) as group:
                         status = status or 1
-                        for error in _leaves(group):
+                        for error in _flatten(group):
                             click.echo(f"Error: {error}", err=True)
                 tasks.cancel_scope.cancel()
 
@@ -121,14 +126,14 @@ def _run(work: Callable[[], Awaitable[None]]) -> int:
     return status
 
 
-def _end_early(number: int, _frame: object) -> None:
-    """A signal before any process was started; not by an exception, which a destructor it falls in would swallow."""
+def _exit_on_signal(number: int, _frame: object) -> None:
+    """Exit on a signal before any process was started; an exception could be swallowed by a destructor."""
     os._exit(_SIGNALLED + number)
 
 
-def _leaves(group: BaseExceptionGroup[LocalError | OSError]) -> list[BaseException]:
-    """The errors of a group of groups."""
+def _flatten(group: BaseExceptionGroup[LocalError | OSError]) -> list[BaseException]:
+    """Return the errors of a possibly nested exception group."""
     found: list[BaseException] = []
     for error in group.exceptions:
-        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+        found += _flatten(error) if isinstance(error, BaseExceptionGroup) else [error]
     return found

@@ -1,7 +1,7 @@
-"""The main job: a network of real processes on this machine trains a model, and nothing of it is left running.
+"""Demo run: starts a network of processes on this machine, trains a model, collects the results, stops everything.
 
-`plan` and `certificates` have said what there will be; this room starts it, waits for each node by asking it, follows
-the scheduler's events, and brings the model home.
+Called by `cli`. Uses `network_layout` and `certificates` for the files, `processes` and `probe` to start nodes and
+wait until they are healthy, `display` to show the scheduler's events, and `summary` and `plot` for the results.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hypha_local.network_layout import HELD_OUT, Folders, NodePlan, Training, pl
 from hypha_local.plot import plot_loss
 from hypha_local.probe import wait_until_healthy
 from hypha_local.processes import Processes, local_processes, script
-from hypha_local.summary import Summary, summarise
+from hypha_local.summary import Summary, summarize
 
 START_TIMEOUT: Final = 60.0
 """Seconds for all nodes to become healthy."""
 STEP_TIMEOUT: Final = 120.0
-"""Seconds for making the model, cutting the data, evaluating."""
+"""Timeout in seconds for creating the model, preparing the data, and evaluating."""
 SLICES_PER_WORKER: Final = 4
 POLL: Final = 0.05
 
@@ -39,12 +39,15 @@ POLL: Final = 0.05
 async def run_demo(
     folders: Folders, training: Training, *, keep: bool, console: Console, timeout: float, compare: bool = False
 ) -> Summary:
-    """Train the task's model on a network in `folders` and return what came of it.
+    """Train the task's model on a network in `folders` and return a summary.
 
     Args:
-        keep: leave certificates, configuration, slices and work directories in place.
+        folders: the run directory.
+        training: what to train.
+        keep: keep certificates, configuration, slices and work directories.
+        console: terminal for the progress.
         timeout: seconds for the training itself.
-        compare: train once more for each worker, alone on its shard of the data, when the network is down.
+        compare: afterwards train once more for each worker, alone on its shard of the data.
 
     Raises:
         RunDirectoryError: the folder cannot be used.
@@ -55,12 +58,14 @@ async def run_demo(
     nodes = plan_nodes(training.workers)
     write_configuration(folders, nodes, training, sys.executable)
     async with local_processes(folders.logs) as processes:
-        await _bring_up(processes, folders, nodes, training, display)
+        await _start_network(processes, folders, nodes, training, display)
         await _train(processes, folders, nodes, display, timeout)
-        summary = await _finish(processes, folders, nodes, training, display)
+        summary = await _collect_results(processes, folders, nodes, training, display)
         _write_summary(folders, summary)
         if compare:
-            summary = replace(summary, alone_losses=await _train_alone(processes, folders, training, display, timeout))
+            summary = replace(
+                summary, alone_losses=await _train_separately(processes, folders, training, display, timeout)
+            )
             _write_summary(folders, summary)
     drawn = await anyio.to_thread.run_sync(plot_loss, folders.metrics, summary, folders.root / "loss.png")
     display.step(drawn)
@@ -73,10 +78,10 @@ def _write_summary(folders: Folders, summary: Summary) -> None:
     (folders.root / "summary.json").write_text(summary.as_json() + "\n")
 
 
-async def _bring_up(
+async def _start_network(
     processes: Processes, folders: Folders, nodes: Sequence[NodePlan], training: Training, display: Display
 ) -> None:
-    """Certificates, data and start model made, every node but the scheduler healthy."""
+    """Create certificates, data and start model; start every node except the scheduler and wait until healthy."""
     identity = await anyio.to_thread.run_sync(write_certificates, folders.certificates, nodes)
     display.step(f"certificates for {len(nodes)} nodes in {folders.root}")
     data, others = nodes[1], [node for node in nodes if node.role in ("gateway", "worker")]
@@ -115,7 +120,7 @@ def _start(processes: Processes, folders: Folders, node: NodePlan) -> None:
 
 
 async def _wait_healthy(processes: Processes, identity: Path, nodes: Sequence[NodePlan]) -> None:
-    """Ask every node until it says that it is healthy; fail at once when one of them ends."""
+    """Wait until every node reports that it is healthy; fail at once if one of them exits."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(processes.watch, [node.name for node in nodes])
         with anyio.move_on_after(START_TIMEOUT) as scope:
@@ -128,7 +133,7 @@ async def _wait_healthy(processes: Processes, identity: Path, nodes: Sequence[No
 async def _train(
     processes: Processes, folders: Folders, nodes: Sequence[NodePlan], display: Display, timeout: float
 ) -> None:
-    """Start the scheduler and follow it to its end."""
+    """Start the scheduler and show its events until it exits."""
     scheduler = nodes[-1]
     _start(processes, folders, scheduler)
     display.step("scheduler started with the job")
@@ -156,10 +161,10 @@ def _show(log: EventLog, display: Display) -> None:
         display.event(event)
 
 
-async def _finish(
+async def _collect_results(
     processes: Processes, folders: Folders, nodes: Sequence[NodePlan], training: Training, display: Display
 ) -> Summary:
-    """Bring the model home, evaluate it, and stop the network meanwhile."""
+    """Copy and evaluate the trained model, and stop the network meanwhile."""
     [result_path] = folders.runs.glob("*/result.json")
     shutil.copytree(result_path.parent / "model", folders.model)
     shutil.copyfile(result_path.parent / "metrics.jsonl", folders.metrics)
@@ -172,24 +177,24 @@ async def _finish(
     evaluation: dict[str, Any] = json.loads(output.read_text())
     result: dict[str, Any] = json.loads(result_path.read_text())
     wall = time.monotonic() - display.started
-    summary = summarise(result, evaluation, seed=training.seed, wall_seconds=wall, model_dir=folders.model)
+    summary = summarize(result, evaluation, seed=training.seed, wall_seconds=wall, model_dir=folders.model)
     summary = replace(summary, task=training.task.name)
     display.step("model evaluated, every process ended")
     return summary
 
 
-async def _train_alone(
+async def _train_separately(
     processes: Processes, folders: Folders, training: Training, display: Display, timeout: float
 ) -> tuple[float, ...]:
-    """The test loss that each worker would have reached without the others.
+    """Return the test loss of each worker when it trains alone.
 
-    Worker i of n gets the slices i, i + n, …, starts from the job's start model and makes as many steps as a worker of
-    the job has made on average, with the same batch size and learning rate.
+    Worker i of n gets the slices i, i + n, …, starts from the job's start model and takes as many steps as a worker of
+    the job took on average, with the same batch size and learning rate.
     """
     losses: dict[int, float] = {}
 
     async def one(index: int) -> None:
-        losses[index] = await _one_alone(processes, folders, training, index, timeout)
+        losses[index] = await _train_one_separately(processes, folders, training, index, timeout)
         display.step(f"worker {index + 1} alone on its shard: test loss {losses[index]:.4f}")
 
     async with anyio.create_task_group() as tasks:
@@ -198,7 +203,9 @@ async def _train_alone(
     return tuple(losses[index] for index in range(training.workers))
 
 
-async def _one_alone(processes: Processes, folders: Folders, training: Training, index: int, timeout: float) -> float:
+async def _train_one_separately(
+    processes: Processes, folders: Folders, training: Training, index: int, timeout: float
+) -> float:
     task, name = training.task, f"alone-{index + 1}"
     model, output = folders.work / name, folders.work / f"{name}.json"
     shard = sorted((folders.data / task.name).glob("*.safetensors"))[index :: training.workers]

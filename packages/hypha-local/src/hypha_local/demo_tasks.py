@@ -1,4 +1,4 @@
-"""What the demo can train: each task's model, data and numbers. Values only, before `plan`."""
+"""Demo tasks: model, data and hyperparameters of each. Values only; used by `network_layout` and `demo`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hypha_local.datasets.text import write_text
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to learn. One round is `steps` batches a worker on average."""
+    """A task that the demo can train. In one round each worker processes `steps` batches on average."""
 
     name: str
-    """As `--task` takes it; also the dataset's name."""
+    """Value of the option `--task`; also the dataset's name."""
     arch: str
-    """Architecture as `create-model` knows it."""
+    """Value of the option `--arch` of `create-model`."""
     type: str
-    """The model's type as the scheduler's TOML takes it."""
+    """Type of the model in the scheduler's TOML."""
     wire: str
-    """The same as the executor's commands take it."""
+    """Type of the model in the executor's commands."""
     write: Callable[[Path, Path], tuple[int, int]]
-    """Writes the samples to train on and those that no worker sees; returns their numbers."""
+    """Function that writes the training samples and the held-out samples and returns their numbers."""
     rounds: int
     batch_size: int
     steps: int
@@ -32,7 +32,7 @@ class Task:
     outer_learning_rate: float
     outer_momentum: float
     evaluate_every: int
-    """Rounds after which the demo has the model measured on the samples that no worker trains on."""
+    """Number of rounds between two evaluations on the held-out samples."""
 
 
 DIGITS: Final = Task(
@@ -59,9 +59,9 @@ TEXT: Final = Task(
     batch_size=8,
     steps=25,
     learning_rate=2e-3,
-    # plain averaging: momentum needs more rounds than a demo has to pay for itself
+    # plain averaging: momentum pays off only over more rounds than a demo has
     outer_learning_rate=1.0,
     outer_momentum=0.0,
-    evaluate_every=4,  # four times some seconds of two cores
+    evaluate_every=4,  # one evaluation takes seconds on two cores
 )
 TASKS: Final[Mapping[str, Task]] = {task.name: task for task in (DIGITS, TEXT)}

@@ -1,4 +1,4 @@
-"""Show a run: the scheduler's events as a live table on a terminal, as plain lines elsewhere. Always on stderr."""
+"""Progress display: shows the scheduler's events on stderr, with a live bar on a terminal and plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 @dataclass(slots=True)
 class EventLog:
-    """New lines of the scheduler's ``metrics.jsonl``, wherever under `runs` it appears."""
+    """Reader of the scheduler's ``metrics.jsonl``, which appears in a subdirectory of `runs`."""
 
     runs: Path
     _path: Path | None = None
@@ -25,13 +25,13 @@ class EventLog:
 
     @property
     def path(self) -> Path | None:
-        """The file, once there is one."""
+        """The file, or None if it does not exist yet."""
         if self._path is None:
             self._path = next(iter(sorted(self.runs.glob("*/metrics.jsonl"))), None)
         return self._path
 
     def read(self) -> list[dict[str, Any]]:
-        """Events written since the last call; a line that is still being written waits for the next."""
+        """Return the events written since the last call, without a last line that is still being written."""
         if self.path is None:
             return []
         with self.path.open("rb") as file:
@@ -44,7 +44,7 @@ class EventLog:
 
 @dataclass(slots=True)
 class Display:
-    """Tells a person what happens."""
+    """Progress output for people."""
 
     console: Console
     rounds: int
@@ -53,9 +53,9 @@ class Display:
     _task: TaskID = field(default=TaskID(0))
 
     def step(self, text: str, *, alarm: str = "") -> None:
-        """Say that a stage is reached; `alarm` stands before it in red."""
+        """Print a step with the elapsed time, preceded by `alarm` in red."""
         head = f"[dim]{time.monotonic() - self.started:6.1f} s[/]  " + (f"[bold red]{alarm}[/] " if alarm else "")
-        # the text is no markup: errors and package names have brackets of their own
+        # escaped, since errors and package names contain brackets, which are not markup
         self.console.print(head + escape(text), highlight=False, soft_wrap=True)
 
     def event(self, event: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Display:
         elif event.get("event") == "worker_lost":
             self.step(f"{event['worker']}: {event['reason']}", alarm="worker lost:")
         elif event.get("event") == "worker_late":
-            text = f"{event['worker']}: round {event['round']} went on without it after {event['seconds']:.1f} s"
+            text = f"{event['worker']}: round {event['round']} continued without it after {event['seconds']:.1f} s"
             self.step(text, alarm="worker late:")
         elif event.get("event") == "failed":
             self.step(str(event.get("error", "")), alarm="job failed:")
@@ -84,7 +84,7 @@ class Display:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Show rounds as they come, as a bar when there is a terminal."""
+        """Show a progress bar for the rounds while the context is open, if there is a terminal."""
         if not self.console.is_terminal:
             yield
             return

@@ -1,13 +1,13 @@
-"""Why a local network could not be brought up, or did not do its job."""
+"""Errors of a local network."""
 
 
 class LocalError(Exception):
-    """Base of the errors this package raises; the message says what happened and where to look."""
+    """Base class of the errors that this package raises; the message says what happened and where to look."""
 
 
 class RunDirectoryError(LocalError):
-    """The run directory cannot be used; nothing in it was touched."""
+    """The run directory cannot be used; nothing in it was changed."""
 
 
 class ProcessFailedError(LocalError):
-    """A program of the network ended before its time; the message ends with its last lines."""
+    """A program of the network exited unexpectedly; the message ends with the last lines of its log."""

@@ -1,6 +1,6 @@
-"""What a local network consists of, as values: its nodes, their addresses, folders and TOML files. No process yet.
+"""Layout of a local network: its nodes and their addresses, the run directory, and the configuration files.
 
-First room of the demo's way: `plan` → `certificates` → `processes` → `demo`.
+First step of a run; starts no process. Called by `demo`, and by tests that start networks of their own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hypha_local.errors import RunDirectoryError
 MARKER: Final = ".hypha-local"
 PARAMETER_SERVER: Final = "parameter-server"
 HELD_OUT: Final = "held-out"
-"""Dataset of the samples that no worker trains on."""
+"""Name of the dataset of held-out samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Where a run keeps its things."""
+    """Paths in a run directory."""
 
     root: Path
 
@@ -36,17 +36,17 @@ class Folders:
 
     @property
     def configuration(self) -> Path:
-        """One TOML file a node."""
+        """One TOML file per node."""
         return self.root / "config"
 
     @property
     def data(self) -> Path:
-        """Source files and the dataset's folder."""
+        """Source files and datasets."""
         return self.root / "data"
 
     @property
     def test_set(self) -> Path:
-        """Samples that no worker sees."""
+        """Held-out samples."""
         return self.root / "test.safetensors"
 
     @property
@@ -66,7 +66,7 @@ class Folders:
 
     @property
     def logs(self) -> Path:
-        """One log a process."""
+        """One log file per process."""
         return self.root / "logs"
 
     @property
@@ -76,14 +76,14 @@ class Folders:
 
     @property
     def metrics(self) -> Path:
-        """The scheduler's events, a JSON object a line."""
+        """The scheduler's events as JSON lines."""
         return self.root / "metrics.jsonl"
 
     def make(self) -> None:
-        """Make the run directory, in place of what an earlier run left there.
+        """Create the run directory, replacing that of an earlier run.
 
         Raises:
-            RunDirectoryError: the folder holds something that no run of ours has put there.
+            RunDirectoryError: the directory is not empty and not a run directory.
         """
         if self.root.exists() and (not self.root.is_dir() or (any(self.root.iterdir()) and not self._is_ours())):
             raise RunDirectoryError(f"--dir {self.root}: not empty and not a run directory; name another folder")
@@ -99,17 +99,17 @@ class Folders:
         return (self.root / MARKER).is_file()
 
     def tidy(self) -> None:
-        """Remove what only the run itself needed: keys, configuration, slices, work directories."""
+        """Remove what is not needed after the run: keys, configuration, slices, work directories."""
         for folder in (self.certificates, self.configuration, self.data, self.work, self.runs, self.start_model):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One program of the network."""
+    """One node of the network."""
 
     name: str
-    """Unique in the run: names its certificate, TOML and log."""
+    """Unique name; also the name of its certificate, TOML file and log."""
     program: str
     """Console script: ``hypha-gateway``, ``hypha-worker``, …"""
     role: str
@@ -117,34 +117,34 @@ class NodePlan:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """Multiaddress at which it listens."""
         return f"/ip4/127.0.0.1/tcp/{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What the demo's job asks for."""
+    """Parameters of the demo's job."""
 
     workers: int = 3
     rounds: int = DIGITS.rounds
     seed: int = 0
     task: Task = DIGITS
     evaluate_every: int = 0
-    """Rounds after which the workers measure the model on the dataset `HELD_OUT`; 0: never."""
+    """Number of rounds between two evaluations on the dataset `HELD_OUT`; 0 for none."""
 
     @property
     def samples_a_round(self) -> int:
-        """Samples of all workers between two synchronisations."""
+        """Samples of all workers per round."""
         return self.task.batch_size * self.task.steps * self.workers
 
     @property
     def steps_a_worker(self) -> int:
-        """Batches that a worker processes in the whole job, on average."""
+        """Average number of batches of a worker in the whole job."""
         return self.rounds * self.task.steps
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that are free now."""
+    """Return `count` TCP ports that are free on the loopback interface."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -153,7 +153,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def plan_nodes(workers: int) -> list[NodePlan]:
-    """A gateway, a data node, `workers` training workers, a parameter server and a scheduler, in starting order."""
+    """Return a gateway, a data node, training workers, a parameter server and a scheduler, in the order of starting."""
     kinds = [("gateway", "hypha-gateway", "gateway"), ("data", "hypha-data", "data")]
     kinds += [(f"worker-{i}", "hypha-worker", "worker") for i in range(1, workers + 1)]
     kinds += [(PARAMETER_SERVER, "hypha-worker", "worker"), ("scheduler", "hypha-scheduler", "scheduler")]
@@ -162,15 +162,17 @@ def plan_nodes(workers: int) -> list[NodePlan]:
 
 
 def write_configuration(folders: Folders, nodes: Iterable[NodePlan], training: Training, python: str) -> None:
-    """Write one TOML file a node into the run directory."""
+    """Write the TOML file of every node to the run directory."""
     nodes = list(nodes)
     gateways = [node.address for node in nodes if node.role == "gateway"]
     for node in nodes:
-        text = _network(node, [] if node.role == "gateway" else gateways) + _own(folders, node, training, python)
+        text = _network_settings(node, [] if node.role == "gateway" else gateways) + _role_settings(
+            folders, node, training, python
+        )
         (folders.configuration / f"{node.name}.toml").write_text(text, encoding="utf-8")
 
 
-def _network(node: NodePlan, gateways: list[str]) -> str:
+def _network_settings(node: NodePlan, gateways: list[str]) -> str:
     lines: dict[str, str | list[str]] = {
         "cert_pem": f"../certs/{node.name}-cert.pem",
         "key_pem": f"../certs/{node.name}-key.pem",
@@ -182,7 +184,7 @@ def _network(node: NodePlan, gateways: list[str]) -> str:
     return "".join(f"{key} = {_toml(value)}\n" for key, value in lines.items())
 
 
-def _own(folders: Folders, node: NodePlan, training: Training, python: str) -> str:
+def _role_settings(folders: Folders, node: NodePlan, training: Training, python: str) -> str:
     if node.role == "gateway":
         return 'state_dir = "../work"\n'
     if node.role == "data":
@@ -287,5 +289,5 @@ max = 120.0
 
 
 def _toml(value: str | list[str]) -> str:
-    """A TOML string or array of strings: their escapes are those of JSON, but for its surrogate pairs."""
+    """Format a TOML string or array of strings; JSON escapes are valid TOML except for surrogate pairs."""
     return json.dumps(value, ensure_ascii=False)

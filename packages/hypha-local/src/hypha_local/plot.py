@@ -1,6 +1,6 @@
-"""The picture of a run: loss and accuracy over rounds from ``metrics.jsonl``, the last one in the title. Last room.
+"""Plot of a run: loss and accuracy over rounds from ``metrics.jsonl``. Last step of `demo`.
 
-matplotlib draws it; it comes with the extra ``plot`` and is imported only here, when there is something to draw.
+Needs matplotlib, which the extra ``plot`` installs; it is imported only when there is something to draw.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any, Final
 
 from hypha_local.summary import Summary
 
-PLOT_MISSING: Final = "no loss.png: matplotlib is not installed (pip install 'hypha-local[plot]')"
+PLOT_MISSING: Final = "no loss.png: matplotlib is not installed; it comes with the extra hypha-local[plot]"
 _MEASURED: Final = ("accuracy", "evaluation_samples")
 NOTHING_TO_PLOT: Final = "no loss.png: no round reported a loss"
 
 
 def plot_loss(metrics: Path, summary: Summary, picture: Path) -> str:
-    """Draw a run into a PNG file, where matplotlib is installed.
+    """Plot a run to a PNG file if matplotlib is installed.
 
     Args:
         metrics: the scheduler's ``metrics.jsonl``.
-        summary: its test accuracy (for text its loss) stands in the title.
+        summary: summary of the run; the title shows its test accuracy or, for text, its loss.
         picture: the file to write.
 
     Returns:
-        One line for people: what was drawn, or why nothing was.
+        One line for people: what was plotted, or why nothing was.
     """
     if importlib.util.find_spec("matplotlib") is None:
         return PLOT_MISSING
@@ -42,23 +42,23 @@ def plot_loss(metrics: Path, summary: Summary, picture: Path) -> str:
 
 
 def accuracy_by_round(events: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """The model's accuracy after each round in which workers measured it, each worker by the samples it measured on."""
+    """Return (round, accuracy) of each evaluation, averaged over workers by their number of evaluation samples."""
     found: dict[int, dict[str, dict[str, float]]] = {}
     for event in events:
-        told = event["event"] == "metric" and event["value"] is not None
-        if told and event["name"] in _MEASURED:
+        has_value = event["event"] == "metric" and event["value"] is not None
+        if has_value and event["name"] in _MEASURED:
             found.setdefault(event["round"], {}).setdefault(event["worker"], {})[event["name"]] = event["value"]
     curve = []
     for number, workers in sorted(found.items()):
-        whole = [each for each in workers.values() if len(each) == len(_MEASURED)]
-        if samples := sum(each["evaluation_samples"] for each in whole):
-            right = sum(each["accuracy"] * each["evaluation_samples"] for each in whole)
-            curve.append((number, right / samples))
+        complete = [each for each in workers.values() if len(each) == len(_MEASURED)]
+        if samples := sum(each["evaluation_samples"] for each in complete):
+            correct = sum(each["accuracy"] * each["evaluation_samples"] for each in complete)
+            curve.append((number, correct / samples))
     return curve
 
 
 def _workers(events: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Each worker's own loss over rounds."""
+    """Return the loss of each worker over rounds."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for event in events:
         if event["event"] == "metric" and event["name"] == "loss" and event["value"] is not None:

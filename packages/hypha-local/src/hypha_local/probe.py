@@ -1,4 +1,4 @@
-"""Wait for nodes by asking them, with an identity of this process's own."""
+"""Health probe: waits until nodes report that they are healthy, using an identity of this process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from hypha_net.settings import EndpointSettings
 from hypha_proto.health import HEALTH_CHECK, HealthRequest
 
 PAUSE: Final = 0.1
-"""Seconds between two questions to a node that is not healthy yet."""
+"""Seconds between two health checks of a node."""
 
 
 async def wait_until_healthy(identity: Path, addresses: Sequence[str]) -> None:
-    """Return when the node at every address has said that it is healthy.
+    """Wait until the nodes at all addresses report that they are healthy.
 
     Args:
         identity: path prefix of this process's certificate: ``<identity>-cert.pem`` and so on.
+        addresses: multiaddresses of the nodes.
 
     Raises:
-        RefusedError: a node refuses this network's certificates.
+        RefusedError: a node rejects this process's certificate.
     """
     prefix = str(identity)
     own = load_identity(Path(f"{prefix}-cert.pem"), Path(f"{prefix}-key.pem"), Path(f"{prefix}-trust.pem"))

@@ -1,8 +1,8 @@
-"""The programs of a local network as child processes that never outlive it.
+"""Child processes of a local network, which never outlive this process.
 
-Each child leads a session of its own, so that a Ctrl-C reaches this process alone, which then ends the children;
-`Processes` leaves none behind, whichever way its context is left. On Linux the kernel ends them also when this process
-is killed outright.
+Each child leads a session of its own, so that Ctrl-C reaches only this process, which then stops the children.
+`local_processes` stops all of them however its context is left; on Linux the kernel also terminates them when this
+process is killed (`PR_SET_PDEATHSIG`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import psutil
 from hypha_local.errors import ProcessFailedError
 
 TERM_TIMEOUT: Final = 15.0
-"""Seconds that a program gets to end after SIGTERM before it is killed."""
+"""Seconds between SIGTERM and SIGKILL."""
 POLL: Final = 0.02
 TAIL: Final = 15
 _LIBC: Final = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def _end_with_parent() -> None:
-    """In a child, before its program: have the kernel end it when this process is killed and cannot do so itself."""
+def _set_parent_death_signal() -> None:
+    """Make the kernel terminate this child when its parent dies; runs in the child before its program."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
@@ -46,12 +46,12 @@ class Child:
     log: Path
 
     def last_lines(self, count: int = TAIL) -> str:
-        """The end of its log."""
+        """Return the last lines of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
 
 
 def script(name: str) -> str:
-    """Path of a console script of this environment."""
+    """Return the path of a console script of this Python environment."""
     return str(Path(sys.executable).parent / name)
 
 
@@ -78,7 +78,7 @@ class Processes:
                     stderr=errors,
                     env=child_environment(os.environ),
                     start_new_session=True,
-                    preexec_fn=_end_with_parent if _LIBC is not None else None,
+                    preexec_fn=_set_parent_death_signal if _LIBC is not None else None,
                 )
             except OSError as error:
                 raise ProcessFailedError(f"{name}: {command[0]} cannot be started: {error}") from None
@@ -87,11 +87,11 @@ class Processes:
         return child
 
     def child(self, name: str) -> Child:
-        """The program that was started as `name`."""
+        """Return the program that was started as `name`."""
         return self._children[name]
 
     async def wait(self, child: Child) -> int:
-        """Wait until a program ends; its exit status, negative for a signal."""
+        """Wait until a program exits; return its exit status, negative for a signal."""
         while (status := child.process.poll()) is None:  # noqa: ASYNC110 - an exit has no portable event
             await anyio.sleep(POLL)
         return status
@@ -100,7 +100,7 @@ class Processes:
         """Run a program to its end.
 
         Raises:
-            ProcessFailedError: it failed, or took longer than `timeout` seconds.
+            ProcessFailedError: the program failed or took longer than `timeout` seconds.
         """
         child = self.start(name, command, stdout=stdout)
         with anyio.move_on_after(timeout) as scope:
@@ -112,10 +112,10 @@ class Processes:
             raise ProcessFailedError(f"{name} ended with status {status}; its last lines:\n{child.last_lines()}")
 
     async def watch(self, names: Sequence[str]) -> None:
-        """Return never; raise as soon as one of the named programs ends.
+        """Wait, without ever returning, until one of the named programs exits.
 
         Raises:
-            ProcessFailedError: one has ended.
+            ProcessFailedError: a program has exited.
         """
         while True:
             for child in [self._children[name] for name in names]:
@@ -127,7 +127,7 @@ class Processes:
             await anyio.sleep(POLL)
 
     async def stop(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """End the named programs, or all: SIGTERM, then SIGKILL for what is left after `TERM_TIMEOUT`.
+        """Stop the named programs, or all: SIGTERM, then SIGKILL for those still running after `TERM_TIMEOUT`.
 
         Returns:
             Exit statuses by name, negative for a signal.
@@ -147,7 +147,7 @@ class Processes:
 
 
 def _signal(child: Child, number: signal.Signals) -> None:
-    """Signal a child's whole process group; a group that has gone meanwhile needs none."""
+    """Send a signal to a child's process group, unless it has already exited."""
     try:
         os.killpg(child.process.pid, number)
     except ProcessLookupError:
@@ -155,7 +155,7 @@ def _signal(child: Child, number: signal.Signals) -> None:
 
 
 def _kill_tree(child: Child) -> None:
-    """Kill a program and whatever it started, in whichever session that lives."""
+    """Kill a program and all its descendants, also those in other sessions."""
     try:
         family = psutil.Process(child.process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -169,9 +169,9 @@ def _kill_tree(child: Child) -> None:
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a child inherits: without HYPHA_* and OTEL_*, which would change every node alike, and with bytecode caches.
+    """Return the environment of a child: without HYPHA_* and OTEL_*, which would configure every node the same.
 
-    Seven programs that compile the same modules at every start would cost most of the demo's time.
+    PYTHONDONTWRITEBYTECODE is dropped too: without bytecode caches, the start of the programs takes most of the demo.
     """
     dropped = ("HYPHA_", "OTEL_", "PYTHONDONTWRITEBYTECODE")
     return {key: value for key, value in environment.items() if not key.startswith(dropped)}
@@ -179,7 +179,7 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @asynccontextmanager
 async def local_processes(logs: Path) -> AsyncIterator[Processes]:
-    """Processes that are all ended when the context is left, also by an error or a cancellation."""
+    """Provide `Processes` that are all stopped on exit, also after an error or a cancellation."""
     processes = Processes(logs)
     try:
         yield processes

@@ -1,4 +1,4 @@
-"""What a run came to: measured values, and what exchanging gradients at every step would have cost."""
+"""Summary of a demo run: measured values, and the traffic that exchanging gradients at every step would have caused."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The demo's result. Bytes are those on the wire of each worker process, headers and TLS included."""
+    """Result of a demo run. Byte counts are network traffic of each worker process, headers and TLS included."""
 
     accuracy: float
-    """Share of the test images that the trained model classifies rightly; for text, of bytes that it predicts."""
+    """Fraction of test images classified correctly or, for text, of bytes predicted correctly."""
     test_loss: float
-    """Mean cross entropy on samples that no worker saw: nats an image, for text nats a byte."""
+    """Mean cross entropy on held-out samples, in nats per image or, for text, per byte."""
     rounds: int
     workers: int
     samples: int
-    """Samples trained on, all workers and rounds."""
+    """Training samples of all workers and rounds."""
     wall_seconds: float
-    """From the start of the command until the trained model was evaluated."""
+    """Time from the start of the command until the trained model was evaluated."""
     placement_seconds: float
-    """From the published request until all leases were held."""
+    """Time from the published request until all leases were held."""
     training_seconds: float
-    """From the dispatch of the job until its end."""
+    """Duration of the job as measured by the scheduler, allocation included."""
     bytes_sent_per_worker: int
     """Mean over the training workers."""
     bytes_received_per_worker: int
+    """Mean over the training workers."""
     per_step_bytes_per_worker: int
-    """What a worker would have sent if it had sent float32 gradients after each of its steps, payload alone."""
+    """Payload that a worker would have sent with float32 gradients after each step."""
     traffic_ratio: float
-    """`per_step_bytes_per_worker` over `bytes_sent_per_worker`."""
+    """`per_step_bytes_per_worker` divided by `bytes_sent_per_worker`."""
     parameters: int
     seed: int
     model_dir: str
     task: str = "digits"
     alone_losses: tuple[float, ...] = ()
-    """What `test_loss` would be for each worker alone on its shard of the data, with as many steps; when compared."""
+    """With `--compare`, the test loss of each worker trained alone on its shard with the same number of steps."""
 
     def as_json(self) -> str:
-        """One JSON object."""
+        """Format the summary as a JSON object."""
         return json.dumps(asdict(self))
 
     def as_text(self) -> str:
-        """For people."""
+        """Format the summary for people."""
         return "\n".join(
             (
                 *self._quality(),
@@ -77,7 +78,7 @@ class Summary:
 
 
 def count_parameters(model_dir: Path) -> int:
-    """Trained numbers in a model directory: everything but running statistics."""
+    """Return the number of parameters in a model directory, without running statistics."""
     total = 0
     for path in sorted(model_dir.glob("*.safetensors")):
         with TensorFile(path) as tensors:
@@ -87,10 +88,10 @@ def count_parameters(model_dir: Path) -> int:
     return total
 
 
-def summarise(
+def summarize(
     result: dict[str, Any], evaluation: dict[str, Any], *, seed: int, wall_seconds: float, model_dir: Path
 ) -> Summary:
-    """Join the scheduler's ``result.json`` and the executor's evaluation."""
+    """Build the summary from the scheduler's ``result.json`` and the executor's evaluation."""
     trainers = result["workers"]
     parameters = count_parameters(model_dir)
     sent = sum(worker["bytes_sent"] for worker in trainers) // len(trainers)

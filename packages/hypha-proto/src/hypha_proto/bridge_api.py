@@ -1,7 +1,8 @@
-"""What an executor and its worker say to each other: JSON over HTTP on a Unix socket, one socket a job.
+"""Job bridge API between an executor and its worker: JSON over HTTP on a Unix socket, one socket per job.
 
-Two forms of body are understood, the one that executors in the field send (`{"resource": Reference, "path": …}`, or the
-bare reference for a fetch) and the one of the user's documents (`{"fetch": {"type": "HuggingFace", …}, "out_dir": …}`).
+Two forms of request body are accepted: the one that existing executors send (`{"resource": Reference, "path": …}`, or
+the bare reference for a fetch) and the documented one (`{"fetch": {"type": "HuggingFace", …}, "out_dir": …}`).
+Used by the worker's bridge (server) and by executors (client).
 """
 
 from __future__ import annotations
@@ -21,32 +22,36 @@ SEND: Final = "/resources/send"
 RECEIVE: Final = "/resources/receive"
 STATUS: Final = "/status/send"
 SPANS: Final = "/telemetry/spans"
-"""Ours, and optional: an executor goes on without spans where a bridge does not know it."""
+"""Optional extension: where a bridge does not offer this route, executors continue without reporting spans."""
 
 MAX_SPANS: Final = 256
-"""Spans of one report, those inside others counted."""
+"""Maximum number of spans in one report, nested spans included."""
 MAX_SPAN_DEPTH: Final = 4
+"""Maximum nesting depth of spans in one report."""
 
 _TYPES: Final = {"HuggingFace": "huggingface", "Peers": "peers", "Uri": "uri", "URI": "uri", "Scheduler": "scheduler"}
 _ACTIONS: Final = {"fetch": "out_dir", "send": "path", "receive": "out_dir"}
 
 
 class FetchedFile(Message, frozen=True):
-    """One file that a fetch brought."""
+    """One file downloaded by a fetch."""
 
     path: str
-    """Relative to the work directory."""
+    """Path relative to the work directory."""
     size: U64
+    """Size in bytes."""
     checksum: Digest
     metadata: dict[str, str]
     """`source`, `timestamp`; for a slice also `dataset`, `slice`, `epoch`."""
 
 
 class ReceivedFile(Message, frozen=True):
-    """One event of ``/resources/receive``."""
+    """One server-sent event of ``/resources/receive``: a file that a peer has pushed."""
 
     path: str
+    """Path relative to the work directory."""
     size: U64
+    """Size in bytes."""
     from_peer: PeerId
     sequence: U64
     round: Annotated[U32 | None, OMIT] = None
@@ -54,20 +59,20 @@ class ReceivedFile(Message, frozen=True):
 
 
 class BridgeErrorBody(Message, frozen=True):
-    """Body of every answer that is not a success."""
+    """Body of every unsuccessful response."""
 
     error: str
-    """Kind of the error, kebab-case, for programs."""
+    """Kind of error in kebab-case, for programs."""
     detail: str
-    """What happened and what to do, for people."""
+    """What happened and how to fix it, for people."""
 
 
 class Transfer(Message, frozen=True):
-    """A body of fetch, send or receive, whichever form it came in."""
+    """Parsed body of a fetch, send or receive request, independent of the form in which it was sent."""
 
     reference: Reference
     path: str
-    """The file to send, or the folder to write to, relative to the work directory; empty when none was named."""
+    """File to send, or folder to write to, relative to the work directory; empty if the request names none."""
     round: U32 | None = None
     samples: U64 | None = None
 
@@ -79,32 +84,33 @@ _Integer = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 
 
 class ExecutorSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Work that an executor has done, for the trace of its job. Durations only: no clock is compared with another."""
+    """Finished trace span of an executor, reported with durations only so that no two clocks are compared."""
 
     name: _Name
     ago_ms: _Milliseconds
-    """From its beginning to the report."""
+    """Milliseconds from the start of the span to this report."""
     duration_ms: _Milliseconds
+    """Length of the span in milliseconds; at most `ago_ms`."""
     attributes: Annotated[dict[_Name, _Text | bool | _Integer | float], msgspec.Meta(max_length=32)] = {}
     error: _Text | None = None
-    """Why it failed, if it did."""
+    """Why the operation failed, or None if it succeeded."""
     inside: tuple[ExecutorSpan, ...] = ()
-    """What it consisted of."""
+    """Child spans."""
 
 
 class SpanReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Body of ``/telemetry/spans``."""
+    """Request body of ``/telemetry/spans``."""
 
     spans: tuple[ExecutorSpan, ...]
     traceparent: Annotated[str, msgspec.Meta(max_length=64)] | None = None
-    """What they are part of, a span of the job's trace; by default the worker's own span of the job."""
+    """W3C trace context of the parent span; the worker's own span of the job if None."""
 
 
 def read_spans(body: bytes) -> SpanReport:
-    """Read a body of ``/telemetry/spans``.
+    """Decode and validate the body of ``/telemetry/spans``.
 
     Raises:
-        DecodeError: it is not one, or over a bound; the text says where.
+        DecodeError: the body is malformed or exceeds a limit; the message says where.
     """
     try:
         report = msgspec.json.decode(body, type=SpanReport)
@@ -114,23 +120,22 @@ def read_spans(body: bytes) -> SpanReport:
     for _ in range(MAX_SPAN_DEPTH):
         count += len(level)
         if any(span.duration_ms > span.ago_ms for span in level):
-            raise DecodeError(
-                "a span that is over cannot have lasted longer (duration_ms) than since it began (ago_ms)"
-            )
+            raise DecodeError("duration_ms of a span is larger than ago_ms, the time since it started")
         level = tuple(inner for span in level for inner in span.inside)
     if level or count > MAX_SPANS:
-        raise DecodeError(f"a report has {MAX_SPANS} spans at most, {MAX_SPAN_DEPTH} deep")
+        raise DecodeError(f"a report may hold at most {MAX_SPANS} spans, nested at most {MAX_SPAN_DEPTH} levels deep")
     return report
 
 
 def read_transfer(action: str, body: Any) -> Transfer:
-    """Read a body of ``/resources/<action>`` (parsed JSON) in either form.
+    """Validate a body of ``/resources/<action>`` in either form.
 
     Args:
         action: ``fetch``, ``send`` or ``receive``.
+        body: the parsed JSON.
 
     Raises:
-        DecodeError: the body fits neither form; the path says where.
+        DecodeError: the body matches neither form; `DecodeError.path` says where.
     """
     if type(body) is not dict:
         raise DecodeError("expected an object")
@@ -154,7 +159,7 @@ class _Extras(Message, frozen=True):
 
 
 def _documented(reference: Any) -> Any:
-    """The reference of the user's documents as the wire writes it: lower-case type, strategy as a map."""
+    """Convert a reference in the documented form to the wire form: lower-case type, strategy as a map."""
     if type(reference) is not dict:
         return reference
     made = dict(reference)

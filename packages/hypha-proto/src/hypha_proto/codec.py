@@ -1,7 +1,8 @@
-"""Messages to bytes and back: CBOR between nodes, JSON between a worker and its executor.
+"""Strict encoding and decoding of messages: CBOR (RFC 8949) between nodes, JSON between a worker and its executor.
 
-Reading is strict where libraries are not: trailing bytes, duplicate keys, tags, deep nesting, wrong types and numbers
-out of range are a `DecodeError` that says where. Writing follows what Rust nodes write, to the byte.
+Decoding is stricter than the libraries used: trailing bytes, duplicate keys, tags, deep nesting, wrong types and
+numbers out of range raise a `DecodeError` that names the field. Encoding matches Rust nodes byte for byte.
+Called by `protocols` and by the HTTP bridge; calls `wire_schema`, which knows how each type is represented.
 """
 
 from __future__ import annotations
@@ -18,20 +19,29 @@ from hypha_proto.errors import DecodeError
 from hypha_proto.wire_schema import CBOR, JSON, Single, compile_shape
 
 Floats = Literal["double", "shortest"]
-"""How floats of no fixed width are written: requests use double, gossip the shortest that keeps the value."""
+"""Encoding of floats without a fixed width: requests use double, gossip the shortest width that keeps the value."""
 
 MAX_DEPTH: Final = 32
+"""Maximum nesting depth of a CBOR message."""
 MAX_ITEMS: Final = 1 << 17
-"""Values and keys in one CBOR message: ten million empty maps, a byte each on the wire, would be 700 MiB in memory."""
+"""Maximum number of values and keys in a CBOR message.
+
+Without it ten million empty maps, one byte each on the wire, would take 700 MiB in memory.
+"""
 _STRINGS: Final = (2, 3)
-"""Major types of CBOR whose head is followed by as many bytes as it says."""
+"""CBOR major types whose head gives the number of payload bytes that follow."""
 
 
 def to_cbor(kind: Any, value: object, floats: Floats = "double") -> bytes:
-    """Encode `value`, of the annotated type `kind`.
+    """Encode `value` as CBOR.
+
+    Args:
+        kind: annotated type of `value`.
+        value: the message.
+        floats: encoding of floats without a fixed width.
 
     Raises:
-        EncodeError: the value is not of that type.
+        EncodeError: `value` is not of type `kind`.
     """
     plain = compile_shape(kind).dump(value, "", CBOR)
     return cbor2.dumps(plain, encoders={Single: _single, float: _shortest if floats == "shortest" else _double})
@@ -41,14 +51,18 @@ def from_cbor(kind: Any, data: bytes, limit: int | None = None) -> Any:
     """Decode exactly one CBOR value of the annotated type `kind`.
 
     Raises:
-        DecodeError: it is longer than `limit` bytes, not strict CBOR, or not of that type.
+        DecodeError: `data` is longer than `limit` bytes, not strict CBOR, or not of type `kind`.
     """
     plain = parse_cbor(data, limit)
     return compile_shape(kind).load(plain, "", CBOR)
 
 
 def parse_cbor(data: bytes, limit: int | None = None) -> object:
-    """Decode one CBOR value to plain Python, strictly. Raises `DecodeError`."""
+    """Decode one CBOR value to plain Python objects, strictly.
+
+    Raises:
+        DecodeError: `data` is longer than `limit` bytes or not exactly one strict CBOR value.
+    """
     if limit is not None and len(data) > limit:
         raise DecodeError(f"message of {len(data)} bytes is over the limit of {limit}")
     if len(data) > MAX_ITEMS:
@@ -79,20 +93,24 @@ def parse_cbor(data: bytes, limit: int | None = None) -> object:
 
 
 def _check_items(data: bytes) -> None:
-    """Count the items of a message by their heads alone; what is not well formed is the decoder's to refuse."""
+    """Count the items by reading only their heads; malformed input is left to the decoder to reject."""
     at, count = 0, 0
     while at < len(data):
         count += 1
         if count > MAX_ITEMS:
-            raise DecodeError(f"a message of more than {MAX_ITEMS} items")
+            raise DecodeError(f"the message has more than {MAX_ITEMS} items")
         major, info = data[at] >> 5, data[at] & 31
-        behind = 1 << info - 24 if 24 <= info <= 27 else 0
-        length = int.from_bytes(data[at + 1 : at + 1 + behind], "big") if behind else info
-        at += 1 + behind + (length if major in _STRINGS and info < 28 else 0)
+        argument = 1 << info - 24 if 24 <= info <= 27 else 0  # bytes of the argument that follows the initial byte
+        length = int.from_bytes(data[at + 1 : at + 1 + argument], "big") if argument else info
+        at += 1 + argument + (length if major in _STRINGS and info < 28 else 0)
 
 
 def to_json(kind: Any, value: object) -> bytes:
-    """Encode `value`, of the annotated type `kind`, as compact JSON. Raises `EncodeError`."""
+    """Encode `value` as compact JSON.
+
+    Raises:
+        EncodeError: `value` is not of the annotated type `kind`.
+    """
     return msgspec.json.encode(compile_shape(kind).dump(value, "", JSON))
 
 
@@ -100,7 +118,7 @@ def from_json(kind: Any, data: bytes | str, limit: int | None = None) -> Any:
     """Decode one JSON text of the annotated type `kind`.
 
     Raises:
-        DecodeError: it is longer than `limit`, not JSON, has a duplicate key, or is not of that type.
+        DecodeError: `data` is longer than `limit`, not JSON, has a duplicate key, or is not of type `kind`.
     """
     if limit is not None and len(data) > limit:
         raise DecodeError(f"message of {len(data)} bytes is over the limit of {limit}")
@@ -114,12 +132,20 @@ def from_json(kind: Any, data: bytes | str, limit: int | None = None) -> Any:
 
 
 def from_plain(kind: Any, plain: object) -> Any:
-    """Take what a JSON parser returned as a value of the annotated type `kind`. Raises `DecodeError`."""
+    """Convert the output of a JSON parser to a value of the annotated type `kind`.
+
+    Raises:
+        DecodeError: `plain` does not represent such a value.
+    """
     return compile_shape(kind).load(plain, "", JSON)
 
 
 def to_plain(kind: Any, value: object) -> Any:
-    """The value as dictionaries, lists, text and numbers, as it stands in JSON. Raises `EncodeError`."""
+    """Return `value` as the dictionaries, lists, strings and numbers of its JSON form.
+
+    Raises:
+        EncodeError: `value` is not of the annotated type `kind`.
+    """
     return compile_shape(kind).dump(value, "", JSON)
 
 
@@ -127,11 +153,11 @@ _KNOWN_TAGS: Final = (0, 1, 2, 3, 4, 5, 25, 28, 29, 30, 35, 36, 37, 43000, 52, 5
 
 
 def _refuse_tag(tag: cbor2.CBORTag, _immutable: bool) -> object:
-    raise DecodeError(f"CBOR tag {tag.tag} has no place in a message")
+    raise DecodeError(f"CBOR tag {tag.tag} is not allowed in a message")
 
 
 def _refuse_known_tag(_value: object, _immutable: bool) -> object:
-    raise DecodeError("a CBOR tag has no place in a message")
+    raise DecodeError("CBOR tags are not allowed in a message")
 
 
 def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -139,12 +165,12 @@ def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(made) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise DecodeError(f"the key {twice[:60]!r} stands twice in one object")
+        raise DecodeError(f"duplicate key {twice[:60]!r}")
     return made
 
 
 def _refuse_constant(name: str) -> object:
-    raise DecodeError(f"{name} is not a number of JSON")
+    raise DecodeError(f"{name} is not a JSON number")
 
 
 def _single(encoder: cbor2.CBOREncoder, value: Single) -> None:

@@ -1,4 +1,4 @@
-"""Slices of datasets: which one a worker gets next, and the record by which a dataset is found."""
+"""Datasets: requesting the next slice of one, and the DHT record and manifest that describe it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Digest, Message
 
 
 class DataRequest(Message, frozen=True):
-    """A worker asks its scheduler for one more slice."""
+    """Request of a worker to its scheduler for another slice."""
 
     dataset: str
     job_id: Annotated[uuid.UUID | None, OMIT] = None
     traceparent: Annotated[str | None, OMIT] = None
     id: Annotated[uuid.UUID | None, OMIT] = None
-    """Of this request: the same when it is sent again because no answer came, so that it counts once."""
+    """Idempotency key: unchanged when the request is repeated for lack of a response, so that it counts once."""
 
 
 class SliceAssigned(Message, frozen=True, tag="Success"):
-    """The slice `index`, to be pulled from `data_provider`."""
+    """Assignment of slice `index`, to be pulled from `data_provider`."""
 
     data_provider: PeerId
     index: U64
+    """Position of the slice in the dataset, from 0."""
     epoch: Annotated[U32 | None, OMIT] = None
-    """Which pass over the dataset this belongs to, from 0."""
+    """Pass over the dataset that the slice belongs to, from 0."""
     digest: Annotated[Digest | None, OMIT] = None
+    """Digest of the slice file, where the manifest gives one."""
     others: Annotated[tuple[PeerId, ...] | None, OMIT] = None
-    """Who else has this very slice, to be asked when `data_provider` does not give it."""
+    """Further providers of the same slice, to try when `data_provider` fails."""
 
 
 DATA: Final = RpcMethod[DataRequest, SliceAssigned | NotFound | WireError](
@@ -39,27 +41,29 @@ DATA: Final = RpcMethod[DataRequest, SliceAssigned | NotFound | WireError](
 
 
 class DatasetRecord(Message, frozen=True):
-    """What a data node announces in the DHT under the dataset's name (JSON)."""
+    """Record (JSON) that a data node announces in the DHT under the dataset's name."""
 
     num_slices: U64
     seq: Annotated[U64 | None, OMIT] = None
-    """Grows with every announcement by one publisher."""
+    """Sequence number; increases with every announcement of one publisher."""
     manifest: Annotated[Digest | None, OMIT] = None
-    """Digest of the dataset's manifest (JSON of `Manifest`)."""
+    """Digest of the dataset's manifest (`Manifest` as JSON)."""
 
 
 class SliceEntry(Message, frozen=True):
     """One slice in a manifest."""
 
     file: str
+    """Name of the file that holds the slice."""
     samples: U64
+    """Number of samples in the slice."""
     size: U64
-    """Bytes."""
+    """Size in bytes."""
     digest: Digest
 
 
 class Manifest(Message, frozen=True):
-    """What a dataset consists of: pulled from a data node as the file ``manifest``."""
+    """List of a dataset's slices; pulled from a data node as the file ``manifest``."""
 
     dataset: str
     slices: tuple[SliceEntry, ...]

@@ -1,4 +1,4 @@
-"""Handing a job to a worker, and how it stands."""
+"""Job dispatch: starting a job on a leased worker, and its status; also the older network's parameter messages."""
 
 from __future__ import annotations
 
@@ -12,38 +12,42 @@ from hypha_proto.wire_schema import EXTERNAL, OMIT, U64, Message, Newtype, Unit
 
 
 class DispatchJob(Message, frozen=True):
-    """Run `spec` on the lease `id`."""
+    """Request to run `spec` on the lease `id`."""
 
     id: uuid.UUID
+    """Id of the lease."""
     spec: JobSpec
     traceparent: Annotated[str | None, OMIT] = None
 
 
 class Dispatched(Message, frozen=True, tag="Dispatched"):
-    """The job is starting."""
+    """Confirmation that the job is starting."""
 
     id: uuid.UUID
+    """Id of the lease."""
     timeout: Timestamp
+    """Expiry of the lease by the worker's clock; only for older peers."""
     timeout_ms: Annotated[U64 | None, OMIT] = None
+    """Remaining life of the lease in milliseconds from receipt."""
 
 
 class DispatchFailed(Unit, frozen=True, tag="Failed"):
-    """There is no such lease, no such executor, or the job cannot be started."""
+    """Rejection: unknown lease, unknown executor, or the job cannot be started."""
 
 
 DispatchResult = Dispatched | DispatchFailed
 
 
 class Running(Message, frozen=True, tag="Running"):
-    """The executor runs."""
+    """The executor is running."""
 
 
 class Finished(Message, frozen=True, tag="Finished"):
-    """The executor ended well."""
+    """The executor ended successfully."""
 
 
 class Failed(Message, frozen=True, tag="Failed"):
-    """The executor ended badly."""
+    """The executor failed."""
 
 
 class Unknown(Message, frozen=True, tag="Unknown"):
@@ -51,19 +55,20 @@ class Unknown(Message, frozen=True, tag="Unknown"):
 
 
 class JobStatus(Message, frozen=True):
-    """A worker says how the job on a lease stands; `task_id` is the lease's id."""
+    """Report of a worker on the status of the job that runs on a lease."""
 
     task_id: uuid.UUID
+    """Id of the lease."""
     status: Running | Finished | Failed | Unknown
     traceparent: Annotated[str | None, OMIT] = None
 
 
 class StatusReceived(Message, frozen=True):
-    """The scheduler knows."""
+    """Acknowledgement of `JobStatus`."""
 
 
 class ParameterPull(Message, frozen=True):
-    """Old wire: ask for a parameter by key."""
+    """Request for a parameter by key; only in the protocol of the older network."""
 
     job_id: uuid.UUID
     key: str
@@ -71,30 +76,31 @@ class ParameterPull(Message, frozen=True):
 
 
 class PullSuccess(Message, frozen=True, tag="Success"):
-    """The parameter's version, and the stream that carries it."""
+    """Version of the requested parameter, and the stream that carries it."""
 
     version: U64
     data_stream_id: uuid.UUID
 
 
 class NotFound(Unit, frozen=True, tag="NotFound"):
-    """There is none."""
+    """The requested item does not exist."""
 
 
 class WireError(Newtype, frozen=True, tag="Error"):
-    """It went wrong, in words."""
+    """Failure with a message for people."""
 
     message: str
 
 
 class ParameterPush(Message, frozen=True, kw_only=True):
-    """Old wire: announce a parameter."""
+    """Announcement of a parameter; only in the protocol of the older network."""
 
     job_id: uuid.UUID
     key: str
     version: U64 | None = None
     data_stream_id: uuid.UUID
     data_size: U64
+    """Size in bytes."""
 
 
 class PushSuccess(Message, frozen=True, tag="Success"):

@@ -1,20 +1,20 @@
-"""Every way in which something that was said can be wrong."""
+"""Encoding and decoding errors."""
 
 
 class ProtoError(Exception):
-    """Base of the errors this package raises."""
+    """Base class of the errors that this package raises."""
 
 
 class InvalidIdError(ProtoError, ValueError):
-    """A peer id, uuid or digest is not well formed."""
+    """Malformed peer id or digest."""
 
 
 class DecodeError(ProtoError, ValueError):
-    """Bytes or JSON do not hold the message that was expected.
+    """Bytes or JSON that do not represent the expected message.
 
     Attributes:
-        path: where in the message the fault lies, such as ``spec.executor[0].name``; empty for the whole.
-        reason: what is wrong there.
+        path: position of the error in the message, such as ``spec.executor[0].name``; empty for the whole message.
+        reason: what is wrong at that position.
     """
 
     def __init__(self, reason: str, path: str = "") -> None:
@@ -24,7 +24,12 @@ class DecodeError(ProtoError, ValueError):
 
 
 class EncodeError(ProtoError, ValueError):
-    """A message holds a value that the wire cannot carry (`path` says where)."""
+    """Message with a value that cannot be encoded.
+
+    Attributes:
+        path: position of the value in the message.
+        reason: what is wrong with it.
+    """
 
     def __init__(self, reason: str, path: str = "") -> None:
         super().__init__(f"{path}: {reason}" if path else reason)
@@ -33,4 +38,4 @@ class EncodeError(ProtoError, ValueError):
 
 
 class TensorFileError(ProtoError, ValueError):
-    """A safetensors file is malformed, or does not fit the model that it is meant for."""
+    """Malformed safetensors file, or one that does not match the model it is applied to."""

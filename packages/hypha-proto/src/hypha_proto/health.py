@@ -1,4 +1,4 @@
-"""Is this node well, and who is it?"""
+"""Health check: whether a node is ready, its role and version, and its traffic counters."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from hypha_proto.wire_schema import OMIT, U64, Message
 
 
 class HealthRequest(Message, frozen=True):
-    """How are you?"""
+    """Request for a node's health."""
 
 
 class Health(Message, frozen=True):
-    """Whether the node is ready for its work; the rest is ours and may be missing."""
+    """Health of a node. Only `healthy` is always present; older peers send none of the other fields."""
 
     healthy: bool
+    """Whether the node is ready for its work."""
     role: Annotated[str | None, OMIT] = None
     version: Annotated[str | None, OMIT] = None
     reason: Annotated[str | None, OMIT] = None
-    """What an unhealthy node waits for."""
+    """What an unhealthy node is waiting for."""
     bytes_sent: Annotated[U64 | None, OMIT] = None
-    """Bytes on the wire since the node started, headers included."""
+    """Bytes sent on the network since the node started, headers included."""
     bytes_received: Annotated[U64 | None, OMIT] = None
+    """Bytes received since the node started, headers included."""
 
 
 HEALTH_CHECK: Final = RpcMethod[HealthRequest, Health](HEALTH, HealthRequest, Health)

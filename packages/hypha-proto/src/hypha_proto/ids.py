@@ -1,7 +1,8 @@
-"""Validated identifiers: peers and content digests.
+"""Validated identifiers: peer ids and content digests.
 
-A `PeerId` is the libp2p id of an Ed25519 key: the identity multihash of the key's libp2p protobuf. It is the
-only kind of id in a Hypha network, so every other kind is refused here, at the door.
+A `PeerId` is the libp2p peer id of an Ed25519 key: the identity multihash of the key's protobuf encoding
+(https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md). Hypha networks use no other kind of peer id, so
+every other kind is rejected when it is parsed.
 """
 
 from __future__ import annotations
@@ -36,30 +37,30 @@ def base58_decode(text: str) -> bytes:
     """Decode base58 text.
 
     Raises:
-        InvalidIdError: a letter is not of the alphabet, or the text is longer than any id.
+        InvalidIdError: a character is not in the alphabet, or the text is longer than any peer id.
     """
     if len(text) > _TEXT_LIMIT:
-        raise InvalidIdError(f"base58 text of {len(text)} letters is longer than {_TEXT_LIMIT}")
+        raise InvalidIdError(f"base58 text of {len(text)} characters is longer than {_TEXT_LIMIT}")
     number = 0
     for letter in text:
         try:
             number = number * 58 + _VALUES[letter]
         except KeyError:
-            raise InvalidIdError(f"{letter!r} is not a base58 letter") from None
+            raise InvalidIdError(f"{letter!r} is not a base58 character") from None
     zeros = len(text) - len(text.lstrip("1"))
     return b"\0" * zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")
 
 
 class PeerId:
-    """The id of a node: its Ed25519 public key, as libp2p writes it."""
+    """Peer id of a node: its Ed25519 public key in libp2p's encoding. Immutable, hashable, ordered by its bytes."""
 
     __slots__ = ("_raw",)
 
     def __init__(self, raw: bytes) -> None:
-        """Take the bytes of the id's multihash.
+        """Create a peer id from the 38 bytes of its multihash.
 
         Raises:
-            InvalidIdError: `raw` is not the id of an Ed25519 key.
+            InvalidIdError: `raw` is not the peer id of an Ed25519 key.
         """
         if len(raw) != _RAW_LENGTH or not raw.startswith(_PREFIX):
             raise InvalidIdError(
@@ -69,10 +70,10 @@ class PeerId:
 
     @classmethod
     def parse(cls, text: str) -> PeerId:
-        """Read an id written as base58 text (``12D3KooW…``).
+        """Parse a peer id in base58 (``12D3KooW…``).
 
         Raises:
-            InvalidIdError: `text` is not such an id.
+            InvalidIdError: `text` is not such a peer id.
         """
         try:
             return cls(base58_decode(text))
@@ -81,17 +82,21 @@ class PeerId:
 
     @classmethod
     def from_public_key(cls, key: bytes) -> PeerId:
-        """Make the id of a raw 32-byte Ed25519 public key."""
+        """Create the peer id of a raw Ed25519 public key.
+
+        Raises:
+            InvalidIdError: `key` is not 32 bytes long.
+        """
         return cls(_PREFIX + key)
 
     @property
     def raw(self) -> bytes:
-        """The multihash, 38 bytes: what goes over the wire."""
+        """Multihash bytes (38), the form used on the wire."""
         return self._raw
 
     @property
     def public_key(self) -> bytes:
-        """The raw Ed25519 public key, 32 bytes."""
+        """Raw Ed25519 public key, 32 bytes."""
         return self._raw[len(_PREFIX) :]
 
     def __str__(self) -> str:
@@ -114,10 +119,10 @@ _DIGEST: Final = re.compile(r"(blake3|sha256):[0-9a-f]{64}")
 
 
 def check_digest(text: str) -> str:
-    """Return `text` if it is a digest with its kind, ``blake3:…`` or ``sha256:…`` and 64 hex digits.
+    """Return `text` if it is a content digest: ``blake3:`` or ``sha256:`` followed by 64 lower-case hex digits.
 
     Raises:
-        InvalidIdError: it is not.
+        InvalidIdError: `text` is not a digest.
     """
     if not _DIGEST.fullmatch(text):
         raise InvalidIdError(f"{text[:80]!r} is not a digest such as blake3:<64 hex digits>")

@@ -1,6 +1,8 @@
-"""What an executor is asked to do. The same value goes to a worker as CBOR and to its executor process as JSON.
+"""Job specification: model, data, peers and optimizers of one dispatch.
 
-Optional fields that are left out when none are ours: peers that do not know them skip them.
+A scheduler sends it to a worker as CBOR (`dispatch.DispatchJob`), and the worker passes it to the executor process as
+JSON. Fields marked `OMIT` extend the older network's format: they are left out when None, and peers that do not know
+them skip them.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ TASKS: Final = (
     "document-question-answering", "table-question-answering", "visual-question-answering", "vision2-seq",
     "text-encoding", "time-series-prediction", "backbone", "pre-training", "torch",
 )  # fmt: skip
-"""Names of model tasks, kebab-case; each asks for the Auto class of its name (`torch` for a plain module)."""
+"""Model tasks in kebab-case; each selects the transformers Auto class of that name (`torch`: a plain module)."""
 
 PREPROCESSOR_TASKS: Final = ("auto", "tokenizer", "feature", "image", "video")
+"""Kinds of preprocessors."""
 
 
 class All(Message, frozen=True, tag="All"):
@@ -50,7 +53,7 @@ class SliceAddress(Message, frozen=True):
 
 
 class UriReference(Message, frozen=True, tag="uri"):
-    """Something at a URI: ``https://…``, ``file:///…``."""
+    """Resource at a URI such as ``https://…`` or ``file:///…``."""
 
     value: str
 
@@ -65,17 +68,17 @@ class HuggingFaceReference(Message, frozen=True, kw_only=True, tag="huggingface"
 
 
 class PeersReference(Message, frozen=True, tag="peers"):
-    """Peers to send to, to receive from, or (with `resource`) to pull from."""
+    """Peers to send to, to receive from or, with `resource`, to pull from."""
 
     peers: tuple[PeerId, ...]
     strategy: Strategy
     resource: SliceAddress | None = None
     filenames: Annotated[tuple[str, ...] | None, OMIT] = None
-    """Names of the files at `resource.index`, `resource.index + 1`, …: a model that a scheduler serves."""
+    """File names at `resource.index`, `resource.index + 1`, …; used for a model that a scheduler serves."""
 
 
 class SchedulerReference(Message, frozen=True, tag="scheduler"):
-    """Slices of a dataset as the scheduler hands them out."""
+    """Slices of a dataset, assigned one by one by the scheduler."""
 
     peer: PeerId
     dataset: str
@@ -85,7 +88,7 @@ Reference = UriReference | HuggingFaceReference | PeersReference | SchedulerRefe
 
 
 class Model(Message, frozen=True, rename="kebab"):
-    """The model to train and the tensors of a slice it is given, in order."""
+    """Model to train, and the tensors of a slice that are its inputs, in order."""
 
     task: str
     artifact: Reference
@@ -93,7 +96,7 @@ class Model(Message, frozen=True, rename="kebab"):
 
 
 class Preprocessor(Message, frozen=True, rename="kebab"):
-    """What is applied to each batch before the model."""
+    """Preprocessor applied to each batch before the model."""
 
     task: str
     artifact: Reference
@@ -101,7 +104,7 @@ class Preprocessor(Message, frozen=True, rename="kebab"):
 
 
 class Adam(Message, frozen=True, rename="kebab"):
-    """The inner optimiser, AdamW."""
+    """Inner optimizer: AdamW. Fields that are None have the executor's defaults."""
 
     learning_rate: float
     betas: tuple[float, float] | None = None
@@ -111,113 +114,116 @@ class Adam(Message, frozen=True, rename="kebab"):
 
 
 class Nesterov(Message, frozen=True, rename="kebab"):
-    """The outer optimiser."""
+    """Outer optimizer: SGD with Nesterov momentum."""
 
     learning_rate: float
     momentum: float
     nesterov: Annotated[bool | None, OMIT] = None
-    """False for classical momentum; none means true."""
+    """False for classical momentum; None means true."""
 
 
 class CosineWithWarmup(Message, frozen=True, tag="cosine-with-warmup"):
-    """Linear warmup, then half a cosine to zero; counted in steps of the whole job."""
+    """Learning-rate schedule: linear warmup, then half a cosine to zero. Counted in inner steps of the whole job."""
 
     warmup_steps: U64
     training_steps: U64
 
 
 class LinearWithWarmup(Message, frozen=True, tag="linear-with-warmup"):
-    """Linear warmup, then linear to zero."""
+    """Learning-rate schedule: linear warmup, then linear decay to zero."""
 
     warmup_steps: U64
     training_steps: U64
 
 
 class WarmupStableDecay(Message, frozen=True, tag="wsd"):
-    """Linear warmup, constant, decay."""
+    """Learning-rate schedule: linear warmup, constant, decay."""
 
     warmup_steps: U64
     decay_steps: U64
     training_steps: Annotated[U64 | None, OMIT] = None
-    """Steps of the whole job, of which the last `decay_steps` decay."""
+    """Inner steps of the whole job; the rate decays in the last `decay_steps` of them."""
 
 
 LearningRateSchedule = CosineWithWarmup | LinearWithWarmup | WarmupStableDecay
 
 
 class Evaluation(Message, frozen=True):
-    """Samples that nobody trains on, by which a worker measures the model after outer updates."""
+    """Held-out samples on which a worker evaluates the model after outer updates."""
 
     data: Reference
-    """This worker's share of them."""
+    """This worker's share of the samples."""
     every: U32
-    """After each so many rounds."""
+    """Number of rounds between two evaluations."""
 
 
 class TrainConfig(Message, frozen=True):
-    """A training worker's part of a DiLoCo job."""
+    """Configuration of a training worker in a DiLoCo job (arXiv:2311.08105)."""
 
     model: Model
     data: Reference
+    """Source of the training slices."""
     updates: Reference
-    """Where pseudo-gradients go."""
+    """Destination of the worker's pseudo-gradients."""
     results: Reference
-    """Who sends outer updates."""
+    """Senders of outer updates."""
     optimizer: Adam
     batch_size: U32
+    """Samples per inner step."""
     preprocessor: Annotated[Preprocessor | None, OMIT] = None
     scheduler: Annotated[LearningRateSchedule | None, OMIT] = None
     seed: Annotated[U64 | None, OMIT] = None
-    """Order of the samples within a slice."""
+    """Seed of the sample order within a slice."""
     first_round: Annotated[U32 | None, OMIT] = None
-    """Number of the round that this worker starts in; none means 1."""
+    """Number of the round in which this worker starts; None means 1. Executors read it, no scheduler sends it yet."""
     first_step: Annotated[U64 | None, OMIT] = None
-    """Steps that the job's schedule of the learning rate has behind it when this worker starts; none means 0."""
+    """Inner steps already taken in the learning-rate schedule; None means 0. Read by executors, not sent yet."""
     evaluation: Annotated[Evaluation | None, OMIT] = None
 
 
 class AggregateConfig(Message, frozen=True):
-    """The parameter server's part of a DiLoCo job."""
+    """Configuration of the parameter server in a DiLoCo job."""
 
     updates: Reference
-    """Who sends pseudo-gradients."""
+    """Senders of pseudo-gradients."""
     results: Reference
-    """Who gets outer updates."""
+    """Receivers of outer updates."""
     optimizer: Nesterov
     members: Annotated[bool | None, OMIT] = None
-    """True when the scheduler names each round's members over ``/hypha-aggregate``."""
+    """Whether the scheduler announces each round's members (see `round_membership`)."""
 
 
 class Descriptor(Message, frozen=True):
-    """Name of an executor as workers configure it."""
+    """Name of an executor in the workers' configuration."""
 
     name: str
 
 
 class TrainJob(Message, frozen=True, tag="train", tag_field="class"):
-    """Run a training executor."""
+    """Job of a training executor."""
 
     descriptor: Descriptor
     config: TrainConfig
 
 
 class AggregateJob(Message, frozen=True, tag="aggregate", tag_field="class"):
-    """Run a parameter server."""
+    """Job of a parameter server."""
 
     descriptor: Descriptor
     config: AggregateConfig
 
 
 class JobSpec(Message, frozen=True):
-    """One dispatch of a job. All dispatches of a job carry the same `job_id`."""
+    """Specification of one dispatch; all dispatches of a job have the same `job_id`."""
 
     job_id: uuid.UUID
     executor: TrainJob | AggregateJob
 
 
 def executor_class(spec: JobSpec) -> str:
-    """``train`` or ``aggregate``."""
+    """Return the executor class of a job: ``train`` or ``aggregate``."""
     return str(type(spec.executor).__struct_config__.tag)
 
 
 REFERENCE_KINDS: Final = tuple(str(kind.__struct_config__.tag) for kind in get_args(Reference))
+"""Wire names of the kinds of `Reference`."""

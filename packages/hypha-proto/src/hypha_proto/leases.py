@@ -1,6 +1,6 @@
-"""Holding what was offered: renewals, releases, and why a lease or a job ended.
+"""Leases: renewal and release, cancelling a job, reporting how it ended, and explaining why no offer was made.
 
-Renewals are the old wire's yes or no on ``/hypha-api``; the rest is ``/hypha-lease/0.1.0``, between our own nodes.
+Renewals use ``/hypha-api`` of the older network; everything else uses the extension ``/hypha-lease/0.1.0``.
 """
 
 from __future__ import annotations
@@ -14,39 +14,41 @@ from hypha_proto.resources import Timestamp
 from hypha_proto.wire_schema import EXTERNAL, I64, OMIT, U64, Message, Unit
 
 TEMPORARY_LEASE: Final = 0.5
-"""Life of an offer's lease, seconds."""
+"""Life of an offer's temporary lease in seconds."""
 RENEWED_LEASE: Final = 10.0
-"""Life of a renewed lease, seconds."""
+"""Life of a renewed lease in seconds."""
 RENEW_AT: Final = 1 / 3
-"""Share of a lease's life after which our schedulers renew it; those of the older network do at 0.75."""
+"""Fraction of a lease's life after which schedulers renew it; those of the older network use 0.75."""
 LEASE_SWEEP: Final = 0.25
-"""Seconds within which an expired lease is dropped and its jobs are being cancelled."""
+"""Interval in seconds at which workers drop expired leases and cancel their jobs."""
 
 
 class RenewLease(Message, frozen=True):
-    """Keep the lease `id`; takes an offer when it is still temporary."""
+    """Request to renew the lease `id`; renewing a temporary lease accepts the offer."""
 
     id: uuid.UUID
     traceparent: Annotated[str | None, OMIT] = None
 
 
 class Renewed(Message, frozen=True, tag="Renewed"):
-    """The lease is held on."""
+    """Confirmation of a renewal."""
 
     id: uuid.UUID
     timeout: Timestamp
+    """Expiry by the worker's clock; only for older peers."""
     timeout_ms: Annotated[U64 | None, OMIT] = None
+    """Life of the renewed lease in milliseconds from receipt."""
 
 
 class RenewalFailed(Unit, frozen=True, tag="Failed"):
-    """There is no such lease, or it is another peer's."""
+    """Rejection: there is no such lease, or it belongs to another peer."""
 
 
 LeaseRenewal = Renewed | RenewalFailed
 
 
 class ReleaseLease(Message, frozen=True):
-    """The scheduler needs the lease `id` no longer; jobs on it are cancelled."""
+    """Request to end the lease `id`; jobs on it are cancelled."""
 
     id: uuid.UUID
     reason: str = ""
@@ -54,13 +56,14 @@ class ReleaseLease(Message, frozen=True):
 
 
 class LeaseReleased(Message, frozen=True):
-    """`known` is false when there was no such lease of the asking peer (any more)."""
+    """Response to `ReleaseLease`."""
 
     known: bool
+    """False if the requesting peer holds no such lease (any more)."""
 
 
 class CancelJob(Message, frozen=True):
-    """Stop the job that runs on the lease `id`, and keep the lease."""
+    """Request to stop the job on the lease `id` and keep the lease."""
 
     id: uuid.UUID
     reason: str
@@ -68,19 +71,20 @@ class CancelJob(Message, frozen=True):
 
 
 class JobCancelled(Message, frozen=True):
-    """`known` is false when no job ran there."""
+    """Response to `CancelJob`."""
 
     known: bool
+    """False if no job was running on the lease."""
 
 
 class WhyNot(Message, frozen=True):
-    """Why would you not bid on this?"""
+    """Question to a worker: why would it make no offer for this request?"""
 
     request: WorkerRequest
 
 
 class Reasons(Message, frozen=True):
-    """Every reason against a bid, in words for the operator; none when an offer would be made."""
+    """Every reason against an offer, in words for the operator; empty if the worker would make one."""
 
     reasons: tuple[str, ...]
 
@@ -89,18 +93,22 @@ Outcome = Literal["finished", "failed", "cancelled"]
 
 
 class JobEnd(Message, frozen=True):
-    """A worker tells its scheduler how a job ended, once its processes are gone."""
+    """Report of a worker to its scheduler that a job has ended and its processes are gone.
+
+    Raises:
+        ValueError: `outcome` is none of the three known outcomes.
+    """
 
     lease: uuid.UUID
     job_id: uuid.UUID
     outcome: str
     """``finished``, ``failed`` or ``cancelled``."""
     reason: str
-    """One line for people; empty when finished."""
+    """One line for people; empty if finished."""
     exit_code: I64 | None = None
-    """The executor's exit status, negative for a signal; none when no process ran."""
+    """Exit status of the executor, negative for a signal; None if no process ran."""
     last_lines: tuple[str, ...] = ()
-    """The end of what the executor printed."""
+    """Last lines of the executor's output."""
     traceparent: Annotated[str | None, OMIT] = None
 
     def __post_init__(self) -> None:
@@ -109,7 +117,7 @@ class JobEnd(Message, frozen=True):
 
 
 class JobEndReceived(Message, frozen=True):
-    """The scheduler knows."""
+    """Acknowledgement of `JobEnd`."""
 
 
 RENEW_LEASE: Final = RpcMethod[RenewLease, LeaseRenewal](

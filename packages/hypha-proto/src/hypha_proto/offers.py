@@ -1,4 +1,4 @@
-"""Looking for workers: the request that is gossiped and the offers that come back."""
+"""Worker allocation: the gossiped request for workers and the offers that answer it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ExecutorClass = Literal["train", "aggregate"]
 
 
 class TrainExecutor(Message, frozen=True, tag="train", tag_field="class"):
-    """An executor that trains, by the name that workers configure (``diloco-transformer``)."""
+    """Training executor, named as in the workers' configuration (for example ``diloco-transformer``)."""
 
     name: str
 
 
 class AggregateExecutor(Message, frozen=True, tag="aggregate", tag_field="class"):
-    """An executor that aggregates (``parameter-server``)."""
+    """Aggregating executor, named as in the workers' configuration (for example ``parameter-server``)."""
 
     name: str
 
@@ -28,48 +28,55 @@ ExecutorDescriptor = TrainExecutor | AggregateExecutor
 
 
 class WorkerSpec(Message, frozen=True):
-    """What one worker must have."""
+    """Requirements on one worker."""
 
     resources: Resources
+    """Minimum amounts."""
     executor: tuple[ExecutorDescriptor, ...]
+    """Executors that the worker must have."""
 
 
 class WorkerRequest(Message, frozen=True):
-    """A scheduler looks for workers: gossiped on ``hypha/worker``, answered by `WorkerOffer`."""
+    """Request of a scheduler for workers; published on the topic ``hypha/worker``, answered by `WorkerOffer`."""
 
     id: uuid.UUID
     spec: WorkerSpec
     timeout: Timestamp
+    """End of the offer window by the scheduler's clock; only for older peers."""
     bid: Amount
-    """Tokens per lease-hour."""
+    """Price in tokens per lease-hour."""
     timeout_ms: Annotated[U64 | None, OMIT] = None
-    """How long offers are taken, milliseconds from receipt."""
+    """Length of the offer window in milliseconds from receipt."""
     traceparent: Annotated[str | None, OMIT] = None
 
 
 class WorkerOffer(Message, frozen=True):
-    """A worker's answer: these resources at this price, held for a moment."""
+    """Offer of a worker: resources at a price, reserved by a temporary lease."""
 
     id: uuid.UUID
-    """The temporary lease, which `RenewLease` takes."""
+    """Id of the temporary lease; `leases.RenewLease` accepts the offer."""
     request_id: uuid.UUID
+    """Id of the `WorkerRequest` that it answers."""
     price: Amount
+    """Price in tokens per lease-hour."""
     resources: Resources
     timeout: Timestamp
+    """Expiry of the temporary lease by the worker's clock; only for older peers."""
     timeout_ms: Annotated[U64 | None, OMIT] = None
-    """Life of the temporary lease, milliseconds from receipt."""
+    """Life of the temporary lease in milliseconds from receipt."""
     traceparent: Annotated[str | None, OMIT] = None
 
 
 class OfferReceived(Message, frozen=True):
-    """The scheduler has the offer; whether it takes it shows by a renewal."""
+    """Acknowledgement of an offer. The scheduler accepts the offer by renewing its lease."""
 
 
 WORKER_REQUESTS: Final = Topic[WorkerRequest](WORKER_REQUESTS_TOPIC, WorkerRequest)
 OFFER: Final = RpcMethod[WorkerOffer, OfferReceived](API, WorkerOffer, OfferReceived, "WorkerOffer")
 
 OFFER_WINDOW: Final = 5.0
-"""Seconds for which offers are collected at most."""
+"""Maximum time in seconds for which offers are collected."""
 REQUEST_BATCH_WINDOW: Final = 0.2
-"""Seconds for which a worker batches requests before it decides."""
+"""Time in seconds for which a worker collects requests before it decides."""
 REQUEST_BATCH_SIZE: Final = 100
+"""Number of collected requests at which a worker decides at once."""

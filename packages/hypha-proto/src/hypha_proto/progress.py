@@ -1,4 +1,4 @@
-"""How a job advances: an executor's reports, and what the scheduler has it do next."""
+"""Job progress: reports of executors, and the scheduler's responses that say what to do next."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from hypha_proto.wire_schema import EXTERNAL, F32, OMIT, U32, Message, Unit
 
 
 class BatchDone(Message, frozen=True, tag="status"):
-    """One batch was processed."""
+    """Report that one batch was processed."""
 
     batch_size: U32
-    """Samples in it."""
+    """Number of samples in the batch."""
     slices: Annotated[dict[str, U32] | None, OMIT] = None
-    """Slice index (text) to the number of samples that the batch took from it."""
+    """Number of samples taken from each slice; keys are slice indexes as decimal text."""
     batch_ms: Annotated[float | None, OMIT] = None
-    """Time from the end of the batch before (waiting for data and synchronisation apart), milliseconds."""
+    """Milliseconds since the end of the previous batch, without waiting for data or synchronization. Not read yet."""
 
 
 class RoundMetrics(Message, frozen=True, tag="metrics"):
-    """What was measured over a round."""
+    """Metrics of one worker over one round."""
 
     round: U32
     metrics: dict[str, F32]
+    """Metric name to value, for example ``loss``."""
 
 
 class SendingUpdate(Unit, frozen=True, tag="update"):
-    """A training worker starts to send its pseudo-gradient."""
+    """Report that a training worker starts sending its pseudo-gradient."""
 
 
 class OuterStepTaken(Unit, frozen=True, tag="updated"):
-    """The parameter server has taken an outer step."""
+    """Report that the parameter server has taken an outer step."""
 
 
 class UpdateMerged(Unit, frozen=True, tag="update-received"):
-    """A training worker has merged the outer update."""
+    """Report that a training worker has merged the outer update into its model."""
 
 
 Progress = BatchDone | RoundMetrics | SendingUpdate | OuterStepTaken | UpdateMerged
@@ -44,37 +45,37 @@ ProgressValue = Annotated[Progress, EXTERNAL]
 
 
 class ProgressRequest(Message, frozen=True):
-    """A report about a job, from the peer that runs a dispatch of it."""
+    """Progress report from the peer that runs a dispatch of the job."""
 
     job_id: uuid.UUID
     progress: ProgressValue
     lease: Annotated[uuid.UUID | None, OMIT] = None
-    """The dispatch's lease, where one peer holds several of a job."""
+    """Lease of the dispatch; distinguishes several dispatches of a job on one peer."""
     traceparent: Annotated[str | None, OMIT] = None
     id: Annotated[uuid.UUID | None, OMIT] = None
-    """Of this request: the same when it is sent again because no answer came, so that it counts once."""
+    """Idempotency key: unchanged when the request is repeated for lack of a response, so that it counts once."""
 
 
 class Acknowledged(Message, frozen=True, tag="Ok"):
-    """Noted."""
+    """Response: the report was recorded."""
 
 
 class Continue(Message, frozen=True, tag="Continue"):
-    """Go on."""
+    """Response: continue."""
 
 
 class ScheduleUpdate(Message, frozen=True, tag="ScheduleUpdate"):
-    """Process `counter` more batches, then send the pseudo-gradient."""
+    """Response: process `counter` more batches, then send the pseudo-gradient."""
 
     counter: U32
 
 
 class Done(Message, frozen=True, tag="Done"):
-    """The job is over for this executor: exit."""
+    """Response: the job is complete for this executor, which should exit."""
 
 
 class ProgressError(Message, frozen=True, tag="Error"):
-    """The report does not fit; the executor should end."""
+    """Response: the report does not match the state of the job; the executor should exit."""
 
 
 ProgressResponse = Acknowledged | Continue | ScheduleUpdate | Done | ProgressError

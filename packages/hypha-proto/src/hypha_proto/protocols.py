@@ -1,4 +1,8 @@
-"""A conversation: which protocol carries it, what is asked, what is answered, how large either may be, and who asks."""
+"""RPC methods and gossip topics: protocol ids, message types, size limits, and the roles that may send each message.
+
+`hypha_net.rpc` and `hypha_net.pubsub` carry what is defined here; the modules `offers`, `leases`, `dispatch`,
+`datasets`, `progress`, `round_membership` and `health` define one `RpcMethod` per exchange.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,9 @@ from hypha_proto.errors import DecodeError
 from hypha_proto.wire_schema import CBOR, compile_shape
 
 MAX_REQUEST: Final = 1 << 20
+"""Default limit of an encoded request in bytes."""
 MAX_RESPONSE: Final = 10 << 20
+"""Default limit of an encoded response in bytes."""
 
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")
@@ -19,41 +25,61 @@ Resp = TypeVar("Resp")
 
 @dataclass(frozen=True)
 class RpcMethod(Generic[Req, Resp]):
-    """One request/response exchange.
+    """One kind of request/response exchange.
 
-    Several conversations may share a protocol id: then `variant` names each in a map of one entry, which goes around
-    request and response.
+    Several methods may share a protocol id. Then request and response are each wrapped in a map with one entry, whose
+    key is `variant`.
     """
 
     protocol: str
+    """libp2p protocol id."""
     request: Any
     """Annotated type of the request."""
     response: Any
     """Annotated type of the response."""
     variant: str | None = None
+    """Key of the wrapping map, or None if the method does not share its protocol id."""
     max_request: int = MAX_REQUEST
+    """Limit of an encoded request in bytes."""
     max_response: int = MAX_RESPONSE
+    """Limit of an encoded response in bytes."""
 
     @property
     def name(self) -> str:
-        """What it is called in `SENDERS`."""
+        """Key of this method in `ALLOWED_SENDERS`."""
         return self.variant or self.protocol
 
     def encode_request(self, message: Req) -> bytes:
-        """Bytes of a request. Raises `EncodeError`."""
+        """Encode a request.
+
+        Raises:
+            EncodeError: `message` is not of the request type.
+        """
         return self._encode(self.request, message)
 
     def encode_response(self, message: Resp) -> bytes:
-        """Bytes of a response. Raises `EncodeError`."""
+        """Encode a response.
+
+        Raises:
+            EncodeError: `message` is not of the response type.
+        """
         return self._encode(self.response, message)
 
     def decode_request(self, data: bytes) -> Req:
-        """The request in `data`. Raises `DecodeError`."""
+        """Decode a request.
+
+        Raises:
+            DecodeError: `data` is over `max_request` bytes or not a valid request.
+        """
         request: Req = self._decode(self.request, data, self.max_request)
         return request
 
     def decode_response(self, data: bytes) -> Resp:
-        """The response in `data`. Raises `DecodeError`."""
+        """Decode a response.
+
+        Raises:
+            DecodeError: `data` is over `max_response` bytes or not a valid response.
+        """
         response: Resp = self._decode(self.response, data, self.max_response)
         return response
 
@@ -72,14 +98,14 @@ class RpcMethod(Generic[Req, Resp]):
 
 
 def split_variant(data: bytes, limit: int) -> tuple[str, object]:
-    """The variant's name and undecoded payload of a message whose protocol carries several conversations.
+    """Split a message of a protocol that several methods share into the variant's name and the undecoded payload.
 
     Raises:
-        DecodeError: the message is not a map of one entry.
+        DecodeError: the message is over `limit` bytes or not a map with one entry and a text key.
     """
     plain = parse_cbor(data, limit)
     if type(plain) is not dict or len(plain) != 1:
-        raise DecodeError("expected a map of one entry, the name of the message")
+        raise DecodeError("expected a map with one entry, whose key is the name of the message")
     [(name, payload)] = plain.items()
     if type(name) is not str:
         raise DecodeError("the name of the message is not text")
@@ -88,19 +114,30 @@ def split_variant(data: bytes, limit: int) -> tuple[str, object]:
 
 @dataclass(frozen=True)
 class Topic(Generic[Req]):
-    """A gossip topic and what is said there."""
+    """A gossip topic and the type of its messages."""
 
     name: str
     message: Any
+    """Annotated type of the messages."""
     max_bytes: int = 64 << 10
+    """Limit of an encoded message."""
     floats: Floats = "shortest"
+    """Encoding of floats without a fixed width."""
 
     def encode(self, message: Req) -> bytes:
-        """Bytes of a message. Raises `EncodeError`."""
+        """Encode a message.
+
+        Raises:
+            EncodeError: `message` is not of the topic's type.
+        """
         return to_cbor(self.message, message, self.floats)
 
     def decode(self, data: bytes) -> Req:
-        """The message in `data`. Raises `DecodeError`."""
+        """Decode a message.
+
+        Raises:
+            DecodeError: `data` is over `max_bytes` or not a valid message.
+        """
         made: Req = from_cbor(self.message, data, self.max_bytes)
         return made
 
@@ -117,12 +154,12 @@ PUSH_WITH_HEADER: Final = "/hypha-tensor-stream/push/0.1.0"
 IDENTIFY_VERSION: Final = "/hypha-identify/0.0.1"
 
 Role = Literal["gateway", "scheduler", "worker", "data"]
-"""What a node is, as its certificate may say."""
+"""Role of a node, as stated in its certificate."""
 
 WORKER_REQUESTS_TOPIC: Final = "hypha/worker"
 DATASET_RECORD: Final = "dataset record"
 CIRCUIT_OFFER: Final = "/libp2p/circuit/relay/0.2.0/stop"
-"""The protocol by which a relay offers a circuit to the node that it leads to."""
+"""Protocol by which a relay opens a circuit to its destination (https://github.com/libp2p/specs/tree/master/relay)."""
 
 _SCHEDULER: Final[frozenset[Role]] = frozenset({"scheduler"})
 _WORKER: Final[frozenset[Role]] = frozenset({"worker"})
@@ -131,7 +168,7 @@ _TRAINING: Final[frozenset[Role]] = _SCHEDULER | _WORKER
 ALLOWED_SENDERS: Final[Mapping[str, frozenset[Role]]] = {
     # gossip, by topic
     WORKER_REQUESTS_TOPIC: _SCHEDULER,
-    # requests, by variant or, where a protocol carries one conversation only, by protocol
+    # requests, by variant or, where a protocol has a single method, by protocol id
     "WorkerOffer": _WORKER,
     "RenewLease": _SCHEDULER,
     "ReleaseLease": _SCHEDULER,
@@ -146,14 +183,17 @@ ALLOWED_SENDERS: Final[Mapping[str, frozenset[Role]]] = {
     "RoundMembers": _SCHEDULER,
     "UpdateRefused": _WORKER,
     PROGRESS: _WORKER,
-    # files, by protocol: slices go to workers and, to be evaluated with, to schedulers; updates to either
+    # files, by protocol id: workers pull slices, schedulers pull manifests; updates are pushed by either
     PULL: _TRAINING,
     PULL_WITH_HEADER: _TRAINING,
     PUSH: _TRAINING,
     PUSH_WITH_HEADER: _TRAINING,
-    # the directory, and the relay
+    # DHT records, and circuits of the relay
     DATASET_RECORD: frozenset({"data"}),
     CIRCUIT_OFFER: frozenset({"gateway"}),
 }
-"""Whose messages are taken, by the role in the sender's certificate. What is not named here anybody may send: health,
-identify, ping, look-ups, and a place at a gateway's relay. A parameter server is a worker's."""
+"""Roles that may send each message, by the role in the sender's certificate.
+
+Messages that are not listed are accepted from every peer: health checks, identify, ping, DHT look-ups and relay
+reservations. A parameter server has the role of a worker.
+"""

@@ -1,15 +1,15 @@
-"""What a machine has and a job needs: a vector of four amounts with a partial order."""
+"""Resources of a machine or requirements of a job: a vector of four amounts with a partial order."""
 
 from __future__ import annotations
 
 from hypha_proto.wire_schema import U32, U64, Amount, Message
 
 _FIELDS = ("gpu", "cpu", "storage", "memory")
-_SLACK = 1e-9  # sums of decimal fractions must not make a machine too small for what it just gave back
+_SLACK = 1e-9  # tolerance for rounding: releasing 0.1 + 0.2 must make 0.3 available again
 
 
 class Resources(Message, frozen=True):
-    """Amounts of a machine. All are finite and not negative."""
+    """Amounts of resources, all finite and not negative."""
 
     gpu: Amount = 0.0
     """GPU memory, GB."""
@@ -21,29 +21,34 @@ class Resources(Message, frozen=True):
     """RAM, GB."""
 
     def covers(self, other: Resources) -> bool:
-        """Whether every amount is at least that of `other`."""
+        """Return whether every amount is at least that of `other`."""
         return all(getattr(self, name) + _SLACK >= getattr(other, name) for name in _FIELDS)
 
     def lacking(self, other: Resources) -> tuple[str, ...]:
-        """Names of the amounts that are smaller than in `other`."""
+        """Return the names of the amounts that are smaller than in `other`."""
         return tuple(name for name in _FIELDS if getattr(self, name) + _SLACK < getattr(other, name))
 
     def __add__(self, other: Resources) -> Resources:
         return Resources(**{name: getattr(self, name) + getattr(other, name) for name in _FIELDS})
 
     def __sub__(self, other: Resources) -> Resources:
-        """What is left; never below zero."""
+        """Return the remaining amounts, each at least zero."""
         return Resources(**{name: max(0.0, getattr(self, name) - getattr(other, name)) for name in _FIELDS})
 
 
 class Timestamp(Message, frozen=True):
-    """A wall-clock time as serde writes `SystemTime`. Written for old peers, never compared with a local clock."""
+    """Wall-clock time in serde's format of `SystemTime`.
+
+    Sent for peers of the older network; never compared with a local clock, since clocks of machines differ.
+    """
 
     secs_since_epoch: U64
+    """Whole seconds since the Unix epoch."""
     nanos_since_epoch: U32
+    """Nanoseconds beyond the whole second."""
 
     @classmethod
     def of(cls, seconds: float) -> Timestamp:
-        """The time `seconds` after the epoch."""
+        """Create a timestamp from `seconds` since the Unix epoch."""
         whole = int(max(0.0, seconds))
         return cls(secs_since_epoch=whole, nanos_since_epoch=min(999_999_999, int((max(0.0, seconds) - whole) * 1e9)))

@@ -1,4 +1,7 @@
-"""Who is in a round: the scheduler tells the parameter server (``/hypha-aggregate/0.1.0``, between our own nodes)."""
+"""Round membership: the scheduler announces to the parameter server whose updates make up a round.
+
+Uses the extension ``/hypha-aggregate/0.1.0``; peers of the older network do not have it.
+"""
 
 from __future__ import annotations
 
@@ -11,45 +14,50 @@ from hypha_proto.wire_schema import OMIT, U32, U64, Message
 
 
 class Member(Message, frozen=True):
-    """One contributor to a round and the weight of its update."""
+    """One contributor to a round."""
 
     peer: PeerId
     samples: U64
+    """Number of samples behind its update: the weight in the mean."""
 
 
 class RoundMembers(Message, frozen=True):
-    """Aggregate the updates of exactly these members, weighted by samples.
+    """Request to aggregate the updates of exactly these members, weighted by samples.
 
-    A later message for the same round replaces the members (one was lost) as long as the outer step is not taken.
+    A later message for the same round replaces the members, for example after a worker was lost, as long as the outer
+    step has not been taken.
     """
 
     job_id: uuid.UUID
     round: U32
     members: tuple[Member, ...]
     deadline_ms: U64
-    """How long to wait for missing updates, milliseconds from receipt."""
+    """Time to wait for missing updates, in milliseconds from receipt."""
     traceparent: Annotated[str | None, OMIT] = None
 
 
 class MembersKnown(Message, frozen=True):
-    """`accepted` is false when the round is over or the job unknown; `reason` says which."""
+    """Response to `RoundMembers`."""
 
     accepted: bool
+    """False if the round is already closed or the job unknown."""
     reason: str = ""
+    """Why the members were not accepted."""
 
 
 class UpdateRefused(Message, frozen=True):
-    """The parameter server tells the scheduler which member's update it could not use."""
+    """Report of the parameter server to the scheduler that it cannot use a member's update."""
 
     job_id: uuid.UUID
     round: U32
     peer: PeerId
+    """The member."""
     reason: str
     traceparent: Annotated[str | None, OMIT] = None
 
 
 class RefusalKnown(Message, frozen=True):
-    """The scheduler knows."""
+    """Acknowledgement of `UpdateRefused`."""
 
 
 ROUND_MEMBERS: Final = RpcMethod[RoundMembers, MembersKnown](AGGREGATE, RoundMembers, MembersKnown, "RoundMembers")

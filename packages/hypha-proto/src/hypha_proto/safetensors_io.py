@@ -1,11 +1,11 @@
-"""Safetensors files, read with suspicion and written a tensor at a time (extra `update`).
+"""Reading and writing safetensors files (https://huggingface.co/docs/safetensors); needs the extra `update`.
 
-What moves between an executor, the parameter server and the scheduler are files of this format. A file comes from
-another machine, so its header is believed only after every offset has been checked against the file's true size;
-after that the data is a memory map and a tensor costs no memory until it is read. `hypha_proto.update_file` builds on
-this and is what other packages import.
+Executors, the parameter server and the scheduler exchange files of this format. Since a file comes from another
+machine, every offset of its header is checked against the file's actual size before use. The data is then
+memory-mapped, so that a tensor takes no memory until it is read; the writer takes one tensor at a time.
+Other packages import `hypha_proto.update_file`, which builds on this module.
 
-The layout: u64 little endian with the header's length, the header (JSON: name -> dtype, shape, data_offsets, and
+File layout: the header's length (u64, little endian), the header (JSON: name -> dtype, shape, data_offsets, and
 `__metadata__` of text to text), then the tensors without gaps.
 """
 
@@ -28,13 +28,15 @@ from numpy.typing import NDArray
 from hypha_proto.errors import TensorFileError
 
 HEADER_LIMIT: Final = 16 << 20
-"""The longest header that is read, in bytes: about 100,000 tensors."""
+"""Maximum length of a header in bytes; enough for about 100,000 tensors."""
 NAME_LIMIT: Final = 1024
+"""Maximum length of a tensor name in characters."""
 RANK_LIMIT: Final = 16
+"""Maximum number of dimensions of a tensor."""
 _LENGTH_BYTES: Final = 8
 _METADATA_KEY: Final = "__metadata__"
 
-# BF16 has no numpy dtype: its bits travel as uint16, the upper half of a float32
+# numpy has no BF16: its bits are handled as uint16, the upper half of a float32
 _STORED: Final[Mapping[str, np.dtype[Any]]] = {
     name: np.dtype(code)
     for name, code in {
@@ -54,6 +56,7 @@ _STORED: Final[Mapping[str, np.dtype[Any]]] = {
     }.items()
 }
 FLOAT_DTYPES: Final = frozenset({"F64", "F32", "F16", "BF16"})
+"""Floating-point dtypes that files may hold."""
 
 Array = NDArray[Any]
 Float32Array = NDArray[np.float32]
@@ -61,25 +64,31 @@ Float32Array = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a header says about one tensor."""
+    """Dtype and shape of a tensor, as given in the header."""
 
     dtype: str
-    """Its safetensors name, such as ``F32`` or ``BF16``."""
+    """Safetensors name of the dtype, such as ``F32`` or ``BF16``."""
     shape: tuple[int, ...]
+    """Sizes of the dimensions; empty for a scalar."""
 
     @property
     def elements(self) -> int:
-        """How many numbers the tensor holds (1 for a scalar)."""
+        """Number of elements (1 for a scalar)."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes in the file."""
+        """Size in the file in bytes."""
         return self.elements * _STORED[self.dtype].itemsize
 
 
 def to_float32(stored: Array, dtype: str) -> Float32Array:
-    """Read numbers as they lie in a file of `dtype` as float32, in the same shape (F32: without a copy)."""
+    """Convert elements as stored in a file (see `TensorFile.stored`) to float32.
+
+    Args:
+        stored: the elements, of any shape, which the result has too.
+        dtype: safetensors name of the file's dtype. F32 is returned without a copy.
+    """
     if dtype == "BF16":
         return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
     with np.errstate(over="ignore"):
@@ -87,7 +96,10 @@ def to_float32(stored: Array, dtype: str) -> Float32Array:
 
 
 def from_float(values: Array, dtype: str) -> Array:
-    """Turn float32 or float64 numbers into what a file of `dtype` stores: to nearest even, integers also clipped."""
+    """Convert float32 or float64 values to the elements that a file of `dtype` stores, in the same shape.
+
+    Rounds to nearest even; values beyond the range of an integer dtype are clipped, NaN becomes 0 there.
+    """
     if dtype == "BF16":
         return _to_bfloat16(values)
     stored = _STORED[dtype]
@@ -101,30 +113,30 @@ def _to_bfloat16(values: Array) -> Array:
     single = np.ascontiguousarray(values, dtype=np.float32)
     bits = single.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # adding the rounding to a NaN could carry into infinity: keep its top bits and set the quiet one
+    # rounding a NaN up could overflow to infinity: keep its upper bits and set the quiet bit
     return np.where(np.isnan(single), (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype("<u2")
 
 
 def _to_integers(values: Array, stored: np.dtype[Any]) -> Array:
     limits = np.iinfo(stored)
     rounded = np.rint(np.nan_to_num(values.astype(np.float64), nan=0.0))
-    # the upper limit of 64-bit integers is no float64: clip below it, then set what was at or above it
+    # float64 cannot represent the upper limit of 64-bit integers: clip below it, then set values at or above it
     whole = np.clip(rounded, float(limits.min), np.nextafter(float(limits.max) + 1.0, 0.0)).astype(stored)
     whole[rounded >= float(limits.max)] = limits.max
     return whole
 
 
 class TensorFile:
-    """A safetensors file as a read-only memory map whose header has been checked.
+    """A safetensors file, memory-mapped read-only, with a validated header. A context manager that closes it.
 
     Attributes:
-        path: where it lies.
+        path: path of the file.
         tensors: name -> dtype and shape, in the order of the data.
-        metadata: the header's `__metadata__`, text to text.
+        metadata: `__metadata__` of the header, text to text.
     """
 
     def __init__(self, path: Path) -> None:
-        """Map the file and check its header.
+        """Map the file and validate its header.
 
         Raises:
             TensorFileError: the header does not describe exactly the bytes that follow it.
@@ -133,7 +145,7 @@ class TensorFile:
         self.path = path
         size = path.stat().st_size
         if size < _LENGTH_BYTES:
-            raise TensorFileError(f"{path.name}: {size} bytes are too few for a safetensors file")
+            raise TensorFileError(f"{path.name}: {size} bytes are too short for a safetensors file")
         self._data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
         length = int.from_bytes(self._data[:_LENGTH_BYTES].tobytes(), "little")
         if length > min(HEADER_LIMIT, size - _LENGTH_BYTES):
@@ -157,32 +169,34 @@ class TensorFile:
         self.close()
 
     def close(self) -> None:
-        """Let go of the map; the system frees it once no array that was handed out refers to it."""
+        """Drop the memory map; the system frees it once no array returned by `stored` refers to it."""
         self._data = np.empty(0, dtype=np.uint8)
 
     def stored(self, name: str) -> Array:
-        """Give a tensor's numbers as the file holds them, read-only and without a copy (BF16 as uint16 bits).
+        """Return a tensor's elements as stored, read-only and without a copy, in its shape (BF16 as uint16 bits).
 
         Raises:
-            TensorFileError: the file holds no such tensor.
+            TensorFileError: the file holds no tensor `name`.
         """
         info = self._info(name)
         start = self._starts[name]
         return self._data[start : start + info.nbytes].view(_STORED[info.dtype]).reshape(info.shape)
 
     def tensor(self, name: str) -> Float32Array:
-        """Read a whole tensor as float32, in its shape, in memory of its own.
+        """Read a whole tensor into a new float32 array of its shape.
 
         Raises:
-            TensorFileError: the file holds no such tensor.
+            TensorFileError: the file holds no tensor `name`.
         """
         return np.array(to_float32(self.stored(name), self._info(name).dtype))
 
     def blocks(self, name: str, elements: int = 1 << 18) -> Iterator[Float32Array]:
-        """Read a tensor as flat float32 pieces of at most `elements` numbers, in order; F32 pieces are not copied.
+        """Yield a tensor as one-dimensional float32 blocks of at most `elements` elements, in row-major order.
+
+        Blocks of an F32 tensor are not copied.
 
         Raises:
-            TensorFileError: the file holds no such tensor.
+            TensorFileError: the file holds no tensor `name`.
         """
         dtype = self._info(name).dtype
         flat = self.stored(name).reshape(-1)
@@ -197,7 +211,7 @@ class TensorFile:
 
 
 def _check_header(header: bytes, data_size: int) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
-    """Read a header that must describe exactly `data_size` bytes: metadata, and each tensor with its offset."""
+    """Parse a header that must describe exactly `data_size` bytes; return metadata, and each tensor with its offset."""
     entries = _parse_json(header)
     metadata = _check_metadata(entries.pop(_METADATA_KEY, {}))
     located = {name: _check_entry(name, entry) for name, entry in entries.items()}
@@ -205,7 +219,7 @@ def _check_header(header: bytes, data_size: int) -> tuple[dict[str, str], dict[s
     ordered = sorted(located.items(), key=lambda item: (item[1][1], item[1][0].nbytes))
     for name, (info, begin) in ordered:
         if begin != expected:
-            fault = "overlaps the tensor before it" if begin < expected else "leaves a gap before it"
+            fault = "overlaps the previous tensor" if begin < expected else "leaves a gap after the previous tensor"
             raise TensorFileError(f"{name!r} begins at {begin} and {fault}, which ends at {expected}")
         expected = begin + info.nbytes
     if expected != data_size:
@@ -228,12 +242,12 @@ def _parse_json(header: bytes) -> dict[str, Any]:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise TensorFileError("the header names something twice")
+        raise TensorFileError("the header has a duplicate key")
     return entries
 
 
 def _refuse_constant(text: str) -> Any:
-    raise TensorFileError(f"the header holds {text}, which is no JSON")
+    raise TensorFileError(f"the header holds {text}, which is not JSON")
 
 
 def _check_metadata(metadata: Any) -> dict[str, str]:
@@ -248,9 +262,9 @@ def _is_size(value: Any) -> bool:
 
 def _check_entry(name: str, entry: Any) -> tuple[TensorInfo, int]:
     if not 0 < len(name) <= NAME_LIMIT:
-        raise TensorFileError(f"a tensor's name has {len(name)} letters, allowed are 1 to {NAME_LIMIT}")
+        raise TensorFileError(f"a tensor name has {len(name)} characters, allowed are 1 to {NAME_LIMIT}")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise TensorFileError(f"{name!r} does not say exactly dtype, shape and data_offsets")
+        raise TensorFileError(f"{name!r} must have exactly the keys dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _STORED:
         raise TensorFileError(f"{name!r} has dtype {str(dtype)[:40]!r}, known are {', '.join(_STORED)}")
@@ -259,7 +273,7 @@ def _check_entry(name: str, entry: Any) -> tuple[TensorInfo, int]:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
         raise TensorFileError(f"{name!r} has data_offsets {str(offsets)[:80]}, which is not [begin, end]")
     info = TensorInfo(dtype, tuple(shape))
-    if not _is_size(math.prod(size or 1 for size in shape) * _STORED[dtype].itemsize):  # numpy counts so, too
+    if not _is_size(math.prod(size or 1 for size in shape) * _STORED[dtype].itemsize):  # numpy's own limit
         raise TensorFileError(f"{name!r} has shape {str(shape)[:80]}, which is larger than any memory")
     if offsets[1] - offsets[0] != info.nbytes:
         raise TensorFileError(f"{name!r} spans {offsets[1] - offsets[0]} bytes, {dtype} {shape} takes {info.nbytes}")
@@ -267,10 +281,10 @@ def _check_entry(name: str, entry: Any) -> tuple[TensorInfo, int]:
 
 
 class TensorFileWriter:
-    """Writes a safetensors file whose shapes are known beforehand, one piece of a tensor after the other.
+    """Writer of a safetensors file whose shapes are known in advance; takes tensors in blocks and in any order.
 
-    Use as a context manager: leaving it without an error puts the finished file in place in one step (an existing
-    file is replaced), leaving it with one removes what was written. Tensors may be written in any order.
+    A context manager: without an error its exit moves the finished file into place atomically, replacing an existing
+    file; with an error it removes what was written.
     """
 
     def __init__(
@@ -279,13 +293,13 @@ class TensorFileWriter:
         """Open a temporary file beside `path` and write the header.
 
         Args:
-            path: where the finished file will lie.
-            tensors: name -> dtype and shape of everything that will be written.
-            metadata: text to text, for the header.
+            path: path of the finished file.
+            tensors: name -> dtype and shape of every tensor that will be written.
+            metadata: `__metadata__` of the header, text to text.
 
         Raises:
-            TensorFileError: a name or dtype is one that readers refuse.
-            OSError: the file cannot be made.
+            TensorFileError: readers would reject a name or dtype, or the header is too long.
+            OSError: the file cannot be created.
         """
         self.path = path
         self._tensors = dict(sorted(tensors.items(), key=_by_alignment))
@@ -300,31 +314,33 @@ class TensorFileWriter:
             raise
 
     def write(self, name: str, values: Array) -> None:
-        """Append numbers to a tensor: all of it, or its next piece in row-major order.
+        """Append values to a tensor: all of it, or its next block in row-major order.
 
         Args:
-            name: one of the tensors that the header names.
-            values: float32 or float64 numbers, which are converted to the tensor's dtype.
+            name: a tensor of the header.
+            values: float32 or float64 values of any shape; converted to the tensor's dtype.
 
         Raises:
-            TensorFileError: the header has no such tensor, or no room left in it.
+            TensorFileError: the header has no tensor `name`, or more values were written than it has elements.
+            OSError: the file cannot be written.
         """
         info = self._tensors.get(name)
         if info is None:
-            raise TensorFileError(f"the header of {self.path.name} names no tensor {name!r}")
+            raise TensorFileError(f"the header of {self.path.name} has no tensor {name!r}")
         self.write_stored(name, from_float(values, info.dtype))
 
     def write_stored(self, name: str, stored: Array) -> None:
-        """Append numbers that are already as the file holds them (see `TensorFile.stored`).
+        """Append elements that are already in the tensor's dtype (see `TensorFile.stored`).
 
         Raises:
-            TensorFileError: the header has no such tensor, or its dtype or room does not fit.
+            TensorFileError: the header has no tensor `name`, its dtype differs, or too many elements were written.
+            OSError: the file cannot be written.
         """
         info = self._tensors.get(name)
         if info is None or stored.dtype != _STORED[info.dtype]:
-            raise TensorFileError(f"{name!r} of dtype {stored.dtype} does not fit the header of {self.path.name}")
+            raise TensorFileError(f"{name!r} of dtype {stored.dtype} does not match the header of {self.path.name}")
         if self._written[name] + stored.nbytes > info.nbytes:
-            raise TensorFileError(f"{name!r} gets more than its {info.nbytes} bytes in {self.path.name}")
+            raise TensorFileError(f"more than the {info.nbytes} bytes of {name!r} were written to {self.path.name}")
         self._file.seek(self._starts[name] + self._written[name])
         self._file.write(np.ascontiguousarray(stored).data)
         self._written[name] += stored.nbytes
@@ -342,28 +358,28 @@ class TensorFileWriter:
             missing = [name for name, info in self._tensors.items() if self._written[name] != info.nbytes]
             if missing:
                 raise TensorFileError(f"{self.path.name} lacks data of {len(missing)} tensors, first {missing[0]!r}")
-            self._file.close()  # which writes the last bytes: a disk may be full only now
+            self._file.close()  # flushes, which may fail on a full disk
             os.replace(self._temporary, self.path)
         except BaseException:
             self._discard()
             raise
 
     def _discard(self) -> None:
-        with suppress(OSError):  # of bytes that were not written yet, and need not be
+        with suppress(OSError):  # from flushing data that is discarded anyway
             self._file.close()
         self._temporary.unlink(missing_ok=True)
 
 
 def _by_alignment(item: tuple[str, TensorInfo]) -> tuple[int, str]:
-    """Order wide numbers before narrow ones, so that every tensor is aligned."""
+    """Return a sort key that puts wide dtypes before narrow ones, so that every tensor is aligned."""
     name, info = item
     if info.dtype not in _STORED or not 0 < len(name) <= NAME_LIMIT or name == _METADATA_KEY:
-        raise TensorFileError(f"{name[:80]!r} of dtype {info.dtype!r} is nothing that readers accept")
+        raise TensorFileError(f"{name[:80]!r} of dtype {info.dtype!r} would be rejected by readers")
     return -_STORED[info.dtype].itemsize, name
 
 
 def _make_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Give the bytes before the data, and where in the file each tensor starts."""
+    """Return the bytes before the data, and the file offset of each tensor."""
     entries: dict[str, Any] = {_METADATA_KEY: dict(metadata)} if metadata else {}
     begins: dict[str, int] = {}
     end = 0

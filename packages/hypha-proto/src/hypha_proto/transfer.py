@@ -1,6 +1,7 @@
-"""Headers of files in motion. Push and pull with these headers are ours (``…/0.1.0``); the bare are the old wire's.
+"""Headers of the file transfer protocols.
 
-A header is its length (u64, little endian) and then CBOR (the bare pull: JSON), 1 MiB at most.
+A header is its length (u64, little endian) followed by CBOR of at most 1 MiB. The protocols with these headers end in
+``/0.1.0``; the older network's pull sends a JSON header, and its push none. `hypha_net.transfer` implements them.
 """
 
 from __future__ import annotations
@@ -11,72 +12,80 @@ from typing import Annotated, Final
 from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Digest, Message, Newtype
 
 MAX_HEADER: Final = 1 << 20
+"""Limit of an encoded header in bytes."""
 PSEUDO_GRADIENT: Final = "pseudo-gradient"
+"""`PushHeader.kind` of a worker's update to the parameter server."""
 OUTER_UPDATE: Final = "outer-update"
+"""`PushHeader.kind` of the outer step's result."""
 
 
 class PullHeader(Message, frozen=True):
-    """Old wire, JSON: which slice."""
+    """Header of a pull in the protocol of the older network (JSON)."""
 
     dataset: str
     index: U64
 
 
 class PullRequest(Message, frozen=True):
-    """Which file, and from which byte on."""
+    """Request for a file from a byte offset on."""
 
     dataset: str
-    """A dataset, or ``<job id>/model`` for a model that a scheduler serves."""
+    """Name of a dataset, or ``<job id>/model`` or ``<job id>/preprocessor`` for files that a scheduler serves."""
     index: U64
-    """Index of the slice or model file; for a `name` it does not count."""
+    """Index of the slice or file; ignored if `name` is set."""
     name: Annotated[str | None, OMIT] = None
-    """``manifest`` for a dataset's manifest."""
+    """``manifest`` to request the dataset's manifest."""
     offset: U64 = 0
+    """Number of bytes that the requester already has."""
     traceparent: Annotated[str | None, OMIT] = None
 
 
 class PullStart(Message, frozen=True, tag="Start"):
-    """`size - offset` bytes follow."""
+    """Positive response to a pull; `size - offset` bytes of the file follow."""
 
     size: U64
-    """Bytes of the whole file."""
+    """Size of the whole file in bytes."""
     digest: Digest
 
 
 class Refusal(Newtype, frozen=True, tag="Refused"):
-    """The file is not given or taken, and why."""
+    """Negative response: the file is not sent, or not accepted, for this reason."""
 
     reason: str
 
 
 class PushHeader(Message, frozen=True):
-    """What is pushed."""
+    """Description of a pushed file."""
 
     job_id: uuid.UUID
     round: U32
     kind: str
-    """`PSEUDO_GRADIENT`, `OUTER_UPDATE` or an executor's own."""
+    """`PSEUDO_GRADIENT`, `OUTER_UPDATE` or a kind defined by the executor."""
     name: str
+    """File name."""
     size: U64
-    """Bytes."""
+    """Size in bytes."""
     digest: Digest
     codec: str = "fp32"
+    """Encoding of the numbers in the file."""
     samples: U64 = 0
-    """Samples that a pseudo-gradient was computed from."""
+    """Number of samples that a pseudo-gradient was computed from."""
     attempt: U32 = 0
+    """Number of earlier attempts; senders leave it 0 so far."""
     traceparent: Annotated[str | None, OMIT] = None
 
 
 class GoOn(Message, frozen=True, tag="GoOn"):
-    """Send the bytes from `offset` on."""
+    """Positive response to a push: send the bytes from `offset` on."""
 
     offset: U64
 
 
 class Receipt(Message, frozen=True, tag="Receipt"):
-    """The file is there, whole, its digest checked."""
+    """Confirmation that a pushed file arrived completely and its digest matches."""
 
     size: U64
+    """Size in bytes."""
 
 
 PullAnswer = Annotated[PullStart | Refusal, EXTERNAL]

@@ -1,9 +1,9 @@
-"""The update file: what a worker learned in a round, or the outer step that answers it (extra `update`).
+"""Update files: a worker's pseudo-gradient, or the outer update computed from them; needs the extra `update`.
 
-A safetensors file (`hypha_proto.safetensors_io`) with one tensor per parameter, named as in the model's own files, and
-metadata that says how to read it. An executor writes `theta_local - theta_global`, the parameter server averages
-such files and writes one that holds what to add to `theta_global`, and executors and the scheduler add it to their
-copies of the model. Only programs that touch tensors import this module: it needs numpy.
+An update file is a safetensors file (`hypha_proto.safetensors_io`) with one tensor per parameter, named and shaped as
+in the model's own files, and metadata. In DiLoCo (arXiv:2311.08105) an executor writes `theta_local - theta_global`;
+the parameter server averages these files and writes the change to add to `theta_global`; executors and the scheduler
+add it to their copies of the model. Imports numpy, so only programs that work with tensors import this module.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 CODEC_FP32: Final = "fp32"
+"""The only codec so far: uncompressed float32."""
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 _BLOCK: Final = 1 << 18
 _OWN_KEYS: Final = frozenset({"codec", "statistics", "round", "samples"})
@@ -56,21 +57,21 @@ _COUNT_LIMIT: Final = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class UpdateMetadata:
-    """What an update file says about itself, as text in the safetensors header."""
+    """Metadata of an update file, stored as text in the safetensors header."""
 
     round: int | None = None
-    """The round that it belongs to, from 1; none when the writer did not say."""
+    """Number of the round, from 1; None if the writer did not state it."""
     samples: int | None = None
-    """How many samples it was learned from: its weight in the mean."""
+    """Number of samples behind the update, its weight in the mean; None if the writer did not state it."""
     statistics: frozenset[str] = frozenset()
-    """Names of the tensors that are running statistics: averaged, then added without momentum."""
+    """Names of the tensors that are running statistics, which are averaged and added without momentum."""
     codec: str = CODEC_FP32
-    """How numbers are written: ``fp32`` for now."""
+    """Encoding of the numbers; always ``fp32`` so far."""
     extra: Mapping[str, str] = field(default_factory=dict)
-    """Everything else that the header says."""
+    """All other metadata of the header."""
 
     def encode(self) -> dict[str, str]:
-        """Give the header's `__metadata__`."""
+        """Return the metadata as the header's `__metadata__`."""
         texts = dict(self.extra) | {"codec": self.codec, "statistics": json.dumps(sorted(self.statistics))}
         if self.round is not None:
             texts["round"] = str(self.round)
@@ -80,14 +81,14 @@ class UpdateMetadata:
 
     @classmethod
     def decode(cls, texts: Mapping[str, str]) -> UpdateMetadata:
-        """Read a header's `__metadata__`; what is missing has its default (peers of other makes write none).
+        """Parse a header's `__metadata__`; missing keys get their defaults, since other implementations write none.
 
         Raises:
-            TensorFileError: a key of ours holds something else than it should.
+            TensorFileError: a key of this class has a malformed value.
         """
         codec = texts.get("codec", CODEC_FP32)
         if codec != CODEC_FP32:
-            raise TensorFileError(f"metadata codec: {codec[:40]!r} is not known, known is {CODEC_FP32!r}")
+            raise TensorFileError(f"metadata codec: {codec[:40]!r} is unknown; expected {CODEC_FP32!r}")
         return cls(
             round=_decode_count(texts, "round"),
             samples=_decode_count(texts, "samples"),
@@ -117,10 +118,10 @@ def _decode_names(text: str) -> frozenset[str]:
 
 
 def open_update(path: Path) -> tuple[TensorFile, UpdateMetadata]:
-    """Open an update file and read its metadata; the caller closes the file.
+    """Open an update file and parse its metadata; the caller closes the returned file.
 
     Raises:
-        TensorFileError: the file or its metadata is malformed, or statistics name a tensor that it lacks.
+        TensorFileError: the file or its metadata is malformed, or `statistics` names a tensor that is not in the file.
         OSError: the file cannot be read.
     """
     file = TensorFile(path)
@@ -141,16 +142,16 @@ def write_update(
     tensors: Iterable[tuple[str, Array]],
     metadata: UpdateMetadata,
 ) -> None:
-    """Write an fp32 update file, atomically and holding one tensor at a time.
+    """Write an fp32 update file atomically, with one tensor at a time in memory.
 
     Args:
-        path: where it will lie.
-        shapes: the shape of every tensor.
-        tensors: name and numbers of each, in any order.
-        metadata: what the file says about itself.
+        path: path of the file, which is replaced if it exists.
+        shapes: shape of every tensor.
+        tensors: name and float32 or float64 values of each tensor, in any order.
+        metadata: metadata of the file.
 
     Raises:
-        TensorFileError: `tensors` and `shapes` do not name the same.
+        TensorFileError: `tensors` does not match `shapes`.
         OSError: the file cannot be written.
     """
     infos = {name: TensorInfo("F32", shape) for name, shape in shapes.items()}
@@ -160,10 +161,10 @@ def write_update(
 
 
 def model_files(model_dir: Path) -> list[Path]:
-    """List the safetensors files of a model directory: those its index names, else the one or ones that lie there.
+    """List the safetensors files of a model directory: those named by its index, otherwise all that it contains.
 
     Raises:
-        TensorFileError: the index is malformed, names a file outside or one that is missing, or there is no file.
+        TensorFileError: the index is malformed or names a file that is missing or outside, or there is no file.
     """
     indexes = sorted(model_dir.glob(f"*{_INDEX_SUFFIX}"))
     if len(indexes) > 1:
@@ -196,12 +197,16 @@ def _indexed_files(index: Path) -> list[str]:
 def apply_update(model_in: Path, update: Path, model_out: Path) -> None:
     """Add every tensor of an update to the tensor of the same name in a model file.
 
-    Computed in float32 (float64 for a model's F64 and integers, which are rounded) and stored in the model's own
-    dtype; tensors that the update lacks are copied. Needs the memory of one block. `model_out` is replaced
-    atomically and may be `model_in`.
+    Computes in float32 (in float64 for F64 and integer tensors; integers are rounded) and stores the result in the
+    model's dtype. Tensors that are not in the update are copied. Needs memory for one block only.
+
+    Args:
+        model_in: the model file.
+        update: the update file.
+        model_out: file to write, replaced atomically; may be `model_in`.
 
     Raises:
-        TensorFileError: a file is malformed, or the update holds a name that the model lacks or another shape.
+        TensorFileError: a file is malformed, or a tensor of the update is not in the model or has another shape.
         OSError: a file cannot be read or written.
     """
     change, _ = open_update(update)
@@ -213,7 +218,7 @@ def apply_update(model_in: Path, update: Path, model_out: Path) -> None:
 def apply_update_to_dir(model_dir: Path, update: Path) -> None:
     """Add an update to the model in a directory, which may be sharded (several files and an index).
 
-    All new files are written before the first old one is replaced, so an error leaves the model as it was.
+    Writes all new files before it replaces the first old one, so an error while writing leaves the model unchanged.
 
     Raises:
         TensorFileError: a file is malformed, or the update does not fit the model.

@@ -1,10 +1,11 @@
-"""How annotated Python types look on the wire: one walker for CBOR between nodes and JSON between processes.
+"""Wire representation of annotated Python types, the same for CBOR between nodes and JSON between processes.
 
-`msgspec` structs say what a message holds; this module says how Rust's serde writes it, which msgspec cannot: enums
-that are externally tagged, bounded integers, fields left out rather than null. `codec` puts bytes before and after it.
+`msgspec` structs define the fields of a message. This module maps them to the format of Rust's serde
+(https://serde.rs/enum-representations.html), which msgspec does not cover: externally tagged enums, bounded integers,
+and optional fields that are omitted instead of null. Called by `codec`, which adds the byte encoding.
 
-A type is compiled once to a `Shape`, which turns Python values to plain ones (``dump``) and back (``load``). Loading
-is strict: the exact kind of value, in range, every required key; unknown keys are skipped, so that newer peers may add.
+A type is compiled once to a `Shape`, which converts Python values to plain objects (``dump``) and back (``load``).
+Loading is strict about types, ranges and required keys; unknown keys are skipped, so that newer peers may add some.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hypha_proto.ids import PeerId, check_digest
 
 @dataclass(frozen=True, slots=True)
 class IntRange:
-    """Bounds of an integer, both included."""
+    """Inclusive bounds of an integer."""
 
     low: int
     high: int
@@ -35,49 +36,54 @@ class IntRange:
 
 @dataclass(frozen=True, slots=True)
 class FloatKind:
-    """Width of a float in bytes (4 or 8) and whether it must be finite and not negative."""
+    """Constraints on a float."""
 
     width: Literal[4, 8] = 8
+    """Width in bytes."""
     amount: bool = False
+    """Whether it must be finite and not negative."""
 
 
 class Mark(Enum):
-    """How serde writes a field or an enum."""
+    """Annotation that selects how serde represents a field or an enum."""
 
-    OMIT = "left out when none"
+    OMIT = "omitted when None"
     EXTERNAL = "externally tagged"
-    DIGEST = "a digest with its kind"
+    DIGEST = "content digest with its algorithm"
 
 
 OMIT: Final = Mark.OMIT
+"""Annotation of an optional field that is omitted when None."""
 EXTERNAL: Final = Mark.EXTERNAL
+"""Annotation of a union that is externally tagged."""
 U32 = Annotated[int, IntRange(0, 2**32 - 1)]
 U64 = Annotated[int, IntRange(0, 2**64 - 1)]
 I64 = Annotated[int, IntRange(-(2**63), 2**63 - 1)]
 F32 = Annotated[float, FloatKind(4)]
 Amount = Annotated[float, FloatKind(8, amount=True)]
-"""A finite number that is not negative: resources and prices."""
+"""Finite, non-negative number: an amount of a resource, or a price."""
 Digest = Annotated[str, Mark.DIGEST]
+"""Content digest such as ``blake3:<64 hex digits>``; see `hypha_proto.ids.check_digest`."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of everything that is said. Subclasses with `tag=` are enum variants."""
+    """Base class of all messages. Subclasses with `tag=` are enum variants."""
 
 
 class Unit(Message, frozen=True):
-    """Base of enum variants without a payload: externally tagged they are a bare text."""
+    """Base class of enum variants without payload; externally tagged they are a bare string."""
 
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """A float to be written in single precision."""
+    """Marks a float to be encoded in single precision."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What differs between CBOR (`binary`) and JSON: uuids and peer ids are bytes in one and text in the other."""
+    """Difference between CBOR (`binary`) and JSON: UUIDs and peer ids are bytes in CBOR and text in JSON."""
 
     binary: bool
 
@@ -91,7 +97,7 @@ Dump = Callable[[Any, str, Dialect], object]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A compiled type."""
+    """Compiled type: a pair of conversion functions. Their `path` argument locates errors in the message."""
 
     load: Load
     dump: Dump
@@ -136,7 +142,7 @@ def _float(kind: FloatKind) -> Shape:
         return value
 
     def load(value: object, path: str, dialect: Dialect) -> float:
-        # JSON has one kind of number: what a person writes as 1 may mean 1.0 there, never between nodes
+        # JSON does not distinguish 1 and 1.0, so an integer may stand for a float there; CBOR does distinguish them
         number = float(value) if not dialect.binary and type(value) is int and abs(value) < 2**53 else value
         return check(number, path, DecodeError)
 
@@ -247,10 +253,10 @@ def _fields(cls: type[Message]) -> tuple[_Field, ...]:
 
 
 def _struct(cls: type[Message], tag: tuple[str, str] | None) -> Shape:
-    """A map of the struct's fields, led by its tag if it is an internally tagged variant."""
+    """Compile a struct to a map of its fields, preceded by its tag if it is an internally tagged variant."""
     fields = _fields(cls)
-    # asking msgspec for a struct's fields evaluates its annotations: far too slow for every message
-    nothing = {info.name: None for info in msgspec.structs.fields(cls) if info.required}
+    # computed once: asking msgspec for the fields evaluates annotations, which is too slow for every message
+    unset = {info.name: None for info in msgspec.structs.fields(cls) if info.required}
 
     def load(value: object, path: str, dialect: Dialect) -> Any:
         if type(value) is not dict:
@@ -262,7 +268,7 @@ def _struct(cls: type[Message], tag: tuple[str, str] | None) -> Shape:
                 found[entry.name] = entry.shape.load(value[entry.key], where, dialect)
             elif entry.required:
                 raise DecodeError("is missing", where)
-        return _construct(cls, {**nothing, **found}, path)
+        return _construct(cls, {**unset, **found}, path)
 
     def dump(value: Any, path: str, dialect: Dialect) -> object:
         if type(value) is not cls:
@@ -281,7 +287,7 @@ def _struct(cls: type[Message], tag: tuple[str, str] | None) -> Shape:
 def _construct(cls: type[Message], found: dict[str, Any], path: str) -> Message:
     try:
         return cls(**found)
-    except ValueError as error:  # a struct's own __post_init__ has the last word on its values
+    except ValueError as error:  # raised by the struct's __post_init__
         raise DecodeError(str(error), path) from None
 
 
@@ -293,7 +299,7 @@ def _tag(cls: type[Message]) -> str:
 
 
 def _internal(variants: tuple[type[Message], ...]) -> Shape:
-    """`tag_field` names the variant inside the map itself."""
+    """Compile an internally tagged enum: the field `tag_field` of the map names the variant."""
     key = variants[0].__struct_config__.tag_field or "type"
     shapes = {_tag(cls): _struct(cls, (key, _tag(cls))) for cls in variants}
     by_class = {cls: shapes[_tag(cls)] for cls in variants}
@@ -313,7 +319,7 @@ def _internal(variants: tuple[type[Message], ...]) -> Shape:
 
 
 def _external(variants: tuple[type[Message], ...]) -> Shape:
-    """A bare text for a unit, else a map of one entry: the variant's name and its payload."""
+    """Compile an externally tagged enum: a string for a unit variant, otherwise a map {variant name: payload}."""
     units = {_tag(cls): cls for cls in variants if issubclass(cls, Unit)}
     payloads = {_tag(cls): _payload(cls) for cls in variants if not issubclass(cls, Unit)}
     names = ", ".join((*payloads, *units))
@@ -340,7 +346,7 @@ def _external(variants: tuple[type[Message], ...]) -> Shape:
 
 
 class Newtype(Message, frozen=True):
-    """Base of enum variants that wrap one value: the payload is the value itself, not a map."""
+    """Base class of enum variants with a single field, whose value is the payload itself instead of a map."""
 
 
 def _payload(cls: type[Message]) -> Shape:
@@ -408,7 +414,11 @@ def _union(hint: Any) -> Shape:
 
 @lru_cache(maxsize=512)
 def compile_shape(hint: Any) -> Shape:
-    """Compile an annotated type. Raises TypeError for a type that no message may hold."""
+    """Compile an annotated type to its wire representation.
+
+    Raises:
+        TypeError: messages cannot hold this type.
+    """
     if hint in _SCALARS:
         return _SCALARS[hint]
     origin = get_origin(hint)
@@ -428,4 +438,4 @@ def compile_shape(hint: Any) -> Shape:
     if isinstance(hint, type) and issubclass(hint, Message):
         tagged = hint.__struct_config__.tag is not None and hint.__struct_config__.tag_field is not None
         return _internal((hint,)) if tagged and not issubclass(hint, Newtype) else _struct(hint, None)
-    raise TypeError(f"{hint!r} cannot stand in a message")
+    raise TypeError(f"messages cannot hold the type {hint!r}")

@@ -1,4 +1,7 @@
-"""Answers that were given, for peers that ask again because one did not reach them: what they said counts once."""
+"""Idempotency cache: earlier responses, returned again to peers that repeat a request because the response was lost.
+
+Used by `training` for progress reports and slice requests, so that each counts once.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,27 @@ from typing import Final, Generic, TypeVar
 
 from hypha_proto.ids import PeerId
 
-Answer = TypeVar("Answer")
+Response = TypeVar("Response")
 
-KEPT: Final = 32
-"""Answers of each peer; it asks for a few things at a time, and again within seconds."""
+MAX_PER_PEER: Final = 32
+"""Responses kept for each peer, which has few requests in flight and repeats them within seconds."""
 
 
-class ResponseCache(Generic[Answer]):
-    """The last answers to each peer, by the ids of its requests."""
+class ResponseCache(Generic[Response]):
+    """Last responses to each peer, by request id."""
 
     def __init__(self) -> None:
-        self._given: defaultdict[PeerId, OrderedDict[uuid.UUID, Answer]] = defaultdict(OrderedDict)
+        self._responses: defaultdict[PeerId, OrderedDict[uuid.UUID, Response]] = defaultdict(OrderedDict)
 
-    def given(self, peer: PeerId, request: uuid.UUID | None) -> Answer | None:
-        """What was answered to this request before; none if nothing was, or it has no id."""
-        return None if request is None or peer not in self._given else self._given[peer].get(request)
+    def get(self, peer: PeerId, request: uuid.UUID | None) -> Response | None:
+        """Return the earlier response to a request, or None if there is none or the request has no id."""
+        return None if request is None or peer not in self._responses else self._responses[peer].get(request)
 
-    def note(self, peer: PeerId, request: uuid.UUID | None, answer: Answer) -> Answer:
-        """Keep an answer, and return it."""
+    def put(self, peer: PeerId, request: uuid.UUID | None, response: Response) -> Response:
+        """Store a response and return it."""
         if request is not None:
-            answers = self._given[peer]
-            answers[request] = answer
-            if len(answers) > KEPT:
-                answers.popitem(last=False)
-        return answer
+            responses = self._responses[peer]
+            responses[request] = response
+            if len(responses) > MAX_PER_PEER:
+                responses.popitem(last=False)
+        return response

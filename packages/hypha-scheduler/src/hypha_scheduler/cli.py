@@ -1,4 +1,4 @@
-"""The command `hypha-scheduler`: the chassis' commands, `submit` and `export-metrics`."""
+"""Command line `hypha-scheduler`: the commands that all daemons have, `submit` and `export-metrics`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXAMPLE: dict[str, Any] = {
 
 
 async def _serve(config: SchedulerConfig, node: Any) -> None:
-    from hypha_scheduler.service import serve  # here: `--help` and `init` need none of it
+    from hypha_scheduler.service import serve  # imported late: `--help` and `init` do not need it
 
     await serve(config, node)
 
@@ -39,20 +39,26 @@ main = daemon_cli(
 @click.argument("job", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @config_option
 @click.option("--socket", type=click.Path(path_type=Path), default=None, help="Socket of the running scheduler.")
-@click.option("--detach", is_flag=True, help="Return when the job is accepted, not when it is done.")
+@click.option("--detach", is_flag=True, help="Return when the job is accepted instead of when it has ended.")
 def submit(job: Path, file: Path | None, socket: Path | None, detach: bool) -> None:
-    """Hand the job in JOB, a TOML file, to a running scheduler.
+    """Submit the job in JOB, a TOML file, to a running scheduler.
 
-    The scheduler is found by --socket, or by the output_dir of its own --config file. Exit code 0: done (or accepted,
-    with --detach); 1: failed; 2: the job cannot be used; 3: no scheduler there.
+    The scheduler is found by --socket, or by the output_dir of its own --config file. Exit codes: 0 the job finished
+    (with --detach: was accepted), 1 the job failed, 2 the job is invalid, 3 no scheduler is running there.
     """
     import json
 
-    from hypha_scheduler.submission.client import JobFileError, NoSchedulerError, hand_in, read_job, socket_of
+    from hypha_scheduler.submission.client import (
+        JobFileError,
+        NoSchedulerError,
+        configured_socket,
+        read_job,
+        submit_job,
+    )
 
     accepted = False
     try:
-        for answer in hand_in(socket or socket_of(file), read_job(job), detach=detach):
+        for answer in submit_job(socket or configured_socket(file), read_job(job), detach=detach):
             if "error" in answer:
                 raise click.ClickException(answer["error"]) if accepted else JobFileError(f"{job}: {answer['error']}")
             accepted = True
@@ -70,13 +76,13 @@ def submit(job: Path, file: Path | None, socket: Path | None, detach: bool) -> N
     "out",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the event files, one folder in it for the job and one for each worker.",
+    help="Directory for the event files, with a subdirectory for the job and one for each worker.",
 )
 def export_metrics(run_dir: Path, out: Path) -> None:
-    """Write a job's metrics.jsonl as TensorBoard's event files.
+    """Convert a job's metrics.jsonl to TensorBoard event files.
 
-    RUN_DIR is a job's directory under output_dir, or the run directory of `hypha-local demo`. A job that still runs is
-    exported as far as it has come. Look at them with `tensorboard --logdir`; it is not needed here.
+    RUN_DIR is a job's directory under output_dir, or the run directory of `hypha-local demo`. Of a running job the
+    metrics so far are exported. View the files with `tensorboard --logdir`; this command does not need TensorBoard.
     """
     from hypha_scheduler.metrics.tensorboard import MetricsFileError
     from hypha_scheduler.metrics.tensorboard import export_metrics as export
@@ -85,4 +91,4 @@ def export_metrics(run_dir: Path, out: Path) -> None:
         count = export(run_dir, out)
     except MetricsFileError as error:
         raise click.UsageError(str(error)) from None
-    click.echo(f"{count} values in {out}; look at them with: tensorboard --logdir {out}")
+    click.echo(f"{count} values in {out}; view them with: tensorboard --logdir {out}")

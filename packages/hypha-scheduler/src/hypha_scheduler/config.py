@@ -1,4 +1,4 @@
-"""The TOML of a scheduler."""
+"""Configuration of the scheduler daemon (TOML), on top of the settings that all nodes have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class DashboardTable(Table):
 
     listen: str | None = Field(
         default=None,
-        description="host:port of the dashboard; none: no TCP port is opened. Refused so far.",
+        description="host:port of the dashboard. Not supported yet: refused if set.",
     )
 
     @model_validator(mode="after")
@@ -30,32 +30,38 @@ class SchedulerTable(Table):
 
     job: JobConfig | None = Field(default=None, description="One job to run.")
     jobs: tuple[JobConfig, ...] = Field(default=(), description="Several jobs, run one after the other.")
-    status_bridge: str | None = Field(default=None, description="host:port that metrics are posted to.")
-    output_dir: Path | None = Field(default=None, description="Where jobs leave their results.")
+    status_bridge: str | None = Field(
+        default=None, description="The same as status_bridge at the top level, which it overrides."
+    )
+    output_dir: Path | None = Field(
+        default=None, description="The same as output_dir at the top level, which it overrides."
+    )
 
 
 class SchedulerConfig(NodeConfig):
-    """Everything a scheduler can be told."""
+    """Complete configuration of a scheduler."""
 
     status_bridge: str | None = Field(
         default=None, description="host:port of a metrics bridge: JSON is posted to http://<status_bridge>/status."
     )
-    output_dir: Path = Field(default=Path("runs"), description="A job writes to output_dir/<job id>.")
-    dashboard: DashboardTable = Field(default=DashboardTable(), description="Web page for people.")
+    output_dir: Path = Field(
+        default=Path("runs"), description="Directory for results; a job writes to output_dir/<job id>."
+    )
+    dashboard: DashboardTable = Field(default=DashboardTable(), description="Dashboard.")
     scheduler: SchedulerTable = Field(default=SchedulerTable(), description="Jobs to run.")
 
     @property
     def jobs(self) -> tuple[JobConfig, ...]:
-        """Every configured job, in the order they are run."""
+        """All configured jobs, in the order in which they run."""
         first = () if self.scheduler.job is None else (self.scheduler.job,)
         return first + self.scheduler.jobs
 
     @property
     def bridge_address(self) -> str | None:
-        """Where metrics are posted."""
+        """``host:port`` to which metrics are posted, if any."""
         return self.scheduler.status_bridge or self.status_bridge
 
     @property
     def runs_dir(self) -> Path:
-        """Where jobs leave their results."""
+        """Absolute path of the directory in which jobs leave their results."""
         return (self.scheduler.output_dir or self.output_dir).resolve()

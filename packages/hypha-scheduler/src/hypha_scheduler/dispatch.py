@@ -1,6 +1,6 @@
-"""Hands tasks to the workers whose leases are held, in the order that their needs allow.
+"""Task dispatch: starts tasks on leased workers in the order of their dependencies.
 
-Before it: `leases` and the strategy's tasks. After it: the worker's `jobs` start an executor, which reports back.
+Called by `training` with a strategy's `tasks.TaskGraph`. The worker starts an executor, which then reports progress.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from hypha_scheduler.tasks import Task, TaskGraph
 _log = logging.getLogger(__name__)
 
 _DISPATCH_TIMEOUT: Final = 30.0
-_PAUSES: Final = (0.5, 2.0)
-"""Seconds before each further attempt."""
+_RETRY_DELAYS: Final = (0.5, 2.0)
+"""Seconds before each retry."""
 
 
 async def dispatch_ready(
     endpoint: Endpoint, graph: TaskGraph, spec_of: Callable[[Task], JobSpec], failed: Callable[[Task, str], None]
 ) -> None:
-    """Dispatch every task that is ready, and those that become so by it.
+    """Dispatch every task that is ready, and those that become ready by it.
 
     Args:
-        failed: told of each worker that cannot be reached or does not start its task, and why.
+        endpoint: network endpoint of the scheduler.
+        graph: tasks of the job; their states are updated.
+        spec_of: returns the job spec of a task.
+        failed: called with each task that its worker did not start, and the reason.
     """
     while ready := graph.ready():
         async with anyio.create_task_group() as tasks:
             for task in ready:
-                graph.start(task.name)  # before the worker is told: its executor may end before the answer is here
+                graph.start(task.name)  # before it is sent: the executor may end before the response arrives
                 tasks.start_soon(_dispatch, endpoint, task, spec_of(task), graph, failed)
-        if any(task.gives and graph.state(task.name).over for task in ready):
-            return  # the others would wait in vain for what it gives
+        if any(task.outputs and graph.state(task.name).over for task in ready):
+            return  # tasks that depend on its outputs cannot run
 
 
 async def _dispatch(
@@ -48,24 +51,24 @@ async def _dispatch(
     about = {"hypha.task": task.name, "hypha.peer.id": str(task.peer)}
     try:
         with instrumentation.span("dispatch", about):
-            answer = await _ask(endpoint, task, DispatchJob(id=task.lease, spec=spec), graph)
+            answer = await _send(endpoint, task, DispatchJob(id=task.lease, spec=spec), graph)
     except NetError as error:
-        failed(task, f"task {task.name} could not be handed to worker {task.peer}: {error}")
+        failed(task, f"task {task.name} could not be dispatched to worker {task.peer}: {error}")
         return
     if not isinstance(answer, Dispatched):
         failed(task, f"worker {task.peer} did not start task {task.name}; its log says why")
 
 
-async def _ask(endpoint: Endpoint, task: Task, message: DispatchJob, graph: TaskGraph) -> DispatchResult:
-    """Hand a task over, a few times if need be: a worker confirms what it has begun already."""
-    for pause in _PAUSES:
+async def _send(endpoint: Endpoint, task: Task, message: DispatchJob, graph: TaskGraph) -> DispatchResult:
+    """Send the dispatch, with retries: a worker confirms again a task that it has already started."""
+    for pause in _RETRY_DELAYS:
         try:
             return await rpc.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
         except UnsupportedProtocolError:
             raise
         except NetError as error:
-            _log.warning("task %s was not handed to worker %s, trying again: %s", task.name, task.peer, error)
+            _log.warning("task %s could not be dispatched to worker %s, retrying: %s", task.name, task.peer, error)
             await anyio.sleep(pause)
-            if graph.state(task.name).over:  # its lease was lost, or its executor has ended already
+            if graph.state(task.name).over:  # its lease was lost, or its executor has already ended
                 raise
     return await rpc.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)

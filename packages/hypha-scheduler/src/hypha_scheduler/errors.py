@@ -1,11 +1,11 @@
-"""What can go wrong with a job, in words for its owner."""
+"""Errors of jobs, with messages for the job's owner."""
 
 from __future__ import annotations
 
 
 class JobFailedError(Exception):
-    """The job cannot go on; the message says why and, where there is one, what to do."""
+    """Failure of a job; the message gives the reason and, where there is one, the remedy."""
 
 
 class AllocationError(JobFailedError):
-    """Not enough workers were found in time."""
+    """Too few workers were found in time."""

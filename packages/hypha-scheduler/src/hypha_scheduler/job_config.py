@@ -1,7 +1,7 @@
-"""A job as its owner writes it: ``[scheduler.job]``, a table of ``[[scheduler.jobs]]``, or the TOML given to `submit`.
+"""Job configuration: ``[scheduler.job]``, a table of ``[[scheduler.jobs]]``, or the TOML given to the command `submit`.
 
-Every key is known from the first day. Those whose feature comes later are refused with "not yet" when they ask for it,
-never ignored. After this room: `submit` makes wants and job specs of it.
+Keys of planned features exist already; setting one to a value that is not implemented is refused with "not yet", never
+ignored. `submit` turns a job into role requests and job specs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypha_proto.job_spec import PREPROCESSOR_TASKS, TASKS
 from hypha_proto.resources import Resources
 
 ALIASES: Final = {"vision-classification": "image-classification"}
-"""Names of model types that people write, and their wire names."""
+"""Names of model types in job files, and their wire names."""
 _INPUTS: Final = {"causal-lm": ("input_ids", "attention_mask", "labels")}
 _VISION_INPUTS: Final = ("pixel_values", "labels")
 _TEXT_INPUTS: Final = ("input_ids", "attention_mask", "labels")
@@ -26,27 +26,27 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class NotYetError(ValueError):
-    """A key asks for a feature that this version does not have."""
+    """Key set to a value of a feature that is not implemented."""
 
 
 def not_yet(what: str, remedy: str) -> NotYetError:
-    """The error for a feature that comes later."""
+    """Build the error for a feature that is not implemented."""
     return NotYetError(f"{what} is not yet supported; {remedy}")
 
 
 class Table(Section):
-    """A TOML table of a scheduler."""
+    """Base class of the scheduler's TOML tables."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
 class ArtifactTable(Table):
-    """A repository of a Hugging Face hub, or a directory."""
+    """Files from a repository on a Hugging Face hub or from a local directory."""
 
     repository: str | None = Field(default=None, description="Hugging Face repository, such as owner/name.")
     path: Path | None = Field(default=None, description="Local directory, served to the workers by this scheduler.")
     revision: str | None = Field(default=None, description="Branch, tag or commit of the repository.")
-    filenames: tuple[str, ...] = Field(default=(), description="Files to use; empty means all that a model needs.")
+    filenames: tuple[str, ...] = Field(default=(), description="Files to use; if empty, all that a model needs.")
     token: SecretStr | None = Field(default=None, description="Access token of the hub.")
 
     @model_validator(mode="after")
@@ -55,7 +55,7 @@ class ArtifactTable(Table):
             raise ValueError("set either repository or path")
         for name in self.filenames:
             if name.startswith("/") or ".." in name.split("/") or not name:
-                raise ValueError(f"filenames: {name!r} is not the name of a file in it")
+                raise ValueError(f"filenames: {name!r} is not a relative path inside the repository or directory")
         return self
 
 
@@ -64,7 +64,8 @@ class ModelTable(ArtifactTable):
 
     type: str = Field(description="vision-classification, causal-lm, torch, or a wire name such as masked-lm.")
     input_names: tuple[str, ...] = Field(
-        default=(), description="Tensors of a slice given to the model, in order; empty means the type's own."
+        default=(),
+        description="Tensors of a slice that are inputs of the model, in order; if empty, those of the type.",
     )
 
     @model_validator(mode="after")
@@ -77,12 +78,12 @@ class ModelTable(ArtifactTable):
 
     @property
     def task(self) -> str:
-        """The type's wire name."""
+        """Wire name of the type."""
         return ALIASES.get(self.type, self.type)
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """`input_names`, or those of the type."""
+        """`input_names`, or the default inputs of the type."""
         if self.input_names:
             return self.input_names
         vision = "image" in self.task or "segmentation" in self.task
@@ -93,7 +94,9 @@ class PreprocessorTable(ArtifactTable):
     """``[.preprocessor]``."""
 
     type: str = Field(default="auto", description=f"One of {', '.join(PREPROCESSOR_TASKS)}.")
-    input_names: tuple[str, ...] = Field(default=(), description="Tensors of a slice given to the preprocessor.")
+    input_names: tuple[str, ...] = Field(
+        default=(), description="Tensors of a slice that are inputs of the preprocessor."
+    )
 
     @model_validator(mode="after")
     def _can_be_fetched(self) -> PreprocessorTable:
@@ -107,8 +110,8 @@ class PreprocessorTable(ArtifactTable):
 class DatasetTable(Table):
     """``[.dataset]``."""
 
-    dataset: str = Field(min_length=1, max_length=255, description="Name that a data node announces.")
-    evaluation: str | None = Field(default=None, description="Name of a dataset to evaluate on.")
+    dataset: str = Field(min_length=1, max_length=255, description="Name of the dataset, as data nodes announce it.")
+    evaluation: str | None = Field(default=None, description="Name of the dataset for evaluation.")
 
 
 def _dataset_by_name(value: Any) -> Any:
@@ -125,15 +128,17 @@ class InnerOptimizerTable(Table):
     max_grad_norm: float | None = Field(default=None, gt=0, description="Gradients are clipped to this norm.")
     schedule: Literal["cosine-with-warmup", "linear-with-warmup", "wsd"] | None = Field(
         default=None,
-        description="Learning-rate schedule: cosine-with-warmup, linear-with-warmup or wsd; none keeps the rate.",
+        description="Learning-rate schedule: cosine-with-warmup, linear-with-warmup or wsd; if unset, a constant rate.",
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of a worker in which the rate rises from zero.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of a worker during which the rate rises from zero.")
     total_steps: int | None = Field(
         default=None,
         gt=0,
-        description="Steps of a worker in the whole job; none means what its rounds make on average.",
+        description="Steps of a worker in the whole job; if unset, the average that follows from its rounds.",
     )
-    decay_steps: int | None = Field(default=None, gt=0, description="wsd: steps at the end in which the rate falls.")
+    decay_steps: int | None = Field(
+        default=None, gt=0, description="wsd: steps at the end during which the rate falls."
+    )
 
 
 class OuterOptimizerTable(Table):
@@ -141,22 +146,28 @@ class OuterOptimizerTable(Table):
 
     learning_rate: float = Field(default=0.7, gt=0, description="Learning rate of the outer step.")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum of the outer step.")
-    nesterov: bool = Field(default=True, description="Look ahead; false for classical momentum.")
+    nesterov: bool = Field(default=True, description="Nesterov momentum; false for classical momentum.")
 
 
 class RoundsTable(Table):
     """``[.rounds]``."""
 
     update_rounds: int = Field(default=100, ge=1, le=_U32, description="Rounds, each with one outer step.")
-    avg_samples_between_updates: int = Field(default=1200, ge=1, description="Samples of all workers in a round.")
-    max_batch_size: int | None = Field(default=None, ge=1, description="Bound of the automatic batch size.")
-    batch_size: int | None = Field(default=None, ge=1, le=_U32, description="Samples of a batch; none: automatic.")
-    timeout: float | None = Field(default=None, gt=0, description="Seconds a round may take; none: from the forecast.")
-    checkpoint_every: int = Field(default=1, ge=1, description="Rounds after which the scheduler's model is written.")
-    evaluate_every: int = Field(default=0, ge=0, description="Rounds after which the model is evaluated; 0: never.")
+    avg_samples_between_updates: int = Field(default=1200, ge=1, description="Samples of all workers per round.")
+    max_batch_size: int | None = Field(default=None, ge=1, description="Upper limit of the automatic batch size.")
+    batch_size: int | None = Field(default=None, ge=1, le=_U32, description="Samples per batch; if unset, automatic.")
+    timeout: float | None = Field(
+        default=None, gt=0, description="Maximum seconds per round; if unset, derived from measured throughput."
+    )
+    checkpoint_every: int = Field(
+        default=1, ge=1, description="Number of rounds after which the scheduler's copy of the model is updated."
+    )
+    evaluate_every: int = Field(
+        default=0, ge=0, description="Number of rounds between evaluations of the model; 0 for none."
+    )
 
     def batch_for(self, workers: int) -> int:
-        """The batch size: as set, or the largest power of two that leaves each worker four batches a round."""
+        """Return the configured batch size, or the largest power of two with four batches per worker and round."""
         if self.batch_size is not None:
             return min(self.batch_size, self.max_batch_size or self.batch_size)
         fitting = max(1, min(self.max_batch_size or _DEFAULT_BATCH, self.avg_samples_between_updates // (4 * workers)))
@@ -164,31 +175,31 @@ class RoundsTable(Table):
 
 
 class SyncTable(Table):
-    """``[.sync]``: how updates travel."""
+    """``[.sync]``: how updates are synchronized."""
 
     codec: str = Field(
-        default="fp32", description="How the numbers of an update are written: fp32. Others are refused so far."
+        default="fp32", description="Encoding of the numbers in updates: fp32. Others are not supported yet."
     )
     fragments: int = Field(
         default=1,
         ge=1,
-        description="Parts of the model that are synchronised in turn. More than one is refused so far.",
+        description="Number of parts of the model that are synchronized in turn. More than 1 is not supported yet.",
     )
     overlap: int = Field(
         default=0,
         ge=0,
-        description="Steps that training goes on while an update travels. Other than 0 is refused so far.",
+        description="Steps that training continues during synchronization. Values other than 0 are not supported yet.",
     )
     alpha: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Mixing of local and global parameters with overlap, so without effect so far.",
+        description="Mixing of local and global parameters with overlap; therefore without effect yet.",
     )
-    aggregation: str = Field(default="mean", description="How updates become one: mean. Others are refused so far.")
+    aggregation: str = Field(default="mean", description="Aggregation of updates: mean. Others are not supported yet.")
 
     @model_validator(mode="after")
-    def _only_plain(self) -> SyncTable:
+    def _only_implemented(self) -> SyncTable:
         plain = SyncTable.model_construct()
         for key in ("codec", "fragments", "overlap", "aggregation"):
             if (value := getattr(self, key)) != (default := getattr(plain, key)):
@@ -197,11 +208,13 @@ class SyncTable(Table):
 
 
 class Requirement(Table):
-    """One requirement of a worker: an amount, or the name of an executor."""
+    """Requirement on a worker: the minimum amount of a resource, or the name of an executor."""
 
-    type: Literal["GPU", "CPU", "Memory", "Storage"] | None = Field(default=None, description="What is required.")
-    min: float | None = Field(default=None, ge=0, description="At least so many GB, or cores.")
-    kind: str | None = Field(default=None, min_length=1, description="Name of an executor the worker must have.")
+    type: Literal["GPU", "CPU", "Memory", "Storage"] | None = Field(default=None, description="Resource.")
+    min: float | None = Field(
+        default=None, ge=0, description="Minimum amount: GB for GPU, Memory and Storage, cores for CPU."
+    )
+    kind: str | None = Field(default=None, min_length=1, description="Name of a required executor.")
 
     @model_validator(mode="after")
     def _says_something(self) -> Requirement:
@@ -227,11 +240,11 @@ Requirements = Annotated[tuple[Requirement, ...], BeforeValidator(_requirements)
 
 
 class PriceTable(Table):
-    """What is paid for a worker, in tokens per lease-hour."""
+    """Price of a worker in tokens per lease-hour."""
 
-    bid: float = Field(default=100.0, ge=0, allow_inf_nan=False, description="Told to everyone.")
+    bid: float = Field(default=100.0, ge=0, allow_inf_nan=False, description="Price that is published in requests.")
     max: float = Field(
-        default=100.0, ge=0, allow_inf_nan=False, description="Offers above it are refused; told to no one."
+        default=100.0, ge=0, allow_inf_nan=False, description="Maximum price; never sent. Offers above it are refused."
     )
 
     @model_validator(mode="before")
@@ -249,22 +262,24 @@ class PriceTable(Table):
 
 
 class ResourcesTable(Table):
-    """``[.resources]``: how many workers, of what kind, at which price."""
+    """``[.resources]``: number, requirements and prices of workers."""
 
     num_workers: int = Field(default=1, ge=1, le=10_000, description="Training workers.")
-    min_workers: int | None = Field(default=None, ge=1, description="With fewer the job fails; none: num_workers.")
+    min_workers: int | None = Field(
+        default=None, ge=1, description="Workers without which the job fails; if unset, num_workers."
+    )
     max_workers: int | None = Field(
-        default=None, ge=1, description="Workers at most; none: num_workers. More than num_workers is refused so far."
+        default=None, ge=1, description="Maximum number of workers. More than num_workers is not supported yet."
     )
     allocation_timeout: float = Field(default=60.0, gt=0, description="Seconds to find all workers.")
-    worker: Requirements = Field(default=(), description="What a training worker must have.")
-    parameter_server: Requirements = Field(default=(), description="What the parameter server must have.")
+    worker: Requirements = Field(default=(), description="Requirements on a training worker.")
+    parameter_server: Requirements = Field(default=(), description="Requirements on the parameter server.")
     worker_price: PriceTable = Field(default=PriceTable(), description="Price of a training worker.")
     parameter_server_price: PriceTable = Field(default=PriceTable(), description="Price of the parameter server.")
     budget: float | None = Field(
         default=None,
         gt=0,
-        description="Tokens the job may spend in all; none: no bound. Refused so far: prices are bounded by max.",
+        description="Maximum tokens that the job may spend. Not supported yet: refused if set.",
     )
 
     @model_validator(mode="after")
@@ -281,12 +296,12 @@ class ResourcesTable(Table):
 
     @property
     def least_workers(self) -> int:
-        """`min_workers`, or all of them."""
+        """Number of workers without which the job fails: `min_workers`, or else `num_workers`."""
         return self.min_workers or self.num_workers
 
 
 def amounts(requirements: tuple[Requirement, ...]) -> Resources:
-    """The resources that requirements name; the larger where one is named twice."""
+    """Return the required resources; of several amounts for one resource the largest counts."""
     found: dict[str, float] = {}
     for requirement in requirements:
         if requirement.type is not None and requirement.min is not None:
@@ -296,7 +311,7 @@ def amounts(requirements: tuple[Requirement, ...]) -> Resources:
 
 
 def kinds(requirements: tuple[Requirement, ...], default: str) -> tuple[str, ...]:
-    """The executors that requirements name, or the default one."""
+    """Return the names of the required executors, or the default one if none is required."""
     return tuple(requirement.kind for requirement in requirements if requirement.kind is not None) or (default,)
 
 
@@ -304,31 +319,33 @@ class JobConfig(Table):
     """One job."""
 
     type: Literal["diloco", "inference"] = Field(
-        default="diloco", description="Strategy: diloco. inference is refused so far."
+        default="diloco", description="Strategy: diloco. inference is not supported yet."
     )
-    seed: int = Field(default=0, ge=0, le=(1 << 63) - 1, description="Decides data order and shuffles.")
-    dataset: Annotated[DatasetTable, BeforeValidator(_dataset_by_name)] = Field(description="What to train on.")
-    model: ModelTable = Field(description="What to train.")
-    preprocessor: PreprocessorTable | None = Field(default=None, description="Applied to each batch.")
-    inner_optimizer: InnerOptimizerTable = Field(description="The workers' optimiser, AdamW.")
-    outer_optimizer: OuterOptimizerTable = Field(default=OuterOptimizerTable(), description="The outer optimiser.")
-    rounds: RoundsTable = Field(default=RoundsTable(), description="How long, and when to synchronise.")
-    sync: SyncTable = Field(default=SyncTable(), description="How updates travel.")
+    seed: int = Field(default=0, ge=0, le=(1 << 63) - 1, description="Seed of the order of slices and samples.")
+    dataset: Annotated[DatasetTable, BeforeValidator(_dataset_by_name)] = Field(description="Training data.")
+    model: ModelTable = Field(description="Model to train.")
+    preprocessor: PreprocessorTable | None = Field(default=None, description="Preprocessor applied to each batch.")
+    inner_optimizer: InnerOptimizerTable = Field(description="Inner optimizer of the workers, AdamW.")
+    outer_optimizer: OuterOptimizerTable = Field(default=OuterOptimizerTable(), description="Outer optimizer.")
+    rounds: RoundsTable = Field(default=RoundsTable(), description="Number and length of rounds.")
+    sync: SyncTable = Field(default=SyncTable(), description="Synchronization of updates.")
     resources: ResourcesTable = Field(default=ResourcesTable(), description="Workers and prices.")
 
     @model_validator(mode="after")
-    def _only_what_there_is(self) -> JobConfig:
+    def _only_implemented(self) -> JobConfig:
         if self.type != "diloco":
             raise not_yet(f'type = "{self.type}"', 'set it to "diloco"')
         if self.rounds.evaluate_every and self.dataset.evaluation is None:
             raise ValueError("rounds.evaluate_every: name the dataset to evaluate on in dataset.evaluation")
         if self.dataset.evaluation is not None and not self.rounds.evaluate_every:
-            raise ValueError("dataset.evaluation: say in rounds.evaluate_every after how many rounds it is used")
+            raise ValueError(
+                "dataset.evaluation: set rounds.evaluate_every to the number of rounds between evaluations"
+            )
         return self
 
     @property
     def preprocessor_task(self) -> str:
-        """Wire name of the preprocessor; without a type and inputs of its own it is the one that the model implies."""
+        """Wire name of the preprocessor; derived from the model's inputs unless type or input names are set."""
         chosen = self.preprocessor
         if chosen is None or chosen.type != "auto" or chosen.input_names:
             return chosen.type if chosen else "auto"

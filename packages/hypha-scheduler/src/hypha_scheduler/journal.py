@@ -1,7 +1,8 @@
-"""What survives a restart of the scheduler: one record a line, on disk before anything is built on it.
+"""Journal of a job: an append-only file of JSON records, synced to disk.
 
-A job's journal says what was accepted, who holds what, and which rounds are closed. A line that was cut by a crash is
-the last one and does not count.
+It records that the job was accepted, its leases, its closed rounds and its end, for inspection after a crash. The
+scheduler itself does not read it back: a job does not continue after a restart. A crash can truncate only the last
+line, which `read_journal` skips. Written by `reporting`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from typing import IO, Any
 
 
 class Journal:
-    """Appends records to a file; waits for the disk, or has a thread of its own wait.
+    """Appends records to a file and syncs them to disk, either at once or on a background thread.
 
-    A disk that writes gigabytes of a model takes seconds for a line, in which nobody's lease would be renewed.
+    While a disk writes gigabytes of a model, a sync takes seconds, during which no lease would be renewed.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open `path`, new or for appending; readable by its owner only, for a job may name secrets' places."""
+        """Open or create `path`, readable by its owner only, since a job may name the location of secrets."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._file: IO[bytes] = os.fdopen(descriptor, "ab", buffering=0)
         self._disk = ThreadPoolExecutor(1, "journal")
-        self._waiting: Future[None] | None = None
+        self._pending_sync: Future[None] | None = None
 
     def __enter__(self) -> Journal:
         return self
@@ -35,37 +36,37 @@ class Journal:
         self._disk.shutdown(wait=False)
 
     def record(self, kind: str, **fields: object) -> None:
-        """Write a record; it is on disk when this returns.
+        """Write a record and sync it to disk before returning.
 
         Raises:
-            OSError: it is not, or one before it is not.
+            OSError: this or an earlier record could not be written or synced.
         """
         self._write(kind, fields)
         os.fsync(self._file.fileno())
 
-    def note(self, kind: str, **fields: object) -> None:
-        """Write a record that will be on disk before the next one that is waited for; later ones say if it is not.
+    def record_async(self, kind: str, **fields: object) -> None:
+        """Write a record and sync it to disk in the background; a later call raises the error of a failed sync.
 
         Raises:
-            OSError: it cannot be written, or one before it is not on disk.
+            OSError: this record could not be written, or an earlier one not synced.
         """
         self._write(kind, fields)
-        self._waiting = self._disk.submit(os.fsync, self._file.fileno())
+        self._pending_sync = self._disk.submit(os.fsync, self._file.fileno())
 
     def _write(self, kind: str, fields: dict[str, object]) -> None:
-        if self._waiting is not None and self._waiting.done():
-            self._waiting.result()
+        if self._pending_sync is not None and self._pending_sync.done():
+            self._pending_sync.result()
         self._file.write(json.dumps({"record": kind} | fields).encode() + b"\n")
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """All whole records, oldest first; empty when there is no file."""
+    """Return all complete records, oldest first; empty if there is no file."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
     records: list[dict[str, Any]] = []
-    for line in lines[:-1]:  # what follows the last line feed was cut by a crash
+    for line in lines[:-1]:  # what follows the last line feed was truncated by a crash
         found = json.loads(line)
         if isinstance(found, dict):
             records.append(found)

@@ -1,4 +1,7 @@
-"""Tells the parameter server whose updates a round is made of, and tells it again when a member is lost."""
+"""Round announcements: sends the parameter server the members of each round, again whenever a member is lost.
+
+Called by `training` for the effect `AnnounceRound` of `strategies.diloco.rounds`.
+"""
 
 from __future__ import annotations
 
@@ -15,66 +18,69 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.ids import PeerId
 from hypha_proto.round_membership import ROUND_MEMBERS, Member, RoundMembers
-from hypha_scheduler.strategies.diloco.rounds import Rounds, Synchronise
+from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Rounds
 
 _log = logging.getLogger(__name__)
 
-UPDATES_WITHIN: Final = 300.0
-"""Seconds that the parameter server waits for updates whose sending has begun."""
+UPDATES_TIMEOUT: Final = 300.0
+"""Seconds that the parameter server waits for updates that workers have started to send."""
 _ATTEMPTS: Final = 4
 _PAUSE: Final = 0.5
 
 
 @dataclass(slots=True)
-class RoundMembership:
-    """The scheduler's side of ``/hypha-aggregate`` for one job."""
+class RoundAnnouncer:
+    """Scheduler side of the protocol ``/hypha-aggregate`` for one job."""
 
     endpoint: Endpoint
     job_id: uuid.UUID
     server: PeerId
     timeout: float | None = None
-    """Seconds for a round's updates to arrive; none: `UPDATES_WITHIN`."""
+    """Seconds for a round's updates to arrive; `UPDATES_TIMEOUT` if None."""
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
-    _newest: Synchronise | None = None
-    _accepted: int = 0
-    """The last round whose members the parameter server has accepted."""
+    _latest: AnnounceRound | None = None
+    _accepted_round: int = 0
+    """Last round whose members the parameter server has accepted."""
     _trace: str | None = field(default_factory=instrumentation.current_traceparent)
-    """The job's, whoever's report it is that makes a round complete."""
+    """Trace context of the job; announcements are not part of the trace of the report that triggers them."""
 
-    async def tell(self, members: Synchronise, rounds: Rounds, fail: Callable[[str], None]) -> None:
-        """Tell the parameter server the members of a round; an older message never overtakes a newer.
+    async def announce(self, members: AnnounceRound, rounds: Rounds, fail: Callable[[str], None]) -> None:
+        """Announce the members of a round to the parameter server; messages never overtake each other.
 
-        `fail` is called with the reason when it cannot be told, or does not accept; but not for a change of members
-        that it has accepted once.
+        Args:
+            members: the round and its members.
+            rounds: state of the job's rounds.
+            fail: called with the reason if the parameter server cannot be reached or rejects the members, unless it
+                has accepted members of this round before.
         """
-        self._newest = members
+        self._latest = members
         async with self._lock:
-            if self._newest is not members:
+            if self._latest is not members:
                 return
             about = {"hypha.round": members.round, "hypha.members": len(members.members)}
             with instrumentation.span("name members", about, parent=self._trace):
                 why = await self._ask(members)
         if why is None:
-            self._accepted = members.round
-        elif members.round <= self._accepted:  # it may have closed the round; if not, the round's deadline tells
-            _log.warning("round %d: its members are not changed any more: %s", members.round, why)
+            self._accepted_round = members.round
+        elif members.round <= self._accepted_round:  # the round may be closed already; if not, its deadline applies
+            _log.warning("round %d: its members can no longer be changed: %s", members.round, why)
         elif rounds.closed < members.round:
-            fail(f"round {members.round}: the parameter server {self.server} could not be told the members: {why}")
+            fail(f"round {members.round}: members could not be sent to parameter server {self.server}: {why}")
 
-    async def _ask(self, members: Synchronise) -> str | None:
-        """Send it, a few times if need be. Returns why it did not work."""
+    async def _ask(self, members: AnnounceRound) -> str | None:
+        """Send the members, with retries; return the reason for a failure or None."""
         message = RoundMembers(
             job_id=self.job_id,
             round=members.round,
             members=tuple(Member(peer=peer, samples=samples) for peer, samples in members.members),
-            deadline_ms=int((self.timeout or UPDATES_WITHIN) * 1000),
+            deadline_ms=int((self.timeout or UPDATES_TIMEOUT) * 1000),
         )
         why = ""
         for attempt in range(_ATTEMPTS):
             try:
                 answer = await rpc.call(self.endpoint, self.server, ROUND_MEMBERS, message)
             except UnsupportedProtocolError:
-                _log.info("the parameter server %s aggregates whoever sends: it is not told members", self.server)
+                _log.info("the parameter server %s does not take member lists, it aggregates all updates", self.server)
                 return None
             except NetError as error:
                 why = str(error)

@@ -1,4 +1,8 @@
-"""What one job tells the world: events for people and programs, records for a restart, metrics for the bridge."""
+"""Job report: events in ``metrics.jsonl``, records in ``journal.jsonl``, and worker metrics for the status bridge.
+
+Called by `training` for everything that happens in a job. Programs such as `hypha-local` and `export-metrics` read the
+events. The journal is for people after a crash: the scheduler does not read it and cannot resume a job from it.
+"""
 
 from __future__ import annotations
 
@@ -16,78 +20,76 @@ from hypha_scheduler.journal import Journal
 from hypha_scheduler.metrics.status_bridge import EventFile, StatusBridge
 from hypha_scheduler.strategies.diloco.rounds import Late, Measured, RoundClosed
 
-_COUNTED: Final = frozenset({"samples", "batch_size", "utilisation"})
-"""What the scheduler posts from its own account of a round, for workers of every make."""
+_SCHEDULER_METRICS: Final = frozenset({"samples", "batch_size", "utilisation"})
+"""Metrics that the scheduler computes itself; reports of workers with these names are not posted."""
 _ROUND_SECONDS: Final = instrumentation.Histogram("hypha.scheduler.round.duration", "s", "Duration of a job's rounds.")
-_SAMPLES: Final = instrumentation.Counter(
-    "hypha.scheduler.samples", "{sample}", "Samples that went into closed rounds."
-)
+_SAMPLES: Final = instrumentation.Counter("hypha.scheduler.samples", "{sample}", "Samples of closed rounds.")
 
 
 class JobReport:
-    """The files ``metrics.jsonl`` and ``journal.jsonl`` of a job, and the way to the bridge."""
+    """Event file, journal and metrics bridge of one job; a context manager that opens and closes the files."""
 
     def __init__(self, directory: Path, bridge: StatusBridge | None = None) -> None:
-        """Write into `directory`, which exists."""
+        """Report to files in `directory`, which must exist, and to `bridge` if there is one."""
         self._directory = directory
         self._bridge = bridge
         self._job_id: str | None = None
-        self._open = ExitStack()
+        self._resources = ExitStack()
         self._events: EventFile
         self._journal: Journal
 
     def __enter__(self) -> JobReport:
-        self._events = self._open.enter_context(EventFile(self._directory / "metrics.jsonl"))
-        self._journal = self._open.enter_context(Journal(self._directory / "journal.jsonl"))
+        self._events = self._resources.enter_context(EventFile(self._directory / "metrics.jsonl"))
+        self._journal = self._resources.enter_context(Journal(self._directory / "journal.jsonl"))
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._open.close()
+        self._resources.close()
 
-    def tell(self, event: str, **fields: object) -> None:
-        """Write an event."""
+    def emit(self, event: str, **fields: object) -> None:
+        """Write an event to ``metrics.jsonl``."""
         self._events.write(event, **fields)
 
-    def keep(self, kind: str, **fields: object) -> None:
-        """Write a record that survives a restart."""
+    def persist(self, kind: str, **fields: object) -> None:
+        """Write a journal record and wait until it is on disk."""
         self._journal.record(kind, **fields)
 
-    def note(self, kind: str, **fields: object) -> None:
-        """The same of what nothing is built on at once."""
-        self._journal.note(kind, **fields)
+    def persist_async(self, kind: str, **fields: object) -> None:
+        """Write a journal record without waiting for the disk."""
+        self._journal.record_async(kind, **fields)
 
     def accepted(self, job_id: uuid.UUID, job: Mapping[str, object]) -> None:
-        """The job begins; secrets in `job` are masked."""
+        """Report the start of the job; secrets in `job` must be masked already."""
         self._job_id = str(job_id)
-        self.keep("accepted", job_id=str(job_id), job=job)
-        self.tell("accepted", job_id=str(job_id), directory=str(self._directory))
+        self.persist("accepted", job_id=str(job_id), job=job)
+        self.emit("accepted", job_id=str(job_id), directory=str(self._directory))
 
-    def placed(self, bids: tuple[AcceptedOffer, ...], seconds: float) -> None:
-        """All leases are held, `seconds` after the first request."""
-        told = [{"peer": str(bid.peer), "role": bid.role, "price": bid.price} for bid in bids]
-        self.tell("placement", seconds=round(seconds, 4), workers=told)
-        leases = [{"peer": str(bid.peer), "role": bid.role, "lease": str(bid.lease)} for bid in bids]
-        self.keep("placed", leases=leases)
+    def placed(self, offers: tuple[AcceptedOffer, ...], seconds: float) -> None:
+        """Report that all leases are held, `seconds` after the first request."""
+        workers = [{"peer": str(offer.peer), "role": offer.role, "price": offer.price} for offer in offers]
+        self.emit("placement", seconds=round(seconds, 4), workers=workers)
+        leases = [{"peer": str(offer.peer), "role": offer.role, "lease": str(offer.lease)} for offer in offers]
+        self.persist("placed", leases=leases)
 
     def measured(self, measured: Measured) -> None:
-        """A worker measured something over a round."""
+        """Report the metrics of a worker over a round."""
         for name, value in measured.values.items():
-            self.tell("metric", worker=str(measured.peer), round=measured.round, name=name, value=value)
-            if name not in _COUNTED:
+            self.emit("metric", worker=str(measured.peer), round=measured.round, name=name, value=value)
+            if name not in _SCHEDULER_METRICS:
                 self._post(measured.peer, measured.round, name, value)
 
     def late(self, late: Late) -> None:
-        """A round goes on without a worker, which takes part again in the next."""
-        self.tell("worker_late", worker=str(late.peer), round=late.round, seconds=round(late.seconds, 4))
+        """Report that a round continues without a late worker, which takes part again in the next."""
+        self.emit("worker_late", worker=str(late.peer), round=late.round, seconds=round(late.seconds, 4))
 
     def _post(self, worker: PeerId, number: int, name: str, value: float) -> None:
         if self._bridge is not None:
             self._bridge.put(str(worker), number, name, value, job_id=self._job_id)
 
     def round_closed(self, closed: RoundClosed, update_bytes: int) -> None:
-        """A round is over; `update_bytes` is the size of its outer update, and of each worker's."""
+        """Report a closed round; `update_bytes` is the size of its outer update, and of each worker's update."""
         samples, members = sum(closed.samples.values()), len(closed.samples)
-        self.tell(
+        self.emit(
             "round",
             round=closed.round,
             samples=samples,
@@ -100,7 +102,7 @@ class JobReport:
         )
         _ROUND_SECONDS.record(closed.seconds)
         _SAMPLES.add(samples)
-        self.note("round", round=closed.round, samples=samples)
+        self.persist_async("round", round=closed.round, samples=samples)
         for peer, count in closed.samples.items():
             self._post(peer, closed.round, "samples", count)
             if batches := closed.batches[peer]:
@@ -109,11 +111,11 @@ class JobReport:
                 self._post(peer, closed.round, "utilisation", max(0.0, 1.0 - closed.waits[peer] / closed.seconds))
 
     def failed(self, error: str) -> None:
-        """The job came to no result."""
-        self.keep("failed", error=error)
-        self.tell("failed", error=error)
+        """Report that the job failed."""
+        self.persist("failed", error=error)
+        self.emit("failed", error=error)
 
     def finished(self, summary: dict[str, object]) -> None:
-        """The job is done."""
-        self.keep("finished", rounds=summary["rounds"])
-        self.tell("finished", **summary)
+        """Report that the job finished."""
+        self.persist("finished", rounds=summary["rounds"])
+        self.emit("finished", **summary)

@@ -1,7 +1,7 @@
-"""The model: where a job starts from, and what it becomes.
+"""Model files of a job: the start model and preprocessor served to workers, and the trained model.
 
-The scheduler keeps a copy of the start model in the job's directory and adds every outer update to it: that copy is
-the result. Last room on a job's way; before it the parameter server pushes its outer updates here.
+The scheduler keeps a copy of the start model in the job's directory and adds to it every outer update that the
+parameter server pushes; that copy is the result. Called by `training`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hypha_scheduler.job_config import ModelTable, PreprocessorTable
 _log = logging.getLogger(__name__)
 
 MODEL_PATTERNS: Final = ("*.json", "*.safetensors", "*.txt", "*.model")
-"""Files of a model that are used: weights as safetensors, configuration, tokeniser. Nothing that is unpickled."""
+"""Files of a model that are used: weights as safetensors, configuration, tokenizer; no pickled files."""
 
 
 PREPROCESSOR_PATTERNS: Final = ("*.json", "*.txt", "*.model")
@@ -40,7 +40,7 @@ PREPROCESSOR_PATTERNS: Final = ("*.json", "*.txt", "*.model")
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One file of a start model that this scheduler serves."""
+    """File that this scheduler serves."""
 
     name: str
     offered: PullSource
@@ -48,35 +48,35 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class StartModel:
-    """What a job starts from: a reference for the executors, and the files behind it when we serve them."""
+    """Start model or preprocessor: a reference for executors, and the files if this scheduler serves them."""
 
     reference: Reference
     files: tuple[ModelFile, ...] = ()
 
     def resolve(self, request: PullRequest) -> PullSource | Refusal:
-        """The file that a worker asks for."""
+        """Return the requested file, or a refusal."""
         if request.index >= len(self.files):
-            return Refusal(reason=f"the model has {len(self.files)} files, there is no number {request.index}")
+            return Refusal(reason=f"the model has {len(self.files)} files, none with index {request.index}")
         return self.files[request.index].offered
 
 
 def model_dataset(job_id: uuid.UUID) -> str:
-    """The name under which a job's start model is served."""
+    """Return the dataset name under which a job's start model is served."""
     return f"{job_id}/model"
 
 
 def preprocessor_dataset(job_id: uuid.UUID) -> str:
-    """The name under which a job's preprocessor is served."""
+    """Return the dataset name under which a job's preprocessor is served."""
     return f"{job_id}/preprocessor"
 
 
 async def open_preprocessor(
     table: PreprocessorTable | None, copy: Path, job_id: uuid.UUID, scheduler: PeerId
 ) -> StartModel | None:
-    """Copy a preprocessor's directory to `copy` and say where executors get it; none where the hub has it.
+    """Copy a local preprocessor to `copy` and return it for serving; None if executors fetch it from the hub.
 
     Raises:
-        JobFailedError: there is no such directory, or nothing in it that a preprocessor needs.
+        JobFailedError: the directory does not exist or holds no preprocessor files.
     """
     if table is None or table.path is None:
         return None
@@ -103,14 +103,14 @@ def _copy_preprocessor(source: Path, wanted: tuple[str, ...], target: Path) -> l
 
 
 async def open_start_model(model: ModelTable, copy: Path, job_id: uuid.UUID, scheduler: PeerId) -> StartModel:
-    """Copy the start model to `copy` and say where executors get it.
+    """Copy the start model to `copy` and return where executors fetch it.
 
     Raises:
-        JobFailedError: there is no such directory or repository, or it holds no model.
+        JobFailedError: the directory or repository does not exist or holds no model.
     """
     if model.path is None:
         return StartModel(await anyio.to_thread.run_sync(_download, model, copy, abandon_on_cancel=True))
-    names = await anyio.to_thread.run_sync(_copy, model.path, model.filenames, copy)
+    names = await anyio.to_thread.run_sync(_copy_model, model.path, model.filenames, copy)
     files = []
     for name in names:
         path = model.path / name
@@ -122,12 +122,12 @@ async def open_start_model(model: ModelTable, copy: Path, job_id: uuid.UUID, sch
     return StartModel(reference, tuple(files))
 
 
-def _copy(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
+def _copy_model(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
     try:
         names = sorted(wanted) or sorted({path.name for pattern in MODEL_PATTERNS for path in source.glob(pattern)})
         if not any(name.endswith(".safetensors") for name in names):
-            how = "`hypha-accelerate-executor create-model` makes a model directory"
-            raise JobFailedError(f"model.path: {source} holds no *.safetensors; {how}")
+            remedy = "`hypha-accelerate-executor create-model` creates a model directory"
+            raise JobFailedError(f"model.path: {source} holds no *.safetensors; {remedy}")
         target.mkdir(parents=True)
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -138,8 +138,8 @@ def _copy(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
 
 
 def _download(model: ModelTable, target: Path) -> HuggingFaceReference:
-    """Fetch a repository's files at one commit, which the workers are then told."""
-    from huggingface_hub import HfApi, snapshot_download  # here: it takes 0.5 s to import
+    """Download a repository's files and return a reference to the same commit for the workers."""
+    from huggingface_hub import HfApi, snapshot_download  # imported late: takes 0.5 s
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     repository = str(model.repository)
@@ -150,11 +150,11 @@ def _download(model: ModelTable, target: Path) -> HuggingFaceReference:
         snapshot_download(
             repository, revision=commit, token=token, local_dir=target, endpoint=endpoint,
             allow_patterns=list(model.filenames or MODEL_PATTERNS),
-            max_workers=1,  # several share one client, which huggingface_hub closes for all when one breaks off
+            max_workers=1,  # threads share one client, which huggingface_hub closes for all of them when one fails
         )  # fmt: skip
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise JobFailedError(f"model.repository: {repository} cannot be fetched: {error}") from None
-    except Exception as error:  # which HTTP library raises its connection errors here differs by the hub's version
+    except Exception as error:  # connection errors of an HTTP library that depends on the version of huggingface_hub
         raise JobFailedError(f"model.repository: {repository} cannot be fetched: {error!r:.400}") from error
     shutil.rmtree(target / ".cache", ignore_errors=True)
     names = model.filenames or tuple(sorted(p.relative_to(target).as_posix() for p in target.rglob("*") if p.is_file()))
@@ -163,78 +163,78 @@ def _download(model: ModelTable, target: Path) -> HuggingFaceReference:
 
 @dataclass(slots=True)
 class ResultModel:
-    """The job's own copy of the model, as it grows by outer updates."""
+    """The job's copy of the model, to which outer updates are added."""
 
     directory: Path
-    """Holds the model's files."""
+    """Directory of the model's files."""
     every: int = 1
-    """Updates are added when so many have come."""
+    """Number of received updates after which they are added to the files."""
     round: int = 0
-    """The last round whose outer update is here."""
+    """Last round whose outer update was received."""
     update_bytes: int = 0
-    """Size of the last outer update."""
-    _waiting: list[Path] = field(default_factory=list)
+    """Size of the last outer update in bytes."""
+    _pending: list[Path] = field(default_factory=list)
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
 
-    async def take(self, update: Path, round_number: int) -> None:
-        """Take the outer update of the next round; the file is ours from now on.
+    async def apply_update(self, update: Path, round_number: int) -> None:
+        """Take the outer update of the next round and add it to the model; the file is deleted afterwards.
 
         Raises:
-            JobFailedError: it does not fit the model.
+            JobFailedError: the update does not match the model.
         """
         async with self._lock:
             if round_number != self.round + 1:
                 await anyio.Path(update).unlink(missing_ok=True)
-                _log.info("outer update of round %d came again, or too early", round_number)
+                _log.info("ignoring the outer update of round %d, expected round %d", round_number, self.round + 1)
                 return
             self.update_bytes = (await anyio.Path(update).stat()).st_size
-            self._waiting.append(update)
-            if len(self._waiting) >= self.every:
-                await self._add()
+            self._pending.append(update)
+            if len(self._pending) >= self.every:
+                await self._add_pending()
             self.round = round_number
 
     def largest_update(self) -> int:
-        """Bytes that an outer update may have: float32 numbers for a model that may be stored in 8 bits each."""
+        """Return the size limit of an outer update in bytes: float32 for a model stored in 8 bits or more a number."""
         return 4 * sum(path.stat().st_size for path in self.directory.glob("*.safetensors")) + (16 << 20)
 
     async def finish(self) -> None:
-        """Add what still waits, and wait until the model is on the disk.
+        """Add the remaining updates and sync the model to disk.
 
         Raises:
-            JobFailedError: it does not fit the model.
-            OSError: the disk does not take it.
+            JobFailedError: an update does not match the model.
+            OSError: the files cannot be synced.
         """
         async with self._lock:
-            await self._add()
-            await anyio.to_thread.run_sync(_synchronise, *(p for p in self.directory.rglob("*") if p.is_file()))
+            await self._add_pending()
+            await anyio.to_thread.run_sync(_fsync, *(p for p in self.directory.rglob("*") if p.is_file()))
 
-    async def _add(self) -> None:
-        from hypha_proto.update_file import apply_update_to_dir  # here: numpy takes 0.1 s to import
+    async def _add_pending(self) -> None:
+        from hypha_proto.update_file import apply_update_to_dir  # imported late: numpy takes 0.1 s
 
-        for update in list(self._waiting):
+        for update in list(self._pending):
             try:
                 await anyio.to_thread.run_sync(partial(apply_update_to_dir, self.directory, update))
             except (TensorFileError, OSError) as error:
                 raise JobFailedError(f"outer update {update.name} cannot be added to the model: {error}") from None
             update.unlink()
-            self._waiting.remove(update)
+            self._pending.remove(update)
 
 
 def write_result(path: Path, result: Mapping[str, object]) -> None:
-    """Write ``result.json``, whole or not at all; it is on the disk when this returns.
+    """Write ``result.json`` atomically and sync it to disk.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result, indent=2) + "\n")
-    _synchronise(part)
+    _fsync(part)
     os.replace(part, path)
-    _synchronise(path)
+    _fsync(path)
 
 
-def _synchronise(*paths: Path) -> None:
-    """Wait until files, and their names in their folders, are on the disk."""
+def _fsync(*paths: Path) -> None:
+    """Sync files and their directory entries to disk."""
     for path in (*paths, *sorted({path.parent for path in paths})):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,7 @@
-"""A scheduler: hears what peers say, hands it to the job that it concerns, and runs the jobs it was given."""
+"""Scheduler service: runs the configured or submitted jobs and routes messages of peers to the job they belong to.
+
+Started by `cli`. Creates one `training.TrainingRun` per job.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +34,17 @@ from hypha_scheduler.training import TrainingRun
 _log = logging.getLogger(__name__)
 
 _LAST_METRICS: Final = 2.0
-"""Seconds for the last metrics to reach the bridge when all jobs are done."""
-_ACTIVE: Final = instrumentation.UpDownCounter("hypha.scheduler.jobs.active", "{job}", "Jobs that run.")
+"""Seconds to wait for the last metrics to reach the bridge after all jobs have ended."""
+_ACTIVE: Final = instrumentation.UpDownCounter("hypha.scheduler.jobs.active", "{job}", "Running jobs.")
 _ENDED: Final = instrumentation.Counter("hypha.scheduler.jobs.ended", "{job}", "Jobs that have ended, by outcome.")
-_OFFERS: Final = instrumentation.Counter("hypha.scheduler.offers", "{offer}", "Offers that came from workers.")
+_OFFERS: Final = instrumentation.Counter("hypha.scheduler.offers", "{offer}", "Offers received from workers.")
 
 
 async def serve(config: SchedulerConfig, node: Node) -> None:
-    """Run the configured jobs, one after the other, and return; without any, take submissions until cancelled.
+    """Run the configured jobs one after the other and return; without any, accept submissions until cancelled.
 
     Raises:
-        JobFailedError: at least one of the jobs failed; the others were run all the same.
+        JobFailedError: at least one job failed; the others were still run.
     """
     bridge = None
     if config.bridge_address is not None:
@@ -50,11 +53,11 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     service = SchedulerService(node.endpoint, config.runs_dir, bridge)
     node.ready()
     if not config.jobs:
-        await serve_submissions(config.runs_dir, service.conduct)
+        await serve_submissions(config.runs_dir, service.run_job)
     failures = []
     for job in config.jobs:
         try:
-            result = await service.conduct(job)
+            result = await service.run_job(job)
             _log.info("job done: %s", result)
         except JobFailedError as error:
             failures.append(f"job failed: {error}")
@@ -66,7 +69,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
 
 @contextmanager
 def _counted() -> Iterator[None]:
-    """Count a job that runs, and how it ends."""
+    """Count a running job and its outcome."""
     outcome = "failed"
     _ACTIVE.add(1)
     try:
@@ -78,10 +81,10 @@ def _counted() -> Iterator[None]:
 
 
 class SchedulerService:
-    """The jobs of one scheduler, and the door through which peers reach them."""
+    """Jobs of one scheduler, and the request handlers that route messages to them."""
 
     def __init__(self, endpoint: Endpoint, runs: Path, bridge: StatusBridge | None = None) -> None:
-        """Answer peers on `endpoint` from now on; jobs write to `runs`."""
+        """Register the request handlers on `endpoint`; jobs write to directories in `runs`."""
         self._endpoint = endpoint
         self._runs_dir = runs
         self._bridge = bridge
@@ -95,11 +98,11 @@ class SchedulerService:
         transfer.serve_pulls(endpoint, self._pull)
         transfer.serve_pushes(endpoint, self._push)
 
-    async def conduct(self, job: JobConfig, job_id: uuid.UUID | None = None) -> Path:
-        """Run a job, under a new id if it has none; returns the path of its ``result.json``.
+    async def run_job(self, job: JobConfig, job_id: uuid.UUID | None = None) -> Path:
+        """Run a job, under a new id unless one is given; return the path of its ``result.json``.
 
         Raises:
-            JobFailedError: it came to no result.
+            JobFailedError: the job failed.
         """
         run = TrainingRun(self._endpoint, job, self._runs_dir, self._bridge, job_id)
         self._runs[run.job_id] = run
@@ -111,10 +114,10 @@ class SchedulerService:
             del self._runs[run.job_id]
 
     def _of_peer(self, peer: PeerId, job_id: uuid.UUID | None = None) -> TrainingRun | None:
-        """The job that a message is about; old peers do not name it, then it is the one that they work on."""
+        """Return the job a message belongs to: by its id, or for older peers, which send none, the job they work on."""
         if job_id is not None:
             return self._runs.get(job_id)
-        return next((run for run in self._runs.values() if run.concerns(peer)), None)
+        return next((run for run in self._runs.values() if run.involves(peer)), None)
 
     async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
         _OFFERS.add()
@@ -149,9 +152,9 @@ class SchedulerService:
 
     async def _pull(self, peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
         for job_id, run in self._runs.items():
-            if request.dataset in (model_dataset(job_id), preprocessor_dataset(job_id)) and run.concerns(peer):
+            if request.dataset in (model_dataset(job_id), preprocessor_dataset(job_id)) and run.involves(peer):
                 return run.on_pull(request)
-        return Refusal(reason=f"nothing called {request.dataset[:80]!r} is served here")
+        return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
 
     async def _push(self, peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
         run = self._of_peer(peer, None if header is None else header.job_id)

@@ -1,4 +1,4 @@
-"""Lets a job's workers start together: the first slices are handed out when everyone has asked for one."""
+"""Start barrier: delays the first slices until all workers of a job have requested one, so that they start together."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from hypha_proto.ids import PeerId
 
 _log = logging.getLogger(__name__)
 
-START_TOGETHER: Final = 5.0
-"""Seconds that the first slices are held back at most, so that all workers start in the same moment."""
+START_TIMEOUT: Final = 5.0
+"""Maximum time in seconds for which the first slices are delayed."""
 
 
 @dataclass(slots=True)
-class StartGate:
-    """Holds first slices back until every worker has asked for one."""
+class StartBarrier:
+    """Barrier that releases all workers once each has arrived, or `START_TIMEOUT` seconds after the first."""
 
     expected: int
+    """Number of workers."""
     began: float = 0.0
-    """When executors began to start, by anyio's clock."""
-    _asked: set[PeerId] = field(default_factory=set)
-    _open: anyio.Event = field(default_factory=anyio.Event)
+    """Time by anyio's clock at which executors were started."""
+    _arrived: set[PeerId] = field(default_factory=set)
+    _released: anyio.Event = field(default_factory=anyio.Event)
     _deadline: float | None = None
 
-    async def passed(self, peer: PeerId) -> None:
-        """Wait until `peer` may have its slice."""
-        if peer not in self._asked:
-            self._asked.add(peer)
-            seconds, count = anyio.current_time() - self.began, len(self._asked)
+    async def wait(self, peer: PeerId) -> None:
+        """Wait until the barrier is released."""
+        if peer not in self._arrived:
+            self._arrived.add(peer)
+            seconds, count = anyio.current_time() - self.began, len(self._arrived)
             _log.info("worker %s trains after %.1f s (%d of %d)", peer, seconds, count, self.expected)
         if self._deadline is None:
-            self._deadline = anyio.current_time() + START_TOGETHER
-        if len(self._asked) >= self.expected:
-            self._open.set()
+            self._deadline = anyio.current_time() + START_TIMEOUT
+        if len(self._arrived) >= self.expected:
+            self._released.set()
         with anyio.move_on_after(max(0.0, self._deadline - anyio.current_time())):
-            await self._open.wait()
-        self._open.set()
+            await self._released.wait()
+        self._released.set()

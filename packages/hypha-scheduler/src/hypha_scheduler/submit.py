@@ -1,6 +1,6 @@
-"""From a job as its owner wrote it to what is asked of the network: wants for the auction, specs for executors. Pure.
+"""Translation of a job's configuration into role requests for the auction and job specs for executors. Pure.
 
-First room on a job's way: `submit` → `auction` → `leases` → `strategies.diloco` → `dispatch` → the worker.
+First step of a job: `submit` → `allocation` → `strategies.diloco` → `dispatch` → worker. Called by `training`.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ AGGREGATE: Final = "aggregate"
 TRAIN_KIND: Final = "diloco-transformer"
 AGGREGATE_KIND: Final = "parameter-server"
 _EVALUATION: Final = 86400.0
-"""Seconds that a worker may measure the model after a round; one that is gone is noticed by its lease."""
+"""Timeout in seconds for evaluating the model after a round; a lost worker is noticed earlier by its lease."""
 _DECAY_SHARE: Final = 10  # a wsd schedule without decay_steps decays in the last tenth
 
 
-def wants(job: JobConfig) -> tuple[RoleRequest, RoleRequest]:
-    """What the job looks for: its training workers and its parameter server."""
+def role_requests(job: JobConfig) -> tuple[RoleRequest, RoleRequest]:
+    """Return the job's demand for training workers and for a parameter server."""
     resources = job.resources
     return (
-        _want(TRAIN, resources.worker, resources.worker_price, resources.num_workers),
-        _want(AGGREGATE, resources.parameter_server, resources.parameter_server_price, 1),
+        _role_request(TRAIN, resources.worker, resources.worker_price, resources.num_workers),
+        _role_request(AGGREGATE, resources.parameter_server, resources.parameter_server_price, 1),
     )
 
 
-def _want(role: str, requirements: tuple[Requirement, ...], price: PriceTable, count: int) -> RoleRequest:
+def _role_request(role: str, requirements: tuple[Requirement, ...], price: PriceTable, count: int) -> RoleRequest:
     kind, default = (TrainExecutor, TRAIN_KIND) if role == TRAIN else (AggregateExecutor, AGGREGATE_KIND)
     executors = tuple(kind(name=name) for name in kinds(requirements, default))
     spec = WorkerSpec(resources=amounts(requirements), executor=executors)
@@ -66,7 +66,7 @@ def _want(role: str, requirements: tuple[Requirement, ...], price: PriceTable, c
 
 
 def round_settings(job: JobConfig, workers: int) -> RoundSettings:
-    """The job's rounds with `workers` training workers."""
+    """Return the settings of the job's rounds with `workers` training workers."""
     return RoundSettings(
         rounds=job.rounds.update_rounds,
         target=job.rounds.avg_samples_between_updates,
@@ -79,7 +79,7 @@ def round_settings(job: JobConfig, workers: int) -> RoundSettings:
 
 @dataclass(frozen=True, slots=True)
 class PlacedJob:
-    """A job whose workers are known."""
+    """Job with allocated workers; builds the job spec of each."""
 
     job_id: uuid.UUID
     job: JobConfig
@@ -87,14 +87,14 @@ class PlacedJob:
     server: PeerId
     workers: tuple[PeerId, ...]
     model: Reference
-    """Where executors get the start model."""
+    """Source of the start model."""
     preprocessor: Reference | None = None
-    """Where they get the preprocessor, if the job has one."""
+    """Source of a preprocessor that this scheduler serves."""
     evaluation: Mapping[PeerId, Reference] = field(default_factory=dict)
-    """Each worker's share of the samples to evaluate on."""
+    """Each worker's share of the evaluation samples."""
 
     def aggregate_spec(self) -> JobSpec:
-        """The parameter server's dispatch: updates come from all workers, results go to them and to the scheduler."""
+        """Build the parameter server's spec: updates come from all workers, results go to them and the scheduler."""
         outer = self.job.outer_optimizer
         config = AggregateConfig(
             updates=PeersReference(peers=self.workers, strategy=All()),
@@ -108,7 +108,7 @@ class PlacedJob:
         return JobSpec(job_id=self.job_id, executor=AggregateJob(descriptor=descriptor, config=config))
 
     def train_spec(self, worker: PeerId | None = None) -> JobSpec:
-        """A training worker's dispatch, the same for each of them but for its share of the evaluation."""
+        """Build a training worker's spec; specs of different workers differ only in their evaluation share."""
         job = self.job
         batch_size = job.rounds.batch_for(len(self.workers))
         config = TrainConfig(
@@ -146,7 +146,7 @@ def _preprocessor(job: JobConfig, artifact: Reference | None) -> Preprocessor | 
 def evaluation_shares(
     workers: Sequence[PeerId], providers: Sequence[PeerId], dataset: str, slices: int
 ) -> dict[PeerId, Reference]:
-    """Divide the slices of a dataset evenly; with fewer slices than workers the last ones get none."""
+    """Divide the slices of a dataset evenly among workers; with fewer slices than workers some get none."""
     shares: dict[PeerId, Reference] = {}
     for number, worker in enumerate(workers):
         begin, end = number * slices // len(workers), (number + 1) * slices // len(workers)

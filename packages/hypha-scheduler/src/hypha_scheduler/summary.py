@@ -1,31 +1,31 @@
-"""What a job came to, in numbers: the content of its ``result.json``. Pure."""
+"""Job summary: the content of a job's ``result.json``. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.metrics.traffic import Carried
+from hypha_scheduler.metrics.traffic import TrafficCounts
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator
 
 
-def summarise(
+def summarize(
     operator: DilocoOperator,
     workers: Iterable[PeerId],
-    before: Mapping[PeerId, Carried],
-    after: Mapping[PeerId, Carried],
+    before: Mapping[PeerId, TrafficCounts],
+    after: Mapping[PeerId, TrafficCounts],
 ) -> dict[str, object]:
-    """Rounds, samples and loss of a job that is over, and what each of its peers did and carried.
+    """Return rounds, samples and loss of a finished job, and the samples and traffic of each peer.
 
     Args:
-        operator: of the job.
-        workers: its training workers.
-        before: bytes that peers had carried when the job began.
-        after: bytes that they have carried now; zero is written for those that do not say.
+        operator: operator of the job.
+        workers: training workers of the job.
+        before: traffic counts of peers at the start of the job.
+        after: traffic counts now; 0 is written for peers that report none.
     """
 
     def of(peer: PeerId) -> dict[str, object]:
-        carried = after.get(peer, Carried()) - before.get(peer, Carried())
+        carried = after.get(peer, TrafficCounts()) - before.get(peer, TrafficCounts())
         return {"peer": str(peer), "bytes_sent": carried.sent, "bytes_received": carried.received}
 
     return {

@@ -1,7 +1,7 @@
-"""What a job is made of: tasks, the results they depend on, and how each stands. Pure, of no strategy in particular.
+"""Task graph of a job: tasks, the inputs they depend on, and their states. Pure and independent of the strategy.
 
-A strategy names the tasks and what they need; the shell dispatches the ones that are ready, says which results exist,
-and tells how executors ended. DiLoCo's are one aggregate and many train tasks; another strategy has others.
+A strategy defines the tasks and their inputs; `dispatch` starts those that are ready, and `training` records which
+results exist and how executors ended. DiLoCo has one aggregate task and many train tasks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypha_proto.ids import PeerId
 
 
 class TaskState(Enum):
-    """How a task stands."""
+    """State of a task."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -25,37 +25,37 @@ class TaskState(Enum):
 
     @property
     def over(self) -> bool:
-        """Whether nothing more happens to the task."""
+        """Whether the state is final."""
         return self in (TaskState.FINISHED, TaskState.FAILED, TaskState.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One dispatch: what runs, on which lease."""
+    """Task that runs on one lease."""
 
     name: str
     role: str
-    """What kind of executor it needs: ``train``, ``aggregate``."""
+    """Class of the executor: ``train`` or ``aggregate``."""
     peer: PeerId
     lease: uuid.UUID
-    needs: frozenset[str] = frozenset()
+    inputs: frozenset[str] = frozenset()
     """Names of results that must exist before it can start."""
-    gives: frozenset[str] = frozenset()
-    """Names of results that exist once it runs."""
+    outputs: frozenset[str] = frozenset()
+    """Names of results that exist once it is running."""
 
 
 class TaskError(Exception):
-    """A task is told something that does not fit its state."""
+    """Invalid task graph or invalid change of a task's state."""
 
 
 class TaskGraph:
-    """The tasks of one job."""
+    """Tasks of one job and their states."""
 
     def __init__(self, tasks: Iterable[Task]) -> None:
-        """All tasks wait; no result exists.
+        """Start with all tasks waiting and no results.
 
         Raises:
-            TaskError: two tasks have one name or one lease, or needs form a circle among the tasks themselves.
+            TaskError: two tasks have the same name or lease, or the dependencies form a cycle.
         """
         listed = list(tasks)
         self._tasks = {task.name: task for task in listed}
@@ -66,57 +66,57 @@ class TaskGraph:
         self._check_order(listed)
 
     def _check_order(self, tasks: list[Task]) -> None:
-        made_here = frozenset().union(*(task.gives for task in tasks))
+        made_here = frozenset().union(*(task.outputs for task in tasks))
         known: frozenset[str] = frozenset()
         left = tasks
         while left:
-            ready = [task for task in left if task.needs & made_here <= known]
+            ready = [task for task in left if task.inputs & made_here <= known]
             if not ready:
                 raise TaskError(f"tasks wait for each other: {', '.join(sorted(task.name for task in left))}")
-            known = known.union(*(task.gives for task in ready))
+            known = known.union(*(task.outputs for task in ready))
             left = [task for task in left if task not in ready]
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """Every task."""
+        """All tasks."""
         return tuple(self._tasks.values())
 
     def state(self, name: str) -> TaskState:
-        """How a task stands."""
+        """Return the state of a task."""
         return self._states[name]
 
     def of_lease(self, lease: uuid.UUID) -> Task | None:
-        """The task that runs on a lease."""
+        """Return the task of a lease, or None."""
         return next((task for task in self._tasks.values() if task.lease == lease), None)
 
     def provide(self, result: str) -> None:
-        """A result exists now."""
+        """Record that a result exists."""
         self._results.add(result)
 
     def ready(self) -> tuple[Task, ...]:
-        """Tasks that wait for nothing any more."""
+        """Return the waiting tasks whose inputs all exist."""
         return tuple(
             task
             for name, task in self._tasks.items()
-            if self._states[name] is TaskState.WAITING and task.needs <= self._results
+            if self._states[name] is TaskState.WAITING and task.inputs <= self._results
         )
 
     def start(self, name: str) -> None:
-        """A ready task was dispatched; what it gives exists now.
+        """Record that a ready task was dispatched, and that its outputs exist.
 
         Raises:
-            TaskError: it is not ready.
+            TaskError: the task is not ready.
         """
         if self._tasks[name] not in self.ready():
             raise TaskError(f"task {name} is {self._states[name].value} and cannot start")
         self._states[name] = TaskState.RUNNING
-        self._results |= self._tasks[name].gives
+        self._results |= self._tasks[name].outputs
 
     def end(self, name: str, state: TaskState) -> bool:
-        """A task is over; the first ending counts. Returns whether this was it.
+        """Record the final state of a task; only the first one counts. Return whether this was the first.
 
         Raises:
-            TaskError: `state` is not an ending.
+            TaskError: `state` is not final.
         """
         if not state.over:
             raise TaskError(f"{state.value} is not an ending")
@@ -126,7 +126,7 @@ class TaskGraph:
         return True
 
     def running(self) -> tuple[Task, ...]:
-        """Tasks whose executors run."""
+        """Return the tasks that are running."""
         return tuple(task for name, task in self._tasks.items() if self._states[name] is TaskState.RUNNING)
 
     @property

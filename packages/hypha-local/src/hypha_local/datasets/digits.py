@@ -1,4 +1,4 @@
-"""The demo's data: scikit-learn's handwritten digits, 1,797 images of 8×8, which need no network."""
+"""Handwritten digits of scikit-learn, 1,797 images of 8×8 pixels, which need no download. Data of the task `digits`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Final
 
 TEST_SHARE: Final = 0.2
 SPLIT_SEED: Final = 0
-"""The split is the same in every run, so that accuracies of different seeds compare."""
+"""Seed of the split, the same in every run so that accuracies of different training seeds can be compared."""
 
 
 def write_digits(train: Path, test: Path) -> tuple[int, int]:
-    """Write a stratified split as two safetensors files; returns the numbers of samples.
+    """Write a stratified split as two safetensors files; return the numbers of samples.
 
     ``pixel_values`` is float32 of shape (samples, 1, 8, 8) in 0..1, ``labels`` int64 of shape (samples,).
     """

@@ -1,7 +1,6 @@
-"""The text demo's data: the running interpreter's own standard library, as bytes; it needs no network.
+"""Source code of the Python standard library as bytes, which needs no download. Data of the task `text`.
 
-In place of `digits` when the demo's task is text. A token is a byte, so that a loss in nats a token is one in nats a
-byte.
+A token is a byte, so a loss in nats per token is also in nats per byte.
 """
 
 from __future__ import annotations
@@ -13,43 +12,45 @@ from pathlib import Path
 from typing import Final
 
 SEQUENCE: Final = 128
-"""Bytes of one sample."""
+"""Bytes per sample."""
 VALIDATION_EVERY: Final = 10
-"""One file in so many is kept from the workers."""
+"""One file in this many is held out for validation."""
 TRAIN_BYTES: Final = 900_000
 VALIDATION_BYTES: Final = 80_000
-_LARGEST: Final = 100_000
-"""Longer files are left out: one of them would be a large part of the text."""
-_OTHERS: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_MAX_FILE_BYTES: Final = 100_000
+"""Larger files are left out, since a single one would dominate the text."""
+_EXCLUDED_FOLDERS: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 def library_files(root: Path | None = None) -> list[Path]:
-    """Source files of the standard library in an order that their names alone decide.
+    """Return the source files of the standard library, sorted by a digest of their names.
 
-    The order is that of a digest of the names: mixed, so that any part is of all kinds, and the same everywhere.
+    The order mixes all kinds of files and is the same on every machine.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
-    found = (path for path in root.rglob("*.py") if not _OTHERS.intersection(path.relative_to(root).parts))
-    return sorted((path for path in found if 0 < path.stat().st_size <= _LARGEST), key=lambda path: _rank(path, root))
+    found = (path for path in root.rglob("*.py") if not _EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts))
+    return sorted(
+        (path for path in found if 0 < path.stat().st_size <= _MAX_FILE_BYTES), key=lambda path: _sort_key(path, root)
+    )
 
 
 def split(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Files to train on and files to validate on, which have no file in common."""
+    """Split files into disjoint lists for training and validation."""
     validation = set(files[::VALIDATION_EVERY])
     return [path for path in files if path not in validation], [path for path in files if path in validation]
 
 
 def write_text(train: Path, validation: Path, files: Sequence[Path] | None = None) -> tuple[int, int]:
-    """Write both parts as safetensors files; returns the numbers of samples.
+    """Write training and validation data as safetensors files; return the numbers of samples.
 
-    ``input_ids`` and ``labels`` are int16 of shape (samples, 128): bytes, and the same bytes to predict. The last
-    sample of a source file is filled up with zeros, whose ``attention_mask`` (uint8) is 0 and whose label is -100.
+    ``input_ids`` and ``labels`` are int16 of shape (samples, 128) and hold the same bytes. The last sample of a source
+    file is padded with zeros, for which ``attention_mask`` (uint8) is 0 and the label is -100.
     """
     parts = split(library_files() if files is None else files)
     return _write(train, parts[0], TRAIN_BYTES), _write(validation, parts[1], VALIDATION_BYTES)
 
 
-def _rank(path: Path, root: Path) -> str:
+def _sort_key(path: Path, root: Path) -> str:
     return hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest()
 
 

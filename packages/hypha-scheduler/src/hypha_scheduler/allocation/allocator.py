@@ -1,6 +1,7 @@
-"""The auction's shell: publishes requests, renews what the auction chose, and says why when nobody would bid.
+"""Worker allocation: publishes requests, accepts the offers that the auction selects, and explains failures.
 
-Before it: `submit` made the wants. After it: `lease_keeper` keeps what was taken. Offers arrive through the service.
+The I/O around `auction`. Called by `training` with the role requests that `submit` made; `service` delivers the offers.
+Accepted leases are kept alive by `renewal`.
 """
 
 from __future__ import annotations
@@ -37,67 +38,68 @@ from hypha_scheduler.errors import AllocationError
 _log = logging.getLogger(__name__)
 
 REPUBLISH: Final = 1.0
-"""Seconds after which a request that is not met is published again."""
-_SHORTLY: Final = 0.25
+"""Seconds after which an unmet request is published again."""
+_QUICK_REPUBLISH: Final = 0.25
 _RENEW_TIMEOUT: Final = 5.0
 _REASON_TIMEOUT: Final = 3.0
-_ASKED_FOR_REASONS: Final = 32
-_LONGEST_LIFE: Final = 3600.0
+_MAX_PEERS_ASKED: Final = 32
+_MAX_LEASE_LIFE: Final = 3600.0
 
 
 def lease_life(timeout_ms: int | None) -> float:
-    """Seconds that a renewed lease lives, from what its worker said (an old one says nothing)."""
-    return RENEWED_LEASE if timeout_ms is None else min(timeout_ms / 1000, _LONGEST_LIFE)
+    """Return the life of a renewed lease in seconds; older workers do not state it."""
+    return RENEWED_LEASE if timeout_ms is None else min(timeout_ms / 1000, _MAX_LEASE_LIFE)
 
 
-def make_request(want: RoleRequest) -> WorkerRequest:
-    """A request for `want` under a new id. It holds the bid; the maximal price stays here."""
+def make_request(role_request: RoleRequest) -> WorkerRequest:
+    """Build a request with a new id. It contains the bid; the maximum price is never sent."""
     return WorkerRequest(
         id=uuid.uuid4(),
-        spec=want.spec,
+        spec=role_request.spec,
         timeout=Timestamp.of(time.time() + OFFER_WINDOW),
-        bid=want.bid,
+        bid=role_request.bid,
         timeout_ms=int(OFFER_WINDOW * 1000),
     )
 
 
 @dataclass(slots=True)
 class Allocator:
-    """One job's search for its workers."""
+    """Search for the workers of one job."""
 
     endpoint: Endpoint
-    wants: tuple[RoleRequest, ...]
+    role_requests: tuple[RoleRequest, ...]
     leases: HeldLeases
-    least: dict[str, int]
-    """How many of each role suffice when `timeout` has passed."""
+    minimum: dict[str, int]
+    """Number of workers of each role that suffices after `timeout`."""
     timeout: float
-    """Seconds to find everything."""
+    """Seconds to find all workers."""
     seconds: float = 0.0
-    """From the first published request until all leases were held."""
+    """Time from the first published request until all leases were held."""
     auction: Auction = field(init=False)
-    _news: anyio.Event = field(default_factory=anyio.Event)
+    _changed: anyio.Event = field(default_factory=anyio.Event)
     _requests: dict[str, WorkerRequest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.auction = Auction(self.wants)
+        self.auction = Auction(self.role_requests)
 
-    def offered(self, peer: PeerId, offer: WorkerOffer) -> None:
-        """An offer came in."""
-        if self.auction.offered(peer, offer, anyio.current_time()):
-            self._news.set()
+    def add_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
+        """Pass a received offer to the auction."""
+        if self.auction.add_offer(peer, offer, anyio.current_time()):
+            self._changed.set()
         else:
-            _log.debug("offer %s of %s is not acceptable: %s", offer.id, peer, self.auction.refused.get(peer, "stale"))
+            _log.debug("offer %s of %s rejected: %s", offer.id, peer, self.auction.rejections.get(peer, "stale"))
 
-    def lost(self, lease: uuid.UUID) -> None:
-        """A lease is gone while others are still sought."""
-        self.auction.lost(lease)
-        self._news.set()
+    def lease_lost(self, lease: uuid.UUID) -> None:
+        """Search for a replacement of a lease that was lost during the search."""
+        self.auction.lease_lost(lease)
+        self._changed.set()
 
-    async def find(self) -> tuple[AcceptedOffer, ...]:
-        """Search until all leases are held.
+    async def allocate(self) -> tuple[AcceptedOffer, ...]:
+        """Search until all leases are held, or until `timeout` if the minimum is held then; return the leases.
 
         Raises:
-            AllocationError: `timeout` seconds were not enough; says how many were found and why not more.
+            AllocationError: fewer workers than the minimum were found within `timeout` seconds. The message says how
+                many were found, and why the other workers made no offer.
         """
         deadline = anyio.current_time() + self.timeout
         await self._wait_for_peers(deadline)
@@ -106,139 +108,144 @@ class Allocator:
         while not self.auction.complete:
             now = anyio.current_time()
             if now >= deadline:
-                if not self._suffices():
-                    raise AllocationError(await self._why())
+                if not self._has_minimum():
+                    raise AllocationError(await self._explain_shortage())
                 break
             if now >= next_publish:
                 await self._publish()
                 next_publish = now + REPUBLISH
             if await self._decide():
-                next_publish = min(next_publish, anyio.current_time() + _SHORTLY)
+                next_publish = min(next_publish, anyio.current_time() + _QUICK_REPUBLISH)
             else:
                 await self._wait(min(next_publish, deadline, self.auction.decide_at() or deadline))
         self.seconds = anyio.current_time() - began
         return self.auction.held
 
-    def _suffices(self) -> bool:
-        held = Counter(bid.role for bid in self.auction.held)
-        return all(held[role] >= count for role, count in self.least.items())
+    def _has_minimum(self) -> bool:
+        held = Counter(offer.role for offer in self.auction.held)
+        return all(held[role] >= count for role, count in self.minimum.items())
 
     async def _wait_for_peers(self, deadline: float) -> None:
-        told = False
+        logged = False
         while not self.endpoint.topic_peers(WORKER_REQUESTS.name) and anyio.current_time() < deadline:
-            if not told:
+            if not logged:
                 _log.info("waiting for peers in the topic %s", WORKER_REQUESTS.name)
-                told = True
+                logged = True
             await anyio.sleep(0.05)
 
     async def _publish(self) -> None:
-        for want in self.wants:
-            if self.auction.missing()[want.role] > 0:
-                request = make_request(want)
-                self._requests[want.role] = request
-                self.auction.asked(request.id, want.role)
+        for role_request in self.role_requests:
+            if self.auction.missing()[role_request.role] > 0:
+                request = make_request(role_request)
+                self._requests[role_request.role] = request
+                self.auction.register_request(request.id, role_request.role)
                 with instrumentation.span(
-                    "advertise", {"hypha.role": want.role, "hypha.bid": want.bid}, kind="producer"
+                    "advertise", {"hypha.role": role_request.role, "hypha.bid": role_request.bid}, kind="producer"
                 ):
                     await pubsub.publish(self.endpoint, WORKER_REQUESTS, request)
 
     def _candidates(self) -> list[PeerId]:
-        """Peers that may still bid: those in the topic, but for nodes whose certificate gives them another role."""
+        """Return the peers that may make offers: subscribers whose certificate does not state a role but worker."""
         known = self.endpoint.connected_peers()
         peers = self.endpoint.topic_peers(WORKER_REQUESTS.name)
         return [peer for peer in peers if peer not in known or known[peer].role in (None, "worker")]
 
     async def _decide(self) -> bool:
-        """Choose and renew, if it is time. Returns whether anything was chosen."""
+        """Select offers and accept them if it is time to; return whether any were selected."""
         at = self.auction.decide_at()
         now = anyio.current_time()
-        if at is None or (now < at and not self.auction.settled(self._candidates(), now)):
+        if at is None or (now < at and not self.auction.all_offers_in(self._candidates(), now)):
             return False
         chosen = self.auction.decide(now)
         async with anyio.create_task_group() as tasks:
-            for bid in chosen:
-                tasks.start_soon(self._take, bid)
+            for offer in chosen:
+                tasks.start_soon(self._accept, offer)
         return bool(chosen)
 
-    async def _take(self, bid: AcceptedOffer) -> None:
-        with instrumentation.span("lease", {"hypha.role": bid.role, "hypha.peer.id": str(bid.peer)}) as span:
-            span.set({"hypha.taken": await self._renew(bid)})
+    async def _accept(self, offer: AcceptedOffer) -> None:
+        with instrumentation.span("lease", {"hypha.role": offer.role, "hypha.peer.id": str(offer.peer)}) as span:
+            span.set({"hypha.taken": await self._renew(offer)})
 
-    async def _renew(self, bid: AcceptedOffer) -> bool:
-        """Ask for a chosen lease. Returns whether it is ours."""
+    async def _renew(self, offer: AcceptedOffer) -> bool:
+        """Accept an offer by renewing its lease; return whether the worker confirmed it."""
         asked_at = anyio.current_time()
         try:
             answer = await rpc.call(
-                self.endpoint, bid.peer, RENEW_LEASE, RenewLease(id=bid.lease), timeout=_RENEW_TIMEOUT
+                self.endpoint, offer.peer, RENEW_LEASE, RenewLease(id=offer.lease), timeout=_RENEW_TIMEOUT
             )
         except NetError as error:
-            _log.warning("%s made an offer and cannot be reached: %s", bid.peer, error)
-            self.auction.deny(bid.lease, anyio.current_time())
+            _log.warning("%s made an offer but cannot be reached: %s", offer.peer, error)
+            self.auction.deny(offer.lease, anyio.current_time())
             return False
         if isinstance(answer, Renewed):
-            self.leases.take(bid.lease, bid.peer, asked_at, lease_life(answer.timeout_ms))
-            self.auction.confirm(bid.lease)
+            self.leases.record_renewal(offer.lease, offer.peer, asked_at, lease_life(answer.timeout_ms))
+            self.auction.confirm(offer.lease)
             return True
-        _log.info("the offer of %s ran out before it was taken", bid.peer)
-        self.auction.deny(bid.lease, anyio.current_time())
+        _log.info("the offer of %s expired before it was accepted", offer.peer)
+        self.auction.deny(offer.lease, anyio.current_time())
         return False
 
     async def _wait(self, until: float) -> None:
         with anyio.move_on_after(max(0.0, until - anyio.current_time())):
-            await self._news.wait()
-        self._news = anyio.Event()
+            await self._changed.wait()
+        self._changed = anyio.Event()
 
-    async def _why(self) -> str:
-        """What to tell the owner of a job for which not enough workers were found."""
-        held = Counter(bid.role for bid in self.auction.held)
-        found = ", ".join(f"{held[want.role]} of {want.count} for {want.role}" for want in self.wants)
+    async def _explain_shortage(self) -> str:
+        """Describe for the job's owner why not enough workers were found."""
+        held = Counter(offer.role for offer in self.auction.held)
+        found = ", ".join(
+            f"{held[role_request.role]} of {role_request.count} for {role_request.role}"
+            for role_request in self.role_requests
+        )
         lines = [f"not enough workers within {self.timeout:g} s: {found}"]
         peers = sorted(self.endpoint.topic_peers(WORKER_REQUESTS.name))
         if not peers:
-            return f"{lines[0]}; no peer listens to requests: is a gateway connected, and does a worker run?"
-        reasons: dict[PeerId, list[str]] = {peer: [text] for peer, text in self.auction.refused.items()}
+            return (
+                f"{lines[0]}; no peer subscribes to worker requests: is a gateway connected, and is a worker running?"
+            )
+        reasons: dict[PeerId, list[str]] = {peer: [text] for peer, text in self.auction.rejections.items()}
         missing = [role for role, count in self.auction.missing().items() if count > 0 and role in self._requests]
         async with anyio.create_task_group() as tasks:
-            for peer in (await self._worth_asking(peers))[:_ASKED_FOR_REASONS]:
+            for peer in (await self._peers_to_ask(peers))[:_MAX_PEERS_ASKED]:
                 for role in missing:
-                    tasks.start_soon(self._ask_why, peer, role, reasons)
-        for bid in self.auction.held:
-            reasons[bid.peer] = [f"taken for {bid.role} already: each part of a job runs on a worker of its own"]
+                    tasks.start_soon(self._ask_reasons, peer, role, reasons)
+        for offer in self.auction.held:
+            reasons[offer.peer] = [f"taken for {offer.role} already: each part of a job runs on a worker of its own"]
         for peer, texts in sorted(reasons.items()):
             lines.append(f"{peer}: {'; '.join(texts) or 'would make an offer now'}")
-        lines += [_of_the_silent(role, self._requests[role].bid) for role in missing]
+        lines += [_hint_for_unlisted(role, self._requests[role].bid) for role in missing]
         return "\n  ".join(lines)
 
-    async def _worth_asking(self, connected: list[PeerId]) -> list[PeerId]:
-        """Who may know why it made no offer: also workers that never connected, as they had nothing to offer."""
+    async def _peers_to_ask(self, connected: list[PeerId]) -> list[PeerId]:
+        """Return the peers to ask for reasons; workers without an offer often have no connection to this node."""
         try:
             found = await self.endpoint.find_peers(timeout=_REASON_TIMEOUT)
         except NetError as error:
-            _log.debug("only connected workers are asked why they made no offer: %s", error)
+            _log.debug("cannot look up further workers to ask why they made no offer: %s", error)
             return connected
         return list(dict.fromkeys((*connected, *found)))
 
-    async def _ask_why(self, peer: PeerId, role: str, reasons: dict[PeerId, list[str]]) -> None:
+    async def _ask_reasons(self, peer: PeerId, role: str, reasons: dict[PeerId, list[str]]) -> None:
         question = WhyNot(request=self._requests[role])
         try:
             answer = await rpc.call(self.endpoint, peer, WHY_NOT, question, timeout=_REASON_TIMEOUT)
         except NetError as error:
-            _log.debug("%s does not say why it made no offer: %s", peer, error)
+            _log.debug("%s did not answer why it made no offer: %s", peer, error)
             return
         reasons.setdefault(peer, []).extend(f"{role}: {reason[:200]}" for reason in answer.reasons[:8])
 
 
-def _of_the_silent(role: str, bid: float) -> str:
-    """About workers that were not found, or could not be asked why they made no offer."""
+def _hint_for_unlisted(role: str, bid: float) -> str:
+    """Explain likely reasons of workers that were not found or did not answer."""
     return (
         f"workers that are not named here made no offer for {role}: the bid of {bid:g} may be under their price or "
-        "floor (raise the bid), or they lack what is asked"
+        "floor (raise the bid), or they lack required resources"
     )
 
 
 async def release(endpoint: Endpoint, peer: PeerId, lease: uuid.UUID, reason: str, *, timeout: float = 2.5) -> None:
-    """Give a lease back; jobs that run on it are cancelled. A peer that cannot be told drops it when its life ends."""
+    """Release a lease, which cancels the jobs on it. An unreachable worker drops the lease when it expires."""
     try:
         await rpc.call(endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease, reason=reason), timeout=timeout)
     except NetError as error:
-        _log.info("lease %s is left to run out at %s: %s", lease, peer, error)
+        _log.info("lease %s at %s could not be released and will expire: %s", lease, peer, error)

@@ -1,6 +1,6 @@
-"""What this scheduler holds: leases, when each must be renewed, and when it is lost. Pure; the clock is passed in.
+"""Leases held for one job: when each is due for renewal, and when it expires. Pure; the clock is passed in.
 
-`auction` takes leases, `lease_keeper` renews what this ledger says is due, and `training` hears what was lost.
+`allocator` adds leases and `renewal` renews those that are due and reports to `training` those that are lost.
 """
 
 from __future__ import annotations
@@ -13,27 +13,32 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_AT, RENEWED_LEASE
 
 RETRY_PAUSE: Final = 0.5
-"""Seconds between attempts to reach a peer whose lease is due."""
+"""Seconds between attempts to renew a lease."""
 
 
 @dataclass(slots=True)
 class HeldLease:
-    """One lease of this scheduler."""
+    """Lease that a scheduler holds at a worker."""
 
     lease: uuid.UUID
     peer: PeerId
     due: float
-    """When it is to be renewed (again)."""
+    """Time of the next renewal."""
     expires: float
-    """When the worker may drop it."""
+    """Time at which the worker may drop it."""
     in_flight: bool = False
+    """Whether a renewal is in progress."""
 
 
 class HeldLeases:
-    """All leases of one job. A life is counted from when the renewal was *asked for*, so it never ends too late."""
+    """Leases of one job.
+
+    A lease's life counts from the moment at which the renewal was sent, so that it is never assumed to last longer
+    than at the worker.
+    """
 
     def __init__(self) -> None:
-        """Hold nothing."""
+        """Start without leases."""
         self._held: dict[uuid.UUID, HeldLease] = {}
 
     def __len__(self) -> int:
@@ -43,38 +48,38 @@ class HeldLeases:
         return lease in self._held
 
     def held(self) -> tuple[HeldLease, ...]:
-        """Every lease."""
+        """Return all leases."""
         return tuple(self._held.values())
 
-    def take(self, lease: uuid.UUID, peer: PeerId, asked_at: float, life: float = RENEWED_LEASE) -> None:
-        """A renewal that was asked for at `asked_at` succeeded: the lease is ours for `life` seconds from then."""
+    def record_renewal(self, lease: uuid.UUID, peer: PeerId, asked_at: float, life: float = RENEWED_LEASE) -> None:
+        """Record a successful renewal that was sent at `asked_at`; the lease lasts `life` seconds from then."""
         self._held[lease] = HeldLease(lease, peer, asked_at + RENEW_AT * life, asked_at + life)
 
     def next_due(self) -> float | None:
-        """When something is to be done: a renewal, or an expiry."""
+        """Return the time of the next renewal or expiry, or None without leases."""
         times = [held.expires if held.in_flight else min(held.due, held.expires) for held in self._held.values()]
         return min(times, default=None)
 
     def begin_renewals(self, now: float) -> tuple[HeldLease, ...]:
-        """Leases to renew now; each is in flight until `take`, `failed` or `unanswered`."""
+        """Return the leases to renew now; each is in flight until `record_renewal`, `schedule_retry` or `drop`."""
         due = tuple(h for h in self._held.values() if h.due <= now < h.expires and not h.in_flight)
         for held in due:
             held.in_flight = True
         return due
 
-    def unanswered(self, lease: uuid.UUID, now: float) -> None:
-        """The peer could not be asked: try again soon, as long as the lease lives."""
+    def schedule_retry(self, lease: uuid.UUID, now: float) -> None:
+        """Schedule another renewal attempt after one that got no response."""
         held = self._held.get(lease)
         if held is not None:
             held.in_flight = False
             held.due = now + RETRY_PAUSE
 
     def drop(self, lease: uuid.UUID) -> HeldLease | None:
-        """The lease is released, or the worker says that it is gone. Returns it if it was held."""
+        """Remove and return a lease that was released or that the worker no longer has; None if it was not held."""
         return self._held.pop(lease, None)
 
     def expire(self, now: float) -> tuple[HeldLease, ...]:
-        """Drop and return the leases whose life is over."""
+        """Remove and return the expired leases."""
         gone = tuple(held for held in self._held.values() if held.expires <= now)
         for held in gone:
             del self._held[held.lease]

@@ -1,6 +1,6 @@
-"""Keeps leases alive: renews what the ledger says is due, and tells what was lost.
+"""Lease renewal: renews the leases of a job when they are due, and reports those that are lost.
 
-Before it: `placement` took the leases. The decisions are `leases`' own; here is only the talking.
+Started by `training`. `leases` decides what is due; this module does the I/O.
 """
 
 from __future__ import annotations
@@ -20,53 +20,53 @@ from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
 
 _log = logging.getLogger(__name__)
 
-_LOOK_EVERY: Final = 0.25
-_ATTEMPT: Final = 2.5
-"""Seconds for one renewal: what went into a connection that is dead must leave time for another."""
+_CHECK_INTERVAL: Final = 0.25
+_RENEWAL_TIMEOUT: Final = 2.5
+"""Timeout of one renewal in seconds; short enough to try again if the connection is dead."""
 _HELD: Final = instrumentation.UpDownCounter("hypha.scheduler.leases.active", "{lease}", "Leases that a job holds.")
 _RENEWALS: Final = instrumentation.Counter("hypha.scheduler.lease.renewals", "{renewal}", "Renewals, by outcome.")
 OnLost = Callable[[HeldLease, str], None]
 
 
-async def keep_leases(endpoint: Endpoint, ledger: HeldLeases, on_lost: OnLost) -> None:
-    """Renew the ledger's leases until cancelled; `on_lost(lease, why)` for each that is gone."""
-    with instrumentation.attached(None):  # a day's renewals would bury the job in its own trace
-        await _keep(endpoint, ledger, on_lost)
+async def renew_leases(endpoint: Endpoint, leases: HeldLeases, on_lost: OnLost) -> None:
+    """Renew `leases` until cancelled; call `on_lost(lease, why)` for each that is lost."""
+    with instrumentation.attached(None):  # renewals would flood the job's trace
+        await _renew_until_cancelled(endpoint, leases, on_lost)
 
 
-async def _keep(endpoint: Endpoint, ledger: HeldLeases, on_lost: OnLost) -> None:
+async def _renew_until_cancelled(endpoint: Endpoint, leases: HeldLeases, on_lost: OnLost) -> None:
     held_before = 0
     try:
         async with anyio.create_task_group() as tasks:
             while True:
-                _HELD.add(len(ledger) - held_before)
-                held_before = len(ledger)
+                _HELD.add(len(leases) - held_before)
+                held_before = len(leases)
                 now = anyio.current_time()
-                for held in ledger.expire(now):
+                for held in leases.expire(now):
                     _RENEWALS.add(1, {"hypha.outcome": "expired"})
                     on_lost(held, "its lease ran out before the worker answered a renewal")
-                for held in ledger.begin_renewals(now):
-                    tasks.start_soon(_renew, endpoint, ledger, held, on_lost)
-                await anyio.sleep(_LOOK_EVERY)
+                for held in leases.begin_renewals(now):
+                    tasks.start_soon(_renew_lease, endpoint, leases, held, on_lost)
+                await anyio.sleep(_CHECK_INTERVAL)
     finally:
         _HELD.add(-held_before)
 
 
-async def _renew(endpoint: Endpoint, ledger: HeldLeases, held: HeldLease, on_lost: OnLost) -> None:
+async def _renew_lease(endpoint: Endpoint, leases: HeldLeases, held: HeldLease, on_lost: OnLost) -> None:
     asked_at = anyio.current_time()
-    timeout = min(_ATTEMPT, max(0.5, held.expires - asked_at))
+    timeout = min(_RENEWAL_TIMEOUT, max(0.5, held.expires - asked_at))
     try:
         answer = await rpc.call(endpoint, held.peer, RENEW_LEASE, RenewLease(id=held.lease), timeout=timeout)
     except NetError as error:
-        _log.warning("lease at %s could not be renewed, trying again: %s", held.peer, error)
+        _log.warning("lease at %s could not be renewed, retrying: %s", held.peer, error)
         _RENEWALS.add(1, {"hypha.outcome": "unanswered"})
-        ledger.unanswered(held.lease, anyio.current_time())
+        leases.schedule_retry(held.lease, anyio.current_time())
         return
-    if held.lease not in ledger:
-        return  # released, or run out, while the answer was on its way
+    if held.lease not in leases:
+        return  # released or expired before the response arrived
     _RENEWALS.add(1, {"hypha.outcome": "renewed" if isinstance(answer, Renewed) else "refused"})
     if isinstance(answer, Renewed):
-        ledger.take(held.lease, held.peer, asked_at, lease_life(answer.timeout_ms))
+        leases.record_renewal(held.lease, held.peer, asked_at, lease_life(answer.timeout_ms))
     else:
-        ledger.drop(held.lease)
+        leases.drop(held.lease)
         on_lost(held, "the worker no longer has its lease")

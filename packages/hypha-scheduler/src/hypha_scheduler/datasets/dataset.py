@@ -1,7 +1,7 @@
-"""Finds a job's dataset: who serves it, and what its slices are.
+"""Dataset discovery: finds a data node that provides a job's dataset, and reads the list of its slices.
 
-First room on a slice's way in the scheduler; after it `strategies.diloco.slices` hands the slices out, and `providers`
-says who has them.
+Called by `training` at the start of a job. Afterwards `strategies.diloco.slices` assigns the slices to workers, and
+`providers` tracks the data nodes that have them.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ _MANIFEST_TIMEOUT: Final = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """A dataset that can be trained on."""
+    """Dataset of a job."""
 
     name: str
     provider: PeerId
     slices: tuple[SliceEntry | None, ...]
-    """What is known of each slice; none where the data node keeps no manifest."""
+    """Manifest entry of each slice; None where the data node has no manifest."""
     pinned: str | None = None
-    """Digest of the manifest that was announced and pulled: what other data nodes must announce to serve this job."""
+    """Digest of the pulled manifest; data nodes that announce another digest do not serve this job."""
 
     @property
     def samples(self) -> list[int | None]:
-        """Samples of each slice."""
+        """Number of samples of each slice, None where unknown."""
         return [None if entry is None else entry.samples for entry in self.slices]
 
     def digest(self, index: int) -> str | None:
-        """Digest of a slice, where known."""
+        """Return the digest of a slice, or None if unknown."""
         entry = self.slices[index]
         return None if entry is None else entry.digest
 
 
 async def open_dataset(endpoint: Endpoint, name: str, manifest: Path, *, timeout: float) -> Dataset:
-    """Look a dataset up until someone serves it, and pull its manifest to `manifest`.
+    """Look up a dataset until a data node provides it, and pull its manifest to the file `manifest`.
 
     Raises:
-        JobFailedError: nobody announced it within `timeout` seconds, or nobody who did can be used.
+        JobFailedError: no usable data node announced it within `timeout` seconds.
     """
     deadline = anyio.current_time() + timeout
-    why = "nobody announces it"
+    why = "no data node announces it"
     while True:
         for found in await _find(endpoint, name):
             try:
@@ -78,14 +78,14 @@ async def _find(endpoint: Endpoint, name: str) -> list[FoundDataset]:
     try:
         return await find_dataset(endpoint, name)
     except UnreachableError as error:
-        _log.info("the directory cannot be asked for dataset %s: %s", name, error)
+        _log.info("DHT lookup of dataset %s failed: %s", name, error)
         return []
 
 
 async def _open(endpoint: Endpoint, name: str, found: FoundDataset, path: Path) -> Dataset:
     count = found.record.num_slices
     if not 0 < count <= MAX_SLICES:
-        raise ValueError(f"{count} slices are announced, usable are 1 to {MAX_SLICES}")
+        raise ValueError(f"it announces {count} slices, allowed are 1 to {MAX_SLICES}")
     request = PullRequest(dataset=name, index=0, name="manifest")
     try:
         await transfer.pull(
@@ -93,7 +93,7 @@ async def _open(endpoint: Endpoint, name: str, found: FoundDataset, path: Path) 
             max_bytes=MAX_MANIFEST, digest=found.record.manifest, timeout=_MANIFEST_TIMEOUT,
         )  # fmt: skip
     except TransferRefusedError as error:
-        _log.info("%s has no manifest of dataset %s, slices count as used when more are asked for: %s",
+        _log.info("%s has no manifest of dataset %s, so a slice counts as used when its worker requests another: %s",
                   found.provider, name, error)  # fmt: skip
         return Dataset(name, found.provider, (None,) * count)
     manifest: Manifest = from_json(Manifest, await anyio.Path(path).read_bytes())

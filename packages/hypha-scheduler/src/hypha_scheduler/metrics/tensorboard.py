@@ -1,7 +1,8 @@
-"""A job's ``metrics.jsonl`` as TensorBoard's event files; after the run, by the command ``export-metrics``.
+"""TensorBoard export: converts a job's ``metrics.jsonl`` to event files. Called by the command ``export-metrics``.
 
-An event file is a TFRecord file of protobuf messages, of which scalars need few fields, so it is written here without
-TensorBoard: TensorBoard is needed only to look at it. One folder, and so one curve, for the job and for each worker.
+An event file is a TFRecord file (https://www.tensorflow.org/tutorials/load_data/tfrecord) of protobuf messages.
+Scalars need few fields, so they are encoded here and TensorBoard need not be installed. The job and each worker get a
+directory, and therefore a curve, of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Final
 from hypha_proto.ids import PeerId
 
 JOB: Final = "job"
-"""Folder of what concerns all workers."""
+"""Directory of the metrics of the whole job."""
 _ROUND_SCALARS: Final = ("loss", "samples", "samples_per_second", "seconds", "update_bytes")
 _CASTAGNOLI: Final = 0x82F63B78
 _MASK: Final = 0xA282EAD8
@@ -27,35 +28,36 @@ _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
 
 
 class MetricsFileError(ValueError):
-    """A run directory has no metrics that could be exported."""
+    """The run directory has no metrics to export."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """One point of one curve."""
+    """One point of a curve."""
 
     curve: str
-    """Folder: `JOB`, or a worker's peer id."""
+    """Directory: `JOB`, or ``worker-<peer id>``."""
     tag: str
+    """Name of the metric."""
     step: int
-    """The round."""
+    """Number of the round."""
     value: float
     time: float
-    """Seconds since the epoch."""
+    """Seconds since the Unix epoch."""
 
 
 def export_metrics(run: Path, out: Path) -> int:
-    """Write the event files of a run; files of an earlier export of the same run are replaced.
+    """Write the event files of a run, replacing those of an earlier export of the same run.
 
     Args:
-        run: the run directory; a job that still runs is exported as far as it has come.
-        out: the folder for TensorBoard's ``--logdir``, made when it is not there.
+        run: the run directory; of a running job the metrics so far are exported.
+        out: directory for TensorBoard's ``--logdir``; created if missing.
 
     Returns:
         The number of scalars.
 
     Raises:
-        MetricsFileError: there is no ``metrics.jsonl``, or no metric in it, or a line that is none of a scheduler's.
+        MetricsFileError: there is no ``metrics.jsonl``, it contains no metric, or a line is not a scheduler event.
     """
     scalars = _read_scalars(run / "metrics.jsonl")
     curves: dict[str, list[Scalar]] = {}
@@ -73,7 +75,7 @@ def _read_scalars(path: Path) -> list[Scalar]:
     if not path.is_file():
         raise MetricsFileError(f"{path} does not exist; name a run directory, such as runs/<job id>")
     scalars: list[Scalar] = []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")  # a line that is still being written waits
+    whole, _, _ = path.read_bytes().rpartition(b"\n")  # without a last line that is still being written
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             scalars += _scalars_of(json.loads(line))
@@ -85,7 +87,7 @@ def _read_scalars(path: Path) -> list[Scalar]:
 
 
 def _scalars_of(event: dict[str, Any]) -> Iterable[Scalar]:
-    """The points that an event tells; non-finite ones stand as null there and are left out."""
+    """Return the points of an event; values that were not finite are null in the file and are skipped."""
     if event["event"] == "metric":
         values = {event["name"]: event["value"]}
         curve = f"worker-{PeerId.parse(event['worker'])}"
@@ -104,7 +106,7 @@ def _scalars_of(event: dict[str, Any]) -> Iterable[Scalar]:
 
 
 def event_file(scalars: Iterable[Scalar], began: float) -> bytes:
-    """The bytes of an event file, its version first."""
+    """Encode an event file: a version record, then one record per scalar."""
     version = _field(1, _DOUBLE, struct.pack("<d", began)) + _text(3, b"brain.Event:2")
     return _record(version) + b"".join(_record(_event(scalar)) for scalar in scalars)
 
@@ -117,7 +119,7 @@ def _event(scalar: Scalar) -> bytes:
 
 
 def _single(value: float) -> float:
-    """As single precision holds it: what is beyond its range is infinite."""
+    """Return `value`, or infinity if it is outside the range of single precision."""
     return math.copysign(math.inf, value) if abs(value) > 3.4028235e38 else value
 
 
@@ -139,7 +141,7 @@ def _varint(value: int) -> bytes:
 
 
 def _record(data: bytes) -> bytes:
-    """A TFRecord: length and data, each with its masked CRC-32C."""
+    """Encode a TFRecord: length and data, each followed by its masked CRC-32C."""
     length = struct.pack("<Q", len(data))
     return length + struct.pack("<I", _masked(length)) + data + struct.pack("<I", _masked(data))
 
@@ -150,7 +152,7 @@ def _masked(data: bytes) -> int:
 
 
 def crc32c(data: bytes) -> int:
-    """The Castagnoli checksum."""
+    """Return the CRC-32C (Castagnoli) checksum of `data`."""
     crc, table = 0xFFFFFFFF, _crc_table()
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8

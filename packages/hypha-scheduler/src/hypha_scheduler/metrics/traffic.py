@@ -1,4 +1,4 @@
-"""Asks peers how many bytes they have carried: what a job costs on the wire, headers included."""
+"""Traffic counts: asks peers how many bytes they have sent and received, to measure the network traffic of a job."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """Bytes on the wire since a node started."""
+class TrafficCounts:
+    """Bytes sent and received by a node since it started, headers included."""
 
     sent: int = 0
     received: int = 0
 
-    def __sub__(self, other: Carried) -> Carried:
-        return Carried(max(0, self.sent - other.sent), max(0, self.received - other.received))
+    def __sub__(self, other: TrafficCounts) -> TrafficCounts:
+        return TrafficCounts(max(0, self.sent - other.sent), max(0, self.received - other.received))
 
 
 async def measure_traffic(
-    endpoint: Endpoint, peers: Iterable[PeerId], into: dict[PeerId, Carried], timeout: float = 5.0
+    endpoint: Endpoint, peers: Iterable[PeerId], into: dict[PeerId, TrafficCounts], timeout: float = 5.0
 ) -> None:
-    """Ask every peer, all at once; those that do not say (old ones do not) are left out."""
+    """Ask all peers concurrently and store their counts in `into`; peers that report none are left out."""
     async with anyio.create_task_group() as tasks:
         for peer in peers:
             tasks.start_soon(_ask, endpoint, peer, into, timeout)
 
 
-async def _ask(endpoint: Endpoint, peer: PeerId, into: dict[PeerId, Carried], timeout: float) -> None:
+async def _ask(endpoint: Endpoint, peer: PeerId, into: dict[PeerId, TrafficCounts], timeout: float) -> None:
     try:
         health = await rpc.call(endpoint, peer, HEALTH_CHECK, HealthRequest(), timeout=timeout)
     except NetError as error:
-        _log.info("%s does not say how many bytes it carried: %s", peer, error)
+        _log.info("%s does not report its traffic: %s", peer, error)
         return
     if health.bytes_sent is not None and health.bytes_received is not None:
-        into[peer] = Carried(health.bytes_sent, health.bytes_received)
+        into[peer] = TrafficCounts(health.bytes_sent, health.bytes_received)

@@ -1,1 +1,1 @@
-"""Submitting a job to a running scheduler over a Unix socket."""
+"""Submission of jobs to a running scheduler over a Unix socket."""

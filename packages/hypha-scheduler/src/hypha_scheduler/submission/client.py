@@ -1,4 +1,4 @@
-"""The other end of `submissions`: reads a job's TOML and hands it to a running scheduler."""
+"""Submission client: reads a job's TOML file and submits it to a running scheduler. Called by `cli`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _TABLES_WITH_PATHS: Final = ("model", "preprocessor")
 
 
 class JobFileError(Exception):
-    """The TOML file holds no job that can be handed in."""
+    """The TOML file cannot be read or contains no valid job."""
 
 
 class NoSchedulerError(Exception):
-    """No scheduler takes jobs there."""
+    """No scheduler accepts jobs at the socket."""
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -34,10 +34,10 @@ def _scheduler_table(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_job(file: Path) -> dict[str, Any]:
-    """The job in a TOML file: its ``[scheduler.job]`` table, or the whole file. Paths in it become absolute.
+    """Read a job from a TOML file: its ``[scheduler.job]`` table or the whole file; paths are made absolute.
 
     Raises:
-        JobFileError: the file cannot be read, or is not TOML.
+        JobFileError: the file cannot be read or is not valid TOML.
     """
     plain = _read_toml(file)
     job = _scheduler_table(plain).get("job", plain)
@@ -50,11 +50,11 @@ def read_job(file: Path) -> dict[str, Any]:
     return job
 
 
-def socket_of(config: Path | None) -> Path:
-    """Where the scheduler with this configuration file takes jobs; without an output_dir in it, in ``runs`` here.
+def configured_socket(config: Path | None) -> Path:
+    """Return the socket of the scheduler with this configuration; without an output_dir in it, the one in ``./runs``.
 
     Raises:
-        JobFileError: there is no such file, or it cannot be read.
+        JobFileError: `config` is None or the file cannot be read.
     """
     from hypha_scheduler.submission.server import socket_path
 
@@ -62,25 +62,30 @@ def socket_of(config: Path | None) -> Path:
         raise JobFileError("name the scheduler: --socket PATH, or --config with its configuration file")
     plain = _read_toml(config)
     runs = _scheduler_table(plain).get("output_dir") or plain.get("output_dir")
-    if runs is None:  # the default stands in no file: it counts from where the scheduler was started
+    if runs is None:  # the default is relative to the directory in which the scheduler was started
         return socket_path(Path("runs"))
     return socket_path(config.parent / str(runs))
 
 
-def hand_in(path: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dict[str, Any]]:
-    """Hand a job in; yields the scheduler's answers, the last one when the job has ended.
+def submit_job(path: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dict[str, Any]]:
+    """Submit a job and yield the scheduler's responses, the last one when the job has ended.
+
+    Args:
+        path: socket of the scheduler.
+        job: the job's table.
+        detach: stop after the first response.
 
     Raises:
-        NoSchedulerError: nobody listens at `path`, or the scheduler ended before the job did.
+        NoSchedulerError: no scheduler listens at `path`, or it ended before the job did.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_CONNECT_TIMEOUT)
         try:
             connection.connect(str(path))
-            connection.sendall(json.dumps({"job": job}, default=str).encode())  # TOML has dates: as they are written
+            connection.sendall(json.dumps({"job": job}, default=str).encode())  # dates become text
             connection.shutdown(socket.SHUT_WR)
         except OSError as error:
-            remedy = "one that runs without a job in its configuration does"
+            remedy = "start one whose configuration contains no job"
             raise NoSchedulerError(f"no scheduler takes jobs at {path}: {error.strerror or error}; {remedy}") from None
         connection.settimeout(None)
         with connection.makefile("rb") as answers:

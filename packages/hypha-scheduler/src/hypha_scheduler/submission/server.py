@@ -1,7 +1,7 @@
-"""Takes jobs from `hypha-scheduler submit` over a Unix socket that only the scheduler's owner can open.
+"""Submission server: accepts jobs from `hypha-scheduler submit` over a Unix socket that only its owner can open.
 
-One connection a job: a JSON object ``{"job": {…}}`` comes in, JSON lines go back: that it was accepted, with its id and
-directory, and how it ended. Whoever hangs up early does not stop the job.
+Each connection carries one job: a JSON object ``{"job": {…}}``, answered by JSON lines that say that it was accepted,
+with its id and directory, and how it ended. Closing the connection does not stop the job. Called by `service`.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ from hypha_scheduler.job_config import JobConfig
 _log = logging.getLogger(__name__)
 
 SOCKET_NAME: Final = "scheduler.sock"
-_LIMIT: Final = 1 << 20
+_MAX_JOB_BYTES: Final = 1 << 20
 _READ_TIMEOUT: Final = 10.0
-Conduct = Callable[[JobConfig, uuid.UUID], Awaitable[Path]]
+RunJob = Callable[[JobConfig, uuid.UUID], Awaitable[Path]]
 
 
 def socket_path(runs: Path) -> Path:
-    """Where a scheduler that writes to `runs` takes jobs."""
+    """Return the socket at which a scheduler that writes to `runs` accepts jobs."""
     return runs / SOCKET_NAME
 
 
-async def serve_submissions(runs: Path, conduct: Conduct) -> None:
-    """Take jobs until cancelled, and run them as they come, each under an id that its sender is told.
+async def serve_submissions(runs: Path, run_job: RunJob) -> None:
+    """Accept jobs until cancelled and run them concurrently, each under an id that is sent to the client.
 
     Raises:
-        OSError: the socket cannot be made.
+        OSError: the socket cannot be created.
     """
     path = anyio.Path(socket_path(runs))
     await path.parent.mkdir(parents=True, exist_ok=True)
-    opening = path.with_suffix(".new")
-    listener = await anyio.create_unix_listener(opening, mode=0o600)
-    await opening.replace(path)  # under its own name only now, when it listens: whoever finds it can connect
+    temporary = path.with_suffix(".new")
+    listener = await anyio.create_unix_listener(temporary, mode=0o600)
+    await temporary.replace(path)  # renamed once it listens, so that clients which find it can connect
     _log.info("waiting for jobs: hypha-scheduler submit JOB.toml --socket %s", path)
     try:
         async with anyio.create_task_group() as tasks:
-            await listener.serve(partial(_take, runs, conduct), tasks)
+            await listener.serve(partial(_handle_submission, runs, run_job), tasks)
     finally:
         with anyio.CancelScope(shield=True):
             await path.unlink(missing_ok=True)
 
 
-async def _take(runs: Path, conduct: Conduct, stream: anyio.abc.SocketStream) -> None:
+async def _handle_submission(runs: Path, run_job: RunJob, stream: anyio.abc.SocketStream) -> None:
     async with stream:
         try:
             with anyio.fail_after(_READ_TIMEOUT):
                 job = parse_job(await _read(stream))
         except (ValueError, TimeoutError, anyio.BrokenResourceError) as error:
-            await _answer(stream, {"error": str(error) or "the job did not come in time"})
+            await _answer(stream, {"error": str(error) or "the job was not received in time"})
             return
         job_id = uuid.uuid4()
         directory = str((runs / str(job_id)).absolute())
         await _answer(stream, {"accepted": True, "job_id": str(job_id), "directory": directory})
         try:
-            result = await conduct(job, job_id)
+            result = await run_job(job, job_id)
         except JobFailedError as error:
             _log.error("job failed: %s", error)
             await _answer(stream, {"error": str(error)})
@@ -76,26 +76,26 @@ async def _take(runs: Path, conduct: Conduct, stream: anyio.abc.SocketStream) ->
 
 async def _read(stream: anyio.abc.SocketStream) -> bytes:
     data = b""
-    while len(data) <= _LIMIT:
+    while len(data) <= _MAX_JOB_BYTES:
         try:
             data += await stream.receive()
         except anyio.EndOfStream:
             return data
-    raise ValueError(f"a job of more than {_LIMIT} bytes is not taken")
+    raise ValueError(f"the job is larger than {_MAX_JOB_BYTES} bytes")
 
 
 async def _answer(stream: anyio.abc.SocketStream, answer: dict[str, Any]) -> None:
     try:
         await stream.send(json.dumps(answer).encode() + b"\n")
     except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-        _log.info("whoever handed in the job has hung up")
+        _log.info("the client that submitted the job has disconnected")
 
 
 def parse_job(data: bytes) -> JobConfig:
-    """Read ``{"job": {…}}``.
+    """Parse and validate ``{"job": {…}}``.
 
     Raises:
-        ValueError: it is not JSON, or no job; the message names every wrong key.
+        ValueError: `data` is not JSON or not a valid job; the message names every invalid key.
     """
     found = json.loads(data)
     if not isinstance(found, dict) or not isinstance(found.get("job"), dict):

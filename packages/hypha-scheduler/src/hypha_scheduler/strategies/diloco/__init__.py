@@ -1,5 +1,5 @@
-"""DiLoCo: workers train alone for a round, a parameter server averages what they learned, and so on (pure).
+"""DiLoCo (arXiv:2311.08105): workers train independently for a round, then a parameter server averages their updates.
 
-`slices` says who trains on what, `forecast` how fast everyone is and how many batches that makes, `rounds` when to
-synchronise. The shell around them is `hypha_scheduler.training`.
+`slices` decides which worker trains on which slice, `forecast` how many batches each worker processes, `rounds` when to
+synchronize; `operator` combines them. All are pure; `hypha_scheduler.training` does the I/O.
 """

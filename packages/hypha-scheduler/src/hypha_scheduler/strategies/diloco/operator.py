@@ -1,7 +1,7 @@
-"""DiLoCo as a whole: its tasks, and what follows from each thing an executor says. Pure.
+"""DiLoCo operator: the tasks of a DiLoCo job, and the reaction to each report of an executor. Pure.
 
-Joins `slices` (who trains on what) and `rounds` (when to synchronise) behind what a strategy offers to the shell:
-the tasks of a job, an answer and effects for each report, a slice for each request.
+Combines `slices` and `rounds`. `hypha_scheduler.training` asks it for the tasks of a job, for a response and effects
+for each report, and for a slice for each request.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from hypha_scheduler.tasks import Task
 START_MODEL: Final = "start-model"
 PARAMETER_SERVER: Final = "parameter-server"
 _METRICS: Final = 64
-"""Metrics of one report that are kept; the rest of a flood is dropped."""
+"""Maximum number of metrics taken from one report."""
 
 
 def diloco_tasks(server: tuple[PeerId, uuid.UUID], workers: Iterable[tuple[PeerId, uuid.UUID]]) -> list[Task]:
-    """The tasks of a job on (peer, lease) pairs: the parameter server runs before anyone sends it an update."""
+    """Build the tasks of a job from (peer, lease) pairs; train tasks depend on the parameter server's task."""
     model = frozenset({START_MODEL})
-    aggregate = Task("aggregate", "aggregate", *server, needs=model, gives=frozenset({PARAMETER_SERVER}))
+    aggregate = Task("aggregate", "aggregate", *server, inputs=model, outputs=frozenset({PARAMETER_SERVER}))
     trains = [
-        Task(f"train-{number}", "train", *worker, needs=model | {PARAMETER_SERVER})
+        Task(f"train-{number}", "train", *worker, inputs=model | {PARAMETER_SERVER})
         for number, worker in enumerate(workers, 1)
     ]
     return [aggregate, *trains]
@@ -48,7 +48,7 @@ def diloco_tasks(server: tuple[PeerId, uuid.UUID], workers: Iterable[tuple[PeerI
 
 @dataclass(slots=True)
 class DilocoOperator:
-    """One running DiLoCo job."""
+    """State of one running DiLoCo job."""
 
     rounds: Rounds
     slices: SliceLedger
@@ -56,35 +56,36 @@ class DilocoOperator:
     samples: Counter[PeerId] = field(default_factory=Counter)
     """Samples of each worker in closed rounds."""
     batches: Counter[PeerId] = field(default_factory=Counter)
+    """Batches of each worker in closed rounds."""
     loss: float | None = None
-    """Of the last closed round."""
-    dismissed: set[PeerId] = field(default_factory=set)
-    """Peers that were told that the job is done for them."""
+    """Loss of the last closed round."""
+    told_done: set[PeerId] = field(default_factory=set)
+    """Peers to which `Done` was sent."""
 
     def slice_for(self, peer: PeerId, now: float) -> Assignment | None:
-        """The next slice for a worker; none for a peer that is not (or no longer) a member.
+        """Assign the next slice to a worker; None if the peer is not (or no longer) a member.
 
         Raises:
-            LedgerFullError: it was given so many that something must be wrong.
+            LedgerFullError: the worker holds too many unused slices.
         """
         if peer not in self.rounds.members:
             return None
-        self.rounds.began(peer, now)
+        self.rounds.training_began(peer, now)
         return self.slices.assign(peer)
 
     def report(self, peer: PeerId, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
-        """What an executor says: the answer to it, and what is to be done."""
+        """Process the report of an executor; return the response, and the effects to apply."""
         if peer == self.server:
             answer, effects = self._server_report(progress, now)
         else:
             answer, effects = self._worker_report(peer, progress, now)
         if isinstance(answer, Done):
-            self.dismissed.add(peer)
+            self.told_done.add(peer)
         return answer, self._count(effects)
 
     def _server_report(self, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         if isinstance(progress, OuterStepTaken):
-            return self.rounds.updated(now)
+            return self.rounds.outer_step_taken(now)
         return (Acknowledged() if isinstance(progress, RoundMetrics) else ProgressError()), ()
 
     def _worker_report(
@@ -92,20 +93,25 @@ class DilocoOperator:
     ) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         if isinstance(progress, BatchDone):
             self.slices.report(peer, _slice_counts(progress.slices))
-            return self.rounds.batch(peer, progress.batch_size, now), ()
+            return self.rounds.batch_done(peer, progress.batch_size, now), ()
         if isinstance(progress, SendingUpdate):
-            return Done() if self.rounds.excused(peer) else Acknowledged(), self.rounds.update(peer, now)
+            return Done() if self.rounds.is_excused(peer) else Acknowledged(), self.rounds.update_started(peer, now)
         if isinstance(progress, RoundMetrics):
             return Acknowledged(), self._measured(peer, progress)
         if isinstance(progress, OuterStepTaken):
             return ProgressError(), ()
-        return self.rounds.merged(peer, now), ()
+        return self.rounds.update_merged(peer, now), ()
 
     def _measured(self, peer: PeerId, report: RoundMetrics) -> tuple[Effect, ...]:
         values = {n[:100]: v for n, v in list(report.metrics.items())[:_METRICS] if math.isfinite(v)}
-        if "evaluation_loss" in values and "loss" not in values:  # a second report of the round, about its model
+        if (
+            "evaluation_loss" in values and "loss" not in values
+        ):  # a second report of the round, with evaluation metrics
             return (Measured(peer, report.round, values),)
-        return (Measured(peer, report.round, values), *self.rounds.metrics(peer, report.round, values.get("loss")))
+        return (
+            Measured(peer, report.round, values),
+            *self.rounds.metrics_reported(peer, report.round, values.get("loss")),
+        )
 
     def _count(self, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
         for effect in effects:
@@ -115,26 +121,26 @@ class DilocoOperator:
                 self.loss = effect.loss
         return effects
 
-    def lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
-        """A worker is gone; what it had and did not use goes to others."""
-        self.slices.lose(peer)
-        return self._count(self.rounds.lost(peer, why, now))
+    def worker_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
+        """Remove a lost worker; its unused slices are assigned to others."""
+        self.slices.release(peer)
+        return self._count(self.rounds.worker_lost(peer, why, now))
 
-    def refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
-        """The parameter server could not use a member's update."""
-        return self._count(self.rounds.refused(number, peer, reason, now))
+    def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
+        """Continue a round without a member whose update the parameter server refused."""
+        return self._count(self.rounds.update_refused(number, peer, reason, now))
 
     def expire(self, now: float) -> tuple[Effect, ...]:
-        """Time has passed."""
+        """Apply deadlines that have passed."""
         return self._count(self.rounds.expire(now))
 
     def finish(self) -> tuple[Effect, ...]:
-        """The job is over."""
+        """Close the remaining rounds at the end of the job."""
         return self._count(self.rounds.finish())
 
 
 def _slice_counts(slices: Mapping[str, int] | None) -> dict[int, int] | None:
-    """Slice indexes as numbers; what is not one is left out."""
+    """Convert slice indexes to numbers and drop malformed ones."""
     if slices is None:
         return None
     return {int(name): samples for name, samples in slices.items() if name.isascii() and name.isdigit()}

@@ -1,8 +1,9 @@
-"""When to synchronise: the rounds of one DiLoCo job, driven by what its executors report. Pure.
+"""Rounds of a DiLoCo job (arXiv:2311.08105): decides when workers synchronize, from reports of executors. Pure.
 
-Training workers report batches and are told how many they still have to do before their update; when all have sent
-theirs, the parameter server is told whose updates to average, with which weights; its outer step closes the round.
-The clock is passed in; what is to be *done* comes back as effects, which `hypha_scheduler.training` carries out.
+Training workers report batches; the response says how many more to process before sending the update. When all updates
+are under way, the members and their weights are announced to the parameter server, whose outer step closes the
+round. The clock is passed in, and actions are returned as effects, which `hypha_scheduler.training` applies.
+Called by `operator`; calls `forecast`.
 """
 
 from __future__ import annotations
@@ -13,67 +14,75 @@ from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, ProgressResponse, ScheduleUpdate
-from hypha_scheduler.strategies.diloco.forecast import Shares, Speed, Standing, divide
+from hypha_scheduler.strategies.diloco.forecast import (
+    BatchAllocation,
+    ThroughputEstimate,
+    WorkerProgress,
+    allocate_batches,
+)
 
 DECIDED_SHARE: Final = 0.5
-"""Share of a round's target after which counts are decided even if someone's speed is unknown."""
-_CHANGE: Final = 0.2
-"""A count that was told is changed only when it is off by more than this share, and by more than one batch."""
+"""Fraction of a round's target after which batches are allocated even if some worker's throughput is unknown."""
+_MIN_CHANGE: Final = 0.2
+"""A worker's allocation is changed only if it is off by more than this fraction and by more than one batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSettings:
-    """What a job asks of its rounds."""
+    """Settings of the rounds of a job."""
 
     rounds: int
+    """Number of rounds."""
     target: int
-    """Samples of all workers in a round."""
+    """Samples of all workers per round."""
     batch_size: int
+    """Samples per batch of a worker."""
     min_members: int
+    """Number of workers without which the job fails."""
     timeout: float | None = None
-    """Seconds that a round may take; none: from the forecast."""
+    """Maximum duration of a round in seconds; None to derive it from the forecast."""
     grace: float = 30.0
-    """Seconds beyond the forecast before a member counts as late, at least."""
-    patience: float = 600.0
-    """Seconds for what has no forecast: starting an executor, an outer step, merging it."""
+    """Minimum time in seconds beyond the forecast before a member counts as late."""
+    step_timeout: float = 600.0
+    """Timeout in seconds of steps without a forecast: starting an executor, an outer step, merging it."""
     evaluation: float = 0.0
-    """Seconds for merging an outer update where the model is evaluated with it, before a worker counts as late."""
+    """Timeout in seconds of merging an outer update if the model is then evaluated; 0 without evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Synchronise:
-    """Effect: tell the parameter server whose updates to average."""
+class AnnounceRound:
+    """Effect: announce to the parameter server whose updates to average."""
 
     round: int
     members: tuple[tuple[PeerId, int], ...]
-    """Peer and samples."""
+    """Peer and number of samples of each member."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundClosed:
-    """Effect: a round is over; what is known about it."""
+    """Effect: report a closed round."""
 
     round: int
     samples: Mapping[PeerId, int]
     batches: Mapping[PeerId, int]
     waits: Mapping[PeerId, float]
-    """Seconds from a worker's own update to the last one's."""
+    """Seconds from each worker's update to the last worker's update."""
     seconds: float
-    """From the round's first moment to the outer step; that of the first round is when a worker's first batch began."""
+    """Duration to the outer step; the first round begins when the first worker starts its first batch."""
     loss: float | None
-    """Mean over workers, weighted by samples; none when no worker reported one."""
+    """Mean loss over workers, weighted by samples; None if no worker reported one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Effect: the job cannot go on."""
+    """Effect: fail the job."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Effect: a round goes on without a worker, which was waited for `seconds`."""
+    """Effect: report that a round continues without a worker after waiting `seconds` for it."""
 
     peer: PeerId
     round: int
@@ -82,27 +91,28 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Effect: a worker measured something over a round."""
+    """Effect: report the metrics of a worker over a round."""
 
     peer: PeerId
     round: int
     values: Mapping[str, float]
 
 
-Effect = Synchronise | RoundClosed | Late | Measured | Fail
+Effect = AnnounceRound | RoundClosed | Late | Measured | Fail
 
 
 @dataclass(slots=True)
-class _Part:
-    """One worker's part in one round."""
+class _Contribution:
+    """Contribution of one worker to one round."""
 
     last_at: float | None = None
-    """When its last batch was reported, or it began."""
+    """Time at which its last batch was reported, or its first one began."""
     samples: int = 0
     batches: int = 0
-    left: int | None = None
-    """Batches it was told to do still."""
+    remaining: int | None = None
+    """Number of further batches allocated to it; None before the allocation."""
     posted_at: float | None = None
+    """Time at which it started to send its update."""
     loss: float | None = None
 
 
@@ -111,41 +121,45 @@ class _Round:
     number: int
     began_at: float
     trains_at: float | None = None
-    """When the first worker got its first slice, if that was in this round: before it, executors started."""
-    parts: dict[PeerId, _Part] = field(default_factory=dict)
+    """Time at which the first worker got its first slice, if in this round; before that, executors were starting."""
+    parts: dict[PeerId, _Contribution] = field(default_factory=dict)
     dropped: set[PeerId] = field(default_factory=set)
     """Members that were late or whose update was refused."""
     finish: float | None = None
-    synchronised_at: float | None = None
+    """Forecast of the time at which the last batch is complete."""
+    announced_at: float | None = None
+    """Time at which the members were announced."""
     closed_at: float | None = None
-    told: bool = False
+    """Time of the outer step."""
+    reported: bool = False
+    """Whether `RoundClosed` was returned."""
 
     @property
-    def first_moment(self) -> float:
-        """From when its seconds count."""
+    def counted_from(self) -> float:
+        """Time from which the duration of the round counts."""
         return self.began_at if self.trains_at is None else self.trains_at
 
-    def first_moment_of(self, peer: PeerId) -> float:
-        """From when a worker was waited for: what has not begun is still starting."""
+    def waited_from(self, peer: PeerId) -> float:
+        """Return the time since which the round has waited for a worker; one that has not begun is still starting."""
         part = self.parts.get(peer)
-        return self.began_at if part is None or part.last_at is None else self.first_moment
+        return self.began_at if part is None or part.last_at is None else self.counted_from
 
-    def part(self, peer: PeerId) -> _Part:
-        return self.parts.setdefault(peer, _Part())
+    def part(self, peer: PeerId) -> _Contribution:
+        return self.parts.setdefault(peer, _Contribution())
 
 
 @dataclass(slots=True)
 class _Member:
     round: int = 1
-    speed: Speed = field(default_factory=Speed)
+    throughput: ThroughputEstimate = field(default_factory=ThroughputEstimate)
     done: bool = False
 
 
 class Rounds:
-    """The rounds of one job. Every method that hears of something returns what follows from it."""
+    """State of the rounds of one job. Methods that process an event return the response or effects that follow."""
 
     def __init__(self, settings: RoundSettings, members: Iterable[PeerId], now: float) -> None:
-        """All `members` start in round 1."""
+        """Start round 1 with `members`."""
         self._settings = settings
         self._members = {peer: _Member() for peer in members}
         self._rounds: dict[int, _Round] = {1: _Round(1, now)}
@@ -153,7 +167,7 @@ class Rounds:
 
     @property
     def members(self) -> frozenset[PeerId]:
-        """Workers that take part."""
+        """Workers that take part in the job."""
         return frozenset(self._members)
 
     @property
@@ -163,19 +177,19 @@ class Rounds:
 
     @property
     def over(self) -> bool:
-        """Whether the last outer step was taken and every worker has merged it, but for those that it excused."""
-        settled = all(member.done or self.excused(peer) for peer, member in self._members.items())
+        """Whether the last outer step was taken, and merged by every worker that is not left out of the last round."""
+        settled = all(member.done or self.is_excused(peer) for peer, member in self._members.items())
         return self._closed >= self._settings.rounds and settled
 
-    def excused(self, peer: PeerId) -> bool:
-        """Whether the last round goes on without `peer`, so that nothing is left for it to do."""
+    def is_excused(self, peer: PeerId) -> bool:
+        """Return whether the last round continues without `peer`, which then has nothing left to do."""
         last = self._rounds.get(self._settings.rounds)
         return last is not None and peer in last.dropped
 
     # ------------------------------------------------------------------------------------------------- training workers
 
-    def began(self, peer: PeerId, now: float) -> None:
-        """A worker got its first slice: its first batch begins."""
+    def training_began(self, peer: PeerId, now: float) -> None:
+        """Record that a worker got its first slice and begins its first batch."""
         member = self._members.get(peer)
         if member is not None:
             current = self._rounds[member.round]
@@ -184,8 +198,8 @@ class Rounds:
             part = current.part(peer)
             part.last_at = now if part.last_at is None else part.last_at
 
-    def batch(self, peer: PeerId, samples: int, now: float) -> ProgressResponse:
-        """A worker finished a batch: go on, or how many more before the update."""
+    def batch_done(self, peer: PeerId, samples: int, now: float) -> ProgressResponse:
+        """Process a finished batch; the response is to continue, or how many more batches precede the update."""
         member = self._members.get(peer)
         if member is None:
             return ProgressError()
@@ -195,86 +209,92 @@ class Rounds:
             return Done() if member.done else Continue()
         samples = min(samples, self._settings.batch_size)
         if part.last_at is not None:
-            member.speed.observe(samples, now - part.last_at)
+            member.throughput.observe(samples, now - part.last_at)
         part.last_at = now
         part.samples += samples
         part.batches += 1
-        part.left = None if part.left is None else max(0, part.left - 1)
+        part.remaining = None if part.remaining is None else max(0, part.remaining - 1)
         return self._answer_batch(current, peer, part, now)
 
-    def _answer_batch(self, current: _Round, peer: PeerId, part: _Part, now: float) -> ProgressResponse:
-        if self.excused(peer):
+    def _answer_batch(self, current: _Round, peer: PeerId, part: _Contribution, now: float) -> ProgressResponse:
+        if self.is_excused(peer):
             return Done()
-        if peer in current.dropped:  # late: when the round is over it hands in what counts no more, and catches up
+        if (
+            peer in current.dropped
+        ):  # late: once the round is closed it sends its update, which is not used, and catches up
             return ScheduleUpdate(counter=0) if current.number <= self._closed else Continue()
-        if part.left == 0 or not self._decidable(current):
+        if part.remaining == 0 or not self._can_allocate(current):
             return Continue()
-        shares = self._shares(current, now)
-        current.finish = max(shares.finish, now)  # nothing is left to do: the forecast knows no later moment
-        share = shares.batches[peer]
-        if part.left is not None and abs(share - part.left) <= max(1.0, _CHANGE * part.left):
+        allocation = self._allocate(current, now)
+        current.finish = max(allocation.finish, now)  # without batches left, the forecast may be in the past
+        count = allocation.batches[peer]
+        if part.remaining is not None and abs(count - part.remaining) <= max(1.0, _MIN_CHANGE * part.remaining):
             return Continue()
-        part.left = share
-        return ScheduleUpdate(counter=share)
+        part.remaining = count
+        return ScheduleUpdate(counter=count)
 
     def _expected(self, current: _Round) -> list[PeerId]:
-        """Members whose update belongs in the round."""
+        """Return the members whose updates belong to the round."""
         return [p for p, m in self._members.items() if m.round <= current.number and p not in current.dropped]
 
-    def _decidable(self, current: _Round) -> bool:
+    def _can_allocate(self, current: _Round) -> bool:
         expected = self._expected(current)
         done = sum(part.samples for part in current.parts.values())
         if done >= DECIDED_SHARE * self._settings.target:
             return True
         in_flight = sum(current.part(peer).posted_at is None for peer in expected) * self._settings.batch_size
-        return done + in_flight >= self._settings.target or all(self._members[peer].speed.known for peer in expected)
+        return done + in_flight >= self._settings.target or all(
+            self._members[peer].throughput.known for peer in expected
+        )
 
-    def _shares(self, current: _Round, now: float) -> Shares:
+    def _allocate(self, current: _Round, now: float) -> BatchAllocation:
         expected = self._expected(current)
         gone = sum(part.samples for peer, part in current.parts.items() if peer not in expected)
-        return divide([self._standing(current, peer, now) for peer in expected], self._settings.target - gone)
+        return allocate_batches(
+            [self._worker_progress(current, peer, now) for peer in expected], self._settings.target - gone
+        )
 
-    def _standing(self, current: _Round, peer: PeerId, now: float) -> Standing:
-        part, speed = current.part(peer), self._members[peer].speed
+    def _worker_progress(self, current: _Round, peer: PeerId, now: float) -> WorkerProgress:
+        part, throughput = current.part(peer), self._members[peer].throughput
         size = self._settings.batch_size
-        seconds = None if speed.seconds_per_sample is None else speed.seconds_per_sample * size
+        seconds = None if throughput.seconds_per_sample is None else throughput.seconds_per_sample * size
         since = now if part.last_at is None else part.last_at
         if seconds is not None:
-            seconds = max(seconds, now - since)  # a batch that is overdue says more than the batches before it
-        return Standing(
+            seconds = max(seconds, now - since)  # an overdue batch is better evidence than earlier batches
+        return WorkerProgress(
             peer=peer,
             batch_size=size,
             done=part.samples,
             batch_seconds=seconds,
             next_at=since + (seconds or 0.0),
-            owed=0 if part.batches else 1,
-            over=part.posted_at is not None or part.left == 0,
+            min_batches=0 if part.batches else 1,
+            is_finished=part.posted_at is not None or part.remaining == 0,
         )
 
-    def update(self, peer: PeerId, now: float) -> tuple[Effect, ...]:
-        """A worker begins to send its pseudo-gradient: its samples in this round are settled."""
+    def update_started(self, peer: PeerId, now: float) -> tuple[Effect, ...]:
+        """Process that a worker starts to send its pseudo-gradient; its samples in this round are final."""
         member = self._members.get(peer)
         if member is None:
             return ()
         current = self._rounds[member.round]
         part = current.part(peer)
         part.posted_at = now if part.posted_at is None else part.posted_at
-        return self._synchronise_if_complete(current, now)
+        return self._announce_if_complete(current, now)
 
-    def metrics(self, peer: PeerId, number: int, loss: float | None) -> tuple[Effect, ...]:
-        """A worker tells what it measured over a round."""
+    def metrics_reported(self, peer: PeerId, number: int, loss: float | None) -> tuple[Effect, ...]:
+        """Record the loss that a worker reported for a round."""
         current = self._rounds.get(number)
         if peer not in self._members or current is None:
             return ()
         current.part(peer).loss = loss
-        return self._tell(current, only_whole=True)
+        return self._close_round(current, only_complete=True)
 
-    def merged(self, peer: PeerId, now: float) -> ProgressResponse:
-        """A worker has merged the outer update of its round: on to the next, or done."""
+    def update_merged(self, peer: PeerId, now: float) -> ProgressResponse:
+        """Process that a worker has merged the outer update; it continues with the next round or is done."""
         member = self._members.get(peer)
         if member is None:
             return ProgressError()
-        if self._rounds[member.round].synchronised_at is None:  # an answer was lost and the report came again
+        if self._rounds[member.round].announced_at is None:  # a response was lost and the report repeated
             return Continue() if member.round > 1 else ProgressError()
         if member.round >= self._settings.rounds:
             member.done = True
@@ -282,56 +302,56 @@ class Rounds:
         member.round += 1
         self._rounds.setdefault(member.round, _Round(member.round, now)).part(peer).last_at = now
         behind = min(m.round for m in self._members.values()) - 1
-        for number in [n for n, found in self._rounds.items() if n < behind and found.told]:
+        for number in [n for n, found in self._rounds.items() if n < behind and found.reported]:
             del self._rounds[number]
         return Continue()
 
     # ------------------------------------------------------------------------------------------------- parameter server
 
-    def _synchronise_if_complete(self, current: _Round, now: float, again: bool = False) -> tuple[Effect, ...]:
+    def _announce_if_complete(self, current: _Round, now: float, again: bool = False) -> tuple[Effect, ...]:
         expected = self._expected(current)
-        if current.number <= self._closed or (current.synchronised_at is not None and not again):
+        if current.number <= self._closed or (current.announced_at is not None and not again):
             return ()
         if not all(current.part(peer).posted_at is not None for peer in expected):
             return ()
         members = tuple((peer, current.parts[peer].samples) for peer in expected if current.parts[peer].samples)
         if len(members) < self._settings.min_members:
             return (Fail(f"round {current.number}: {len(members)} updates of at least {self._settings.min_members}"),)
-        current.synchronised_at = now
-        return (Synchronise(current.number, members),)
+        current.announced_at = now
+        return (AnnounceRound(current.number, members),)
 
-    def updated(self, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
-        """The parameter server has taken an outer step: the answer to it, and the round that this closes."""
+    def outer_step_taken(self, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+        """Process that the parameter server has taken an outer step, which closes a round."""
         current = self._rounds.get(self._closed + 1)
-        if current is None or current.synchronised_at is None:  # an answer was lost and the report came again
+        if current is None or current.announced_at is None:  # a response was lost and the report repeated
             return (self._after_step() if self._closed else ProgressError()), ()
         self._closed += 1
         current.closed_at = now
         before = self._rounds.get(self._closed - 1)
-        late = self._tell(before, only_whole=False) if before else ()
-        return self._after_step(), late + self._tell(current, only_whole=True)
+        late = self._close_round(before, only_complete=False) if before else ()
+        return self._after_step(), late + self._close_round(current, only_complete=True)
 
     def _after_step(self) -> ProgressResponse:
         return Done() if self._closed >= self._settings.rounds else Acknowledged()
 
-    def refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
-        """The parameter server could not use a member's update: the round goes on without it."""
+    def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
+        """Continue a round without a member whose update the parameter server refused."""
         current = self._rounds.get(number)
         if current is None or peer not in self._members or number <= self._closed or peer in current.dropped:
             return ()
         current.dropped.add(peer)
-        return self._without(current, f"the parameter server refused the update of {peer}: {reason}", now)
+        return self._continue_without(current, f"the parameter server refused the update of {peer}: {reason}", now)
 
-    def _without(self, current: _Round, why: str, now: float) -> tuple[Effect, ...]:
+    def _continue_without(self, current: _Round, why: str, now: float) -> tuple[Effect, ...]:
         remaining, least = len(self._expected(current)), self._settings.min_members
         if remaining < least:
             return (Fail(f"round {current.number}: {why}; {remaining} of at least {least} remain"),)
-        return self._synchronise_if_complete(current, now, again=True)
+        return self._announce_if_complete(current, now, again=True)
 
-    # -------------------------------------------------------------------------------------------------- what goes wrong
+    # --------------------------------------------------------------------------------------------------- lost and late
 
-    def lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
-        """A worker is gone. Its update of a round that is not closed does not count."""
+    def worker_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
+        """Remove a lost worker; its updates in rounds that are not closed are not used."""
         if self._members.pop(peer, None) is None:
             return ()
         if len(self._members) < self._settings.min_members and self._closed < self._settings.rounds:
@@ -340,35 +360,34 @@ class Rounds:
         effects: tuple[Effect, ...] = ()
         for current in [r for r in self._rounds.values() if r.number > self._closed]:
             current.parts.pop(peer, None)
-            effects += self._synchronise_if_complete(current, now, again=current.synchronised_at is not None)
+            effects += self._announce_if_complete(current, now, again=current.announced_at is not None)
         return effects
 
     def deadline(self) -> float | None:
-        """When the open round is overdue; none when all is done."""
+        """Return the time at which the open round is overdue, or None when the job is complete."""
         current = self._rounds.get(self._closed + 1)
         if current is None:
             last = self._rounds[self._closed]
-            patience = max(self._settings.patience, self._settings.evaluation)
-            return None if self.over else (last.closed_at or last.began_at) + patience
-        if current.synchronised_at is not None:
-            return (
-                current.synchronised_at + (self._settings.timeout or 0.0) + self._settings.patience
-            )  # updates, then a step
+            timeout = max(self._settings.step_timeout, self._settings.evaluation)
+            return None if self.over else (last.closed_at or last.began_at) + timeout
+        if current.announced_at is not None:
+            updates, step = self._settings.timeout or 0.0, self._settings.step_timeout
+            return current.announced_at + updates + step
         began = current.trains_at if current.number == 1 else current.began_at
-        if self._settings.timeout is not None and began is not None:  # executors that start have their own patience
+        if self._settings.timeout is not None and began is not None:  # starting executors have a timeout of their own
             return began + self._settings.timeout
         if (until := self._evaluating_until(current)) is not None:
             return until
         starting = any(
-            not self._members[peer].speed.observations and not current.part(peer).batches
+            not self._members[peer].throughput.observations and not current.part(peer).batches
             for peer in self._expected(current)
         )
         if current.finish is None or starting:
-            return current.began_at + self._settings.patience
+            return current.began_at + self._settings.step_timeout
         return current.finish + max(self._settings.grace, current.finish - current.began_at)
 
     def _evaluating_until(self, current: _Round) -> float | None:
-        """Until when workers that have not merged the last outer update may be busy measuring the model."""
+        """Return the deadline of workers that may still be evaluating the last outer update, or None."""
         before = self._rounds.get(current.number - 1)
         if not self._settings.evaluation or before is None or before.closed_at is None:
             return None
@@ -376,7 +395,7 @@ class Rounds:
         return before.closed_at + self._settings.evaluation if behind else None
 
     def expire(self, now: float) -> tuple[Effect, ...]:
-        """The deadline may have passed: the round goes on without those who are late."""
+        """Apply the deadline if it has passed: continue the round without late workers, or fail the job."""
         due = self.deadline()
         if due is None or now < due:
             return ()
@@ -384,34 +403,34 @@ class Rounds:
         if current is None:
             waiting = sorted(str(peer) for peer, member in self._members.items() if not member.done)
             return (Fail(f"the outer update of round {self._closed} was not merged by {', '.join(waiting)}"),)
-        if current.synchronised_at is not None:
-            since = now - current.synchronised_at
+        if current.announced_at is not None:
+            since = now - current.announced_at
             return (Fail(f"round {current.number}: the parameter server took no outer step within {since:.0f} s"),)
         late = [peer for peer in self._expected(current) if current.part(peer).posted_at is None]
         current.dropped.update(late)
         names = ", ".join(sorted(str(peer) for peer in late))
-        waited = {peer: now - current.first_moment_of(peer) for peer in late}
-        told = tuple(Late(peer, current.number, seconds) for peer, seconds in waited.items())
+        waited = {peer: now - current.waited_from(peer) for peer in late}
+        reports = tuple(Late(peer, current.number, seconds) for peer, seconds in waited.items())
         longest = max(waited.values(), default=0.0)
-        return told + self._without(current, f"no update within {longest:.0f} s from {names}", now)
+        return reports + self._continue_without(current, f"no update within {longest:.0f} s from {names}", now)
 
-    # ------------------------------------------------------------------------------------------------------ what it was
+    # ------------------------------------------------------------------------------------------------------- reporting
 
     def finish(self) -> tuple[Effect, ...]:
-        """The job is over: rounds that wait for a worker's metrics are told as they are."""
-        told: tuple[Effect, ...] = ()
+        """Report the closed rounds that still wait for a worker's metrics."""
+        effects: tuple[Effect, ...] = ()
         for current in list(self._rounds.values()):
-            told += self._tell(current, only_whole=False)
-        return told
+            effects += self._close_round(current, only_complete=False)
+        return effects
 
-    def _tell(self, current: _Round, *, only_whole: bool) -> tuple[Effect, ...]:
-        """Close a round's account once: when every contributor's loss is known, or at the last moment."""
+    def _close_round(self, current: _Round, *, only_complete: bool) -> tuple[Effect, ...]:
+        """Report a closed round once: as soon as the loss of every contributor is known, or without `only_complete`."""
         posted = {peer: part for peer, part in current.parts.items() if part.posted_at is not None}
         parts = {peer: part for peer, part in posted.items() if peer not in current.dropped}
         whole = all(part.loss is not None for part in parts.values())
-        if current.told or current.closed_at is None or (only_whole and not whole):
+        if current.reported or current.closed_at is None or (only_complete and not whole):
             return ()
-        current.told = True
+        current.reported = True
         last = max((part.posted_at or 0.0 for part in parts.values()), default=0.0)
         losses = [(part.loss, part.samples) for part in parts.values() if part.loss is not None and part.samples]
         weight = sum(samples for _, samples in losses)
@@ -421,7 +440,7 @@ class Rounds:
                 samples={peer: part.samples for peer, part in parts.items()},
                 batches={peer: part.batches for peer, part in parts.items()},
                 waits={peer: last - (part.posted_at or last) for peer, part in parts.items()},
-                seconds=current.closed_at - current.first_moment,
+                seconds=current.closed_at - current.counted_from,
                 loss=sum(loss * samples for loss, samples in losses) / weight if weight else None,
             ),
         )

@@ -1,7 +1,7 @@
-"""Who trains on what: each slice of the dataset exactly once an epoch, AVAILABLE → ASSIGNED → USED. Pure.
+"""Slice assignment: each slice of the dataset is used exactly once per epoch, AVAILABLE → ASSIGNED → USED. Pure.
 
-Before this room: the data node's manifest says which slices there are. After it: the worker pulls what it was given
-from the data node, and its executor reports how many samples of it were used.
+The dataset's manifest lists the slices. A worker requests one, pulls it from a data node, and its executor reports how
+many samples it has used. The unused slices of a lost worker become AVAILABLE again. Called by `operator`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-_HELD: Final = 64
-"""Slices that one worker may hold whatever their size; beyond that, as many as make `_BATCHES` batches.
+_MAX_SLICES: Final = 64
+"""Number of slices that a worker may hold regardless of their size; beyond it, at most `_MAX_BATCHES` batches' worth.
 
-One that hoards them cannot make the ledger grow, and batches of many small slices are filled all the same.
+Bounds the memory that a worker which never uses its slices can take, but lets a batch consist of many small slices.
 """
-_BATCHES: Final = 4
+_MAX_BATCHES: Final = 4
 
 
 class SliceState(Enum):
-    """How a slice of an epoch stands."""
+    """State of a slice in an epoch."""
 
     AVAILABLE = "available"
     ASSIGNED = "assigned"
@@ -30,15 +30,15 @@ class SliceState(Enum):
 
 
 class LedgerFullError(Exception):
-    """A worker was given so many slices without using them that it gets no more."""
+    """A worker holds so many unused slices that it gets no more."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Assignment:
-    """One slice in one pass over the dataset."""
+    """Slice in one epoch."""
 
     epoch: int
-    """From 0."""
+    """Pass over the dataset, from 0."""
     index: int
 
 
@@ -46,13 +46,14 @@ class Assignment:
 class _Epoch:
     number: int
     queue: deque[int]
-    """Slices that are AVAILABLE, next first."""
+    """AVAILABLE slices, next first."""
     unused: int
+    """Number of slices that are not USED."""
 
 
 @dataclass(slots=True)
-class _Holding:
-    """A slice that a worker has."""
+class _AssignedSlice:
+    """Slice that is assigned to a worker."""
 
     assignment: Assignment
     samples_used: int = 0
@@ -60,25 +61,26 @@ class _Holding:
 
 @dataclass(slots=True)
 class _Holder:
-    holdings: list[_Holding] = field(default_factory=list)
-    silent: bool = False
-    """It reports batches without saying which slices they came from."""
+    assigned: list[_AssignedSlice] = field(default_factory=list)
+    reports_no_slices: bool = False
+    """Whether it reports batches without stating the slices they came from."""
 
 
 class SliceLedger:
-    """Hands out the slices of one dataset.
+    """Assigns the slices of one dataset to workers.
 
-    Epochs overlap: when no slice is AVAILABLE the next epoch opens, so that nobody waits for another's last slice.
-    Slices that a lost worker had and did not use up are the first to be handed out again.
+    Epochs overlap: when no slice is AVAILABLE the next epoch starts, so that no worker waits for the last slice of
+    another. Slices that a lost worker did not use up are assigned first.
     """
 
     def __init__(self, samples: Sequence[int | None], seed: int = 0, batch: int = 0) -> None:
-        """Begin before epoch 0.
+        """Start before epoch 0.
 
         Args:
-            samples: samples of each slice; none where unknown (then a slice is used at its holder's next request).
-            seed: decides the order within every epoch.
-            batch: samples of a worker's batch, which is reported when all of it was used.
+            samples: number of samples of each slice; None if unknown, then a slice counts as used when its worker
+                requests another.
+            seed: seed of the order within each epoch.
+            batch: samples per batch of a worker.
 
         Raises:
             ValueError: there are no slices.
@@ -87,18 +89,18 @@ class SliceLedger:
             raise ValueError("a dataset without slices cannot be trained on")
         self._samples = list(samples)
         self._seed = seed
-        self._enough = _BATCHES * batch
+        self._max_unused = _MAX_BATCHES * batch
         self._epochs: dict[int, _Epoch] = {}
         self._next_epoch = 0
         self._holders: dict[Hashable, _Holder] = {}
 
     @property
     def epoch(self) -> int:
-        """The newest epoch that has begun."""
+        """Newest epoch that has started."""
         return max(0, self._next_epoch - 1)
 
     def state(self, epoch: int, index: int) -> SliceState:
-        """How a slice stands. Epochs that have not begun are AVAILABLE, those that are over are USED."""
+        """Return the state of a slice: AVAILABLE in epochs that have not started, USED in completed ones."""
         opened = self._epochs.get(epoch)
         if opened is None:
             return SliceState.AVAILABLE if epoch >= self._next_epoch else SliceState.USED
@@ -107,35 +109,37 @@ class SliceLedger:
         return SliceState.ASSIGNED if Assignment(epoch, index) in self._assigned() else SliceState.USED
 
     def _assigned(self) -> set[Assignment]:
-        return {held.assignment for holder in self._holders.values() for held in holder.holdings}
+        return {held.assignment for holder in self._holders.values() for held in holder.assigned}
 
     def held_by(self, worker: Hashable) -> tuple[Assignment, ...]:
-        """What `worker` has ASSIGNED, oldest first."""
+        """Return the slices that are ASSIGNED to `worker`, oldest first."""
         holder = self._holders.get(worker)
-        return tuple(held.assignment for held in holder.holdings) if holder else ()
+        return tuple(held.assignment for held in holder.assigned) if holder else ()
 
     def assign(self, worker: Hashable) -> Assignment:
-        """Give `worker` the next slice.
+        """Assign the next slice to `worker`.
 
         Raises:
-            LedgerFullError: it holds so many that something must be wrong with it.
+            LedgerFullError: the worker holds too many unused slices.
         """
         holder = self._holders.setdefault(worker, _Holder())
-        for held in [h for h in holder.holdings if holder.silent or self._samples[h.assignment.index] is None]:
-            holder.holdings.remove(held)
+        for held in [
+            h for h in holder.assigned if holder.reports_no_slices or self._samples[h.assignment.index] is None
+        ]:
+            holder.assigned.remove(held)
             self._use(held.assignment)
-        if self._is_full(holder.holdings):
-            raise LedgerFullError(f"{len(holder.holdings)} slices were given to this worker and not used")
+        if self._is_full(holder.assigned):
+            raise LedgerFullError(f"{len(holder.assigned)} slices were assigned to this worker and not used")
         epoch = next((e for e in self._epochs.values() if e.queue), None) or self._open_epoch()
         assignment = Assignment(epoch.number, epoch.queue.popleft())
-        holder.holdings.append(_Holding(assignment))
+        holder.assigned.append(_AssignedSlice(assignment))
         return assignment
 
-    def _is_full(self, holdings: Sequence[_Holding]) -> bool:
-        if len(holdings) < _HELD:
+    def _is_full(self, assigned: Sequence[_AssignedSlice]) -> bool:
+        if len(assigned) < _MAX_SLICES:
             return False
-        unused = sum((self._samples[held.assignment.index] or 0) - held.samples_used for held in holdings)
-        return unused >= self._enough or len(holdings) >= _HELD + self._enough
+        unused = sum((self._samples[held.assignment.index] or 0) - held.samples_used for held in assigned)
+        return unused >= self._max_unused or len(assigned) >= _MAX_SLICES + self._max_unused
 
     def _open_epoch(self) -> _Epoch:
         order = list(range(len(self._samples)))
@@ -146,21 +150,21 @@ class SliceLedger:
         return epoch
 
     def report(self, worker: Hashable, used: Mapping[int, int] | None) -> None:
-        """Note what a batch of `worker` took: slice index to samples; none when the executor does not say.
+        """Record how many samples a batch of `worker` took from each slice, or None if the executor does not report it.
 
-        Indexes that the worker does not hold are ignored.
+        Slices that the worker does not hold are ignored.
         """
         holder = self._holders.setdefault(worker, _Holder())
         if used is None:
-            holder.silent = True
+            holder.reports_no_slices = True
             return
-        holder.silent = False
+        holder.reports_no_slices = False
         for index, samples in used.items():
-            self._take(holder, index, samples)
+            self._count_samples(holder, index, samples)
 
-    def _take(self, holder: _Holder, index: int, samples: int) -> None:
-        """Count samples on the holder's copies of a slice, the one of the oldest epoch first."""
-        copies = sorted((h for h in holder.holdings if h.assignment.index == index), key=lambda h: h.assignment)
+    def _count_samples(self, holder: _Holder, index: int, samples: int) -> None:
+        """Count used samples of a slice, which the worker may hold in several epochs: the oldest epoch first."""
+        copies = sorted((h for h in holder.assigned if h.assignment.index == index), key=lambda h: h.assignment)
         for held in copies:
             size = self._samples[index]
             if size is None:
@@ -169,7 +173,7 @@ class SliceLedger:
             held.samples_used += taken
             samples -= taken
             if held.samples_used >= size:
-                holder.holdings.remove(held)
+                holder.assigned.remove(held)
                 self._use(held.assignment)
             if samples <= 0:
                 return
@@ -180,11 +184,11 @@ class SliceLedger:
         if epoch.unused == 0:
             del self._epochs[assignment.epoch]
 
-    def lose(self, worker: Hashable) -> tuple[Assignment, ...]:
-        """A worker is gone: what it had and did not use up is AVAILABLE again, first in line. Returns those slices."""
+    def release(self, worker: Hashable) -> tuple[Assignment, ...]:
+        """Make the unused slices of a lost worker AVAILABLE again, to be assigned first; return them."""
         holder = self._holders.pop(worker, None)
         if holder is None:
             return ()
-        for held in reversed(holder.holdings):
+        for held in reversed(holder.assigned):
             self._epochs[held.assignment.epoch].queue.appendleft(held.assignment.index)
-        return tuple(held.assignment for held in holder.holdings)
+        return tuple(held.assignment for held in holder.assigned)

@@ -1,0 +1,85 @@
+"""Child processes: they end with their context and with this process, and failures are reported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from hypha_local.errors import ProcessFailedError
+from hypha_local.processes import child_environment, local_processes
+
+
+def _alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_no_child_outlives_its_context(tmp_path: Path) -> None:
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    )
+    pids = []
+
+    async def main() -> None:
+        async with local_processes(tmp_path) as processes:
+            children = [
+                processes.start("polite", [sys.executable, "-c", "import time; time.sleep(60)"]),
+                processes.start("stubborn", [sys.executable, "-c", stubborn]),
+            ]
+            pids.extend(child.process.pid for child in children)
+            while "up" not in children[1].last_lines():
+                await anyio.sleep(0.01)
+            raise RuntimeError("the run fails")
+
+    started = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr("hypha_local.processes.TERM_TIMEOUT", 0.5)
+        anyio.run(main, backend="trio")
+    assert time.monotonic() - started < 20
+    assert not any(_alive(pid) for pid in pids)
+
+
+def test_early_exit_is_an_error_with_the_last_lines(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with local_processes(tmp_path) as processes:
+            processes.start("node", [sys.executable, "-c", "import sys; sys.exit('no certificate')"])
+            with anyio.fail_after(20):
+                await processes.watch(["node"])
+
+    with pytest.raises(ProcessFailedError, match=r"(?s)node ended with status 1.*no certificate"):
+        anyio.run(main, backend="trio")
+
+
+def test_timeout_is_an_error(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with local_processes(tmp_path) as processes:
+            await processes.run("slow", [sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.3)
+
+    with pytest.raises(ProcessFailedError, match="slow was not done within"):
+        anyio.run(main, backend="trio")
+
+
+def test_children_do_not_inherit_configuration_variables() -> None:
+    kept = child_environment({"PATH": "/bin", "HYPHA_KEY_PEM": "x", "OTEL_SERVICE_NAME": "y", "HOME": "/h"})
+    assert kept == {"PATH": "/bin", "HOME": "/h"}
+
+
+def test_children_are_terminated_when_the_parent_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from hypha_local.processes import Processes\n"
+        "child = Processes(Path(sys.argv[1])).start('child', [sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.process.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while _alive(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

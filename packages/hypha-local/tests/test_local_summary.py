@@ -1,0 +1,32 @@
+"""Summary of a demo run: parameters, traffic and text output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from hypha_local.summary import Summary, count_parameters, summarize
+
+
+def test_summary_counts_parameters_and_compares_traffic(tmp_path: Path) -> None:
+    tensors = {"w": np.zeros((3, 4), np.float32), "bn.running_mean": np.zeros(5, np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert count_parameters(tmp_path) == 12
+    worker = {"peer": "p", "samples": 160, "batches": 10, "bytes_sent": 100, "bytes_received": 50}
+    result = {"rounds": 2, "samples": 320, "workers": [worker] * 2, "placement_seconds": 0.5, "wall_seconds": 3.0}
+    summary = summarize(result, {"accuracy": 0.5, "loss": 1.0}, seed=1, wall_seconds=9.0, model_dir=tmp_path)
+    assert summary.per_step_bytes_per_worker == 10 * 12 * 4
+    assert summary.traffic_ratio == 4.8
+    assert json.loads(summary.as_json())["bytes_sent_per_worker"] == 100
+    assert "0.5000" in summary.as_text()
+
+
+def test_text_summary_states_nats_per_byte() -> None:
+    numbers = dict.fromkeys(Summary.__dataclass_fields__, 0) | {"test_loss": 1.9, "task": "text", "model_dir": "m"}
+    text = Summary(**numbers | {"alone_losses": (2.25, 2.5)}).as_text()  # type: ignore[arg-type]
+    assert "1.9000 nats/byte" in text
+    assert "2.2500, 2.5000" in text
+    assert "accuracy" not in text

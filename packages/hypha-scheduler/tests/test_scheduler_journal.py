@@ -1,0 +1,38 @@
+"""Journal: truncated lines are skipped and failed syncs are raised."""
+
+from __future__ import annotations
+
+import errno
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+
+from hypha_scheduler.journal import Journal, read_journal
+
+
+def test_truncated_last_line_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.record("accepted", job_id="x")
+    with path.open("ab") as file:
+        file.write(b'{"record": "rou')
+    assert read_journal(path) == [{"record": "accepted", "job_id": "x"}]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert read_journal(tmp_path / "none") == []
+
+
+def test_failed_background_sync_is_raised_by_the_next_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.record_async("round", round=1)
+        with monkeypatch.context() as broken:
+            broken.setattr("hypha_scheduler.journal.os.fsync", fail)
+            journal.record_async("round", round=2)
+            assert journal._pending_sync is not None
+            wait([journal._pending_sync], 10)
+        with pytest.raises(OSError, match="Input/output"):
+            journal.record_async("round", round=3)
+    assert [record["round"] for record in read_journal(tmp_path / "journal.jsonl")] == [1, 2]

@@ -1,0 +1,47 @@
+"""Job report: metrics posted to the status bridge."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+from hypha_proto.ids import PeerId
+from hypha_scheduler.metrics.status_bridge import StatusBridge
+from hypha_scheduler.reporting import JobReport
+from hypha_scheduler.strategies.diloco.rounds import Measured, RoundClosed
+
+PEER = PeerId.from_public_key(bytes(32))
+
+
+class _KeptPosts(StatusBridge):
+    def __init__(self) -> None:
+        super().__init__("nowhere:1")
+        self.posts: list[tuple[str, int, str, float, str | None]] = []
+
+    def put(self, worker: str, round_number: int, name: str, value: float, *, job_id: str | None = None) -> None:
+        self.posts.append((worker, round_number, name, value, job_id))
+
+
+def test_round_metrics_are_posted_per_worker(tmp_path: Path) -> None:
+    other, job_id = PeerId.from_public_key(bytes([1] * 32)), uuid.uuid4()
+    bridge = _KeptPosts()
+    with JobReport(tmp_path, bridge) as report:
+        report.accepted(job_id, {})
+        report.measured(Measured(PEER, 3, {"loss": 0.5, "samples_per_second": 80.0, "samples": 1.0}))
+        report.round_closed(
+            RoundClosed(3, {PEER: 96, other: 40}, {PEER: 6, other: 5}, {PEER: 0.0, other: 1.0}, 4.0, 0.5), 1
+        )
+    posted = {
+        (worker, name): value for worker, number, name, value, job in bridge.posts if (number, job) == (3, str(job_id))
+    }
+    assert posted == {
+        (str(PEER), "loss"): 0.5,
+        (str(PEER), "samples_per_second"): 80.0,
+        (str(PEER), "samples"): 96,
+        (str(PEER), "batch_size"): 16.0,
+        (str(PEER), "utilisation"): 1.0,
+        (str(other), "samples"): 40,
+        (str(other), "batch_size"): 8.0,
+        (str(other), "utilisation"): 0.75,
+    }
+    assert len(bridge.posts) == len(posted)

@@ -1,0 +1,126 @@
+"""Submission of jobs to a running scheduler over its Unix socket."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+from click.testing import CliRunner
+
+from hypha_scheduler.cli import main
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.job_config import JobConfig
+from hypha_scheduler.submission.client import configured_socket, read_job
+from hypha_scheduler.submission.server import serve_submissions, socket_path
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with anyio.fail_after(20):
+            await main()
+
+    anyio.run(bounded, backend="trio")
+
+
+JOB = """
+[scheduler.job]
+dataset = "digits"
+model = { path = "start", type = "vision-classification" }
+inner_optimizer = { learning_rate = 1e-3 }
+"""
+
+
+def submit_with(
+    tmp_path: Path, text: str, run_job: Callable[[JobConfig, uuid.UUID], Awaitable[Path]]
+) -> tuple[int, str]:
+    """Run `submit` against a scheduler with this `run_job`; return exit code and output."""
+    file = tmp_path / "job.toml"
+    file.write_text(text)
+    outcome: list[tuple[int, str]] = []
+
+    def submit() -> None:
+        done = CliRunner().invoke(main, ["submit", str(file), "--socket", str(socket_path(tmp_path / "r"))])
+        outcome.append((done.exit_code, done.output))
+
+    async def case() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve_submissions, tmp_path / "r", run_job)
+            while not await anyio.Path(socket_path(tmp_path / "r")).exists():
+                await anyio.sleep(0.01)
+            await anyio.sleep(0.1)  # the socket file exists a moment before it listens
+            await anyio.to_thread.run_sync(submit)
+            tasks.cancel_scope.cancel()
+
+    run(case)
+    assert not socket_path(tmp_path / "r").exists()
+    return outcome[0]
+
+
+def test_submit_runs_a_job_on_a_running_scheduler(tmp_path: Path) -> None:
+    received: list[JobConfig] = []
+    ids: list[uuid.UUID] = []
+
+    async def run_job(job: JobConfig, job_id: uuid.UUID) -> Path:
+        received.append(job)
+        ids.append(job_id)
+        return Path("/somewhere/result.json")
+
+    code, output = submit_with(tmp_path, JOB, run_job)
+    assert code == 0
+    accepted, result = (json.loads(line) for line in output.splitlines())
+    assert accepted == {"accepted": True, "job_id": str(ids[0]), "directory": str(tmp_path / "r" / str(ids[0]))}
+    assert result == {"result": "/somewhere/result.json"}
+    assert received[0].model.path == tmp_path / "start"
+    assert read_job(tmp_path / "job.toml")["dataset"] == "digits"
+
+
+def test_submit_reports_failed_and_invalid_jobs(tmp_path: Path) -> None:
+    async def run_job(job: JobConfig, job_id: uuid.UUID) -> Path:
+        raise JobFailedError("no workers at all")
+
+    code, output = submit_with(tmp_path, JOB, run_job)
+    assert code == 1
+    assert "no workers at all" in output
+    code, output = submit_with(tmp_path, JOB.replace("dataset", "datset"), run_job)
+    assert code == 2
+    assert "datset" in output
+
+
+def test_toml_dates_are_submitted_as_text(tmp_path: Path) -> None:
+    received: list[JobConfig] = []
+
+    async def run_job(job: JobConfig, _job_id: uuid.UUID) -> Path:
+        received.append(job)
+        return Path("/somewhere/result.json")
+
+    code, output = submit_with(
+        tmp_path, JOB.replace('path = "start"', "path = 'start', revision = 2024-01-31"), run_job
+    )
+    assert code == 0, output
+    assert received[0].model.revision == "2024-01-31"
+
+
+def test_socket_is_in_the_output_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "etc").mkdir()
+    config = tmp_path / "etc" / "scheduler.toml"
+    monkeypatch.chdir(tmp_path)
+    for text, runs in (
+        ("", tmp_path / "runs"),
+        ('output_dir = "out"', tmp_path / "etc" / "out"),
+        ('[scheduler]\noutput_dir = "/far"', Path("/far")),
+    ):
+        config.write_text(text)
+        assert configured_socket(config).resolve() == socket_path(runs)
+
+
+def test_submit_without_a_scheduler_exits_with_3(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(JOB)
+    done = CliRunner().invoke(main, ["submit", str(file), "--socket", str(tmp_path / "none")])
+    assert done.exit_code == 3
+    assert "no scheduler takes jobs at" in done.output
