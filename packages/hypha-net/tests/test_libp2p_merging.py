@@ -129,7 +129,7 @@ def in_mesh(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> bool:
     return ID(peer.peer_id.raw) in node._gossip[1].mesh.get(TOPIC, set())
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.concurrent])])
 def test_of_two_connections_both_ends_keep_what_the_smaller_id_dialled(authority: Any, soon: None, times: int) -> None:
     async def main() -> None:
         async with pair(authority) as (smaller, larger):
@@ -161,7 +161,7 @@ async def only_what_the_smaller_dialled(smaller: Libp2pEndpoint, larger: Libp2pE
     assert (initiators(smaller, larger), initiators(larger, smaller)) == ([True], [False])
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.concurrent])])
 def test_two_that_connect_at_once_end_with_one_connection(authority: Any, soon: None, times: int) -> None:
     async def main() -> None:
         twice = 0
@@ -182,7 +182,7 @@ def test_two_that_connect_at_once_end_with_one_connection(authority: Any, soon: 
                 await until(lambda: not one.connected_peers() and not two.connected_peers())
         assert twice, "the two never had two connections: this has shown nothing"
 
-    run(main)
+    run(main, 100)
 
 
 def test_what_is_open_on_the_other_connection_stays_to_its_end(authority: Any, soon: None) -> None:

@@ -258,7 +258,9 @@ def test_who_does_not_speak_mutual_tls_is_not_taken_for_a_node_when_dialled(auth
 
 
 @pytest.mark.parametrize("said", [b"", HELLO, HELLO + TLS], ids=["nothing", "hello", "tls"])
-@pytest.mark.parametrize("then", ["closes", pytest.param("is silent", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "then", ["closes", pytest.param("is silent", marks=[pytest.mark.slow, pytest.mark.concurrent])]
+)
 def test_who_ends_or_falls_silent_has_refused_nobody(
     authority: Any, monkeypatch: pytest.MonkeyPatch, said: bytes, then: str
 ) -> None:
