@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 from loopback_ports import free_port
-from wheelhouse import passed, run, uv
 
 ROOT = Path(__file__).parents[3]
 A = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
@@ -59,11 +58,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = next((path for path in candidates if path), None)
     assert base is not None, f"AIM needs one of {', '.join(PYTHONS)} on the PATH"
     folder = tmp_path_factory.mktemp("aim-environment")
-    passed(run([*uv(), "venv", "--quiet", "--python", base, str(folder)]))
+    subprocess.run([base, "-m", "venv", folder], check=True, timeout=120)
     driver = f"hypha-aim-driver[aim] @ {(ROOT / 'drivers/hypha-aim-driver').as_uri()}"
     proto = f"hypha-proto @ {(ROOT / 'packages/hypha-proto').as_uri()}"
-    install = [*uv(), "pip", "install", "--quiet", "--python", str(folder / "bin/python"), proto, driver]
-    passed(run(install, timeout=500))
+    subprocess.run([folder / "bin/pip", "install", "--quiet", proto, driver], check=True, timeout=500)
     return folder / "bin/python"
 
 

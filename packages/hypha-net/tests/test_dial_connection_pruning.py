@@ -129,7 +129,7 @@ def in_mesh(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> bool:
     return ID(peer.peer_id.raw) in node._gossip[1].mesh.get(TOPIC, set())
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.concurrent])])
 def test_both_ends_keep_the_connection_that_the_smaller_id_dialled(
     authority: Any, short_grace: None, times: int
 ) -> None:
@@ -163,7 +163,7 @@ async def wait_for_one_connection_dialled_by_smaller(smaller: Libp2pEndpoint, la
     assert (initiators(smaller, larger), initiators(larger, smaller)) == ([True], [False])
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.concurrent])])
 def test_simultaneous_dials_end_with_one_connection(authority: Any, short_grace: None, times: int) -> None:
     async def main() -> None:
         simultaneous = 0
@@ -184,7 +184,7 @@ def test_simultaneous_dials_end_with_one_connection(authority: Any, short_grace:
                 await until(lambda: not one.connected_peers() and not two.connected_peers())
         assert simultaneous, "there never were two connections: the test has shown nothing"
 
-    run(main)
+    run(main, 100)
 
 
 def test_open_streams_keep_a_surplus_connection(authority: Any, short_grace: None) -> None:

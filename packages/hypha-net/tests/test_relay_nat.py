@@ -80,7 +80,10 @@ def test_nodes_behind_two_nats_talk_through_the_gateway_and_heal_after_a_cut(aut
     run(main, 220)
 
 
-@pytest.mark.parametrize(("masquerade", "outcome"), [("masquerade", "direct"), ("masquerade random", "failed")])
+@pytest.mark.parametrize(
+    ("masquerade", "outcome"),
+    [("masquerade", "direct"), pytest.param("masquerade random", "failed", marks=pytest.mark.concurrent)],
+)
 def test_a_hole_is_punched_where_the_nat_keeps_ports_and_else_the_relay_goes_on(
     authority: Any, tmp_path: Path, masquerade: str, outcome: str
 ) -> None:

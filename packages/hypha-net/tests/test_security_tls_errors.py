@@ -255,7 +255,9 @@ def test_dialling_a_listener_without_mutual_tls_fails(authority: Any, name: str)
 
 
 @pytest.mark.parametrize("said", [b"", HELLO, HELLO + TLS], ids=["nothing", "hello", "tls"])
-@pytest.mark.parametrize("then", ["closes", pytest.param("is silent", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "then", ["closes", pytest.param("is silent", marks=[pytest.mark.slow, pytest.mark.concurrent])]
+)
 def test_closed_or_silent_connection_is_not_a_refusal(
     authority: Any, monkeypatch: pytest.MonkeyPatch, said: bytes, then: str
 ) -> None:
