@@ -12,19 +12,16 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
-import dns.asyncbackend
-import dns.asyncresolver
-import dns.exception
-import dns.name
-import dns.nameserver
-import dns.resolver
 
 from hypha_net.addresses import DNSADDR, split_peer
 from hypha_net.errors import AddressError, UnreachableError
 from hypha_proto.ids import PeerId
+
+if TYPE_CHECKING:
+    import dns.asyncresolver
 
 _log = logging.getLogger("hypha_net.dialer")
 
@@ -114,6 +111,11 @@ class TextRecords:
 
     async def _texts(self, name: str) -> list[str]:
         """The multiaddrs in a name's records, unchecked."""
+        import dns.asyncbackend  # takes as long as trio, and few nodes look up such an address
+        import dns.exception
+        import dns.name
+        import dns.resolver
+
         asked = f"_dnsaddr.{name.rstrip('.')}"
         try:
             answer = await self._resolver().resolve(
@@ -135,6 +137,9 @@ class TextRecords:
         return texts[:MAX_RECORDS]
 
     def _resolver(self) -> dns.asyncresolver.Resolver:
+        import dns.asyncresolver
+        import dns.nameserver
+
         resolver = dns.asyncresolver.Resolver(configure=not self._servers)
         if self._servers:
             resolver.nameservers = [dns.nameserver.Do53Nameserver(host, port) for host, port in self._servers]
