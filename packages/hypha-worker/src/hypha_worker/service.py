@@ -88,6 +88,7 @@ async def serve(config: WorkerConfig, node: Node) -> None:
     async with open_worker(config, node.endpoint):
         await _join_topic(node)
         node.ready()
+        await anyio.to_thread.run_sync(_preload, frozenset(executor.runtime for executor in config.executors))
         await anyio.sleep_forever()
 
 
@@ -110,7 +111,6 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
         OSError: the work directory cannot be used.
     """
     await anyio.to_thread.run_sync(prepare_work_dir, config.work_dir)
-    await anyio.to_thread.run_sync(_preload, frozenset(executor.runtime for executor in config.executors))
     with _socket_folder() as sockets, ExitStack() as held:
         await anyio.to_thread.run_sync(clear_work_dir, config.work_dir, held)
         async with anyio.create_task_group() as tasks:
@@ -126,7 +126,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
 
 
 def _preload(runtimes: Set[str]) -> None:
-    """Import what jobs will need, in a thread: the first job does not wait for it, nor the network."""
+    """Import what jobs will need, in a thread once the worker is ready, so that the first job does not wait for it."""
     if "process" in runtimes:
         from hypha_worker.bridge.server import preload
 
