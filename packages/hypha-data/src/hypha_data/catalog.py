@@ -17,7 +17,6 @@ from hypha_data.errors import DatasetError
 from hypha_proto.codec import from_json, to_json
 from hypha_proto.datasets import Manifest, SliceEntry
 from hypha_proto.errors import DecodeError, TensorFileError
-from hypha_proto.safetensors_io import TensorFile
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +81,8 @@ def count_samples(file: Path) -> int:
     Raises:
         DatasetError: it is no safetensors file, or its tensors do not agree.
     """
+    from hypha_proto.safetensors_io import TensorFile  # imports numpy (0.1 s), which slices with a manifest do not need
+
     try:
         with TensorFile(file) as tensors:
             lengths = {name: info.shape[:1] for name, info in tensors.tensors.items()}

@@ -75,6 +75,7 @@ async def serve(config: WorkerConfig, node: Node) -> None:
     async with open_worker(config, node.endpoint):
         await _wait_for_topic_peers(node)
         node.ready()
+        await anyio.to_thread.run_sync(_preload, frozenset(executor.runtime for executor in config.executors))
         await anyio.sleep_forever()
 
 
@@ -97,7 +98,6 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
         OSError: the work directory cannot be used.
     """
     await anyio.to_thread.run_sync(prepare_work_dir, config.work_dir)
-    await anyio.to_thread.run_sync(_preload, frozenset(executor.runtime for executor in config.executors))
     with open_socket_folder() as sockets, ExitStack() as stack:
         await anyio.to_thread.run_sync(clear_work_dir, config.work_dir, stack)
         async with anyio.create_task_group() as tasks:
@@ -113,7 +113,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
 
 
 def _preload(runtimes: Set[str]) -> None:
-    """Import what jobs will need, in a thread, so that neither the first job nor the network waits for it."""
+    """Import what jobs will need, in a thread once the worker is ready, so that the first job does not wait."""
     if "process" in runtimes:
         from hypha_worker.bridge.server import preload
 

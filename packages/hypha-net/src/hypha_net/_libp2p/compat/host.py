@@ -11,7 +11,6 @@ from importlib.metadata import version
 from typing import Any, Final, cast
 
 import trio
-from libp2p import new_host
 from libp2p.abc import IPeerStore
 from libp2p.custom_types import TProtocol
 from libp2p.host import basic_host
@@ -23,7 +22,9 @@ from libp2p.identity.update import update_peerstore_from_identify
 from libp2p.network.config import ConnectionConfig
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
-from libp2p.peer.peerstore import PeerStoreError
+from libp2p.peer.peerstore import PeerStore, PeerStoreError
+from libp2p.transport.tcp.tcp import TCP
+from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.compat.multiselect_limits import limit_multiselect_lines
@@ -56,30 +57,38 @@ def make_host(
         vars(module)["update_peerstore_from_identify"] = _remember_identify
     identify_module.PROTOCOL_VERSION = IDENTIFY_VERSION
     identify_module.AGENT_VERSION = f"hypha-python/{version('hypha-net')}"
-    host = new_host(
-        key_pair=libp2p_key_pair(identity),
-        sec_opt={TLS_PROTOCOL: TlsTransport(identity, records)},
-        muxer_opt={TProtocol(PROTOCOL): cast(Any, YamuxSession)},
-        connection_config=ConnectionConfig(
-            max_connections=max_connections,
-            min_connections=0,
-            low_watermark=0,
-            high_watermark=max_connections,
-            max_connections_per_peer=8,
-        ),
-        disable_identify_address_discovery=True,
-        negotiate_timeout=NEGOTIATE_TIMEOUT,
-    )
+    swarm = _build_swarm(identity, records, max_connections)
+    host = BasicHost(swarm, negotiate_timeout=NEGOTIATE_TIMEOUT, disable_identify_address_discovery=True)
     # py-libp2p's own method cuts a circuit's address at its first /p2p/, which makes it the relay's
     vars(host)["get_addrs"] = lambda: [Multiaddr(f"{address}/p2p/{identity.peer_id}") for address in own_addresses()]
     limit_multiselect_lines()
-    inbound = InboundStreams(cast(BasicHost, host).multiselect.handlers)
-    _prepare(cast(Swarm, host.get_network()), records.events, inbound)
-    return cast(BasicHost, host)
+    _prepare(swarm, records.events, InboundStreams(host.multiselect.handlers))
+    return host
+
+
+def _build_swarm(identity: Identity, records: SecurityState, max_connections: int) -> Swarm:
+    """Build the swarm that `libp2p.new_swarm` builds from these settings; that function needs all of py-libp2p.
+
+    There is no resource manager: its limits per peer and second are made for public swarms.
+    """
+    keys = libp2p_key_pair(identity)
+    peer = ID.from_pubkey(keys.public_key)
+    peerstore = PeerStore()
+    peerstore.add_key_pair(peer, keys)
+    upgrader = TransportUpgrader(
+        {TLS_PROTOCOL: TlsTransport(identity, records)}, {TProtocol(PROTOCOL): cast(Any, YamuxSession)}
+    )
+    config = ConnectionConfig(
+        max_connections=max_connections,
+        min_connections=0,
+        low_watermark=0,
+        high_watermark=max_connections,
+        max_connections_per_peer=8,
+    )
+    return Swarm(peer, peerstore, upgrader, [TCP()], connection_config=config)
 
 
 def _prepare(swarm: Swarm, events: Events, inbound: InboundStreams) -> None:
-    swarm.set_resource_manager(None)  # its limits per peer and second are made for public swarms
     swarm.upgrader.muxer_multistream = YamuxMultistream(inbound.serve)
     vars(swarm.auto_connector)["maybe_connect"] = _dial_nobody
     patch_swarm(swarm, events)

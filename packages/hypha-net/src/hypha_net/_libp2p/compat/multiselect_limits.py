@@ -1,7 +1,7 @@
 """Limits on multistream-select lines in py-libp2p's own negotiation: of security and muxer, and of its own streams.
 
 py-libp2p reads a line of any length in up to a hundred reads before the peer is authenticated, and raises an unexpected
-error for one that is not UTF-8, which ends the swarm (docs/upstream.md). Our streams use `streams.multistream_select`.
+error for one that is not UTF-8, which ends the swarm (docs/upstream/). Our streams use `streams.multistream_select`.
 """
 
 from __future__ import annotations

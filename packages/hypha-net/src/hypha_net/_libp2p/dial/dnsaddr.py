@@ -12,19 +12,16 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
-import dns.asyncbackend
-import dns.asyncresolver
-import dns.exception
-import dns.name
-import dns.nameserver
-import dns.resolver
 
 from hypha_net.addresses import DNSADDR, split_peer
 from hypha_net.errors import AddressError, UnreachableError
 from hypha_proto.ids import PeerId
+
+if TYPE_CHECKING:
+    import dns.asyncresolver
 
 _log = logging.getLogger("hypha_net.dial")
 
@@ -118,6 +115,11 @@ class DnsaddrResolver:
 
     async def _query_txt(self, name: str) -> list[str]:
         """Return the multiaddrs in a name's TXT records, unchecked."""
+        import dns.asyncbackend  # takes as long to import as trio, and few nodes resolve such an address
+        import dns.exception
+        import dns.name
+        import dns.resolver
+
         asked = f"_dnsaddr.{name.rstrip('.')}"
         try:
             answer = await self._resolver().resolve(
@@ -139,6 +141,9 @@ class DnsaddrResolver:
         return texts[:MAX_RECORDS]
 
     def _resolver(self) -> dns.asyncresolver.Resolver:
+        import dns.asyncresolver
+        import dns.nameserver
+
         resolver = dns.asyncresolver.Resolver(configure=not self._servers)
         if self._servers:
             resolver.nameservers = [dns.nameserver.Do53Nameserver(host, port) for host, port in self._servers]
