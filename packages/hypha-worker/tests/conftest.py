@@ -105,14 +105,14 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data nodes that are away stay away, but for tests that say something else."""
+def no_retries_for_unavailable_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail at once when no peer provides a file; tests of the retries set their own delays."""
     monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", ())
 
 
 @dataclass
 class Scheduler:
-    """Hires a worker, gives it a job, and remembers what it hears."""
+    """A scripted scheduler: leases a worker, dispatches jobs, and records the messages that it receives."""
 
     endpoint: MemoryEndpoint
     ends: list[JobEnd] = field(default_factory=list)
@@ -123,10 +123,10 @@ class Scheduler:
     offers: dict[uuid.UUID, tuple[PeerId, WorkerOffer]] = field(default_factory=dict)
     free_at_end: list[Resources] = field(default_factory=list)
     worker: Worker | None = None
-    _news: anyio.Event = field(default_factory=anyio.Event)
+    _changed: anyio.Event = field(default_factory=anyio.Event)
 
     def listen(self, *, old: bool = False) -> None:
-        """Answer as schedulers do; an `old` one lacks the protocols of ours."""
+        """Serve a scheduler's protocols; an `old` scheduler lacks the newer ones."""
         rpc.serve(self.endpoint, OFFER, self._offer)
         rpc.serve(self.endpoint, JOB_STATUS, self._status)
         rpc.serve(self.endpoint, REPORT, self._report)
@@ -136,50 +136,50 @@ class Scheduler:
 
     async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
         self.offers[offer.request_id] = (peer, offer)
-        self._tell()
+        self._notify()
         return OfferReceived()
 
     async def _status(self, _peer: PeerId, status: JobStatus) -> StatusReceived:
         self.statuses.append(type(status.status).__name__)
-        self._tell()
+        self._notify()
         return StatusReceived()
 
     async def _report(self, _peer: PeerId, report: ProgressRequest) -> ProgressResponse:
         self.reports.append(report)
-        self._tell()
+        self._notify()
         return self.answer(report)
 
     async def _end(self, _peer: PeerId, end: JobEnd) -> JobEndReceived:
         self.ends.append(end)
         if self.worker is not None:
             self.free_at_end.append(self.worker.lease_manager.free.resources)
-        self._tell()
+        self._notify()
         return JobEndReceived()
 
     async def _refused(self, _peer: PeerId, message: UpdateRefused) -> RefusalKnown:
         self.refused.append(message)
-        self._tell()
+        self._notify()
         return RefusalKnown()
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = anyio.Event()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
 
     async def until(self, condition: Callable[[], Any], seconds: float = 15.0) -> Any:
-        """Wait for something that was heard."""
+        """Wait until `condition` holds; return its value."""
         with anyio.fail_after(seconds):
             while not (found := condition()):
                 with anyio.move_on_after(0.1):
-                    await self._news.wait()
+                    await self._changed.wait()
         return found
 
     def request(self, executor: ExecutorDescriptor = TRAIN, bid: float = 100.0, **amounts: float) -> WorkerRequest:
-        """A request for one worker."""
+        """Make a request for one worker."""
         spec = WorkerSpec(resources=Resources(**amounts), executor=(executor,))
         return WorkerRequest(id=uuid.uuid4(), spec=spec, timeout=Timestamp.of(0), bid=bid, timeout_ms=5000)
 
     async def hire(self, executor: ExecutorDescriptor = TRAIN, bid: float = 100.0, **amounts: float) -> uuid.UUID:
-        """Publish requests until an offer is taken; gives the lease. One that comes late has run out."""
+        """Publish requests until an offer is accepted; return the lease. A late offer has expired."""
         with anyio.fail_after(30):
             while True:
                 request = self.request(executor, bid, **(amounts or {"cpu": 1.0}))
@@ -199,7 +199,7 @@ class Scheduler:
         return (await rpc.call(self.endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease))).known
 
     async def ended(self, seconds: float = 15.0) -> JobEnd:
-        """The end of the latest job."""
+        """Wait for the next report of a job's end."""
         count = len(self.ends)
         await self.until(lambda: len(self.ends) > count, seconds)
         return self.ends[-1]
@@ -207,7 +207,7 @@ class Scheduler:
 
 @dataclass
 class PushReceiver:
-    """Takes what is pushed to a peer."""
+    """Accepts and records what is pushed to a peer."""
 
     endpoint: MemoryEndpoint
     folder: Path
@@ -223,15 +223,15 @@ class PushReceiver:
             return Refusal(reason=self.refuse)
         path = self.folder / f"{uuid.uuid4()}"
 
-        async def arrived(_size: int, _digest: str) -> None:
+        async def on_complete(_size: int, _digest: str) -> None:
             self.files.append((peer, header, path.read_bytes()))
 
-        return transfer.FilePushTarget(path, 1 << 30, arrived)
+        return transfer.FilePushTarget(path, 1 << 30, on_complete)
 
 
 @dataclass
 class Lab:
-    """Everything that surrounds a worker in a test."""
+    """A worker under test with the peers around it."""
 
     SERVER: ClassVar[ExecutorDescriptor] = SERVER
 
@@ -247,7 +247,7 @@ class Lab:
         return self.worker.endpoint.peer_id
 
     def train_spec(self, job_id: uuid.UUID | None = None) -> JobSpec:
-        """A job whose data comes from the scheduler, and which exchanges updates with the `server` peer."""
+        """Make a training job with data from the scheduler, which exchanges updates with the `server` peer."""
         server = PeersReference(peers=(self.server.peer_id,), strategy=All())
         model = HuggingFaceReference(repository="org/model", filenames=("config.json",), token="hf_secret")
         config = TrainConfig(
@@ -273,11 +273,11 @@ class Lab:
         return JobSpec(job_id=uuid.uuid4(), executor=job)
 
     def write_script(self, text: str) -> None:
-        """What the executor does."""
+        """Write the script that the executor runs."""
         (self.folder / "script.py").write_text(PREAMBLE + text)
 
     async def start(self, script: str, spec: JobSpec | None = None) -> uuid.UUID:
-        """Run a script as a job; gives its lease."""
+        """Run a script as a job; return its lease."""
         self.write_script(script)
         lease = await self.scheduler.hire()
         answer = await self.scheduler.dispatch(self.peer, lease, spec or self.train_spec())
@@ -285,7 +285,7 @@ class Lab:
         return lease
 
     def left_behind(self) -> list[str]:
-        """Names in the work directory."""
+        """Return the names in the work directory."""
         return sorted(path.name for path in (self.folder / "work").iterdir())
 
 
@@ -356,7 +356,7 @@ def make_config() -> Callable[..., WorkerConfig]:
 
 @dataclass
 class Recorded:
-    """A recorder that keeps what it is told."""
+    """An instrumentation recorder that keeps all values in memory."""
 
     values: list[tuple[str, float, dict[str, Any]]] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Which requests a worker bids on: pricing, batches, ranking, devices, reasons."""
+"""The arbiter: prices, batches, ranking, devices, and reasons for rejection."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def received(made: WorkerRequest, peer: int = 0, received_at: float = 0.0) -> Re
         ({"strategy": "whole", "price": 150.0, "floor": 120.0}, 170.0, 170.0),
     ],
 )
-def test_prices_are_those_of_the_configuration(policy: dict[str, object], bid: float, price: float | None) -> None:
+def test_prices_follow_the_configuration(policy: dict[str, object], bid: float, price: float | None) -> None:
     worker = arbiter(**policy)
     offers = worker.decide([received(request(bid=bid, cpu=1.0))], worker.capabilities.capacity, 0.0)
     assert [offer.price for offer in offers] == ([] if price is None else [price])
 
 
-def test_flexible_offers_what_was_asked_and_whole_offers_everything() -> None:
+def test_flexible_offers_the_request_and_whole_offers_everything() -> None:
     for strategy, offered in (("flexible", Resources(cpu=2.0)), ("whole", MACHINE)):
         worker = arbiter(strategy=strategy)
         [offer] = worker.decide([received(request(cpu=2.0))], Capacity(MACHINE), 0.0)
@@ -78,7 +78,7 @@ def test_profit_takes_the_highest_bid_of_a_batch() -> None:
     assert [offer.price for offer in worker.decide(batch, Capacity(MACHINE), 0.1)] == [140.0]
 
 
-def test_utilization_takes_what_fills_the_machine_and_affinity_the_dearest_scheduler() -> None:
+def test_utilization_prefers_the_fullest_use_and_affinity_the_preferred_scheduler() -> None:
     batch = [received(request(0, bid=150.0, cpu=2.0), peer=0), received(request(1, cpu=8.0), peer=1)]
     for policy in ({"evaluation": "utilization"}, {"evaluation": "affinity", "schedulers": (PEERS[1], PEERS[0])}):
         offers = arbiter(**policy).decide(batch, Capacity(MACHINE), 0.1)
@@ -92,7 +92,7 @@ def test_only_listed_schedulers_get_offers() -> None:
     assert "offer.schedulers" in worker.rejection_reasons(PEERS[0], batch[0].request, Capacity(MACHINE))[0]
 
 
-def test_a_request_gets_one_offer_and_none_after_it_has_closed() -> None:
+def test_a_request_gets_one_offer_and_none_after_its_deadline() -> None:
     worker, twice = arbiter(), [received(request(1, cpu=1.0)), received(request(1, cpu=1.0), received_at=0.1)]
     assert len(worker.decide(twice, Capacity(MACHINE), 0.2)) == 1
     assert worker.decide(twice, Capacity(MACHINE), 0.2, leased=frozenset({uuid.UUID(int=1)})) == []
@@ -100,7 +100,7 @@ def test_a_request_gets_one_offer_and_none_after_it_has_closed() -> None:
     assert worker.decide([received(request(1, cpu=1.0))], Capacity(MACHINE), 5.0) == []
 
 
-def test_every_reason_against_an_offer_is_told() -> None:
+def test_every_rejection_reason_is_listed() -> None:
     made = WorkerRequest(
         id=uuid.UUID(int=1),
         spec=WorkerSpec(
@@ -117,7 +117,7 @@ def test_every_reason_against_an_offer_is_told() -> None:
     )
 
 
-def test_a_lease_is_of_whole_devices() -> None:
+def test_a_lease_gets_whole_devices() -> None:
     machine = Capacity(Resources(cpu=8.0), (Device(0, 24.0), Device(1, 80.0), Device(2, 24.0)))
     assert machine.resources.gpu == 128.0
     small = machine.fit(Resources(gpu=10.0))
@@ -133,7 +133,7 @@ def test_a_lease_is_of_whole_devices() -> None:
     assert machine.fit(Resources(cpu=1.0)).devices == ()  # type: ignore[union-attr]
 
 
-def test_a_batch_closes_after_its_window_or_when_it_is_full() -> None:
+def test_a_batch_is_due_after_its_window_or_when_it_is_full() -> None:
     batch = RequestBatch(window=0.2, size=3)
     assert batch.seconds_until_due(0.0) is None
     batch.add(received(request(0), received_at=1.0))
@@ -152,7 +152,7 @@ def test_a_batch_closes_after_its_window_or_when_it_is_full() -> None:
     st.sampled_from(["flexible", "whole"]),
     st.booleans(),
 )
-def test_offers_of_a_batch_fit_together_and_keep_the_owners_word(
+def test_offers_of_a_batch_fit_the_machine_and_the_policy(
     wanted: list[tuple[int, float, float, float]], evaluation: str, strategy: str, devices: bool
 ) -> None:
     owned = (Device(0, 24.0), Device(1, 48.0)) if devices else ()
@@ -174,4 +174,6 @@ def test_offers_of_a_batch_fit_together_and_keep_the_owners_word(
     assert len({offer.received_request.request.id for offer in offers}) == len(offers)
     left = machine.without(taken)
     refused = [ad for ad in batch if ad.request.id not in {o.received_request.request.id for o in offers}]
-    assert all(worker.rejection_reasons(ad.scheduler, ad.request, left) for ad in refused), "room was left unused"
+    assert all(worker.rejection_reasons(ad.scheduler, ad.request, left) for ad in refused), (
+        "a request that fits was rejected"
+    )

@@ -97,20 +97,20 @@ def load(tmp_path: Path, text: str, **env: str) -> Loaded[WorkerConfig]:
     return load_config(WorkerConfig, file, env, {})
 
 
-def test_the_complete_example_of_the_documents_is_a_worker(tmp_path: Path) -> None:
+def test_the_complete_documented_example_is_accepted(tmp_path: Path) -> None:
     loaded = load(tmp_path, COMPLETE_EXAMPLE)
     assert loaded.config.work_dir == Path("/var/hypha/work")
     capabilities = loaded.config.capabilities()
     assert capabilities.capacity.resources == Resources(cpu=32.0, memory=128.0, storage=1000.0, gpu=48.0)
     wanted = {TrainExecutor(name="diloco-transformer"), AggregateExecutor(name="parameter-server")}
     assert capabilities.executors == wanted
-    assert any("work_dir" in warning for warning in loaded.warnings), "the misplaced key is told"
+    assert any("work_dir" in warning for warning in loaded.warnings), "the misplaced key is reported"
 
 
 @pytest.mark.parametrize(
     "section", ['[offer]\nstrategy = "whole"\nprice = 150.0\nfloor = 120.0', '[offer.strategy]\ntype = "whole"']
 )
-def test_both_forms_of_the_strategy_are_taken(tmp_path: Path, section: str) -> None:
+def test_both_forms_of_the_strategy_are_accepted(tmp_path: Path, section: str) -> None:
     assert load(tmp_path, LEAST + section).config.offer.policy().strategy == "whole"
 
 
@@ -120,14 +120,14 @@ def test_defaults_are_the_documented_ones(tmp_path: Path) -> None:
     assert policy.schedulers == ()
 
 
-def test_devices_make_up_the_gpu_memory(tmp_path: Path) -> None:
+def test_devices_determine_the_gpu_memory(tmp_path: Path) -> None:
     text = LEAST + "[[resources.devices]]\nindex = 0\nmemory = 24\n[[resources.devices]]\nindex = 1\nmemory = 24\n"
     capacity = load(tmp_path, text).config.capabilities().capacity
     assert capacity.devices == (Device(0, 24.0), Device(1, 24.0))
     assert capacity.resources.gpu == 48.0
 
 
-def test_the_environment_is_over_the_file(tmp_path: Path) -> None:
+def test_the_environment_overrides_the_file(tmp_path: Path) -> None:
     config = load(tmp_path, LEAST + "[resources]\ngpu = 10", HYPHA_RESOURCES__GPU="24").config
     assert config.resources.gpu == 24.0
 
@@ -172,7 +172,7 @@ def test_an_aggregate_executor_that_is_a_process_is_refused(tmp_path: Path) -> N
     assert 'set runtime = "parameter-server"' in checked.output
 
 
-def test_a_worker_that_can_get_no_jobs_says_so(tmp_path: Path) -> None:
+def test_a_worker_that_can_get_no_jobs_warns(tmp_path: Path) -> None:
     warnings = load(tmp_path, LEAST).warnings
     assert any("[[executors]]" in warning for warning in warnings)
     assert any("[resources]" in warning for warning in warnings)
@@ -186,7 +186,7 @@ def run(*args: str) -> Any:
     return CliRunner().invoke(main, list(args))
 
 
-def test_init_writes_what_the_machine_has_and_run_accepts_it(tmp_path: Path) -> None:
+def test_init_writes_the_detected_resources_and_run_accepts_them(tmp_path: Path) -> None:
     file = tmp_path / "worker.toml"
     answer = run("init", "--out", str(file), "--lan")
     assert answer.exit_code == 0, answer.output

@@ -1,4 +1,4 @@
-"""Files from the web and from a hub, both played by a small server on this machine."""
+"""Downloads from web servers and from a Hub, both simulated by a local HTTP server."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ def refused(call: Callable[[], object]) -> tuple[int, str]:
     return caught.value.status, caught.value.detail
 
 
-def test_a_file_comes_from_an_allowed_host_also_by_redirect(web: Web, tmp_path: Path) -> None:
+def test_a_file_is_downloaded_from_an_allowed_host_also_by_redirect(web: Web, tmp_path: Path) -> None:
     assert bring(f"{web.url}/file.bin", tmp_path).read_bytes() == b"content"
     assert bring(f"{web.url}/to//file.bin", tmp_path).read_bytes() == b"content"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.bin"]
 
 
-def test_what_is_not_allowed_or_not_there_is_refused_and_leaves_nothing(web: Web, tmp_path: Path) -> None:
+def test_forbidden_or_missing_files_are_refused_and_leave_nothing(web: Web, tmp_path: Path) -> None:
     for url, status, told in (
         (f"{web.url}/none.bin", 404, "404"),
         (f"{web.url}/big.bin", 400, "exceeds the limit"),
@@ -148,7 +148,7 @@ def test_files_of_a_repository_keep_their_names_and_the_token_is_used(web: Web, 
     assert weights.read_bytes() == b"weights"
 
 
-def test_repositories_that_are_not_allowed_or_do_not_fit_are_refused(web: Web, tmp_path: Path) -> None:
+def test_forbidden_invalid_or_too_large_repositories_are_refused(web: Web, tmp_path: Path) -> None:
     for changes, status in (
         ({"access": AccessPolicy(repositories=("mine/*",))}, 403),
         ({"filenames": ("../config.json",)}, 400),
@@ -161,8 +161,6 @@ def test_repositories_that_are_not_allowed_or_do_not_fit_are_refused(web: Web, t
         assert found == status, detail
 
 
-def test_a_hub_that_cannot_be_reached_is_the_other_sides_failure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unreachable_hub_is_reported_as_a_failed_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     assert refused(lambda: hub(tmp_path))[0] == 502

@@ -1,4 +1,4 @@
-"""Every metric of a worker that docs/telemetry.md promises, forced to show a value."""
+"""Every metric of a worker in docs/telemetry.md gets a value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hypha_worker.hardware import usage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "telemetry.md"
 ELSEWHERE = {"hw.gpu.utilization", "hw.gpu.memory.usage"}
-"""Forced in test_worker_gpus."""
+"""Tested in test_worker_nvml."""
 
 WORKS = """
 import os
@@ -43,7 +43,7 @@ WRITTEN = 4 << 20
 
 
 async def serve_slices(lab: Any) -> None:
-    """The scheduler assigns slices one after the other, and the data node has them."""
+    """Let the scheduler assign slices in order and the data node serve them."""
     path = lab.folder / "slice"
     path.write_bytes(b"x" * 1000)
     given: list[DataRequest] = []
@@ -65,7 +65,7 @@ def values(recorded: Any, name: str, **about: str | bool) -> list[float]:
 
 
 def written(recorded: Any) -> float:
-    """Bytes that executors have written."""
+    """Return the bytes that executors have written."""
     return sum(values(recorded, "process.disk.io", disk__io__direction="write"))
 
 
@@ -85,7 +85,7 @@ async def train(lab: Any, recorded: Any) -> None:
 
 
 async def aggregate(lab: Any, receiver: Any) -> None:
-    """One round of one member."""
+    """Run one round with one member."""
     lab.scheduler.answer = lambda _report: Done()
     receiver.listen()
     spec = lab.aggregate_spec([lab.server.peer_id], [lab.server.peer_id])
@@ -103,12 +103,12 @@ async def aggregate(lab: Any, receiver: Any) -> None:
 
 
 async def let_expire(lab: Any, recorded: Any) -> None:
-    """An offer that nobody takes, and a lease that nobody renews."""
+    """Let a lease expire."""
     await lab.scheduler.hire(cpu=0.5)
     await lab.scheduler.until(lambda: values(recorded, "hypha.worker.lease.ends", hypha__lease__state="held"))
 
 
-def test_every_metric_that_is_promised_shows_a_value(
+def test_every_documented_metric_has_a_value(
     in_lab: Callable[..., None], recorded: Any, push_receiver: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(usage, "INTERVAL", 0.1)

@@ -1,4 +1,4 @@
-"""GPUs by NVML: a stand-in for the driver's library, below the unmodified `pynvml` that calls it by ctypes."""
+"""Reading GPUs with the unmodified `pynvml`, over a fake of the driver's library."""
 
 # ruff: noqa: N802 - NVML's names
 
@@ -26,12 +26,12 @@ OK, NOT_SUPPORTED, DRIVER_NOT_LOADED = 0, 3, 9
 
 @dataclass
 class FakeNvml:
-    """What `libnvidia-ml.so.1` exports, as far as it is called: C functions that fill in what they are pointed at."""
+    """The functions of ``libnvidia-ml.so.1`` that are called; each fills in the structures that it gets by pointer."""
 
     memory: list[int]
     """Bytes of each GPU."""
     busy: list[int | None]
-    """Percent; none where it cannot be told."""
+    """Percent; None where it is not reported."""
     init: int = OK
     opened: int = 0
     handles: dict[int, int] = field(default_factory=dict)
@@ -70,12 +70,12 @@ class FakeNvml:
         return OK
 
     def nvmlErrorString(self, _code: int) -> bytes:
-        return b"of the stand-in"
+        return b"of the fake"
 
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
-    """A machine with two GPUs, the second of which does not tell how busy it is."""
+    """Simulate two GPUs, the second of which does not report its utilization."""
     fake = FakeNvml([85_899_345_920, 25_769_803_776], [87, None])
     monkeypatch.setattr(pynvml, "nvmlLib", fake)
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
@@ -89,7 +89,9 @@ def test_gpus_are_read_and_nvml_is_closed_again(nvml: FakeNvml) -> None:
     assert second == Gpu(1, 25_769_803_776, 6_442_450_944, None)
 
 
-def test_a_machine_without_a_driver_has_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_machine_without_a_driver_has_no_gpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
@@ -100,14 +102,14 @@ def test_a_machine_without_a_driver_has_none(monkeypatch: pytest.MonkeyPatch, ca
     assert caplog.records == []
 
 
-def test_a_driver_that_does_not_work_is_told(nvml: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_driver_that_does_not_work_is_logged(nvml: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
     nvml.init = DRIVER_NOT_LOADED
     caplog.set_level(logging.WARNING)
     assert read_gpus() == ()
     assert "cannot be read: NVML says Driver Not Loaded" in caplog.text
 
 
-def test_init_writes_the_devices_and_a_worker_takes_them(nvml: FakeNvml, tmp_path: Path) -> None:
+def test_init_writes_the_devices_and_the_configuration_reads_them(nvml: FakeNvml, tmp_path: Path) -> None:
     file = tmp_path / "worker.toml"
     assert CliRunner().invoke(main, ["init", "--out", str(file), "--lan"]).exit_code == 0
     resources = load_config(WorkerConfig, file, {}, {}).config.resources
@@ -115,7 +117,7 @@ def test_init_writes_the_devices_and_a_worker_takes_them(nvml: FakeNvml, tmp_pat
     assert resources.gpu == pytest.approx(111.5)
 
 
-def test_a_job_is_measured_on_the_gpus_of_its_lease(
+def test_only_the_gpus_of_a_jobs_lease_are_measured(
     nvml: FakeNvml,
     in_lab: Callable[..., None],
     recorded: Any,

@@ -1,4 +1,4 @@
-"""The outer step against a plain float64 transcription of it, and against files that do not fit."""
+"""The outer step, compared with a plain float64 implementation, and with files that do not match."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(path: Path) -> Arrays:
 
 
 def sgd(gradients: list[NDArray[np.float64]], rate: float, momentum: float, nesterov: bool) -> NDArray[np.float64]:
-    """Sum of the steps that torch.optim.SGD takes on these gradients, transcribed from its definition."""
+    """Return the sum of the steps of torch.optim.SGD on these gradients, from its definition."""
     buffer, total = None, np.zeros_like(gradients[0])
     for gradient in gradients:
         buffer = gradient.copy() if buffer is None else momentum * buffer + gradient
@@ -43,7 +43,7 @@ def sgd(gradients: list[NDArray[np.float64]], rate: float, momentum: float, nest
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_twenty_rounds_are_those_of_sgd_in_float64(tmp_path: Path, nesterov: bool) -> None:
+def test_twenty_rounds_equal_sgd_in_float64(tmp_path: Path, nesterov: bool) -> None:
     rng, weights = np.random.default_rng(1), (4.0, 1.0, 2.0, 1.0)
     settings = OuterOptimizer(0.7, 0.9, nesterov)
     moved = {name: np.zeros(shape) for name, shape in SHAPES.items()}
@@ -73,7 +73,7 @@ def test_the_weighted_mean_is_exact_to_float32_rounding(tmp_path: Path) -> None:
         np.testing.assert_array_equal(values, np.asarray(exact, dtype=np.float32), err_msg=name)
 
 
-def test_weights_that_are_all_zero_count_alike(tmp_path: Path) -> None:
+def test_all_zero_weights_count_equally(tmp_path: Path) -> None:
     files = [(write(tmp_path / f"{n}", {"a": np.full(3, n, np.float32)}, UpdateMetadata()), 0.0) for n in (1, 3)]
     outer_step(files, tmp_path / "m", tmp_path / "result", OuterOptimizer(1.0, 0.0), UpdateMetadata())
     np.testing.assert_array_equal(read(tmp_path / "result")["a"], np.full(3, 2, np.float32))
@@ -90,7 +90,7 @@ def test_half_precision_updates_give_a_float32_result(tmp_path: Path) -> None:
         np.testing.assert_array_equal(file.tensor("a"), np.full(4, 1.75, np.float32))
 
 
-def test_a_failed_step_leaves_the_momentum_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_step_leaves_the_momentum_unchanged(tmp_path: Path) -> None:
     good = write(tmp_path / "good", {"a": np.ones(3, np.float32)}, UpdateMetadata())
     outer_step([(good, 1.0)], tmp_path / "m", tmp_path / "result", OuterOptimizer(1.0, 0.9), UpdateMetadata())
     before = (tmp_path / "m").read_bytes()
@@ -106,7 +106,7 @@ def test_a_failed_step_leaves_the_momentum_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_an_update_with_a_number_that_is_none_is_refused(tmp_path: Path, poison: float) -> None:
+def test_an_update_with_nan_or_infinity_is_refused(tmp_path: Path, poison: float) -> None:
     values = np.zeros(300_000, np.float32)
     values[299_999] = poison
     with pytest.raises(TensorFileError, match="NaN or infinity"):

@@ -1,4 +1,4 @@
-"""The parameter server as a job: rounds over the network, members that are missing, updates that are refused."""
+"""The parameter server as a job: rounds over the network, missing members, refused updates."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Group:
         return await rpc.call(self.lab.scheduler.endpoint, self.lab.peer, ROUND_MEMBERS, message)
 
     async def result(self, who: int, count: int) -> tuple[PushHeader | None, float]:
-        """The latest outer update at a peer, once it has `count` of them."""
+        """Wait until a peer has `count` outer updates; return the latest."""
         files = self.receivers[who].files
         await self.lab.scheduler.until(lambda: len(files) >= count)
         sender, header, content = files[count - 1]
@@ -126,7 +126,7 @@ def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_lab: InLab,
 
 
 async def end_with_a_round_of_all_three(lab: Any, group: Any, *, refused: Sequence[tuple[int, int]] = ()) -> None:
-    """The second and last round: nothing new from anybody, only the momentum of the first."""
+    """Run the second and last round with zero updates, so that only the momentum of the first counts."""
     await group.name(2, {0: 1, 1: 1, 2: 1})
     for who in range(3):
         await group.push(who, 2, group.write(0.0))
@@ -137,7 +137,7 @@ async def end_with_a_round_of_all_three(lab: Any, group: Any, *, refused: Sequen
     assert (await lab.scheduler.ended()).outcome == "finished"
 
 
-def test_a_member_that_is_missing_at_the_deadline_is_left_out(in_lab: InLab, push_receiver: Any) -> None:
+def test_a_member_missing_at_the_deadline_is_left_out(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(2)
         async with running(lab, push_receiver) as group:
@@ -147,16 +147,14 @@ def test_a_member_that_is_missing_at_the_deadline_is_left_out(in_lab: InLab, pus
             _, value = await group.result(2, 1)
             assert value == pytest.approx(0.7 * 1.9 * 3.0)
             assert lab.scheduler.refused[0].reason == "it did not arrive in time"  # reported before the step
-            await group.push(2, 1, group.write(99.0))  # too late: taken, and not counted
+            await group.push(2, 1, group.write(99.0))  # too late: accepted, and not counted
             await end_with_a_round_of_all_three(lab, group, refused=[(1, 2)])
 
     in_lab(case)
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["sent then", "under way"])
-def test_a_sender_that_a_round_that_runs_goes_on_without_is_late_too(
-    in_lab: InLab, push_receiver: Any, begun: bool
-) -> None:
+def test_a_sender_removed_from_the_current_round_is_late(in_lab: InLab, push_receiver: Any, begun: bool) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(2)
         async with running(lab, push_receiver) as group, anyio.create_task_group() as tasks:
@@ -189,9 +187,7 @@ def test_a_sender_that_a_round_that_runs_goes_on_without_is_late_too(
     in_lab(case)
 
 
-def test_a_peer_that_a_round_went_on_without_is_late_and_takes_part_in_the_next(
-    in_lab: InLab, push_receiver: Any
-) -> None:
+def test_a_non_member_of_a_past_round_is_late_and_takes_part_in_the_next(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(2)
         async with running(lab, push_receiver) as group:
@@ -200,13 +196,13 @@ def test_a_peer_that_a_round_went_on_without_is_late_and_takes_part_in_the_next(
             await group.push(1, 1, group.write(4.0))
             _, value = await group.result(2, 1)
             assert value == pytest.approx(0.7 * 1.9 * 3.0)
-            await group.push(2, 1, group.write(99.0))  # taken, and not counted
+            await group.push(2, 1, group.write(99.0))  # accepted, and not counted
             await end_with_a_round_of_all_three(lab, group)
 
     in_lab(case)
 
 
-def test_a_member_that_is_gone_gets_no_update_and_the_others_do(in_lab: InLab, push_receiver: Any) -> None:
+def test_an_unreachable_peer_gets_no_update_and_the_others_do(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(1)
         async with running(lab, push_receiver) as group:
@@ -231,7 +227,7 @@ def test_a_round_without_updates_fails_the_job_and_does_not_hang(in_lab: InLab, 
     in_lab(case)
 
 
-def test_hostile_updates_are_refused_and_the_scheduler_hears_of_it(in_lab: InLab, push_receiver: Any) -> None:
+def test_invalid_updates_are_refused_and_reported_to_the_scheduler(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(1)
         async with running(lab, push_receiver) as group:
@@ -257,7 +253,7 @@ def test_hostile_updates_are_refused_and_the_scheduler_hears_of_it(in_lab: InLab
                     assert reason in lab.scheduler.refused[-1].reason
                     assert lab.scheduler.refused[-1].peer == group.peers[who].peer_id
             [job_dir] = (lab.folder / "work").iterdir()
-            assert len(list(job_dir.glob("update-*"))) == 1, "a refused file stays nowhere"
+            assert len(list(job_dir.glob("update-*"))) == 1, "refused files are deleted"
             await group.push(1, 1, group.write(4.0))
             _, value = await group.result(0, 1)
             assert value == pytest.approx(0.7 * 1.9 * 3.0)
@@ -266,7 +262,7 @@ def test_hostile_updates_are_refused_and_the_scheduler_hears_of_it(in_lab: InLab
     in_lab(case)
 
 
-def test_an_old_scheduler_names_no_members_and_old_workers_send_no_header(in_lab: InLab, push_receiver: Any) -> None:
+def test_older_schedulers_announce_no_members_and_older_workers_no_header(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(2)
         lab.worker.endpoint.unhandle(PUSH_WITH_HEADER)
@@ -284,7 +280,7 @@ def test_an_old_scheduler_names_no_members_and_old_workers_send_no_header(in_lab
     in_lab(case, old=True)
 
 
-def test_members_of_a_job_that_is_not_here_are_refused(in_lab: InLab, push_receiver: Any) -> None:
+def test_members_of_an_unknown_job_are_refused(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         async with running(lab, push_receiver) as group:
             message = RoundMembers(job_id=uuid.uuid4(), round=1, members=(), deadline_ms=1)
@@ -292,12 +288,12 @@ def test_members_of_a_job_that_is_not_here_are_refused(in_lab: InLab, push_recei
             assert not answer.accepted
             message = RoundMembers(job_id=group.spec.job_id, round=1, members=(), deadline_ms=1)
             answer = await rpc.call(lab.data, lab.peer, ROUND_MEMBERS, message)
-            assert not answer.accepted, "only the job's own scheduler names members"
+            assert not answer.accepted, "only the job's own scheduler may announce members"
 
     in_lab(case)
 
 
-def test_a_scheduler_that_says_error_fails_the_job(in_lab: InLab, push_receiver: Any) -> None:
+def test_an_error_from_the_scheduler_fails_the_job(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = lambda _report: ProgressError()
         async with running(lab, push_receiver) as group:
@@ -310,7 +306,7 @@ def test_a_scheduler_that_says_error_fails_the_job(in_lab: InLab, push_receiver:
     in_lab(case)
 
 
-def test_a_round_goes_on_while_the_last_one_is_given_out(in_lab: InLab, push_receiver: Any) -> None:
+def test_a_round_starts_while_the_last_update_is_still_being_pushed(in_lab: InLab, push_receiver: Any) -> None:
     """The fastest member pushes its next update before the slowest has the last outer update."""
 
     async def case(lab: Any) -> None:

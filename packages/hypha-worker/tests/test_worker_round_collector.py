@@ -1,4 +1,4 @@
-"""Whose updates make a round, and when it is complete."""
+"""The round collector: which updates belong to a round, and when it is complete."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def deliver(collector: RoundCollector, peer: PeerId, number: int | None) -> Path
     return path
 
 
-def test_a_round_closes_when_every_member_has_delivered() -> None:
+def test_a_round_is_complete_when_every_member_has_delivered() -> None:
     collector = RoundCollector({A, B, C}, members_announced=True)
     assert collector.seconds_until_due(0.0) is None
     first = deliver(collector, A, 1)
@@ -44,7 +44,7 @@ def test_a_round_closes_when_every_member_has_delivered() -> None:
     assert collector.seconds_until_due(0.6) is None
 
 
-def test_members_that_are_late_are_left_out_at_the_deadline() -> None:
+def test_late_members_are_left_out_at_the_deadline() -> None:
     collector = RoundCollector({A, B}, members_announced=True)
     collector.set_round_members(members(1, {A: 40, B: 10}), 5.0)
     deliver(collector, A, 1)
@@ -62,7 +62,7 @@ def test_members_that_are_late_are_left_out_at_the_deadline() -> None:
     assert not collector.is_late(B, None)
 
 
-def test_a_sender_that_the_scheduler_no_longer_counted_on_is_late_however_long_ago() -> None:
+def test_a_sender_that_is_no_member_is_late_in_all_past_rounds() -> None:
     collector = RoundCollector({A, B}, members_announced=True)
     for number in range(1, 9):
         collector.set_round_members(members(number, {A: 1}), 0.0)
@@ -95,7 +95,7 @@ def test_a_later_message_replaces_the_members_of_a_round() -> None:
     assert [weight for _, _, weight in collector.close_round().updates] == [4.0, 1.0]
 
 
-def test_strangers_and_wrong_rounds_are_refused() -> None:
+def test_non_members_and_wrong_rounds_are_refused() -> None:
     collector = RoundCollector({A, B}, members_announced=True)
     with pytest.raises(UpdateRefusedError, match="not a member of this job"):
         deliver(collector, OUTSIDER, 1)
@@ -114,7 +114,7 @@ def test_strangers_and_wrong_rounds_are_refused() -> None:
     assert collector.close_round().round == 3
 
 
-def test_a_peer_that_was_named_later_may_send() -> None:
+def test_a_peer_announced_later_may_send() -> None:
     collector = RoundCollector({A}, members_announced=True)
     collector.set_round_members(members(1, {A: 1}), 0.0)
     collector.set_round_members(members(2, {A: 1, OUTSIDER: 1}), 0.0)
@@ -133,7 +133,7 @@ def test_a_peer_that_was_named_later_may_send() -> None:
         (members(2, {}), "at least one member"),
     ],
 )
-def test_members_of_a_round_that_cannot_be_are_refused(message: RoundMembers, reason: str) -> None:
+def test_members_of_an_invalid_round_are_refused(message: RoundMembers, reason: str) -> None:
     collector = RoundCollector({A}, members_announced=True)
     collector.set_round_members(members(1, {A: 1}), 0.0)
     deliver(collector, A, 1)
@@ -151,7 +151,7 @@ def test_an_update_sent_again_replaces_the_first() -> None:
     assert collector.close_round().updates == ((A, Path("second"), 1.0),)
 
 
-def test_without_named_members_every_sender_counts_once_and_there_is_no_deadline() -> None:
+def test_without_announced_members_all_senders_count_equally_and_there_is_no_deadline() -> None:
     collector = RoundCollector({A, B}, members_announced=False)
     assert collector.round == 1
     assert not collector.set_round_members(members(1, {A: 1}), 0.0)[0].accepted
@@ -165,7 +165,7 @@ def test_without_named_members_every_sender_counts_once_and_there_is_no_deadline
 
 
 class Rounds(RuleBasedStateMachine):
-    """Members push, get lost, come late and lie; the scheduler names and renames; time passes."""
+    """Random pushes, announcements and delays; every round counts exactly the updates of its members."""
 
     everybody = (A, B, C, OUTSIDER)
 

@@ -1,4 +1,4 @@
-"""An executor's spans, by the bridge's socket, at a real collector; and what no executor gets past the bridge."""
+"""An executor's spans, from the bridge's socket to a real collector, and the reports that are refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def exporting() -> Iterator[Collector]:
             export.close()
 
 
-def test_what_an_executor_reports_stands_in_the_trace_of_its_job(in_lab: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_executors_spans_are_in_the_trace_of_its_job(in_lab: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     async def case(lab: Any) -> None:
@@ -104,7 +104,7 @@ def report(**changes: Any) -> SpanReport:
     return SpanReport(spans=(ExecutorSpan(name="x", ago_ms=1.0, duration_ms=1.0),) * 3, **changes)
 
 
-def test_without_a_collector_or_a_trace_spans_are_taken_and_dropped() -> None:
+def test_without_a_collector_or_a_trace_spans_are_accepted_and_dropped() -> None:
     clock = iter(range(100)).__next__
     assert SpanRecorder(clock).record(report(), JOB) == 0
     with exporting() as collector:
@@ -115,7 +115,7 @@ def test_without_a_collector_or_a_trace_spans_are_taken_and_dropped() -> None:
     assert {span.parent_span_id.hex() for span in collector.spans} == {OTHER.split("-")[2]}
 
 
-def test_a_job_cannot_flood_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_spans_per_job_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans_module, "MAX_SPANS_PER_JOB", 5)
     recorder = SpanRecorder(iter(range(100)).__next__)
     with exporting() as collector:

@@ -1,4 +1,4 @@
-"""What a job's processes are measured to use, and what reaches a recorder while an executor runs."""
+"""Measuring what a job's processes use, and the metrics of a running executor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from hypha_worker.hardware.usage import ProcessUsage, UsageAccumulator, read_tree
 
 
-def test_processes_that_come_and_go_are_added_up() -> None:
+def test_use_of_starting_and_ending_processes_is_summed() -> None:
     accumulator = UsageAccumulator()
     first, second = (10, 1.0), (11, 2.0)
     assert accumulator.add_sample({first: ProcessUsage(2.0, 1.0, 100, 50, 1000)}) == ProcessUsage(
@@ -24,7 +24,7 @@ def test_processes_that_come_and_go_are_added_up() -> None:
     assert accumulator.add_sample({(10, 9.0): ProcessUsage(0.25, 0.0, 1, 0, 10)}) == ProcessUsage(0.25, 0.0, 1, 0, 10)
 
 
-def test_a_tree_is_read_and_one_that_is_gone_is_empty() -> None:
+def test_a_process_tree_is_read_and_an_ended_one_is_empty() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         seen = read_tree(os.getpid())
         assert {child.pid, os.getpid()} <= {pid for pid, _ in seen}

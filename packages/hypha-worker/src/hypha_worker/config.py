@@ -34,7 +34,7 @@ PeerText = Annotated[str, AfterValidator(_peer)]
 class DeviceSection(Section):
     """``[[resources.devices]]``."""
 
-    index: int = Field(ge=0, description="The GPU's number as its driver counts.")
+    index: int = Field(ge=0, description="Index of the GPU in the driver's order.")
     memory: Amount = Field(description="Its memory, GB.")
 
 
@@ -46,7 +46,7 @@ class ResourcesSection(Section):
     storage: Amount = Field(default=0.0, description="Disk, GB.")
     gpu: Amount = Field(default=0.0, description="GPU memory, GB.")
     devices: list[DeviceSection] = Field(
-        default=[], description="One table a GPU. With them a lease is of whole GPUs, and a job sees only its own."
+        default=[], description="One table per GPU. With them, a lease gets whole GPUs, and a job sees only its own."
     )
 
     @model_validator(mode="after")
@@ -69,16 +69,17 @@ class StrategySection(Section):
 class OfferSection(Section):
     """``[offer]``."""
 
-    price: Amount = Field(default=100.0, description="What this worker asks, in tokens per lease-hour.")
-    floor: Amount = Field(default=0.0, description="Bids below this get no answer.")
+    price: Amount = Field(default=100.0, description="Price of this worker, in tokens per lease-hour.")
+    floor: Amount = Field(default=0.0, description="Bids below this get no offer.")
     strategy: Strategy | StrategySection = Field(
-        default="flexible", description="flexible: offer what is asked, at the bid. whole: offer everything at once."
+        default="flexible",
+        description="flexible: offer what is requested, at the bid. whole: offer everything at once.",
     )
     evaluation: Evaluation = Field(
         default="profit", description="Which request wins when several compete: profit, utilization or affinity."
     )
     schedulers: list[PeerText] = Field(
-        default=[], description="Peer ids of the only schedulers that get offers, the dearest first; empty: all."
+        default=[], description="Peer ids of the only schedulers that get offers, the preferred ones first; empty: all."
     )
 
     def policy(self) -> OfferPolicy:
@@ -94,13 +95,13 @@ class ExecutorSection(Section):
     job_class: Literal["train", "aggregate"] = Field(alias="class", description="Kind of job: train or aggregate.")
     name: str = Field(min_length=1, description="Name by which schedulers ask for it, such as diloco-transformer.")
     runtime: Literal["process", "parameter-server"] = Field(
-        default="process", description="process: a command of yours. parameter-server: built in."
+        default="process", description="process: the command cmd. parameter-server: built in."
     )
     cmd: str | None = Field(default=None, description="The command of a process.")
     args: list[str] = Field(
         default=[], description="Its arguments; {SOCKET_PATH}, {WORK_DIR}, {JOB_JSON} and {JOB_FILE} are filled in."
     )
-    env: dict[str, str] = Field(default={}, description="Its environment, beside this worker's own.")
+    env: dict[str, str] = Field(default={}, description="Environment variables in addition to this worker's own.")
 
     @model_validator(mode="after")
     def _fits_runtime(self) -> ExecutorSection:
@@ -124,9 +125,9 @@ class ExecutorSection(Section):
 
 
 class ConnectorsSection(Section):
-    """``[connectors]``: what jobs may reach."""
+    """``[connectors]``: what jobs may access."""
 
-    hosts: list[str] = Field(default=[], description="Hosts for http and https; * stands for anything in a name.")
+    hosts: list[str] = Field(default=[], description="Hosts for http and https; * matches anything in a name.")
     repositories: list[str] = Field(default=["*"], description="Hugging Face repositories, such as my-org/*.")
     roots: list[Path] = Field(default=[], description="Folders whose files jobs may read by file: URLs.")
     buckets: list[str] = Field(default=[], description="S3 buckets.")
@@ -159,9 +160,9 @@ class WorkerConfig(NodeConfig):
 
     work_dir: Path = Field(description="Each job gets a private folder hypha-<uuid> in it. Should have mode 0750.")
     resources: ResourcesSection = Field(default=ResourcesSection(), description="What this worker offers.")
-    offer: OfferSection = Field(default=OfferSection(), description="What this worker asks for it.")
-    executors: list[ExecutorSection] = Field(default=[], description="What runs jobs.")
-    connectors: ConnectorsSection = Field(default=ConnectorsSection(), description="What jobs may reach.")
+    offer: OfferSection = Field(default=OfferSection(), description="Prices and preferences for offers.")
+    executors: list[ExecutorSection] = Field(default=[], description="The executors that run jobs.")
+    connectors: ConnectorsSection = Field(default=ConnectorsSection(), description="What jobs may access.")
     cache: CacheSection = Field(default=CacheSection(), description="What is kept between jobs.")
 
     @field_validator("executors")

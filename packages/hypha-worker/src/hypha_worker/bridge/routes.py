@@ -57,11 +57,11 @@ _SPAN: Final = {
     "required": ["name", "ago_ms", "duration_ms"],
     "properties": {
         "name": {"type": "string", "minLength": 1, "maxLength": 64},
-        "ago_ms": {"type": "number", "minimum": 0, "description": "From its beginning to this report."},
+        "ago_ms": {"type": "number", "minimum": 0, "description": "Time from its start to this report."},
         "duration_ms": {"type": "number", "minimum": 0},
-        "attributes": {**_ANY_OBJECT, "maxProperties": 32, "description": "Text, numbers, booleans."},
+        "attributes": {**_ANY_OBJECT, "maxProperties": 32, "description": "Strings, numbers, booleans."},
         "error": {"type": "string", "maxLength": 300},
-        "inside": {"type": "array", "items": _ANY_OBJECT, "description": "Spans that it consisted of."},
+        "inside": {"type": "array", "items": _ANY_OBJECT, "description": "Nested spans."},
     },
     "type": "object",
 }
@@ -71,7 +71,7 @@ _SPANS_BODY: Final = {
     "type": "object",
 }
 _ERROR: Final = {
-    "description": "What went wrong.",
+    "description": "The error.",
     "content": {
         "application/json": {
             "schema": {
@@ -93,23 +93,23 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
     app.add_exception_handler(BridgeError, _error_response)
 
     async def fetch(request: Request) -> Response:
-        """Bring what a reference names to the work directory; with a scheduler's data, one further slice."""
+        """Fetch what a reference names into the work directory; for a scheduler's data set, the next slice."""
         files = await call(backend.fetch, await _read_transfer(request, "fetch"))
         return _json([to_plain(FetchedFile, file) for file in files])
 
     async def send(request: Request) -> Response:
-        """Push a file to the peers of a reference; answers when it is complete."""
+        """Push a file to the peers of a reference; answer when the transfer is complete."""
         sent = await call(backend.send, await _read_transfer(request, "send"))
         return _json({"sent": sent.sent, "round": sent.round, "size": sent.size, "checksum": sent.checksum})
 
     async def receive(request: Request) -> Response:
-        """Server-sent events, one for each file that a peer of the reference has pushed to this job."""
+        """Stream server-sent events, one for each file that a peer of the reference pushed to this job."""
         wanted = await _read_transfer(request, "receive")
         await call(backend.check_receive, wanted)  # errors are answered with a status before the stream begins
         return StreamingResponse(_events(backend, call, wanted), media_type="text/event-stream")
 
     async def status(request: Request) -> Response:
-        """Report progress to the scheduler; the answer is the scheduler's."""
+        """Report progress to the scheduler; answer with the scheduler's response."""
         try:
             progress = from_json(ProgressValue, await _read_body(request))
         except DecodeError as error:
@@ -118,7 +118,7 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
         return Response(to_json(ProgressResponse, answer), media_type="application/json")
 
     async def spans(request: Request) -> Response:
-        """Take what the executor has done into the trace of its job; tells how many spans were recorded."""
+        """Record the executor's spans in the trace of its job; answer with how many were recorded."""
         try:
             report = read_spans(await _read_body(request))
         except DecodeError as error:

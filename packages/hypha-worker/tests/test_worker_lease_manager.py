@@ -1,4 +1,4 @@
-"""The manager of leases: times, whose they are, and never more than the machine."""
+"""The lease manager: expiry, ownership, and capacity that is never exceeded."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_an_offer_lasts_half_a_second_and_a_renewed_lease_ten() -> None:
         manager.renew(ID, MINE, 10.5)
 
 
-def test_a_lease_that_has_run_out_is_not_renewed_before_the_sweep() -> None:
+def test_an_expired_lease_is_not_renewed_before_the_sweep() -> None:
     with pytest.raises(LeaseError, match="is over"):
         offered().renew(ID, MINE, 0.5)
 
 
-def test_another_schedulers_lease_is_out_of_reach_and_looks_like_none() -> None:
+def test_another_schedulers_lease_cannot_be_used_and_looks_unknown() -> None:
     manager = offered()
     for use in (
         lambda: manager.renew(ID, OTHER, 0.1),
@@ -59,7 +59,7 @@ def test_another_schedulers_lease_is_out_of_reach_and_looks_like_none() -> None:
 
 
 @pytest.mark.parametrize("how", ["release", "sweep"])
-def test_resources_are_free_when_the_processes_are_gone_and_not_before(how: str) -> None:
+def test_resources_are_free_only_after_the_processes_have_ended(how: str) -> None:
     manager = offered()
     manager.attach_job(ID, MINE, 0.1)
     if how == "release":
@@ -75,7 +75,7 @@ def test_resources_are_free_when_the_processes_are_gone_and_not_before(how: str)
     assert manager.leases == ()
 
 
-def test_a_lease_whose_job_ended_is_spent_at_once_but_still_confirmed() -> None:
+def test_a_lease_is_spent_when_its_job_ends_but_still_confirmed() -> None:
     manager = offered()
     manager.attach_job(ID, MINE, 0.1)
     manager.detach_job(ID)
@@ -88,7 +88,7 @@ def test_a_lease_whose_job_ended_is_spent_at_once_but_still_confirmed() -> None:
     assert manager.leases == ()
 
 
-def test_a_kept_lease_takes_another_job_but_never_two_at_once() -> None:
+def test_a_kept_lease_accepts_another_job_but_never_two_at_once() -> None:
     manager = offered()
     manager.attach_job(ID, MINE, 0.1)
     with pytest.raises(LeaseError, match="runs on lease"):
@@ -97,7 +97,7 @@ def test_a_kept_lease_takes_another_job_but_never_two_at_once() -> None:
     assert manager.attach_job(ID, MINE, 0.3).state is LeaseState.HELD
 
 
-def test_an_offer_that_could_not_be_sent_is_withdrawn() -> None:
+def test_an_offer_that_could_not_be_sent_is_cancelled() -> None:
     manager = offered()
     manager.cancel_offer(ID)
     assert manager.leases == ()
@@ -108,7 +108,7 @@ def test_an_offer_that_could_not_be_sent_is_withdrawn() -> None:
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Schedulers, a clock and jobs do what they like; the machine is never over-committed."""
+    """Random actions of schedulers, jobs and the clock; the machine is never over-committed."""
 
     ids = Bundle("ids")
     jobs = Bundle("jobs")

@@ -1,13 +1,11 @@
-"""Jobs in real processes: run, fail, get cancelled, and leave nothing behind."""
+"""Jobs in real processes: they run, fail, are cancelled, and leave nothing behind."""
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,7 @@ import anyio
 import psutil
 import pytest
 
-from hypha_net import pubsub, rpc, transfer
-from hypha_net.node.lifecycle import Node
-from hypha_net.testing import MemoryNetwork
+from hypha_net import rpc, transfer
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.dispatch import Dispatched, DispatchFailed, NotFound
 from hypha_proto.ids import PeerId
@@ -31,12 +27,11 @@ from hypha_proto.leases import (
     Renewed,
     WhyNot,
 )
-from hypha_proto.offers import WORKER_REQUESTS
 from hypha_proto.progress import BatchDone, Done, ProgressRequest, ProgressResponse, ScheduleUpdate
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
+from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.process.execution import exit_text, substitute
-from hypha_worker.service import serve
-from hypha_worker.work_dir import clear_work_dir
+from hypha_worker.jobs.execution import ExecutionTrace, JobContext
 
 InLab = Callable[..., None]
 
@@ -66,7 +61,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 async def serve_slices(lab: Any, count: int) -> None:
-    """The scheduler hands out `count` slices, and the data peer serves them."""
+    """Let the scheduler assign `count` slices and the data peer serve them."""
     given: list[DataRequest] = []
 
     async def assign(_peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound:
@@ -149,7 +144,7 @@ def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: A
     in_lab(case)
 
 
-def test_a_second_job_gets_the_machine_the_moment_the_first_has_ended(in_lab: InLab) -> None:
+def test_a_second_job_gets_the_machine_as_soon_as_the_first_has_ended(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         lab.write_script("print('hello')")
         for _ in range(2):
@@ -180,7 +175,7 @@ def test_a_failed_executor_is_reported_with_its_last_lines(in_lab: InLab, script
 
 
 @pytest.mark.parametrize("code", [1, 0])
-def test_what_an_executor_logs_as_its_error_comes_first_and_the_job_is_not_repeated(in_lab: InLab, code: int) -> None:
+def test_an_executors_logged_error_comes_first_and_its_spec_is_shortened(in_lab: InLab, code: int) -> None:
     script = f"""
 print("ERROR hypha.training: an older one")
 print("ERROR hypha.training: no Pillow")
@@ -203,7 +198,7 @@ sys.exit({code})
     in_lab(case)
 
 
-def test_an_executor_that_cannot_be_started_is_a_failed_job(in_lab: InLab) -> None:
+def test_an_executor_that_cannot_be_started_fails_the_job(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         await lab.start("")
         end = await lab.scheduler.ended()
@@ -214,7 +209,7 @@ def test_an_executor_that_cannot_be_started_is_a_failed_job(in_lab: InLab) -> No
     in_lab(case, executors=[executor])
 
 
-def test_what_an_executor_leaves_running_is_ended_with_it(in_lab: InLab) -> None:
+def test_processes_left_by_an_executor_are_ended_with_it(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         await lab.start(SLEEPER)
         end = await lab.scheduler.ended()
@@ -227,7 +222,7 @@ def test_what_an_executor_leaves_running_is_ended_with_it(in_lab: InLab) -> None
 
 
 @pytest.mark.parametrize("how", ["release", "cancel", "expiry"])
-def test_a_job_ends_with_its_lease_and_its_whole_tree(in_lab: InLab, how: str) -> None:
+def test_a_job_ends_with_its_lease_and_its_whole_process_tree(in_lab: InLab, how: str) -> None:
     async def case(lab: Any) -> None:
         lease = await lab.start(WAITS)
         await lab.scheduler.until(lambda: lab.scheduler.reports)
@@ -261,9 +256,7 @@ def test_a_job_ends_with_its_lease_and_its_whole_tree(in_lab: InLab, how: str) -
 
 
 @pytest.mark.parametrize("script", [WAITS, STUBBORN], ids=["willing", "stubborn"])
-def test_a_worker_that_shuts_down_ends_its_jobs_within_five_seconds_and_says_so(
-    in_lab: InLab, tmp_path: Path, script: str
-) -> None:
+def test_shutdown_ends_jobs_within_five_seconds_and_reports_it(in_lab: InLab, tmp_path: Path, script: str) -> None:
     seen: list[Any] = []
 
     async def case(lab: Any) -> None:
@@ -280,7 +273,7 @@ def test_a_worker_that_shuts_down_ends_its_jobs_within_five_seconds_and_says_so(
     assert list((tmp_path / "work").iterdir()) == []
 
 
-def test_a_worker_that_shuts_down_begins_nothing(in_lab: InLab) -> None:
+def test_a_worker_that_shuts_down_starts_no_job(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         lease = await lab.scheduler.hire()
         lab.worker.jobs._tasks.cancel_scope.cancel()
@@ -292,7 +285,7 @@ def test_a_worker_that_shuts_down_begins_nothing(in_lab: InLab) -> None:
     in_lab(case)
 
 
-def test_strangers_cannot_use_a_lease(in_lab: InLab) -> None:
+def test_other_peers_cannot_use_a_lease(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         lease = await lab.start(WAITS)
         await lab.scheduler.until(lambda: lab.scheduler.reports)
@@ -308,7 +301,7 @@ def test_strangers_cannot_use_a_lease(in_lab: InLab) -> None:
     in_lab(case)
 
 
-def test_dispatches_that_cannot_be_are_refused_and_the_same_again_is_confirmed(in_lab: InLab) -> None:
+def test_invalid_dispatches_are_refused_and_repeated_ones_confirmed(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         spec = lab.train_spec()
         lease = await lab.start(WAITS, spec)
@@ -324,7 +317,7 @@ def test_dispatches_that_cannot_be_are_refused_and_the_same_again_is_confirmed(i
     in_lab(case)
 
 
-def test_a_worker_says_why_it_would_not_bid(in_lab: InLab) -> None:
+def test_a_worker_explains_why_it_would_not_bid(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         async def reasons(**wanted: float) -> tuple[str, ...]:
             message = WhyNot(request=lab.scheduler.request(**wanted))
@@ -341,7 +334,7 @@ def test_a_worker_says_why_it_would_not_bid(in_lab: InLab) -> None:
     in_lab(case)
 
 
-def test_a_scheduler_of_the_old_wire_hears_a_status(in_lab: InLab) -> None:
+def test_an_older_scheduler_gets_a_status(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         await lab.start("print('hello')")
         await lab.scheduler.until(lambda: lab.scheduler.statuses == ["Running", "Finished"])
@@ -350,7 +343,7 @@ def test_a_scheduler_of_the_old_wire_hears_a_status(in_lab: InLab) -> None:
     in_lab(case, old=True)
 
 
-def test_the_end_of_a_job_is_told_although_the_scheduler_was_away(in_lab: InLab) -> None:
+def test_the_end_of_a_job_is_reported_after_the_scheduler_was_unreachable(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         await lab.start("time.sleep(0.3)")
         lab.network.partition(lab.peer, lab.scheduler.endpoint.peer_id)
@@ -409,17 +402,17 @@ def test_a_job_sees_its_own_devices_folder_and_spec_and_no_secret(in_lab: InLab,
     in_lab(case, executors=[executor], resources={"cpu": 4.0, "devices": devices})
 
 
-def test_values_that_look_like_words_are_not_substituted_again(tmp_path: Path) -> None:
+def test_placeholders_inside_values_are_not_substituted(tmp_path: Path) -> None:
     words = {"{A}": "{B}", "{B}": "b", "{C}": "{A}"}
     assert substitute("-{A}-{B}-{C}-{D}-{}", words) == "-{B}-b-{A}-{D}-{}"
 
 
 @pytest.mark.parametrize(("code", "text"), [(3, "exited with status 3"), (-15, "was ended by SIGTERM")])
-def test_an_exit_status_is_told_in_words(code: int, text: str) -> None:
+def test_an_exit_status_is_described(code: int, text: str) -> None:
     assert exit_text(code) == text
 
 
-def test_two_jobs_run_beside_each_other_and_end_apart(in_lab: InLab) -> None:
+def test_two_jobs_run_concurrently_and_end_separately(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         first = await lab.start(WAITS)
         second = await lab.start(WAITS)
@@ -434,86 +427,34 @@ def test_two_jobs_run_beside_each_other_and_end_apart(in_lab: InLab) -> None:
     in_lab(case)
 
 
-def test_a_worker_is_healthy_when_somebody_is_on_its_topic(tmp_path: Path, make_config: Any) -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with (
-            network.endpoint("worker") as endpoint,
-            network.endpoint("gateway") as gateway,
-            anyio.create_task_group() as tasks,
-        ):
-            node = Node(endpoint, tasks)
-            tasks.start_soon(serve, make_config(tmp_path), node)
-            with anyio.fail_after(15):
-                while "hypha/worker" not in (node.readiness.reason or ""):
-                    await anyio.sleep(0.02)
-            assert not node.readiness.is_ready
-            await gateway.connect(endpoint.addresses[0])
-            async with pubsub.subscribe(gateway, WORKER_REQUESTS):
-                with anyio.fail_after(15):
-                    while not node.readiness.is_ready:
-                        await anyio.sleep(0.02)
-            tasks.cancel_scope.cancel()
+class FailsWhenCancelled:
+    """An execution that fails while it is being cancelled, with a task still running."""
 
-    anyio.run(main, backend="trio")
+    senders: frozenset[Any] = frozenset()
+    accepted_push_kind = ""
+    trace = ExecutionTrace(exit_code=3)
+
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
+
+    async def run(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep_forever)
+            self._context.scope.cancel()
+            raise ExecutionError("it failed")
 
 
-def test_a_worker_whose_topic_is_peopled_does_not_say_that_it_waits(
-    tmp_path: Path, make_config: Any, caplog: pytest.LogCaptureFixture
+def test_a_job_that_fails_while_it_is_cancelled_does_not_end_the_worker(
+    in_lab: InLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with (
-            network.endpoint("worker") as endpoint,
-            network.endpoint("gateway") as gateway,
-            pubsub.subscribe(gateway, WORKER_REQUESTS),
-            anyio.create_task_group() as tasks,
-        ):
-            await gateway.connect(endpoint.addresses[0])
-            node = Node(endpoint, tasks)
-            tasks.start_soon(serve, make_config(tmp_path), node)
-            with anyio.fail_after(10):
-                while not node.readiness.is_ready:
-                    await anyio.sleep(0.02)
-            tasks.cancel_scope.cancel()
+    monkeypatch.setattr("hypha_worker.service.ParameterServer", FailsWhenCancelled)
 
-    with caplog.at_level(logging.INFO, "hypha_net.node.health"):
-        anyio.run(main, backend="trio")
-    assert [record.getMessage() for record in caplog.records if "ready" in record.getMessage()] == ["ready"]
+    async def case(lab: Any) -> None:
+        for _ in range(2):  # the second shows that the worker still runs
+            lease = await lab.scheduler.hire(lab.SERVER)
+            await lab.scheduler.dispatch(lab.peer, lease, lab.aggregate_spec([], []))
+            end = await lab.scheduler.ended()
+            assert (end.lease, end.outcome) == (lease, "cancelled")
+            await lab.scheduler.release(lab.peer, lease)
 
-
-def test_what_a_killed_worker_has_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    work = tmp_path / "work"
-    stale, others = work / f"hypha-{uuid.uuid4()}", [work / "hypha-notes", work / "results"]
-
-    def leave() -> None:
-        for path in (stale, *others):
-            path.mkdir(parents=True, exist_ok=True)
-            (path / "model").write_bytes(b"x")
-
-    leave()
-    with ExitStack() as first:
-        clear_work_dir(work, first)
-        assert not stale.exists()
-        leave()
-        with ExitStack() as second:  # another worker in the same folder: this may be a job of the first
-            clear_work_dir(work, second)
-            assert stale.exists()
-        first.close()
-        with ExitStack() as third:
-            clear_work_dir(work, third)
-            assert not stale.exists()
-    assert all((path / "model").exists() for path in others)
-
-
-def test_a_worker_that_starts_beside_others_leaves_their_jobs_alone_also_when_the_first_has_ended(
-    tmp_path: Path,
-) -> None:
-    job = tmp_path / f"hypha-{uuid.uuid4()}"
-    with ExitStack() as first, ExitStack() as second, ExitStack() as third:
-        clear_work_dir(tmp_path, first)
-        clear_work_dir(tmp_path, second)
-        job.mkdir()  # of the second
-        first.close()
-        clear_work_dir(tmp_path, third)
-        assert job.exists()
+    in_lab(case)

@@ -1,0 +1,64 @@
+"""The start of a worker: it is ready when requests can reach it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from hypha_net import pubsub
+from hypha_net.node.lifecycle import Node
+from hypha_net.testing import MemoryNetwork
+from hypha_proto.offers import WORKER_REQUESTS
+from hypha_worker.service import serve
+
+
+def test_a_worker_is_ready_when_a_peer_is_on_its_topic(tmp_path: Path, make_config: Any) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with (
+            network.endpoint("worker") as endpoint,
+            network.endpoint("gateway") as gateway,
+            anyio.create_task_group() as tasks,
+        ):
+            node = Node(endpoint, tasks)
+            tasks.start_soon(serve, make_config(tmp_path), node)
+            with anyio.fail_after(15):
+                while "hypha/worker" not in (node.readiness.reason or ""):
+                    await anyio.sleep(0.02)
+            assert not node.readiness.is_ready
+            await gateway.connect(endpoint.addresses[0])
+            async with pubsub.subscribe(gateway, WORKER_REQUESTS):
+                with anyio.fail_after(15):
+                    while not node.readiness.is_ready:
+                        await anyio.sleep(0.02)
+            tasks.cancel_scope.cancel()
+
+    anyio.run(main, backend="trio")
+
+
+def test_a_worker_whose_topic_has_peers_logs_no_waiting(
+    tmp_path: Path, make_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with (
+            network.endpoint("worker") as endpoint,
+            network.endpoint("gateway") as gateway,
+            pubsub.subscribe(gateway, WORKER_REQUESTS),
+            anyio.create_task_group() as tasks,
+        ):
+            await gateway.connect(endpoint.addresses[0])
+            node = Node(endpoint, tasks)
+            tasks.start_soon(serve, make_config(tmp_path), node)
+            with anyio.fail_after(10):
+                while not node.readiness.is_ready:
+                    await anyio.sleep(0.02)
+            tasks.cancel_scope.cancel()
+
+    with caplog.at_level(logging.INFO, "hypha_net.node.health"):
+        anyio.run(main, backend="trio")
+    assert [record.getMessage() for record in caplog.records if "ready" in record.getMessage()] == ["ready"]

@@ -1,0 +1,46 @@
+"""The work directory: removal of the job folders that killed workers have left."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import ExitStack
+from pathlib import Path
+
+from hypha_worker.work_dir import clear_work_dir
+
+
+def test_job_folders_of_a_killed_worker_are_removed_at_the_next_start(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    stale, others = work / f"hypha-{uuid.uuid4()}", [work / "hypha-notes", work / "results"]
+
+    def leave() -> None:
+        for path in (stale, *others):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "model").write_bytes(b"x")
+
+    leave()
+    with ExitStack() as first:
+        clear_work_dir(work, first)
+        assert not stale.exists()
+        leave()
+        with ExitStack() as second:  # a second worker in the same folder: this may be a job of the first
+            clear_work_dir(work, second)
+            assert stale.exists()
+        first.close()
+        with ExitStack() as third:
+            clear_work_dir(work, third)
+            assert not stale.exists()
+    assert all((path / "model").exists() for path in others)
+
+
+def test_job_folders_of_running_workers_are_kept_after_the_first_has_ended(
+    tmp_path: Path,
+) -> None:
+    job = tmp_path / f"hypha-{uuid.uuid4()}"
+    with ExitStack() as first, ExitStack() as second, ExitStack() as third:
+        clear_work_dir(tmp_path, first)
+        clear_work_dir(tmp_path, second)
+        job.mkdir()  # a job of the second worker
+        first.close()
+        clear_work_dir(tmp_path, third)
+        assert job.exists()
