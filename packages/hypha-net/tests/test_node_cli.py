@@ -90,7 +90,7 @@ def test_the_check_warns_of_identity_files_that_are_missing_and_passes(file: Pat
 
 def test_what_init_writes_says_what_is_refused_so_far() -> None:
     class Later(NodeConfig):
-        not_yet: ClassVar = {"limits.upload_rate": "uploads are not limited yet"}
+        unsupported_keys: ClassVar = {"limits.upload_rate": "uploads are not limited yet"}
 
     text = render_config(Later, {}, "later").replace("\n# ", " ")
     said = "Refused so far: uploads are not limited yet. upload_rate ="

@@ -15,7 +15,7 @@ from pydantic import Field
 from hypha_net.bandwidth import BandwidthLimits
 from hypha_net.node.config.errors import ConfigError
 from hypha_net.node.config.loader import Loaded, load_config
-from hypha_net.node.config.models import NOT_YET, NodeConfig, Section, is_secret, masked
+from hypha_net.node.config.models import UNSUPPORTED_KEYS, NodeConfig, Section, is_secret, mask_secrets
 from hypha_net.node.config.toml_positions import read_toml
 from hypha_net.node.lifecycle import endpoint_settings
 
@@ -46,7 +46,7 @@ class Model(Section):
 
 
 class ExampleConfig(NodeConfig):
-    not_yet: ClassVar = {**NOT_YET, "executors.env": "executors get no variables yet"}
+    unsupported_keys: ClassVar = {**UNSUPPORTED_KEYS, "executors.env": "executors get no variables yet"}
 
     work_dir: Path = Field(default=Path("work"), description="Folder of the jobs.")
     resources: Resources = Field(default=Resources(), description="What is offered.")
@@ -278,8 +278,11 @@ def test_secrets_are_masked_also_in_errors(load: Any) -> None:
     assert len(problems) == 2
     assert "hunter2" not in "\n".join(problems)
     data = {"telemetry_headers": {"a": "b"}, "models": [{"token": "x", "tokenizer": "y"}, {"token": None}]}
-    assert masked(data) == {"telemetry_headers": "***", "models": [{"token": "***", "tokenizer": "y"}, {"token": None}]}
-    assert masked({"telemetry_headers": {}}) == {"telemetry_headers": {}}
+    assert mask_secrets(data) == {
+        "telemetry_headers": "***",
+        "models": [{"token": "***", "tokenizer": "y"}, {"token": None}],
+    }
+    assert mask_secrets({"telemetry_headers": {}}) == {"telemetry_headers": {}}
     assert is_secret("connectors.s3.secret_access_key")
 
 

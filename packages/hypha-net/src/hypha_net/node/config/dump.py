@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hypha_net.node.config.loader import DEFAULT, Loaded
-from hypha_net.node.config.models import NodeConfig, masked
+from hypha_net.node.config.models import NodeConfig, mask_secrets
 from hypha_net.node.config.template import key_text, to_toml
 
 
@@ -29,7 +29,7 @@ class Row:
 
 def rows(loaded: Loaded[NodeConfig]) -> list[Row]:
     """Every key of a configuration, in the model's order."""
-    data = masked(loaded.config.model_dump(mode="json", by_alias=True))
+    data = mask_secrets(loaded.config.model_dump(mode="json", by_alias=True))
     return [Row(key, value, _origin(loaded, key), written) for key, written, value in _flat(data, "", "")]
 
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from hypha_net.node.config.introspection import described, dotted, field_at
-from hypha_net.node.config.models import masked
+from hypha_net.node.config.introspection import description_of, dotted, field_at
+from hypha_net.node.config.models import mask_secrets
 from hypha_net.node.config.toml_positions import Key
 
 _ABSENT: Final = object()
@@ -69,7 +69,7 @@ def _problem(
 ) -> Problem:
     key = entries[0][0]
     name = dotted(key)
-    about = described(model, key)
+    about = description_of(model, key)
     if entries[0][1]["type"] == "missing":
         variable = "HYPHA_" + "__".join(str(part).upper() for part in key)
         origin = (where(key[:-1]) if key[:-1] else None) or ""
@@ -107,4 +107,4 @@ def _inside(data: Any, part: str | int) -> Any:
 def _shown(data: Any, key: Key) -> object:
     for part in key:
         data = _inside(data, part)
-    return _ABSENT if isinstance(data, dict) else masked(data, dotted(key))
+    return _ABSENT if isinstance(data, dict) else mask_secrets(data, dotted(key))

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from hypha_net.node.config.errors import ConfigError, Problem, validation_problems
 from hypha_net.node.config.introspection import default_at, dotted
-from hypha_net.node.config.models import NodeConfig, masked
+from hypha_net.node.config.models import NodeConfig, mask_secrets
 from hypha_net.node.config.sources import Layer, read_environment, read_flags, read_open_telemetry, read_toml_layer
 from hypha_net.node.config.toml_positions import Document, Key, TomlError, read_toml
 
@@ -62,7 +62,7 @@ def load_config(model: type[C], file: Path | None, env: Mapping[str, str], flags
     for layer in layers:
         merged.add(layer)
     problems = [problem for layer in layers for problem in layer.problems]
-    problems += _not_yet(model, merged)
+    problems += _unsupported_key_problems(model, merged)
     config: C | None = None
     try:
         config = model.model_validate(merged.data)
@@ -72,7 +72,9 @@ def load_config(model: type[C], file: Path | None, env: Mapping[str, str], flags
     if problems or config is None:
         raise ConfigError(problems)
     warnings = [warning for layer in layers for warning in layer.warnings]
-    return Loaded(config, (*warnings, *config.notices()), {dotted(key): at for key, at in merged.origins.items()})
+    return Loaded(
+        config, (*warnings, *config.config_warnings()), {dotted(key): at for key, at in merged.origins.items()}
+    )
 
 
 def _document(file: Path | None) -> Document:
@@ -134,14 +136,16 @@ def _copied(value: Any) -> Any:
     return [_copied(part) for part in value] if isinstance(value, list) else value
 
 
-def _not_yet(model: type[NodeConfig], merged: _Merged) -> list[Problem]:
+def _unsupported_key_problems(model: type[NodeConfig], merged: _Merged) -> list[Problem]:
     problems = []
     for key, origin in merged.origins.items():
         name = dotted(key, indices=False)
-        reason = next((text for known, text in model.not_yet.items() if f"{name}.".startswith(f"{known}.")), None)
+        reason = next(
+            (text for known, text in model.unsupported_keys.items() if f"{name}.".startswith(f"{known}.")), None
+        )
         value = _value_at(merged.data, key)
         if reason is not None and value != default_at(model, key):
-            shown = masked(value, dotted(key))
+            shown = mask_secrets(value, dotted(key))
             problems.append(Problem(origin, dotted(key), shown, f"not yet: {reason}", "leave it out for now"))
     return problems
 

@@ -18,10 +18,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from hypha_net.bandwidth import MIN_RATE
 from hypha_net.node.config.address_types import check_dial_address, check_listen_address
 
-NOT_YET: Final[Mapping[str, str]] = {}
+UNSUPPORTED_KEYS: Final[Mapping[str, str]] = {}
 """Keys that are known and validated but whose feature is still to come: setting one is refused with these words.
 
-Each entry goes when its feature comes. A program adds its own through `NodeConfig.not_yet`.
+Each entry goes when its feature comes. A program adds its own through `NodeConfig.unsupported_keys`.
 """
 
 RESERVED_NETWORKS: Final = (
@@ -130,7 +130,7 @@ class NodeConfig(Section):
 
     needs_gateway: ClassVar[bool] = True
     """Whether at least one gateway address must be given; a gateway itself says no."""
-    not_yet: ClassVar[Mapping[str, str]] = NOT_YET
+    unsupported_keys: ClassVar[Mapping[str, str]] = UNSUPPORTED_KEYS
     """Dotted keys of this program that are refused, with the reason; list indices are left out of a key."""
 
     cert_pem: Path = Field(description="This node's certificate, followed by the intermediate CAs (PEM).")
@@ -192,7 +192,7 @@ class NodeConfig(Section):
             raise ValueError("names no gateway: give the multiaddr of at least one")
         return value
 
-    def notices(self) -> list[str]:
+    def config_warnings(self) -> list[str]:
         """What is accepted but has no effect yet, in words for the log; programs extend it."""
         return []
 
@@ -202,12 +202,12 @@ def is_secret(key: str) -> bool:
     return bool(_SECRET.search(key.lower()))
 
 
-def masked(value: Any, key: str = "") -> Any:
+def mask_secrets(value: Any, key: str = "") -> Any:
     """A configuration value with every secret in it replaced by ``***``; `key` is where it stands."""
     if key and is_secret(key):
         return value if value is None or value == {} else "***"  # nothing is set, and that is no secret
     if isinstance(value, Mapping):
-        return {name: masked(part, f"{key}.{name}" if key else str(name)) for name, part in value.items()}
+        return {name: mask_secrets(part, f"{key}.{name}" if key else str(name)) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [masked(part, key) for part in value]
+        return [mask_secrets(part, key) for part in value]
     return _USER.sub("***", value) if isinstance(value, str) else value

@@ -19,13 +19,13 @@ from pydantic import BaseModel
 from hypha_net.node.config.errors import Problem
 from hypha_net.node.config.introspection import (
     accepts,
+    allows_any_key,
     annotation_at,
     dotted,
     fields_by_key,
-    is_free,
-    items,
-    nearest,
-    tables,
+    item_types,
+    suggest_key,
+    table_types,
     with_absolute_paths,
 )
 from hypha_net.node.config.models import NodeConfig, is_secret
@@ -94,16 +94,16 @@ class _Toml:
             elif at and name in fields_by_key(self.model):
                 self._hoist(name, value, at, lifted)
             else:
-                remedy = nearest(name, self.model, list(known))
+                remedy = suggest_key(name, self.model, list(known))
                 self._problem((*at, name), f"is not a key{f' of [{dotted(at)}]' if at else ''}", remedy)
         return kept
 
     def _value(self, value: Any, annotations: list[Any], at: Key, lifted: dict[str, Any]) -> Any:
-        if isinstance(value, dict) and not any(map(is_free, annotations)):
-            models = [table for annotation in annotations for table in tables(annotation)]
+        if isinstance(value, dict) and not any(map(allows_any_key, annotations)):
+            models = [table for annotation in annotations for table in table_types(annotation)]
             return self._table(value, models, at, lifted) if models else value
         if isinstance(value, list):
-            inner = [item for annotation in annotations for item in items(annotation)]
+            inner = [item for annotation in annotations for item in item_types(annotation)]
             return (
                 [self._value(part, inner, (*at, index), lifted) for index, part in enumerate(value)] if inner else value
             )
@@ -181,13 +181,15 @@ def _knows(model: type[NodeConfig], key: Key) -> bool:
     """Whether a key, or the free table that it is in, is known."""
     if annotation_at(model, key) is not None:
         return True
-    return any((found := annotation_at(model, key[:end])) is not None and is_free(found) for end in range(1, len(key)))
+    return any(
+        (found := annotation_at(model, key[:end])) is not None and allows_any_key(found) for end in range(1, len(key))
+    )
 
 
 def _guess(model: type[NodeConfig], key: Key) -> str:
     holder = annotation_at(model, key[:-1])
-    here = [name for table in tables(holder) for name in fields_by_key(table)] or list(fields_by_key(model))
-    return nearest(str(key[-1]), model, here)
+    here = [name for table in table_types(holder) for name in fields_by_key(table)] or list(fields_by_key(model))
+    return suggest_key(str(key[-1]), model, here)
 
 
 def _set(model: type[NodeConfig], layer: Layer, key: Key, value: object, origin: str) -> None:
@@ -205,13 +207,13 @@ def _set(model: type[NodeConfig], layer: Layer, key: Key, value: object, origin:
 
 def _parsed(text: str, annotation: Any) -> Any:
     """Text as a list or table where one is wanted; everything else stays text, which pydantic converts."""
-    structured = bool(items(annotation) or tables(annotation) or is_free(annotation))
+    structured = bool(item_types(annotation) or table_types(annotation) or allows_any_key(annotation))
     if structured and text.lstrip().startswith(("[", "{")):
         try:
             return json.loads(text)
         except json.JSONDecodeError:
             return tomllib.loads(f"value = {text}")["value"]
-    if items(annotation) and not accepts(annotation, str):
+    if item_types(annotation) and not accepts(annotation, str):
         return [part.strip() for part in text.split(",") if part.strip()]
     if text == "" and accepts(annotation, type(None)):
         return None

@@ -11,7 +11,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hypha_net.node.config.introspection import fields_by_key, items, tables
+from hypha_net.node.config.introspection import fields_by_key, item_types, table_types
 from hypha_net.node.config.models import NodeConfig
 
 _WIDTH: Final = 110
@@ -28,11 +28,11 @@ def render_config(model: type[NodeConfig], values: Mapping[str, Any], program: s
         f"# Configuration of {program}. Every option is listed; those behind a # are at their default.",
         f"# Start with: {program} run --config FILE. Check without starting: {program} run --check --config FILE.",
     ]
-    return "\n".join([*head, *_table(model, values, (), model.not_yet)]) + "\n"
+    return "\n".join([*head, *_table(model, values, (), model.unsupported_keys)]) + "\n"
 
 
 def _table(
-    model: type[BaseModel], values: Mapping[str, Any], at: tuple[str, ...], not_yet: Mapping[str, str]
+    model: type[BaseModel], values: Mapping[str, Any], at: tuple[str, ...], unsupported: Mapping[str, str]
 ) -> Iterator[str]:
     """The keys of a table first, then the tables in it: TOML gives a key to the header above it."""
     later: list[tuple[str, FieldInfo]] = []
@@ -41,30 +41,36 @@ def _table(
             later.append((name, info))
         else:
             yield ""
-            refused = not_yet.get(".".join((*at, name)))
+            refused = unsupported.get(".".join((*at, name)))
             yield from _comment(f"{info.description} Refused so far: {refused}." if refused else info.description)
             yield from _assignment(name, info, values)
     for name, info in later:
-        yield from _inner(name, info, values.get(name), (*at, name), not_yet)
+        yield from _inner(name, info, values.get(name), (*at, name), unsupported)
 
 
 def _is_table(info: FieldInfo, value: Any) -> bool:
     if isinstance(value, Mapping) or (isinstance(value, list) and value and isinstance(value[0], Mapping)):
         return True
-    only_tables = bool(tables(info.annotation)) and not isinstance(_default(info), (str, int, float, bool))
-    return only_tables or any(tables(item) for item in items(info.annotation))
+    only_tables = bool(table_types(info.annotation)) and not isinstance(_default(info), (str, int, float, bool))
+    return only_tables or any(table_types(item) for item in item_types(info.annotation))
 
 
-def _inner(name: str, info: FieldInfo, value: Any, at: tuple[str, ...], not_yet: Mapping[str, str]) -> Iterator[str]:
-    array = any(tables(item) for item in items(info.annotation))
-    found = [table for item in items(info.annotation) for table in tables(item)] if array else tables(info.annotation)
+def _inner(
+    name: str, info: FieldInfo, value: Any, at: tuple[str, ...], unsupported: Mapping[str, str]
+) -> Iterator[str]:
+    array = any(table_types(item) for item in item_types(info.annotation))
+    found = (
+        [table for item in item_types(info.annotation) for table in table_types(item)]
+        if array
+        else table_types(info.annotation)
+    )
     given = (value if isinstance(value, list) else [value]) if value else []
     for index, entry in enumerate(given or [{}]):
         yield ""
         yield from _comment(info.description if not index else None)
         header = f"[[{'.'.join(at)}]]" if array else f"[{'.'.join(at)}]"
         body = (
-            list(_table(found[0], entry, at, not_yet))
+            list(_table(found[0], entry, at, unsupported))
             if found
             else [f"{key} = {to_toml(part)}" for key, part in entry.items()]
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from hypha_net.node.config.models import WEB_URL_WANTED, NodeConfig, is_web_url, masked
+from hypha_net.node.config.models import WEB_URL_WANTED, NodeConfig, is_web_url, mask_secrets
 
 Signal = Literal["traces", "metrics", "logs"]
 SIGNALS: Final[tuple[Signal, ...]] = ("traces", "metrics", "logs")
@@ -55,7 +55,7 @@ def _target(config: NodeConfig, env: Mapping[str, str], signal: Signal) -> Targe
         url = f"{url.rstrip('/')}/v1/{signal}"
     text = _variable(env, signal, "HEADERS")
     headers = config.telemetry_headers if text is None else dict(read_pairs(text))
-    return Target(signal, url, protocol, {**user, **headers}, str(masked(given)))
+    return Target(signal, url, protocol, {**user, **headers}, str(mask_secrets(given)))
 
 
 def _variable(env: Mapping[str, str], signal: Signal, what: str) -> str | None:
