@@ -24,7 +24,7 @@ from hypha_net.errors import StreamResetError
 from hypha_net.events import Event, Transferred
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_net.transfer import retry
-from hypha_net.transfer.framing import AT_ONCE, receive_message, send_message
+from hypha_net.transfer.framing import MAX_CONCURRENT, receive_message, send_message
 from hypha_net.transfer.io import partial_file
 from hypha_proto.codec import to_cbor
 from hypha_proto.ids import PeerId
@@ -150,10 +150,10 @@ def test_over_either_network_a_closed_connection_is_a_pause(opener: Opener, tmp_
                     tasks.start_soon(cut)
                     await transfer.pull(a, b.peer_id, REQUEST, target)
                 assert offsets[0] == 0
-                assert offsets[-1] >= partial_file.KEEP_FROM
+                assert offsets[-1] >= partial_file.MIN_RESUMABLE
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+        patch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
         anyio.run(main, backend="trio")
     assert target.read_bytes() == source.read_bytes()
     assert list(target.parent.iterdir()) == [target]
@@ -172,7 +172,7 @@ def test_a_pull_that_is_cut_goes_on_where_it_was(tmp_path: Path) -> None:
         assert target.read_bytes() == source.read_bytes()
         assert list(target.parent.iterdir()) == [target]
         assert offsets[0] == 0
-        assert partial_file.KEEP_FROM <= offsets[1] <= CUT_AT + (1 << 20)
+        assert partial_file.MIN_RESUMABLE <= offsets[1] <= CUT_AT + (1 << 20)
 
     run(case)
 
@@ -201,7 +201,7 @@ def test_what_a_failed_pull_left_counts_for_the_next_whatever_its_name(tmp_path:
         await transfer.pull(a, b.peer_id, REQUEST, other, digest=digest)
         assert other.read_bytes() == source.read_bytes()
         assert list(target.parent.iterdir()) == [other]
-        assert offsets[1] >= partial_file.KEEP_FROM
+        assert offsets[1] >= partial_file.MIN_RESUMABLE
 
     run(case)
 
@@ -255,7 +255,7 @@ def test_a_push_begun_again_takes_over_from_one_that_hangs(tmp_path: Path) -> No
         await send_message(stream, to_cbor(PushHeader, header))
         await receive_message(stream)
         await stream.send_all(source.read_bytes()[:CUT_AT])  # and no more, although the connection lives
-        while partial_file.left_behind(tmp_path / "landing" / "1", header.digest) < CUT_AT - (1 << 20):
+        while partial_file.resumable_bytes(tmp_path / "landing" / "1", header.digest) < CUT_AT - (1 << 20):
             await anyio.sleep(0.01)
         sent = await transfer.push(a, b.peer_id, source, header)
         assert landed[0].read_bytes() == source.read_bytes()
@@ -313,9 +313,9 @@ def test_two_pulls_of_the_same_content_do_not_disturb_each_other(tmp_path: Path)
 
 
 def _left(folder: Path, digest: str, received: int = 2 << 20) -> Path:
-    file = partial_file.open_arriving(folder / "target", 3 << 20, digest)
-    file.store(memoryview(bytes(received)))
-    file.leave()
+    file = partial_file.open_partial_file(folder / "target", 3 << 20, digest)
+    file.append(memoryview(bytes(received)))
+    file.suspend()
     return file.path
 
 
@@ -323,26 +323,26 @@ def test_incomplete_files_are_bounded_in_number_and_age(tmp_path: Path) -> None:
     old = _left(tmp_path, "blake3:" + "f" * 64)
     os.utime(old, (time.time() - partial_file.MAX_AGE - 60,) * 2)
     kept = []
-    for number in range(partial_file.MAX_KEPT + 3):
+    for number in range(partial_file.MAX_SUSPENDED + 3):
         kept.append(_left(tmp_path, f"blake3:{number:064x}"))
         os.utime(kept[-1], (time.time() - 1000 + number,) * 2)
-    written = partial_file.open_arriving(tmp_path / "target", 3 << 20, "blake3:" + "e" * 64)
+    written = partial_file.open_partial_file(tmp_path / "target", 3 << 20, "blake3:" + "e" * 64)
     os.utime(written.path, (1, 1))  # however old: it is being written
     _left(tmp_path, "blake3:" + "d" * 64)
     assert not old.exists()
     assert written.path.exists()
-    assert len(list(tmp_path.iterdir())) <= partial_file.MAX_KEPT + 2
+    assert len(list(tmp_path.iterdir())) <= partial_file.MAX_SUSPENDED + 2
     assert kept[-1].exists()
     assert not kept[0].exists()
 
 
 def test_an_end_of_the_process_loses_nothing_that_was_stored(tmp_path: Path) -> None:
     digest = "blake3:" + "a" * 64
-    file = partial_file.open_arriving(tmp_path / "target", 3 << 20, digest)
-    file.store(memoryview(bytes(2 << 20)))
+    file = partial_file.open_partial_file(tmp_path / "target", 3 << 20, digest)
+    file.append(memoryview(bytes(2 << 20)))
     file.file.close()  # as the end of a process does
-    assert partial_file.left_behind(tmp_path / "other", digest) == 2 << 20
-    assert partial_file.open_arriving(tmp_path / "other", 3 << 20, digest).received == 2 << 20
+    assert partial_file.resumable_bytes(tmp_path / "other", digest) == 2 << 20
+    assert partial_file.open_partial_file(tmp_path / "other", 3 << 20, digest).received == 2 << 20
 
 
 def test_little_is_not_kept(tmp_path: Path) -> None:
@@ -351,15 +351,15 @@ def test_little_is_not_kept(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_file_takes_no_more_room_than_what_is_there(tmp_path: Path) -> None:
-    file = partial_file.open_arriving(tmp_path / "target", 64 << 20, "blake3:" + "a" * 64)
-    file.store(memoryview(bytes(2 << 20)))
+    file = partial_file.open_partial_file(tmp_path / "target", 64 << 20, "blake3:" + "a" * 64)
+    file.append(memoryview(bytes(2 << 20)))
     assert file.path.stat().st_blocks * 512 >= 64 << 20
-    file.leave()
+    file.suspend()
     assert file.path.stat().st_blocks * 512 < 4 << 20
-    again = partial_file.open_arriving(tmp_path / "target", 64 << 20, "blake3:" + "a" * 64)
+    again = partial_file.open_partial_file(tmp_path / "target", 64 << 20, "blake3:" + "a" * 64)
     assert again.received == 2 << 20
     assert file.path.stat().st_blocks * 512 >= 64 << 20
-    again.drop()
+    again.discard()
 
 
 @pytest.mark.parametrize("fallocate", [True, False])
@@ -412,7 +412,7 @@ def _states(events: list[Event]) -> list[tuple[str, str]]:
 
 
 def test_both_ends_tell_how_a_transfer_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+    monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
     source = content(tmp_path / "source")
 
     async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
@@ -494,12 +494,12 @@ def test_a_peer_that_asks_for_more_and_more_and_takes_nothing_costs_a_bounded_nu
         async with opener(3) as (giver, greedy, other):
             offsets = serve_file(giver, source)
             streams = []
-            for _ in range(3 * AT_ONCE):
+            for _ in range(3 * MAX_CONCURRENT):
                 stream = await greedy.open_stream(giver.peer_id, [PULL_WITH_HEADER])
                 await send_message(stream, to_cbor(PullRequest, REQUEST))
                 streams.append(stream)
             await transfer.pull(other, giver.peer_id, REQUEST, tmp_path / "target")
-            assert len(offsets) == AT_ONCE + 1
+            assert len(offsets) == MAX_CONCURRENT + 1
             for stream in streams:
                 await stream.reset()
             await transfer.pull(greedy, giver.peer_id, REQUEST, tmp_path / "target")

@@ -21,7 +21,7 @@ from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import NetError, StreamResetError
 from hypha_net.events import Transferred
 from hypha_net.transfer import retry
-from hypha_net.transfer.framing import AT_ONCE, MAX_REASON, receive_message, send_message
+from hypha_net.transfer.framing import MAX_CONCURRENT, MAX_REASON_LENGTH, receive_message, send_message
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER
 from hypha_proto.transfer import MAX_HEADER, PSEUDO_GRADIENT, PullRequest, PushHeader
@@ -115,9 +115,9 @@ class Receiver:
         """It has taken nothing, kept nothing, and takes what is right from the very same peer, many at a time."""
         assert self.landed == []
         async with anyio.create_task_group() as tasks:
-            for _ in range(AT_ONCE + 1):
+            for _ in range(MAX_CONCURRENT + 1):
                 tasks.start_soon(_push_one, peer, self.node)
-        assert self.landed == [b"well"] * (AT_ONCE + 1)
+        assert self.landed == [b"well"] * (MAX_CONCURRENT + 1)
         assert list(self.folder.iterdir()) == []
 
 
@@ -347,7 +347,7 @@ async def pulled_from(giver: Giver, liar: Endpoint, victim: Endpoint, kind: Kind
             await transfer.pull(victim, liar.peer_id, REQUEST, folder / "target", max_bytes=LIMIT, timeout=20)
         else:
             await transfer.pull_bytes(victim, liar.peer_id, REQUEST, max_bytes=LIMIT, timeout=20)
-    assert len(str(caught.value)) < 2 * MAX_REASON
+    assert len(str(caught.value)) < 2 * MAX_REASON_LENGTH
     return caught.value
 
 
@@ -471,7 +471,7 @@ def test_a_pusher_believes_no_answer_that_makes_no_sense(opener: Opener, tmp_pat
                 content = DATA if kind == "memory" else tmp_path / "file"
                 await transfer.push(victim, liar.peer_id, content, honest(), timeout=20)
             assert reason in str(caught.value)
-            assert len(str(caught.value)) < 2 * MAX_REASON
+            assert len(str(caught.value)) < 2 * MAX_REASON_LENGTH
 
     run(opener, case)
 
@@ -522,7 +522,7 @@ def test_a_giver_gives_up_a_peer_that_takes_nothing(
             while (event := await anext(events)).state != "failed":  # type: ignore[union-attr]
                 pass
         assert isinstance(event, Transferred)
-        assert "took nothing" in event.reason
+        assert "accepted no bytes" in event.reason
         await stream.reset()
 
     run(opener, case)

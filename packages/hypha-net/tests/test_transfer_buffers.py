@@ -29,7 +29,7 @@ from hypha_net.testing import Faults, MemoryNetwork
 from hypha_net.transfer import retry
 from hypha_net.transfer.framing import receive_message, send_message
 from hypha_net.transfer.io import partial_buffer
-from hypha_net.transfer.io.partial_file import KEEP_FROM, MAX_KEPT
+from hypha_net.transfer.io.partial_file import MAX_SUSPENDED, MIN_RESUMABLE
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL_WITH_HEADER, PUSH_WITH_HEADER
@@ -320,7 +320,7 @@ async def offsets_into(offsets: list[int], serving: Endpoint) -> None:
 def test_after_a_cut_it_goes_on_where_it_was(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Literal["push", "pull"]
 ) -> None:
-    monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+    monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
 
     async def case(a: Endpoint, b: Endpoint) -> None:
         transfer.limit_bandwidth(b, transfer.BandwidthLimits(download=20 << 20))  # slow enough to be cut half way
@@ -333,7 +333,7 @@ def test_after_a_cut_it_goes_on_where_it_was(
                 tasks.cancel_scope.cancel()
             assert mover.landed == [data]
             assert offsets[0] == 0
-            assert offsets[-1] >= KEEP_FROM
+            assert offsets[-1] >= MIN_RESUMABLE
 
     run(opener, case)
 
@@ -341,7 +341,7 @@ def test_after_a_cut_it_goes_on_where_it_was(
 def test_a_buffer_pushed_anew_takes_over_from_the_push_that_hangs(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+    monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
     data = content(SIZE)
 
     async def case(a: Endpoint, b: Endpoint) -> None:
@@ -359,7 +359,7 @@ def test_a_buffer_pushed_anew_takes_over_from_the_push_that_hangs(
             assert await transfer.push(a, b.peer_id, data, header_of(data)) < SIZE
             tasks.cancel_scope.cancel()
         assert mover.landed == [b"", data]
-        assert offsets[-1] >= KEEP_FROM
+        assert offsets[-1] >= MIN_RESUMABLE
 
     run(opener, case)
 
@@ -451,10 +451,10 @@ def test_a_cancelled_transfer_ends_at_once_at_both_ends(
         assert mover.landed == []
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+        patch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
         began = time.monotonic()
         run(opener, case)
-        assert time.monotonic() - began < partial_buffer.KEPT_FOR / 2
+        assert time.monotonic() - began < partial_buffer.SUSPENDED_TTL / 2
 
 
 # -------------------------------------------------------------------------------------------------------------- refused
@@ -542,7 +542,7 @@ def test_buffers_keep_to_the_limits(opener: Opener, tmp_path: Path, how: Literal
 def test_both_ends_tell_how_a_buffer_moves(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Literal["push", "pull"]
 ) -> None:
-    monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+    monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
 
     async def case(a: Endpoint, b: Endpoint) -> None:
         with a.events.follow(Transferred) as at_a, b.events.follow(Transferred) as at_b:
@@ -568,25 +568,25 @@ Step = tuple[int, int, int, float]
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_what_waits_in_memory_is_bounded_in_bytes_number_and_time(steps: list[Step]) -> None:
     async def main() -> None:
-        waiting = partial_buffer.Waiting()
+        waiting = partial_buffer.SuspendedBuffers()
         async with anyio.create_task_group() as tasks:
             for peer, number, size, pause in steps:
                 digest = f"blake3:{number:064x}"
                 came = partial_buffer.PartialBuffer(1 << 20, digest, bytearray(size))
                 waiting.keep(PEERS[peer], came)
                 assert waiting.bytes <= 1000
-                assert waiting.number <= MAX_KEPT
+                assert waiting.number <= MAX_SUSPENDED
                 tasks.start_soon(waiting.expire)
                 await anyio.sleep(pause)
                 taken = waiting.take(PEERS[peer], digest)
                 assert (taken is came) == (size <= 1000)  # the last one stays, if there is room for it at all
                 if taken is not None and size % 2:
                     waiting.keep(PEERS[peer], taken)
-            await anyio.sleep(partial_buffer.KEPT_FOR + 0.1)
+            await anyio.sleep(partial_buffer.SUSPENDED_TTL + 0.1)
             assert waiting.number == waiting.bytes == 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partial_buffer, "KEPT_BYTES", 1000)
+        patch.setattr(partial_buffer, "MAX_SUSPENDED_BYTES", 1000)
         anyio.run(main, backend="trio", backend_options={"clock": MockClock(autojump_threshold=0)})
 
 
@@ -594,8 +594,8 @@ def test_what_waits_in_memory_is_bounded_in_bytes_number_and_time(steps: list[St
 def test_an_incomplete_push_waits_for_its_peer_and_not_for_ever(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float, pause: float
 ) -> None:
-    monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
-    monkeypatch.setattr(partial_buffer, "KEPT_FOR", kept)
+    monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
+    monkeypatch.setattr(partial_buffer, "SUSPENDED_TTL", kept)
     data = content(4 << 20)
 
     async def case(a: Endpoint, b: Endpoint) -> None:
@@ -614,6 +614,6 @@ def test_an_incomplete_push_waits_for_its_peer_and_not_for_ever(
         answer = from_cbor(PushAnswer, await receive_message(again))
         assert isinstance(answer, GoOn)
         await again.reset()
-        assert answer.offset >= KEEP_FROM if kept > pause else answer.offset == 0
+        assert answer.offset >= MIN_RESUMABLE if kept > pause else answer.offset == 0
 
     run(opener, case)

@@ -18,12 +18,12 @@ PLACE = (PeerId.from_public_key(bytes(32)), "slot")
 
 
 def test_the_last_push_takes_over_from_the_one_before_it_although_the_first_hangs(monkeypatch: Any) -> None:
-    monkeypatch.setattr(push_slots, "_TAKE_OVER", 0.05)
+    monkeypatch.setattr(push_slots, "_TAKEOVER_TIMEOUT", 0.05)
     holders, ends = PushSlots(), {}
 
     async def push(name: str, *, hangs: bool, task_status: anyio.abc.TaskStatus[None]) -> None:
         try:
-            async with holders.holding(PLACE, name):
+            async with holders.hold(PLACE, name):
                 task_status.started()
                 with anyio.CancelScope(shield=hangs):
                     await anyio.sleep(1)
@@ -48,7 +48,7 @@ def test_of_two_pushes_that_wait_for_the_same_place_the_later_has_it() -> None:
 
         async def push(name: str) -> None:
             try:
-                async with holders.holding(PLACE, name):
+                async with holders.hold(PLACE, name):
                     if name == "first":
                         with anyio.CancelScope(shield=True):
                             await free.wait()
@@ -74,10 +74,10 @@ def test_a_place_is_free_again_after_the_pushes_that_held_it(count: int) -> None
 
     async def main() -> None:
         for _ in range(count):
-            async with holders.holding(PLACE, "a file"):
+            async with holders.hold(PLACE, "a file"):
                 pass
         with anyio.fail_after(10):
-            async with holders.holding(PLACE, "another"):
+            async with holders.hold(PLACE, "another"):
                 pass
 
     run(main)
