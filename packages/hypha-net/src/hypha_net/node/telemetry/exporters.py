@@ -18,7 +18,7 @@ from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult,
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from hypha_net.node.config.models import masked
+from hypha_net.node.config.models import mask_secrets
 from hypha_net.node.telemetry.otlp_config import Signal, Target
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class LibraryLogs(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Take it at once: the first attempt is known to have failed long before the last."""
         if _exporting.outage is not None and record.name.startswith("opentelemetry.exporter"):
-            reason = str(masked(record.getMessage()[:_REASON_LIMIT]))
+            reason = str(mask_secrets(record.getMessage()[:_REASON_LIMIT]))
             _exporting.outage.told(_exporting.signal, took=False, reason=reason)
 
 
