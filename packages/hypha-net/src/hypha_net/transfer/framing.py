@@ -57,7 +57,7 @@ def limited(
 
     async def handle(stream: Stream) -> None:
         try:
-            async with limiter.of(stream.peer):
+            async with limiter.acquire(stream.peer):
                 await handler(stream)
         except (TransferError, OSError) as error:
             _log.warning("%s: %s", stream.peer, error)
