@@ -10,7 +10,7 @@ from typing import Final, Literal
 import anyio
 
 from hypha_net import instrumentation
-from hypha_net.bandwidth import Direction, TransferPacer, pace_of
+from hypha_net.bandwidth import Direction, TransferPacer, pacer_for
 from hypha_net.endpoint import Endpoint
 from hypha_net.events import Transferred
 from hypha_net.transfer.framing import IDLE_TIMEOUT, TransferInterruptedError
@@ -47,9 +47,9 @@ class Progress:
     _moved_at_check: int = 0
 
     @property
-    def pace(self) -> TransferPacer:
+    def pacer(self) -> TransferPacer:
         """The bandwidth limit of this transfer."""
-        return pace_of(self.endpoint, self.peer, self.direction)
+        return pacer_for(self.endpoint, self.peer, self.direction)
 
     def begin(self, done: int, size: int | None) -> None:
         """Start an attempt at byte `done`; the first one emits an event."""

@@ -34,7 +34,7 @@ async def send_file(stream: Stream, path: Path, offset: int, size: int, progress
         TransferInterruptedError: the peer accepts no bytes.
         OSError: the file cannot be read.
     """
-    pace, left = progress.pace, size - offset
+    pacer, left = progress.pacer, size - offset
     blocks = [memoryview(bytearray(min(CHUNK, left))) for _ in range(2)]
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
@@ -47,21 +47,21 @@ async def send_file(stream: Stream, path: Path, offset: int, size: int, progress
                 left -= count
                 blocks.reverse()
                 thread.submit(_read, file, blocks[0], left)
-                await _send(stream, blocks[1][:count], progress, pace)
+                await _send(stream, blocks[1][:count], progress, pacer)
 
 
 def _read(file: FileIO, block: memoryview, left: int) -> int:
     return file.readinto(block[:left]) or 0
 
 
-async def _send(stream: Stream, block: memoryview, progress: Progress, pace: TransferPacer) -> None:
+async def _send(stream: Stream, block: memoryview, progress: Progress, pacer: TransferPacer) -> None:
     with anyio.CancelScope() as scope:
         while block:
-            piece, block = block[: pace.piece], block[pace.piece :]
-            await pace.wait(len(piece))
+            chunk, block = block[: pacer.chunk_size], block[pacer.chunk_size :]
+            await pacer.wait(len(chunk))
             _extend_deadline(scope)
-            await stream.send_all(piece)
-            progress.advance(len(piece))
+            await stream.send_all(chunk)
+            progress.advance(len(chunk))
     if scope.cancelled_caught:
         raise TransferInterruptedError(f"the peer accepted no bytes for {IDLE_TIMEOUT:g} s")
 
@@ -79,7 +79,7 @@ async def send_buffer(stream: Stream, buffer: memoryview, progress: Progress) ->
     Raises:
         TransferInterruptedError: the peer accepts no bytes.
     """
-    await _send(stream, buffer, progress, progress.pace)
+    await _send(stream, buffer, progress, progress.pacer)
 
 
 async def receive_content(stream: Stream, content: IncomingContent, max_bytes: int, progress: Progress) -> None:
@@ -154,16 +154,16 @@ class _Block:
 
     async def fill(self, stream: Stream, progress: Progress) -> bool:
         """Receive until the block is full (return True) or the stream has ended (return False)."""
-        pace = progress.pace
+        pacer = progress.pacer
         with anyio.CancelScope() as scope:
             while self.count < len(self._wanted):
                 _extend_deadline(scope)
-                count = await stream.receive_into(self._wanted[self.count : self.count + pace.piece])
+                count = await stream.receive_into(self._wanted[self.count : self.count + pacer.chunk_size])
                 if not count:
                     return False
                 self.count += count
                 progress.advance(count)
-                await pace.wait(count)
+                await pacer.wait(count)
         if scope.cancelled_caught:
             raise TransferInterruptedError(f"no bytes came for {IDLE_TIMEOUT:g} s")
         return True
