@@ -176,7 +176,7 @@ telemetry_protocol = "http/protobuf"
     assert "work_dir stands under [resources]" in warnings[0]
     assert loaded.origins["work_dir"].endswith("node.toml:7")
     twice = refused(load, 'work_dir = "v"\n' + text)
-    assert "stands here and at" in twice[0]
+    assert "is set here and at" in twice[0]
     assert ":8: resources.work_dir" in twice[0]
 
 
@@ -227,7 +227,7 @@ def test_what_is_missing_is_named_with_both_ways_to_set_it() -> None:
     [
         ("203.0.113.5:4001", "not a multiaddr"),
         ("/ip4/203.0.113/tcp/4001", "is not an ip4 address"),
-        ("/ip4/203.0.113.5/udp/4001/quic-v1", "transport 'udp' is not spoken"),
+        ("/ip4/203.0.113.5/udp/4001/quic-v1", "transport 'udp' is not supported"),
         ("/ip4/203.0.113.5/tcp/70000", "is not a TCP port"),
         ("/ip4/203.0.113.5/tcp/4001/p2p/QmWrong", "peer id"),
         ("/onion3/abc/tcp/1", "starts with 'onion3'"),

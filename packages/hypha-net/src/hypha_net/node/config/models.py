@@ -1,7 +1,7 @@
-"""What every daemon can be told, as a pydantic model that each program extends with its own keys.
+"""Pydantic model of the configuration that all daemons share; each program extends it with its own keys.
 
-`config_load` fills these models from flags, environment and TOML and reports every error at once; `config_init` turns
-their field descriptions into the commented file that ``init`` writes. So a description here is the documentation.
+`loader` fills these models from flags, environment and TOML and reports every error at once; `template` turns the field
+descriptions into the commented file that ``init`` writes. So a description here is user documentation.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hypha_net.bandwidth import MIN_RATE
 from hypha_net.node.config.address_types import check_dial_address, check_listen_address
 
 UNSUPPORTED_KEYS: Final[Mapping[str, str]] = {}
-"""Keys that are known and validated but whose feature is still to come: setting one is refused with these words.
+"""Keys that are validated but not implemented yet, with the reason; setting one is an error.
 
-Each entry goes when its feature comes. A program adds its own through `NodeConfig.unsupported_keys`.
+A program adds its own through `NodeConfig.unsupported_keys`.
 """
 
 RESERVED_NETWORKS: Final = (
@@ -58,7 +58,7 @@ def _network(text: str) -> str:
 
 
 def _pairs(value: object) -> object:
-    """``"k=v,k2=v2"`` as a table; tables pass. The text may be a secret, so errors do not repeat it."""
+    """Parse ``"k=v,k2=v2"`` into a table; pass tables through. The text may be a secret, so errors do not repeat it."""
     if not isinstance(value, str):
         return value
     pairs = [part.partition("=") for part in value.split(",") if part.strip()]
@@ -77,11 +77,11 @@ WEB_URL_WANTED: Final = "must be a URL that starts with http:// or https:// and 
 
 
 def is_web_url(text: str) -> bool:
-    """Whether text is a URL whose scheme, host and port can be used."""
+    """Return whether text is an HTTP or HTTPS URL with a host and a valid port."""
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not match, a port that is none
+    except ValueError:  # unbalanced brackets, invalid port
         return False
 
 
@@ -107,7 +107,7 @@ Sampler = Literal[
 
 
 class Section(BaseModel):
-    """A table of a configuration file: unknown keys are errors. Programs derive their tables from it."""
+    """Base class of the tables of a configuration file; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
@@ -126,12 +126,12 @@ class Limits(Section):
 
 
 class NodeConfig(Section):
-    """The keys of every daemon."""
+    """Configuration keys of every daemon."""
 
     needs_gateway: ClassVar[bool] = True
-    """Whether at least one gateway address must be given; a gateway itself says no."""
+    """Whether at least one gateway address must be given; a gateway overrides it."""
     unsupported_keys: ClassVar[Mapping[str, str]] = UNSUPPORTED_KEYS
-    """Dotted keys of this program that are refused, with the reason; list indices are left out of a key."""
+    """Dotted keys of this program that are not implemented, with the reason; without list indices."""
 
     cert_pem: Path = Field(description="This node's certificate, followed by the intermediate CAs (PEM).")
     key_pem: Path = Field(description="The certificate's Ed25519 private key (PKCS#8 PEM).")
@@ -193,19 +193,19 @@ class NodeConfig(Section):
         return value
 
     def config_warnings(self) -> list[str]:
-        """What is accepted but has no effect yet, in words for the log; programs extend it."""
+        """Return warnings about accepted values, for the log; programs extend it."""
         return []
 
 
 def is_secret(key: str) -> bool:
-    """Whether the value at a dotted key must not be shown."""
+    """Return whether the value at a dotted key must not be shown."""
     return bool(_SECRET.search(key.lower()))
 
 
 def mask_secrets(value: Any, key: str = "") -> Any:
-    """A configuration value with every secret in it replaced by ``***``; `key` is where it stands."""
+    """Return a configuration value with every secret replaced by ``***``; `key` is its dotted key."""
     if key and is_secret(key):
-        return value if value is None or value == {} else "***"  # nothing is set, and that is no secret
+        return value if value is None or value == {} else "***"  # an unset value is not a secret
     if isinstance(value, Mapping):
         return {name: mask_secrets(part, f"{key}.{name}" if key else str(name)) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
