@@ -112,7 +112,7 @@ def test_a_renewed_certificate_is_the_same_node_s_for_longer(authority: Path) ->
         handshake(context(authority, "alice", server=False), context(authority, "bob", server=True, crls=True))
     refused = run("renew", cert, "--dir", authority)
     assert refused.exit_code == 1
-    assert "has been revoked: make the node anew" in refused.output
+    assert "has been revoked: create the node again" in refused.output
 
 
 def test_a_node_of_another_network_is_refused(authority: Path, tmp_path: Path) -> None:

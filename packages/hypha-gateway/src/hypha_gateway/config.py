@@ -1,4 +1,4 @@
-"""The TOML of a gateway."""
+"""Configuration of a gateway (TOML)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypha_net.node.config.models import DialAddress, ListenAddress, NodeConfig,
 
 
 class RelayConfig(Section):
-    """``[relay]``: what this gateway carries for nodes that nobody can dial. The defaults are `RelayLimits`'."""
+    """``[relay]``: limits of relaying for nodes that cannot be dialled. The defaults are those of `RelayLimits`."""
 
     max_reservations: int = Field(default=1024, ge=0, description="Nodes that may be reached through this gateway.")
     max_circuits: int = Field(default=4096, ge=0, description="Circuits through this gateway at the same time.")
@@ -31,7 +31,7 @@ class RelayConfig(Section):
 
 
 class GatewayConfig(NodeConfig):
-    """Everything a gateway can be told."""
+    """Configuration of a gateway."""
 
     needs_gateway: ClassVar[bool] = False
 
