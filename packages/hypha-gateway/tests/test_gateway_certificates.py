@@ -98,7 +98,7 @@ def run(main: Callable[[], Awaitable[None]], limit: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_renewed_certificate_is_taken_on_sighup_and_by_itself(gateway: Gateway) -> None:
+def test_renewed_certificate_is_loaded_on_sighup_and_automatically(gateway: Gateway) -> None:
     before = gateway.probe()
     certutil("renew", gateway.folder / "gateway-cert.pem", "--days", "200", "--dir", gateway.folder)
     gateway.process.send_signal(signal.SIGHUP)
@@ -112,7 +112,7 @@ def test_a_renewed_certificate_is_taken_on_sighup_and_by_itself(gateway: Gateway
 
 
 @pytest.mark.slow
-def test_sighup_with_files_that_cannot_be_used_keeps_the_old(gateway: Gateway) -> None:
+def test_sighup_with_unusable_files_keeps_the_old_certificates(gateway: Gateway) -> None:
     trust = gateway.folder / "gateway-trust.pem"
     whole = trust.read_bytes()
     trust.write_bytes(whole[:40])
@@ -127,7 +127,7 @@ def test_sighup_with_files_that_cannot_be_used_keeps_the_old(gateway: Gateway) -
 
 
 @pytest.mark.slow
-def test_a_node_that_is_revoked_while_connected_is_out_within_a_minute(gateway: Gateway) -> None:
+def test_revoked_node_is_disconnected_within_a_minute(gateway: Gateway) -> None:
     certutil("node", "leaving", "--role", "worker", "--dir", gateway.folder)
     files = [gateway.folder / f"leaving-{kind}.pem" for kind in ("cert", "key", "trust")]
 
@@ -152,7 +152,7 @@ def test_a_node_that_is_revoked_while_connected_is_out_within_a_minute(gateway: 
 
 
 @pytest.mark.slow
-def test_of_two_programs_on_one_port_the_second_says_so_and_ends(gateway: Gateway) -> None:
+def test_second_gateway_on_a_used_port_reports_it_and_ends(gateway: Gateway) -> None:
     second = subprocess.run(gateway.command(), capture_output=True, text=True, timeout=30)
     assert second.returncode == 1
     assert gateway.address in second.stderr

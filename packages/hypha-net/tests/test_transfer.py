@@ -110,7 +110,7 @@ def take_into(node: MemoryEndpoint, folder: Path) -> list[Path]:
 # ------------------------------------------------------------------------------------------------------------- resuming
 
 
-def test_a_push_that_is_cut_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_interrupted_push_resumes_at_its_offset(tmp_path: Path) -> None:
     source = content(tmp_path / "source")
 
     async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
@@ -127,7 +127,7 @@ def test_a_push_that_is_cut_goes_on_where_it_was(tmp_path: Path) -> None:
     run(case)
 
 
-def test_over_either_network_a_closed_connection_is_a_pause(opener: Opener, tmp_path: Path) -> None:
+def test_transfer_resumes_after_closed_connection_on_both_networks(opener: Opener, tmp_path: Path) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
     target.parent.mkdir()
 
@@ -160,7 +160,7 @@ def test_over_either_network_a_closed_connection_is_a_pause(opener: Opener, tmp_
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_a_pull_that_is_cut_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_interrupted_pull_resumes_at_its_offset(tmp_path: Path) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
     target.parent.mkdir()
 
@@ -191,7 +191,7 @@ async def _pull_broken(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpo
         retry.PAUSES = pauses  # type: ignore[misc]
 
 
-def test_what_a_failed_pull_left_counts_for_the_next_whatever_its_name(tmp_path: Path) -> None:
+def test_next_pull_resumes_a_failed_pull_under_another_name(tmp_path: Path) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
 
     async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
@@ -208,7 +208,7 @@ def test_what_a_failed_pull_left_counts_for_the_next_whatever_its_name(tmp_path:
 
 
 @pytest.mark.parametrize("shorter", [True, False])
-def test_a_file_that_changed_at_the_other_end_begins_anew(tmp_path: Path, shorter: bool) -> None:
+def test_pull_restarts_when_the_remote_file_has_changed(tmp_path: Path, shorter: bool) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
 
     async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
@@ -229,7 +229,7 @@ def test_a_file_that_changed_at_the_other_end_begins_anew(tmp_path: Path, shorte
     run(case)
 
 
-def test_what_was_left_and_then_spoilt_is_not_gone_on_from_twice(tmp_path: Path) -> None:
+def test_corrupted_partial_file_is_resumed_only_once(tmp_path: Path) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
 
     async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
@@ -246,7 +246,7 @@ def test_what_was_left_and_then_spoilt_is_not_gone_on_from_twice(tmp_path: Path)
     run(case)
 
 
-def test_a_push_begun_again_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
+def test_repeated_push_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
     source = content(tmp_path / "source")
 
     async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
@@ -267,7 +267,7 @@ def test_a_push_begun_again_takes_over_from_one_that_hangs(tmp_path: Path) -> No
     run(case)
 
 
-def test_a_peer_s_pushes_into_one_slot_make_room_for_one(tmp_path: Path) -> None:
+def test_only_one_push_per_slot_allocates_disk_space(tmp_path: Path) -> None:
     """Whoever announces large files and sends nothing of them fills no disk."""
     folder = tmp_path / "landing"
     folder.mkdir()
@@ -295,7 +295,7 @@ def test_a_peer_s_pushes_into_one_slot_make_room_for_one(tmp_path: Path) -> None
     run(case)
 
 
-def test_two_pulls_of_the_same_content_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_concurrent_pulls_of_the_same_content_are_independent(tmp_path: Path) -> None:
     source, folder = content(tmp_path / "source"), tmp_path / "landing"
     folder.mkdir()
 
@@ -320,7 +320,7 @@ def _left(folder: Path, digest: str, received: int = 2 << 20) -> Path:
     return file.path
 
 
-def test_incomplete_files_are_bounded_in_number_and_age(tmp_path: Path) -> None:
+def test_suspended_files_are_limited_in_number_and_age(tmp_path: Path) -> None:
     old = _left(tmp_path, "blake3:" + "f" * 64)
     os.utime(old, (time.time() - partial_file.MAX_AGE - 60,) * 2)
     kept = []
@@ -337,7 +337,7 @@ def test_incomplete_files_are_bounded_in_number_and_age(tmp_path: Path) -> None:
     assert not kept[0].exists()
 
 
-def test_an_end_of_the_process_loses_nothing_that_was_stored(tmp_path: Path) -> None:
+def test_stored_bytes_survive_the_end_of_the_process(tmp_path: Path) -> None:
     digest = "blake3:" + "a" * 64
     file = partial_file.open_partial_file(tmp_path / "target", 3 << 20, digest)
     file.append(memoryview(bytes(2 << 20)))
@@ -346,12 +346,12 @@ def test_an_end_of_the_process_loses_nothing_that_was_stored(tmp_path: Path) -> 
     assert partial_file.open_partial_file(tmp_path / "other", 3 << 20, digest).received == 2 << 20
 
 
-def test_little_is_not_kept(tmp_path: Path) -> None:
+def test_small_partial_file_is_not_kept(tmp_path: Path) -> None:
     _left(tmp_path, "blake3:" + "a" * 64, 1000)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_incomplete_file_takes_no_more_room_than_what_is_there(tmp_path: Path) -> None:
+def test_suspended_file_uses_only_the_space_of_its_bytes(tmp_path: Path) -> None:
     file = partial_file.open_partial_file(tmp_path / "target", 64 << 20, "blake3:" + "a" * 64)
     file.append(memoryview(bytes(2 << 20)))
     assert file.path.stat().st_blocks * 512 >= 64 << 20
@@ -364,7 +364,7 @@ def test_an_incomplete_file_takes_no_more_room_than_what_is_there(tmp_path: Path
 
 
 @pytest.mark.parametrize("fallocate", [True, False])
-def test_no_room_is_said_before_anything_is_sent(
+def test_full_disk_is_reported_before_anything_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallocate: bool
 ) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
@@ -393,7 +393,7 @@ def test_no_room_is_said_before_anything_is_sent(
     assert list((tmp_path / "pushed").iterdir()) == []
 
 
-def test_without_fallocate_a_file_is_sparse_until_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_sparse_until_complete_without_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = content(tmp_path / "source")
     monkeypatch.delattr(os, "posix_fallocate")
 
@@ -412,7 +412,7 @@ def _states(events: list[Event]) -> list[tuple[str, str]]:
     return [(event.direction, event.state) for event in events if isinstance(event, Transferred)]
 
 
-def test_both_ends_tell_how_a_transfer_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ends_emit_progress_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
     source = content(tmp_path / "source")
 
@@ -434,7 +434,7 @@ def test_both_ends_tell_how_a_transfer_goes(tmp_path: Path, monkeypatch: pytest.
     run(case)
 
 
-def test_a_transfer_that_fails_is_told_with_the_reason(tmp_path: Path) -> None:
+def test_failed_transfer_event_has_the_reason(tmp_path: Path) -> None:
     async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         async def resolve(_peer: PeerId, _request: PullRequest) -> Refusal:
             return Refusal(reason="no such slice")
@@ -455,7 +455,7 @@ def test_a_transfer_that_fails_is_told_with_the_reason(tmp_path: Path) -> None:
 
 
 @given(st.floats(1e3, 1e9), st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0, 2)), min_size=1, max_size=60))
-def test_a_bucket_never_lets_more_through_than_its_rate(rate: float, steps: list[tuple[int, float]]) -> None:
+def test_token_bucket_never_exceeds_its_rate(rate: float, steps: list[tuple[int, float]]) -> None:
     bucket, now, usable = TokenBucket(rate, rate * BURST), 0.0, []
     for amount, pause in steps:
         now += pause
@@ -468,7 +468,7 @@ def test_a_bucket_never_lets_more_through_than_its_rate(rate: float, steps: list
 
 
 @given(st.floats(1e3, 1e9), st.lists(st.integers(1, 1 << 20), min_size=1, max_size=60))
-def test_a_bucket_wastes_nothing_of_its_rate(rate: float, amounts: list[int]) -> None:
+def test_token_bucket_uses_its_full_rate(rate: float, amounts: list[int]) -> None:
     bucket, now = TokenBucket(rate, rate * BURST), 0.0
     for amount in amounts:
         now += bucket.take(amount, now)
@@ -476,7 +476,7 @@ def test_a_bucket_wastes_nothing_of_its_rate(rate: float, amounts: list[int]) ->
 
 
 @given(st.integers(2, 8))
-def test_those_who_share_a_bucket_get_the_same(sharers: int) -> None:
+def test_transfers_share_a_token_bucket_evenly(sharers: int) -> None:
     bucket, clocks, moved = TokenBucket(1e6, 1e6 * BURST), [0.0] * sharers, [0] * sharers
     for _ in range(50 * sharers):
         who = min(range(sharers), key=lambda index: (clocks[index], moved[index]))  # ready first, then longest waiting
@@ -485,7 +485,7 @@ def test_those_who_share_a_bucket_get_the_same(sharers: int) -> None:
     assert max(moved) - min(moved) <= 4096
 
 
-def test_a_peer_that_asks_for_more_and_more_and_takes_nothing_costs_a_bounded_number_of_files(
+def test_pulls_that_read_nothing_hold_a_bounded_number_of_files(
     opener: Opener, tmp_path: Path
 ) -> None:
     """Each would hold a thread, an open file and two blocks; whoever else asks is served meanwhile."""
@@ -513,7 +513,7 @@ def test_a_peer_that_asks_for_more_and_more_and_takes_nothing_costs_a_bounded_nu
 
 
 @pytest.mark.parametrize("limit", ["upload", "peer_upload", "download", "peer_download"])
-def test_a_transfer_keeps_to_its_limit(tmp_path: Path, limit: str) -> None:
+def test_transfer_respects_its_bandwidth_limit(tmp_path: Path, limit: str) -> None:
     size, rate = 1 << 20, 2 << 20
     source = content(tmp_path / "source", size=size)
 

@@ -149,7 +149,7 @@ async def pushed(liar: Endpoint, victim: Endpoint, said: bytes, content: bytes =
 
 
 @each_kind
-def test_a_push_of_more_than_fits_is_refused_before_a_byte(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_oversized_push_is_refused_before_any_content(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     async def case(liar: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, kind, tmp_path / "landing")
         for size in (LIMIT + 1, 1 << 40, (1 << 64) - 1):
@@ -160,7 +160,7 @@ def test_a_push_of_more_than_fits_is_refused_before_a_byte(opener: Opener, tmp_p
     run(opener, case)
 
 
-def test_a_size_that_no_file_can_have_is_refused_where_nobody_bounds_it(opener: Opener, tmp_path: Path) -> None:
+def test_impossible_file_size_is_refused_without_a_limit(opener: Opener, tmp_path: Path) -> None:
     async def case(liar: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, "file", tmp_path / "landing", max_bytes=1 << 64)
         for size in (1 << 62, (1 << 63) - 1, (1 << 64) - 1):
@@ -171,7 +171,7 @@ def test_a_size_that_no_file_can_have_is_refused_where_nobody_bounds_it(opener: 
     run(opener, case)
 
 
-def test_memory_is_taken_for_what_came_and_not_for_what_was_announced(opener: Opener, tmp_path: Path) -> None:
+def test_memory_is_used_for_received_not_announced_bytes(opener: Opener, tmp_path: Path) -> None:
     async def case(liar: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, "memory", tmp_path / "landing")
         streams = []
@@ -194,7 +194,7 @@ def test_memory_is_taken_for_what_came_and_not_for_what_was_announced(opener: Op
 
 
 @each_kind
-def test_another_length_or_content_than_announced_is_refused(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_wrong_length_or_content_is_refused(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     cases = [
         (header(size=len(DATA) + 1), f"{len(DATA)} bytes came of {len(DATA) + 1}"),
         (header(size=len(DATA) - 1), "the digest is"),
@@ -230,7 +230,7 @@ NONSENSE = [
 
 
 @each_kind
-def test_a_header_that_makes_no_sense_ends_its_stream(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_malformed_header_resets_its_stream(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     async def case(liar: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, kind, tmp_path / "landing")
         for said in NONSENSE:
@@ -242,7 +242,7 @@ def test_a_header_that_makes_no_sense_ends_its_stream(opener: Opener, tmp_path: 
 
 
 @each_kind
-def test_a_header_may_be_long_but_not_without_end(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_header_length_is_limited(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     async def case(liar: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, kind, tmp_path / "landing")
         with victim.events.follow(Transferred) as events:
@@ -263,7 +263,7 @@ def test_a_header_may_be_long_but_not_without_end(opener: Opener, tmp_path: Path
 
 @each_kind
 @pytest.mark.parametrize("protocol", [PUSH_WITH_HEADER, PUSH])
-def test_bytes_that_trickle_into_a_receiver_are_given_up(
+def test_push_that_trickles_is_aborted(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, protocol: str
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.2)
@@ -289,7 +289,7 @@ def test_bytes_that_trickle_into_a_receiver_are_given_up(
 
 
 @pytest.mark.parametrize("protocol", [PUSH_WITH_HEADER, PULL_WITH_HEADER, PULL])
-def test_a_header_that_trickles_is_given_up(
+def test_header_that_trickles_is_aborted(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
 ) -> None:
     async def case(liar: Endpoint, victim: Endpoint) -> None:
@@ -312,7 +312,7 @@ async def _never(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
 
 
 @each_kind
-def test_an_old_push_without_end_stops_at_the_limit(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_endless_push_without_header_stops_at_the_limit(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     async def case(liar: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, kind, tmp_path / "landing", max_bytes=5 << 20)
         stream = await liar.open_stream(victim.peer_id, [PUSH])
@@ -373,7 +373,7 @@ LIES = {
 
 
 @each_kind
-def test_whoever_gives_something_else_than_it_says_is_found_out(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_pull_of_wrong_content_fails_with_a_reason(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     async def case(liar: Endpoint, victim: Endpoint) -> None:
         for said, content, reason in LIES.values():
 
@@ -391,7 +391,7 @@ def test_whoever_gives_something_else_than_it_says_is_found_out(opener: Opener, 
 
 
 @each_kind
-def test_whoever_changes_its_mind_at_every_attempt_is_asked_a_few_times(
+def test_peer_that_changes_its_answer_is_retried_a_few_times(
     opener: Opener, tmp_path: Path, kind: Kind
 ) -> None:
     """Each time another size for the same digest, or another digest, and a cut half way."""
@@ -415,7 +415,7 @@ def test_whoever_changes_its_mind_at_every_attempt_is_asked_a_few_times(
 
 
 @each_kind
-def test_bytes_that_trickle_out_of_a_giver_are_given_up(
+def test_pull_that_trickles_is_aborted(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.2)
@@ -450,7 +450,7 @@ ANSWERS: list[tuple[list[object], str]] = [
 
 
 @each_kind
-def test_a_pusher_believes_no_answer_that_makes_no_sense(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_pusher_rejects_malformed_answers(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     (tmp_path / "file").write_bytes(DATA)
 
     async def case(liar: Endpoint, victim: Endpoint) -> None:
@@ -477,7 +477,7 @@ def test_a_pusher_believes_no_answer_that_makes_no_sense(opener: Opener, tmp_pat
 
 
 @each_kind
-def test_a_giver_refuses_what_lies_past_the_end(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_pull_server_refuses_an_offset_past_the_end(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     (tmp_path / "file").write_bytes(DATA)
 
     async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
@@ -505,7 +505,7 @@ def test_a_giver_refuses_what_lies_past_the_end(opener: Opener, tmp_path: Path, 
 
 
 @each_kind
-def test_a_giver_gives_up_a_peer_that_takes_nothing(
+def test_pull_server_aborts_when_the_peer_reads_nothing(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.io.stream_copy.IDLE_TIMEOUT", 0.3)

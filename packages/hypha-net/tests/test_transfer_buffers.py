@@ -162,7 +162,7 @@ each_way = pytest.mark.parametrize("how", ["push", "pull"])
 
 @each_way
 @pytest.mark.parametrize("old", [False, True], ids=["header", "old wire"])
-def test_content_arrives_whole_from_and_to_files_and_memory(
+def test_content_is_transferred_between_files_and_memory(
     opener: Opener, tmp_path: Path, how: Literal["push", "pull"], old: bool
 ) -> None:
     async def case(a: Endpoint, b: Endpoint) -> None:
@@ -179,7 +179,7 @@ def test_content_arrives_whole_from_and_to_files_and_memory(
 
 @given(st.lists(st.integers(0, 300_000), min_size=1, max_size=4), st.integers(1, 9))
 @settings(max_examples=20, deadline=None, derandomize=True)
-def test_any_memory_is_sent_as_its_bytes(lengths: list[int], item: int) -> None:
+def test_any_buffer_is_sent_as_its_bytes(lengths: list[int], item: int) -> None:
     """A view of a part, of items larger than a byte, of what can be written: what counts is the bytes."""
 
     async def main() -> None:
@@ -199,7 +199,7 @@ def test_any_memory_is_sent_as_its_bytes(lengths: list[int], item: int) -> None:
     anyio.run(main, backend="trio")
 
 
-def test_memory_with_gaps_is_refused_before_anything_moves() -> None:
+def test_non_contiguous_memory_is_refused_before_sending() -> None:
     with pytest.raises(TypeError, match="contiguous"):
         anyio.run(transfer.describe, memoryview(bytes(10))[::2], backend="trio")
 
@@ -228,7 +228,7 @@ async def recorded_push(a: Endpoint, b: Endpoint, given: Path | bytes, data: byt
     yield said
 
 
-def test_a_receiver_cannot_tell_a_pushed_buffer_from_a_file(opener: Opener, tmp_path: Path) -> None:
+def test_pushed_buffer_and_file_look_the_same_on_the_wire(opener: Opener, tmp_path: Path) -> None:
     data = content(3_000_000)
     (tmp_path / "file").write_bytes(data)
 
@@ -258,7 +258,7 @@ async def said_to_a_pusher(a: Endpoint, b: Endpoint, data: bytes) -> bytes:
     return bytes(said)
 
 
-def test_a_pusher_cannot_tell_memory_from_a_file(opener: Opener, tmp_path: Path) -> None:
+def test_memory_and_file_targets_look_the_same_on_the_wire(opener: Opener, tmp_path: Path) -> None:
     async def arrived(_content: object, _digest: str) -> None:
         pass
 
@@ -317,7 +317,7 @@ async def offsets_into(offsets: list[int], serving: Endpoint) -> None:
 
 
 @each_way
-def test_after_a_cut_it_goes_on_where_it_was(
+def test_interrupted_transfer_resumes_for_files_and_memory(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Literal["push", "pull"]
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
@@ -338,7 +338,7 @@ def test_after_a_cut_it_goes_on_where_it_was(
     run(opener, case)
 
 
-def test_a_buffer_pushed_anew_takes_over_from_the_push_that_hangs(
+def test_repeated_buffer_push_takes_over_from_one_that_hangs(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
@@ -365,7 +365,7 @@ def test_a_buffer_pushed_anew_takes_over_from_the_push_that_hangs(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_content_under_other_names_does_not_disturb_each_other(
+def test_equal_content_under_different_names_is_independent(
     opener: Opener, tmp_path: Path, kind: Kind
 ) -> None:
     async def case(a: Endpoint, b: Endpoint) -> None:
@@ -408,7 +408,7 @@ def test_equal_content_under_other_names_does_not_disturb_each_other(
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=25, deadline=None, derandomize=True)
-def test_however_often_the_link_breaks_what_arrives_is_what_was_sent(
+def test_received_content_is_intact_on_an_unreliable_link(
     how: Literal["push", "pull"], source: Kind, target: Kind, size: int, seed: int
 ) -> None:
     data = content(size, seed)
@@ -428,7 +428,7 @@ def test_however_often_the_link_breaks_what_arrives_is_what_was_sent(
 
 
 @each_way
-def test_a_cancelled_transfer_ends_at_once_at_both_ends(
+def test_cancelled_transfer_ends_immediately_at_both_ends(
     opener: Opener, tmp_path: Path, how: Literal["push", "pull"]
 ) -> None:
     """What came of it waits for half a minute at a receiver of pushes; its endpoint does not wait for that."""
@@ -461,7 +461,7 @@ def test_a_cancelled_transfer_ends_at_once_at_both_ends(
 
 
 @each_way
-def test_what_is_wrong_too_large_or_refused_is_seen_by_nobody(
+def test_wrong_oversized_or_refused_content_is_not_published(
     opener: Opener, tmp_path: Path, how: Literal["push", "pull"]
 ) -> None:
     lies: dict[str, dict[str, Any]] = {
@@ -483,7 +483,7 @@ def test_what_is_wrong_too_large_or_refused_is_seen_by_nobody(
 
 
 @each_way
-def test_on_the_old_wire_too_no_more_than_the_limit_is_taken(
+def test_size_limit_applies_to_the_older_protocol(
     tmp_path: Path, how: Literal["push", "pull"], opener: Opener
 ) -> None:
     async def case(a: Endpoint, b: Endpoint) -> None:
@@ -499,7 +499,7 @@ def test_on_the_old_wire_too_no_more_than_the_limit_is_taken(
     run(opener, case)
 
 
-def test_another_digest_than_the_one_wanted_is_not_taken(opener: Opener) -> None:
+def test_pull_of_another_digest_fails(opener: Opener) -> None:
     async def case(a: Endpoint, b: Endpoint) -> None:
         async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
             return transfer.PullSource(b"these")
@@ -519,7 +519,7 @@ def test_another_digest_than_the_one_wanted_is_not_taken(opener: Opener) -> None
 
 
 @each_way
-def test_buffers_keep_to_the_limits(opener: Opener, tmp_path: Path, how: Literal["push", "pull"]) -> None:
+def test_buffers_respect_bandwidth_limits(opener: Opener, tmp_path: Path, how: Literal["push", "pull"]) -> None:
     size, rate = 1 << 20, 2 << 20
     unlimited, up, down = (
         transfer.BandwidthLimits(),
@@ -539,7 +539,7 @@ def test_buffers_keep_to_the_limits(opener: Opener, tmp_path: Path, how: Literal
 
 
 @each_way
-def test_both_ends_tell_how_a_buffer_moves(
+def test_both_ends_emit_progress_events_for_buffers(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Literal["push", "pull"]
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
@@ -566,7 +566,7 @@ Step = tuple[int, int, int, float]
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 1200), st.floats(0, 20)), max_size=40))
 @settings(max_examples=50, deadline=None, derandomize=True)
-def test_what_waits_in_memory_is_bounded_in_bytes_number_and_time(steps: list[Step]) -> None:
+def test_suspended_buffers_are_limited_in_bytes_number_and_time(steps: list[Step]) -> None:
     async def main() -> None:
         waiting = partial_buffer.SuspendedBuffers()
         async with anyio.create_task_group() as tasks:
@@ -591,7 +591,7 @@ def test_what_waits_in_memory_is_bounded_in_bytes_number_and_time(steps: list[St
 
 
 @pytest.mark.parametrize(("kept", "pause"), [(30.0, 0.1), (0.2, 1.5)])
-def test_an_incomplete_push_waits_for_its_peer_and_not_for_ever(
+def test_incomplete_push_is_kept_for_a_limited_time(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float, pause: float
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)

@@ -17,7 +17,7 @@ from hypha_proto.ids import PeerId
 PLACE = (PeerId.from_public_key(bytes(32)), "slot")
 
 
-def test_the_last_push_takes_over_from_the_one_before_it_although_the_first_hangs(monkeypatch: Any) -> None:
+def test_last_push_takes_over_although_the_first_hangs(monkeypatch: Any) -> None:
     monkeypatch.setattr(push_slots, "_TAKEOVER_TIMEOUT", 0.05)
     holders, ends = PushSlots(), {}
 
@@ -41,7 +41,7 @@ def test_the_last_push_takes_over_from_the_one_before_it_although_the_first_hang
     assert ends == {"first": "gave way", "second": "gave way", "third": "held on"}
 
 
-def test_of_two_pushes_that_wait_for_the_same_place_the_later_has_it() -> None:
+def test_later_of_two_waiting_pushes_gets_the_slot() -> None:
     async def main(order: str) -> None:
         holders, ends = PushSlots(), dict[str, str]()
         free = anyio.Event()
@@ -69,7 +69,7 @@ def test_of_two_pushes_that_wait_for_the_same_place_the_later_has_it() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_place_is_free_again_after_the_pushes_that_held_it(count: int) -> None:
+def test_slot_is_released_after_its_pushes(count: int) -> None:
     holders = PushSlots()
 
     async def main() -> None:
