@@ -33,8 +33,8 @@ from support.process_ready import first_line
 from support.waiting import run
 
 from hypha_net._libp2p.yamux.session import YamuxSession
+from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import NetError
-from hypha_net.node.lifecycle import leaves
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -273,5 +273,5 @@ def test_ours_does_not_have_it(row: Row, authority: Any) -> None:
 def test_stock_has_it(row: Row, symptom: str, tmp_path: Path) -> None:
     with pytest.raises(Exception) as raised:  # noqa: PT011 - what it says is compared below
         play(row, Stock(), tmp_path)
-    told = [f"{type(leaf).__name__}: {leaf}" for leaf in leaves(raised.value)]
+    told = [f"{type(leaf).__name__}: {leaf}" for leaf in leaf_errors(raised.value)]
     assert any(re.search(symptom, one) for one in told), told
