@@ -119,10 +119,18 @@ class Limits(Section):
     """``[limits]``."""
 
     max_connections: int = Field(default=1024, ge=1, description="Connections to peers, in and out, at the same time.")
-    upload_rate: Rate = Field(default=None, description="Bytes a second that files may take to all peers together.")
-    download_rate: Rate = Field(default=None, description="Bytes a second that files may take from all peers together.")
-    peer_upload_rate: Rate = Field(default=None, description="Bytes a second that files may take to any one peer.")
-    peer_download_rate: Rate = Field(default=None, description="Bytes a second that files may take from any one peer.")
+    upload_rate: Rate = Field(
+        default=None, description="Upload limit of files in bytes per second, for all peers together."
+    )
+    download_rate: Rate = Field(
+        default=None, description="Download limit of files in bytes per second, for all peers together."
+    )
+    peer_upload_rate: Rate = Field(
+        default=None, description="Upload limit of files in bytes per second, for each peer."
+    )
+    peer_download_rate: Rate = Field(
+        default=None, description="Download limit of files in bytes per second, for each peer."
+    )
 
 
 class NodeConfig(Section):
@@ -143,7 +151,7 @@ class NodeConfig(Section):
         default=["/ip4/0.0.0.0/tcp/0"], description="Multiaddrs to listen on; port 0 takes any free port."
     )
     external_addresses: list[DialAddress] = Field(
-        default=[], description="Multiaddrs at which others reach this node, when they differ from where it listens."
+        default=[], description="Multiaddrs at which others reach this node, if they differ from those it listens on."
     )
     gateway_addresses: list[DialAddress] = Field(
         default=[],
@@ -157,12 +165,12 @@ class NodeConfig(Section):
         "in a local network write exclude_cidr = [].",
     )
     relay_circuit: bool = Field(
-        default=True, description="Be reachable through a gateway's relay when nobody can dial this node directly."
+        default=True, description="Be reachable through a gateway's relay when this node cannot be dialled directly."
     )
     require_roles: bool = Field(
         default=False,
-        description="Take what only a scheduler, worker or data node may send from peers whose certificate names that "
-        "role, and not from peers without a role. Another role is refused in either case.",
+        description="Accept what only a scheduler, worker or data node may send only from peers whose certificate "
+        "names that role, not from peers without a role. Peers with another role are refused in either case.",
     )
     telemetry_endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(
         default=None,
@@ -172,7 +180,7 @@ class NodeConfig(Section):
         default={}, description='Headers for the collector, as a table or as "key=value,key2=value2". Kept secret.'
     )
     telemetry_protocol: Literal["http/protobuf", "grpc"] = Field(
-        default="http/protobuf", description="How the collector is spoken to: http/protobuf or grpc."
+        default="http/protobuf", description="OTLP protocol of the collector: http/protobuf or grpc."
     )
     telemetry_sampler: Sampler = Field(
         default="parentbased_always_on", description=f"Which traces are recorded: {', '.join(get_args(Sampler))}."
@@ -183,7 +191,7 @@ class NodeConfig(Section):
     telemetry_attributes: Pairs = Field(
         default={}, description='Attributes of everything exported, as a table or as "key=value,key2=value2".'
     )
-    limits: Limits = Field(default=Limits(), description="Bounds on what this node uses of its network.")
+    limits: Limits = Field(default=Limits(), description="Limits of this node's network use.")
 
     @field_validator("gateway_addresses")
     @classmethod
