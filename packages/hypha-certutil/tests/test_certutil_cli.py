@@ -1,4 +1,4 @@
-"""The command as its users meet it: files, permissions, refusals, and certificates that TLS itself accepts."""
+"""Commands of hypha-certutil: files, permissions, errors, and certificates that TLS accepts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def context(folder: Path, name: str, *, server: bool, crls: bool = False) -> ssl
 
 
 def handshake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> None:
-    """A whole mutual handshake in memory."""
+    """Run a mutual TLS handshake in memory."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context.wrap_bio(down, up, server_hostname="0.0.0.0")
     server = server_context.wrap_bio(up, down, server_side=True)
@@ -70,7 +70,7 @@ def test_tls_handshake_succeeds_with_and_without_revocation_lists(authority: Pat
         shown("node", name, "--role", "worker", "--dir", authority)
     for crls in (False, True):
         client = context(authority, "alice", server=False, crls=crls)
-        client.check_hostname = True  # for the IP name 0.0.0.0, as a Rust node does
+        client.check_hostname = True  # for the IP address 0.0.0.0, as a Rust node does
         handshake(client, context(authority, "bob", server=True, crls=crls))
 
 
@@ -85,7 +85,7 @@ def test_only_the_revoked_node_is_refused(authority: Path) -> None:
         handshake(client, context(authority, "bob", server=True))
     handshake(client, context(authority, "carol", server=True))
     shown("revoke", authority / "carol-cert.pem", "--dir", authority)
-    assert shown("revoke", "--dir", authority)["on_list"] == 2  # a renewed list forgets nobody
+    assert shown("revoke", "--dir", authority)["on_list"] == 2  # a renewed list keeps all entries
 
 
 def test_nodes_of_a_revoked_organisation_are_refused(authority: Path) -> None:

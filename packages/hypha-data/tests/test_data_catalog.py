@@ -1,4 +1,4 @@
-"""A dataset prepared, measured and served: every sample is there exactly once, and nothing that is not announced."""
+"""Datasets prepared, measured and served: every sample exactly once, and only announced content."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_slices_contain_every_sample_once(
     assert [len(part["labels"]) for part in parts] == lengths
     assert max(lengths) - min(lengths) <= 1
     rows = np.concatenate([part["pixel_values"] for part in parts])
-    np.testing.assert_array_equal(rows[:, 0, 0], labels * 6.0)  # rows of all tensors stay together
+    np.testing.assert_array_equal(rows[:, 0, 0], labels * 6.0)  # the rows of all tensors keep the same order
 
 
 def test_slices_are_determined_by_the_seed(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_manifest_is_used_only_while_it_is_newest(tmp_path: Path) -> None:
     slice_path = tmp_path / "out" / before.manifest.slices[0].file
     content = bytearray(slice_path.read_bytes())
     content[-1] ^= 1
-    slice_path.write_bytes(content)  # same size, other content
+    slice_path.write_bytes(content)  # same size, different content
     later = (tmp_path / "out" / MANIFEST).stat().st_mtime_ns + 1_000_000_000
     os.utime(slice_path, ns=(later, later))
     after = open_dataset("d", tmp_path / "out")

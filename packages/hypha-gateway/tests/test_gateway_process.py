@@ -1,4 +1,4 @@
-"""A gateway as its operator meets it: written by init, started, probed, ended. Real process, real TLS."""
+"""Gateway process: configured by init, started, probed and ended, over real TLS."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hypha_net.settings import RelayLimits
 
 
 def script(name: str) -> str:
-    """The path of a console script of this environment."""
+    """Return the path of a console script of this environment."""
     found = shutil.which(name, path=sysconfig.get_path("scripts"))
     assert found is not None, f"{name} is not installed beside {sys.executable}"
     return found
@@ -42,7 +42,7 @@ def make_node(folder: Path, name: str, role: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Certificates of a network, and the gateway's configuration as init writes it."""
+    """Create the certificates of a network and the gateway's configuration by init."""
     made = tmp_path_factory.mktemp("gateway")
     for authority in ("root", "org"):
         assert run(script("hypha-certutil"), authority, "--dir", made).returncode == 0
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    """A running gateway."""
+    """Run a gateway; its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -122,8 +122,10 @@ def test_unreachable_address_exits_with_code_3(folder: Path) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("moment", ["the first line", "ready"])
-def test_signal_at_any_time_ends_the_gateway_quietly(folder: Path, moment: str, number: signal.Signals, code: int) -> None:
-    """The older form of the command, and a configuration that warns first: the first line comes before the imports."""
+def test_signal_at_any_time_ends_the_gateway_quietly(
+    folder: Path, moment: str, number: signal.Signals, code: int
+) -> None:
+    """Use the command line without a command, and a configuration whose warning is logged before the imports."""
     env = {**os.environ, "HYPHA_LISTEN_ADDRESSES": "/ip4/127.0.0.1/tcp/0", "HYPHA_UNKNOWN": "1"}
     command = [script("hypha-gateway"), "--config", str(folder / "gateway.toml")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:

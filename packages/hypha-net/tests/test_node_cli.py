@@ -1,4 +1,4 @@
-"""The commands of a daemon without a network: what they print, write, refuse, and their exit codes."""
+"""Commands of a daemon, without a network: output, written files, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def detect() -> dict[str, object]:
     return {"work_dir": 'w"ork', "resources": {"cpu": 16}, "executors": [{"name": "a", "args": ["{X}"]}, {"name": "b"}]}
 
 
-# the distribution's name gives the version
+# the version is that of the distribution with this name
 main = daemon_cli("hypha-net", ExampleConfig, serve, role="worker", example=detect)
 
 

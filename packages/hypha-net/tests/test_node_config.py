@@ -1,4 +1,4 @@
-"""Configuration as operators meet it: every layer, every kind of error, and what is hidden."""
+"""Configuration of a daemon: precedence of sources, errors with position and remedy, masked secrets."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def _written(text: str) -> str:
     st.lists(st.tuples(_names, st.lists(st.tuples(_names, _text), max_size=3, unique_by=lambda p: p[0])), max_size=4)
 )
 def test_reported_line_of_a_key_is_where_it_was_written(tables: list[tuple[str, list[tuple[str, str]]]]) -> None:
-    """Whatever strings, comments and brackets stand around it."""
+    """Strings, comments and brackets around a key do not affect its line."""
     lines: list[str] = []
     expected: dict[tuple[str | int, ...], int] = {}
     counts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Reading who a peer says it is, also from peers that send nonsense."""
+"""Agent version in identify answers, including malformed ones."""
 
 from __future__ import annotations
 

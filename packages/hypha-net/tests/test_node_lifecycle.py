@@ -1,4 +1,4 @@
-"""Daemons as processes: what a signal does, what a failure says, and that the end is bounded."""
+"""Lifecycle of daemon processes: signals, failures, forced end and health."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hypha_net.testing import MemoryNetwork
 class OwnError(Exception):
     pass
 
-class SlowToGo:  # what is raised while it goes, the interpreter prints and forgets
+class SlowToGo:  # the interpreter prints and swallows what its destructor raises
     def __del__(self):
         print("running", flush=True)
         time.sleep(60)
@@ -73,7 +73,7 @@ sys.exit(run_daemon(config, serve, role="data", version="1", expected=(OwnError,
 
 
 class Daemon:
-    """One process of PROGRAM."""
+    """Process that runs PROGRAM."""
 
     def __init__(self, folder: Path, behaviour: str) -> None:
         script = folder / "program.py"
@@ -85,7 +85,7 @@ class Daemon:
         assert first_line(self.process) == "running"
 
     def end(self, number: signal.Signals | None = None) -> tuple[int, float, list[dict[str, str]]]:
-        """Exit code, seconds it took, log."""
+        """Return exit code, seconds it took, and log."""
         start = time.monotonic()
         if number is not None:
             self.process.send_signal(number)
@@ -107,7 +107,7 @@ def test_signal_ends_the_daemon_cleanly(daemon: Daemon, number: signal.Signals, 
     daemon.wait_until_running()
     returned, seconds, log = daemon.end(number)
     assert returned == code
-    assert seconds < 15  # what it would wait for takes 60
+    assert seconds < 15  # the program itself would take 60
     assert f"{number.name}: ending" in [entry["message"] for entry in log]
     assert all("exception" not in entry and entry["level"] == "info" for entry in log)
 
@@ -118,7 +118,7 @@ def test_signal_ends_the_daemon_before_the_event_loop_runs(daemon: Daemon, numbe
     daemon.wait_until_running()
     returned, seconds, log = daemon.end(number)
     assert (returned, log) == (code, [])
-    assert seconds < 15  # what it would wait for takes 60
+    assert seconds < 15  # the program itself would take 60
 
 
 @pytest.mark.parametrize("daemon", ["waits", "slow to start"], indirect=True)
@@ -141,7 +141,7 @@ def test_blocking_code_is_named_and_ended(daemon: Daemon, says: str) -> None:
     children = psutil.Process(daemon.process.pid).children()
     returned, seconds, log = daemon.end(signal.SIGTERM)
     assert returned == 1
-    assert seconds < 15  # what it would wait for takes 60
+    assert seconds < 15  # the program itself would take 60
     [told] = [entry["message"] for entry in log if "still not ended 0.5 s after being told to" in entry["message"]]
     assert says in told
     gone, left = psutil.wait_procs(children, timeout=5)

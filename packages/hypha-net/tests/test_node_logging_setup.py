@@ -1,4 +1,4 @@
-"""Lines of a daemon's log: what a peer says forges none, and floods nothing."""
+"""Logs of a daemon: text from peers cannot forge records, and floods are suppressed."""
 
 from __future__ import annotations
 

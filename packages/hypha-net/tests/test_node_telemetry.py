@@ -1,4 +1,4 @@
-"""What a collector receives, over both protocols, and that one that hangs or is gone holds nothing up."""
+"""Export to OpenTelemetry collectors over both protocols, including collectors that hang or are unavailable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROOM = instrumentation.Level("test.room", "By", "Bytes in use.")
 
 @contextmanager
 def hanging_collector() -> Iterator[str]:
-    """Takes connections and never answers."""
+    """Accept connections and never answer."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -222,12 +222,12 @@ def test_log_burst_is_bounded_and_does_not_block() -> None:
     logging.getLogger().setLevel(logging.INFO)
     with hanging_collector() as url, exporting(telemetry_endpoint=url):
         began = time.monotonic()
-        for number in range(3_000):  # more than the queue holds
+        for number in range(3_000):  # more than the queue's capacity
             logging.getLogger("somewhere").info("line %d", number)
-        assert time.monotonic() - began < 10  # which one batch would take that is waited for
+        assert time.monotonic() - began < 10  # one batch that blocks would take that long
 
 
-# ------------------------------------------------------------------------------------------------- a signal of its own
+# -------------------------------------------------------------------------------------------------- per-signal settings
 
 
 def test_each_signal_may_have_its_own_collector(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_invalid_variable_is_refused_by_name(variable: str, value: str, remedy: 
     assert "hunter2" not in str(refused.value)
 
 
-# ------------------------------------------------------------------------------------------------ collectors that fail
+# -------------------------------------------------------------------------------------------------- failing collectors
 
 
 def test_url_credentials_are_sent_in_a_header_only() -> None:
@@ -285,7 +285,7 @@ def test_url_credentials_are_sent_in_a_header_only() -> None:
     assert without_user("http://collector.example") == ("http://collector.example", {})
 
 
-def told_by_nodes(caplog: pytest.LogCaptureFixture) -> list[str]:
+def node_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("hypha_net")]
 
 
@@ -302,7 +302,7 @@ def test_failing_collector_delays_the_end_by_two_seconds_and_is_logged_once(
     collector: Any, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    # the library says nothing twice in 20 seconds, and would be silent after the test before
+    # the library logs nothing twice in 20 seconds, and would be silent after the previous test
     for kept in logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters:
         vars(kept).clear()
     with collector() as url:
@@ -314,19 +314,19 @@ def test_failing_collector_delays_the_end_by_two_seconds_and_is_logged_once(
         )
         instrumentation.install(export.recorder)
         began = time.monotonic()
-        for _ in range(2500):  # more than the queue of spans holds
+        for _ in range(2500):  # more than the capacity of the span queue
             instrumentation.span("work").end()
             logging.getLogger("somewhere").info("at work")
         WORK.add()
-        assert time.monotonic() - began < 9  # one batch that is waited for takes ten
+        assert time.monotonic() - began < 9  # one batch that blocks takes ten
         instrumentation.install(None)
-        if collector is absent_collector:  # it refuses at once, and that is told
-            wait_until(lambda: any("takes no" in line for line in told_by_nodes(caplog)), 15, "the log saying so")
+        if collector is absent_collector:  # it refuses at once, which is logged
+            wait_until(lambda: any("takes no" in line for line in node_warnings(caplog)), 15, "the log saying so")
         began = time.monotonic()
         export.close()
-        assert time.monotonic() - began < 8  # two seconds, and what busy cores add; the library waits for ten
-    # a thread of an earlier test's exporter, which hangs on its own collector, may still speak
-    told = told_by_nodes(caplog)
+        assert time.monotonic() - began < 8  # two seconds, plus delay on busy cores; the library waits for ten
+    # a thread of an earlier test's exporter, blocked by its own collector, may still log
+    told = node_warnings(caplog)
     assert len(told) <= 1, told
     if collector is absent_collector:
         assert re.search("takes no (traces|metrics|logs), not told again until it does", told[0])
@@ -355,7 +355,7 @@ sys.exit(run_daemon(config, serve, role="data", version="1", connect=connect))
 
 
 def run_and_end(folder: Path, *args: str) -> tuple[str, int, float]:
-    """Whether a daemon imported OpenTelemetry, its exit status after SIGTERM, and the seconds that its end took."""
+    """Return whether a daemon imported OpenTelemetry, its exit status after SIGTERM, and the seconds until its end."""
     script = folder / "daemon.py"
     script.write_text(DAEMON)
     command = [sys.executable, str(script), *args]
@@ -387,14 +387,14 @@ def test_daemon_ends_in_time_when_its_collector_hangs(tmp_path: Path) -> None:
     with hanging_collector() as url:
         imported, status, seconds = run_and_end(tmp_path, url)
     assert (imported, status) == ("True", 0)
-    assert seconds < 9  # two of them for the collector, which hangs for ten, the rest for two busy cores
+    assert seconds < 9  # two for the collector, which blocks for ten, the rest for two busy cores
 
 
 # ----------------------------------------------------------------------------------------------------- between peers
 
 
 def ask_once() -> tuple[str | None, str | None]:
-    """The traceparent that one request carries, and the one that its handler works under."""
+    """Return the traceparent in one request, and the one of its handler."""
     seen: list[str | None] = []
 
     async def renew(_peer: PeerId, message: RenewLease) -> LeaseRenewal:

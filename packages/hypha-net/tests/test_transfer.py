@@ -1,4 +1,4 @@
-"""Transfers that are cut, resumed, refused for want of room, limited, and followed, over the network in memory."""
+"""Transfers over the in-memory network: interrupted and resumed, refused on a full disk, rate-limited, with events."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def content(path: Path, seed: int = 0, size: int = SIZE) -> Path:
 
 
 async def cut_once(network: MemoryNetwork, receiver: MemoryEndpoint, sender: MemoryEndpoint) -> None:
-    """Break every stream as soon as `CUT_AT` bytes of a file have come; the link is back at once."""
+    """Break every stream as soon as `CUT_AT` bytes of a file were received; the link works again at once."""
     before = sender.traffic.sent
     while sender.traffic.sent - before < CUT_AT:
         await anyio.sleep(0.001)
@@ -76,7 +76,7 @@ async def header_of(path: Path) -> PushHeader:
 
 
 def serve_file(node: Endpoint, path: Path) -> list[int]:
-    """Serve one file; the offsets that were asked for."""
+    """Serve one file; return the list of requested offsets."""
     offsets: list[int] = []
 
     async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource:
@@ -88,7 +88,7 @@ def serve_file(node: Endpoint, path: Path) -> list[int]:
 
 
 def take_into(node: MemoryEndpoint, folder: Path) -> list[Path]:
-    """Let pushes land in a folder, each under a name of its own; the names so far."""
+    """Accept pushes into a folder, each under its own name; return the list of paths."""
     folder.mkdir(exist_ok=True)
     landed: list[Path] = []
     count = 0
@@ -137,7 +137,7 @@ def test_transfer_resumes_after_closed_connection_on_both_networks(opener: Opene
                 offsets = serve_file(b, source)
                 transfer.limit_bandwidth(
                     a, transfer.BandwidthLimits(download=16 << 20)
-                )  # slow enough to be cut half way
+                )  # slow enough to be interrupted half way
                 async with anyio.create_task_group() as tasks:
 
                     async def cut() -> None:
@@ -179,7 +179,7 @@ def test_interrupted_pull_resumes_at_its_offset(tmp_path: Path) -> None:
 
 
 async def _pull_broken(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint, target: Path) -> None:
-    """A pull that is cut and not taken up again."""
+    """Run a pull that is interrupted and not retried."""
     target.parent.mkdir(exist_ok=True)
     pauses, retry.PAUSES = retry.PAUSES, ()  # type: ignore[misc]
     try:
@@ -255,7 +255,7 @@ def test_repeated_push_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
         stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
         await send_message(stream, to_cbor(PushHeader, header))
         await receive_message(stream)
-        await stream.send_all(source.read_bytes()[:CUT_AT])  # and no more, although the connection lives
+        await stream.send_all(source.read_bytes()[:CUT_AT])  # and no more, although the connection stays open
         while partial_file.resumable_bytes(tmp_path / "landing" / "1", header.digest) < CUT_AT - (1 << 20):
             await anyio.sleep(0.01)
         sent = await transfer.push(a, b.peer_id, source, header)
@@ -268,7 +268,7 @@ def test_repeated_push_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
 
 
 def test_only_one_push_per_slot_allocates_disk_space(tmp_path: Path) -> None:
-    """Whoever announces large files and sends nothing of them fills no disk."""
+    """A peer that announces large files and sends nothing cannot fill the disk."""
     folder = tmp_path / "landing"
     folder.mkdir()
 
@@ -328,7 +328,7 @@ def test_suspended_files_are_limited_in_number_and_age(tmp_path: Path) -> None:
         kept.append(_left(tmp_path, f"blake3:{number:064x}"))
         os.utime(kept[-1], (time.time() - 1000 + number,) * 2)
     written = partial_file.open_partial_file(tmp_path / "target", 3 << 20, "blake3:" + "e" * 64)
-    os.utime(written.path, (1, 1))  # however old: it is being written
+    os.utime(written.path, (1, 1))  # old, but it is being written
     _left(tmp_path, "blake3:" + "d" * 64)
     assert not old.exists()
     assert written.path.exists()
@@ -341,7 +341,7 @@ def test_stored_bytes_survive_the_end_of_the_process(tmp_path: Path) -> None:
     digest = "blake3:" + "a" * 64
     file = partial_file.open_partial_file(tmp_path / "target", 3 << 20, digest)
     file.append(memoryview(bytes(2 << 20)))
-    file.file.close()  # as the end of a process does
+    file.file.close()  # as the end of the process does
     assert partial_file.resumable_bytes(tmp_path / "other", digest) == 2 << 20
     assert partial_file.open_partial_file(tmp_path / "other", 3 << 20, digest).received == 2 << 20
 
@@ -451,7 +451,7 @@ def test_failed_transfer_event_has_the_reason(tmp_path: Path) -> None:
     run(case)
 
 
-# ---------------------------------------------------------------------------------------------------------------- rates
+# ---------------------------------------------------------------------------------------------------- bandwidth limits
 
 
 @given(st.floats(1e3, 1e9), st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0, 2)), min_size=1, max_size=60))
@@ -479,16 +479,14 @@ def test_token_bucket_uses_its_full_rate(rate: float, amounts: list[int]) -> Non
 def test_transfers_share_a_token_bucket_evenly(sharers: int) -> None:
     bucket, clocks, moved = TokenBucket(1e6, 1e6 * BURST), [0.0] * sharers, [0] * sharers
     for _ in range(50 * sharers):
-        who = min(range(sharers), key=lambda index: (clocks[index], moved[index]))  # ready first, then longest waiting
+        who = min(range(sharers), key=lambda index: (clocks[index], moved[index]))  # ready first, then waiting longest
         clocks[who] += bucket.take(4096, clocks[who])
         moved[who] += 4096
     assert max(moved) - min(moved) <= 4096
 
 
-def test_pulls_that_read_nothing_hold_a_bounded_number_of_files(
-    opener: Opener, tmp_path: Path
-) -> None:
-    """Each would hold a thread, an open file and two blocks; whoever else asks is served meanwhile."""
+def test_pulls_that_read_nothing_hold_a_bounded_number_of_files(opener: Opener, tmp_path: Path) -> None:
+    """Each would hold a thread, an open file and two blocks; other peers are served meanwhile."""
     source = content(tmp_path / "source")
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Files and buffers move by one wire and by the same rules, whatever they come from and go to, over either network."""
+"""Transfers between files and memory: the same protocol and rules for each source and sink, over either network."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def header_of(data: bytes, name: str = "update") -> PushHeader:
 
 @dataclass
 class Mover:
-    """Moves content between two nodes, from and to whatever a test says."""
+    """Transfers content between two nodes, from and to the kinds that a test chooses."""
 
     how: Literal["push", "pull"]
     giver: Endpoint
@@ -88,12 +88,12 @@ class Mover:
     old: bool = False
     max_bytes: int = LIMIT
     digest: str | None = None
-    """Announced by the giver instead of the true one."""
+    """Digest announced by the sender instead of the real one."""
     refusal: Refusal | None = None
     landed: list[bytes] = field(default_factory=list)
 
     async def move(self, data: bytes, source: Kind, target: Kind) -> int | None:
-        """Move it once; what `push` returned."""
+        """Transfer the content once; return what `push` returned."""
         self.folder.mkdir(exist_ok=True)
         given: Path | bytes = data
         if source == "file":
@@ -103,7 +103,7 @@ class Mover:
 
     @property
     def serving(self) -> Endpoint:
-        """The node that did not begin."""
+        """The node that serves."""
         return self.taker if self.how == "push" else self.giver
 
     async def _push(self, data: bytes, given: Path | bytes, target: Kind) -> int:
@@ -157,7 +157,7 @@ class Mover:
 each_way = pytest.mark.parametrize("how", ["push", "pull"])
 
 
-# -------------------------------------------------------------------------------------------------------------- whole
+# ----------------------------------------------------------------------------------------------------------- transfers
 
 
 @each_way
@@ -180,7 +180,7 @@ def test_content_is_transferred_between_files_and_memory(
 @given(st.lists(st.integers(0, 300_000), min_size=1, max_size=4), st.integers(1, 9))
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_any_buffer_is_sent_as_its_bytes(lengths: list[int], item: int) -> None:
-    """A view of a part, of items larger than a byte, of what can be written: what counts is the bytes."""
+    """Views of a part, of items larger than a byte, and of writable memory are sent as their bytes."""
 
     async def main() -> None:
         network = MemoryNetwork()
@@ -204,12 +204,12 @@ def test_non_contiguous_memory_is_refused_before_sending() -> None:
         anyio.run(transfer.describe, memoryview(bytes(10))[::2], backend="trio")
 
 
-# ------------------------------------------------------------------------------------------------------------ the wire
+# ------------------------------------------------------------------------------------------------------- wire protocol
 
 
 @asynccontextmanager
 async def recorded_push(a: Endpoint, b: Endpoint, given: Path | bytes, data: bytes) -> AsyncIterator[list[bytes]]:
-    """Everything that a pusher says to a receiver which has the first bytes already."""
+    """Record what a pusher sends to a receiver that has the first bytes already."""
     said: list[bytes] = []
 
     async def take(stream: Stream) -> None:
@@ -244,8 +244,8 @@ def test_pushed_buffer_and_file_look_the_same_on_the_wire(opener: Opener, tmp_pa
     run(opener, case)
 
 
-async def said_to_a_pusher(a: Endpoint, b: Endpoint, data: bytes) -> bytes:
-    """Everything that a receiver says during a push."""
+async def recorded_answers(a: Endpoint, b: Endpoint, data: bytes) -> bytes:
+    """Return what a receiver sends during a push."""
     stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
     await send_message(stream, to_cbor(PushHeader, header_of(data)))
     answer = await receive_message(stream)
@@ -279,7 +279,7 @@ def test_memory_and_file_targets_look_the_same_on_the_wire(opener: Opener, tmp_p
                 return landing
 
             transfer.serve_pushes(b, accept)
-            said[name] = [await said_to_a_pusher(a, b, content(size)) for size in (0, 1, 2000)]
+            said[name] = [await recorded_answers(a, b, content(size)) for size in (0, 1, 2000)]
         assert said["file"] == said["memory"]
 
     run(opener, case)
@@ -289,7 +289,7 @@ def test_memory_and_file_targets_look_the_same_on_the_wire(opener: Opener, tmp_p
 
 
 async def of_transfer(events: Followed) -> Transferred:
-    """The next event."""
+    """Return the next transfer event."""
     event = await anext(events)
     assert isinstance(event, Transferred)
     return event
@@ -303,13 +303,13 @@ async def disconnect_at(mover: Mover, at: int) -> None:
 
 
 async def until_moved(events: Followed, size: int) -> None:
-    """Wait until so much has come."""
+    """Wait until `size` bytes were transferred."""
     while (await of_transfer(events)).done < size:
         pass
 
 
 async def offsets_into(offsets: list[int], serving: Endpoint) -> None:
-    """From where the node that serves began, each time."""
+    """Collect the offset at which the serving node starts each attempt."""
     with serving.events.follow(Transferred) as events:
         while True:
             event = await of_transfer(events)
@@ -323,7 +323,9 @@ def test_interrupted_transfer_resumes_for_files_and_memory(
     monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
 
     async def case(a: Endpoint, b: Endpoint) -> None:
-        transfer.limit_bandwidth(b, transfer.BandwidthLimits(download=20 << 20))  # slow enough to be cut half way
+        transfer.limit_bandwidth(
+            b, transfer.BandwidthLimits(download=20 << 20)
+        )  # slow enough to be interrupted half way
         for seed, (source, target) in enumerate(WITH_MEMORY):
             mover, offsets, data = Mover(how, a, b, tmp_path / "landing"), list[int](), content(SIZE, seed)
             async with anyio.create_task_group() as tasks:
@@ -354,7 +356,7 @@ def test_repeated_buffer_push_takes_over_from_one_that_hangs(
                 stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
                 await send_message(stream, to_cbor(PushHeader, header_of(data)))
                 await receive_message(stream)
-                await stream.send_all(data[:CUT_AT])  # and no more, although the connection lives
+                await stream.send_all(data[:CUT_AT])  # and no more, although the connection stays open
                 await until_moved(events, CUT_AT)
             assert await transfer.push(a, b.peer_id, data, header_of(data)) < SIZE
             tasks.cancel_scope.cancel()
@@ -365,9 +367,7 @@ def test_repeated_buffer_push_takes_over_from_one_that_hangs(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_content_under_different_names_is_independent(
-    opener: Opener, tmp_path: Path, kind: Kind
-) -> None:
+def test_equal_content_under_different_names_is_independent(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     async def case(a: Endpoint, b: Endpoint) -> None:
         landed: list[str] = []
 
@@ -386,7 +386,7 @@ def test_equal_content_under_different_names_is_independent(
 
         transfer.serve_pushes(b, accept)
         data, sent = content(2 << 20), list[int]()
-        transfer.limit_bandwidth(b, transfer.BandwidthLimits(download=16 << 20))  # slow enough to be under way at once
+        transfer.limit_bandwidth(b, transfer.BandwidthLimits(download=16 << 20))  # slow enough to overlap
 
         async def push(name: str) -> None:
             sent.append(await transfer.push(a, b.peer_id, data, header_of(data, name)))
@@ -395,7 +395,7 @@ def test_equal_content_under_different_names_is_independent(
             for name in ("one", "two", "three"):
                 tasks.start_soon(push, name)
         assert sorted(landed) == ["one", "three", "two"]
-        assert sent == [len(data)] * 3  # none was given up and repeated
+        assert sent == [len(data)] * 3  # none was interrupted and repeated
 
     run(opener, case)
 
@@ -414,12 +414,12 @@ def test_received_content_is_intact_on_an_unreliable_link(
     data = content(size, seed)
 
     async def main(folder: Path) -> None:
-        network = MemoryNetwork(seed, Faults(break_rate=0.15))  # of every write
+        network = MemoryNetwork(seed, Faults(break_rate=0.15))  # probability per write
         with anyio.fail_after(30):
             async with network.endpoint("a") as a, network.endpoint("b") as b:
                 mover = Mover(how, a, b, folder / "landing")
                 await mover.move(data, source, target)
-        assert set(mover.landed) == {data}  # more than once where the receipt was lost
+        assert set(mover.landed) == {data}  # more than once if the receipt was lost
         assert [path.name for path in (folder / "landing").iterdir()] == (["landed"] if target == "file" else [])
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -431,7 +431,7 @@ def test_received_content_is_intact_on_an_unreliable_link(
 def test_cancelled_transfer_ends_immediately_at_both_ends(
     opener: Opener, tmp_path: Path, how: Literal["push", "pull"]
 ) -> None:
-    """What came of it waits for half a minute at a receiver of pushes; its endpoint does not wait for that."""
+    """A receiver of pushes keeps what it got for half a minute; closing its endpoint does not wait for that."""
     data = content(SIZE)
 
     async def case(a: Endpoint, b: Endpoint) -> None:
@@ -483,13 +483,11 @@ def test_wrong_oversized_or_refused_content_is_not_published(
 
 
 @each_way
-def test_size_limit_applies_to_the_older_protocol(
-    tmp_path: Path, how: Literal["push", "pull"], opener: Opener
-) -> None:
+def test_size_limit_applies_to_the_older_protocol(tmp_path: Path, how: Literal["push", "pull"], opener: Opener) -> None:
     async def case(a: Endpoint, b: Endpoint) -> None:
         mover = Mover(how, a, b, tmp_path / "landing", old=True, max_bytes=(3 << 20) - 1)
         with b.events.follow(Transferred) as events:
-            with anyio.move_on_after(10), pytest.raises(transfer.TransferError):  # a bare push may not notice
+            with anyio.move_on_after(10), pytest.raises(transfer.TransferError):  # a push without header may not notice
                 await mover.move(content(3 << 20), "memory", "memory")
             while (event := await of_transfer(events)).state != "failed":
                 pass
@@ -579,7 +577,7 @@ def test_suspended_buffers_are_limited_in_bytes_number_and_time(steps: list[Step
                 tasks.start_soon(waiting.expire)
                 await anyio.sleep(pause)
                 taken = waiting.take(PEERS[peer], digest)
-                assert (taken is came) == (size <= 1000)  # the last one stays, if there is room for it at all
+                assert (taken is came) == (size <= 1000)  # the last one is kept if it fits at all
                 if taken is not None and size % 2:
                     waiting.keep(PEERS[peer], taken)
             await anyio.sleep(partial_buffer.SUSPENDED_TTL + 0.1)
