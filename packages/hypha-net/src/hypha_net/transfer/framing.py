@@ -17,7 +17,7 @@ from hypha_net.errors import StreamClosedError, StreamResetError, TransferError,
 from hypha_net.per_peer_limiter import PerPeerLimiter
 from hypha_proto.codec import to_cbor
 from hypha_proto.errors import DecodeError
-from hypha_proto.transfer import MAX_HEADER, Refusal
+from hypha_proto.transfer import MAX_HEADER, PullRequest, Refusal
 
 _log = logging.getLogger("hypha_net.transfer")
 
@@ -75,6 +75,11 @@ async def send_refusal(stream: Stream, kind: Any, refusal: Refusal) -> None:
 def refusal_error(refusal: Refusal) -> TransferRefusedError:
     """Return the error for a peer's refusal."""
     return TransferRefusedError(refusal.reason[:MAX_REASON_LENGTH])
+
+
+def describe_request(request: PullRequest) -> str:
+    """Return what a request asks for, for events and errors."""
+    return f"{request.dataset[:200]}/{(request.name or str(request.index))[:200]}"
 
 
 async def send_message(stream: Stream, data: bytes) -> None:

@@ -13,6 +13,7 @@ from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import TransferError, TransferRefusedError
 from hypha_net.transfer.framing import (
     TransferInterruptedError,
+    describe_request,
     length_prefixed,
     receive_message,
     refusal_error,
@@ -179,8 +180,3 @@ def _with_offset(request: PullRequest, offset: int) -> PullRequest:
         offset=offset,
         traceparent=request.traceparent,
     )
-
-
-def describe_request(request: PullRequest) -> str:
-    """Return what a request asks for, for events and errors."""
-    return f"{request.dataset[:200]}/{(request.name or str(request.index))[:200]}"

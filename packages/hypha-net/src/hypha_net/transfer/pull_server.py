@@ -15,6 +15,7 @@ from hypha_net.errors import TransferRefusedError
 from hypha_net.per_peer_limiter import PerPeerLimiter
 from hypha_net.transfer.framing import (
     MAX_CONCURRENT,
+    describe_request,
     limited,
     receive_message,
     reset_on_error,
@@ -23,7 +24,6 @@ from hypha_net.transfer.framing import (
 )
 from hypha_net.transfer.io.sources import Buffer, make_source
 from hypha_net.transfer.progress import Progress
-from hypha_net.transfer.pull_client import describe_request
 from hypha_proto.codec import from_cbor, from_json, to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PULL_WITH_HEADER

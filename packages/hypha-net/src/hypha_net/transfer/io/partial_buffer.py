@@ -86,9 +86,7 @@ class SuspendedBuffers:
     """Incomplete buffers of interrupted pushes, of all peers; bounded in bytes, number and time."""
 
     def __init__(self) -> None:
-        self._kept: dict[
-            tuple[PeerId, str], tuple[PartialBuffer, float]
-        ] = {}  # oldest first, with expiry times
+        self._kept: dict[tuple[PeerId, str], tuple[PartialBuffer, float]] = {}  # oldest first, with expiry times
         self._expiring = False
 
     def take(self, peer: PeerId, digest: str) -> PartialBuffer | None:
