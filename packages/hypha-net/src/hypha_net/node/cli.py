@@ -259,7 +259,7 @@ def _probe(program: _Program) -> click.Command:
     @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True)
     @format_option
     def probe(address: str, file: Path | None, settings: tuple[str, ...], timeout: float, form: str) -> None:
-        """Ask the node at ADDRESS, a multiaddr, how it is and who it is.
+        """Ask the node at ADDRESS, a multiaddr, for its health and identity.
 
         Exit code 0: healthy; 1: not healthy; 3: not reachable.
         """

@@ -73,7 +73,7 @@ def _escape(text: str) -> str:
 
 
 class _TextFormatter(logging.Formatter):
-    """``2026-01-01T12:00:00.000Z INFO hypha_worker.bidding.arbiter: …``"""
+    """Text lines such as ``2026-01-01T12:00:00.000Z INFO hypha_worker.bidding.arbiter: …``."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = f"{_time(record)} {record.levelname} {record.name}: {_escape(record.getMessage())}"

@@ -34,7 +34,7 @@ class Probed:
     bytes_received: int | None
 
     def as_dict(self) -> dict[str, Any]:
-        """The answer as plain values."""
+        """Return the answer as a dictionary of plain values."""
         return asdict(self)
 
 

@@ -163,7 +163,7 @@ class _StoredRecord:
 
 
 class MemoryEndpoint:
-    """An `Endpoint` of a `MemoryNetwork`; opened by `MemoryNetwork.endpoint`."""
+    """`Endpoint` of a `MemoryNetwork`; opened by `MemoryNetwork.endpoint`."""
 
     def __init__(self, network: MemoryNetwork, peer_id: PeerId, name: str, tasks: anyio.abc.TaskGroup) -> None:
         self._network = network
