@@ -1,1 +1,1 @@
-"""How fast Hypha's network is, beside what the same machine does without it. See README.md in this folder."""
+"""Benchmarks of the network against references measured in the same run; see README.md."""

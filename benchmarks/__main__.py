@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME …]``: measure, print a table, and with ``--json FILE`` write it for machines."""
+"""``python -m benchmarks [NAME …]``: measure, print a table and, with ``--json FILE``, write the rows as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.measures import MEASURES
-from benchmarks.setting import MIB, opened
+from benchmarks.run import MIB, open_run
 from benchmarks.tables import as_json, table
 
 
@@ -30,10 +30,10 @@ def main() -> None:
             parser.error(f"no benchmark {name!r}; there are: {', '.join(MEASURES)}")
     rows = []
     for name in given.names or MEASURES:
-        with opened(
+        with open_run(
             given.folder, size=given.size * MIB, repeat=given.repeat, count=given.count, leaves=given.leaves
-        ) as setting:
-            found = MEASURES[name](setting)
+        ) as run:
+            found = MEASURES[name](run)
         print(f"\n{name}\n\n{table(found)}", flush=True)
         rows += found
     machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"

@@ -1,4 +1,4 @@
-"""An organisation's certificates for the nodes of a benchmark."""
+"""Certificates of an organisation for the nodes of a benchmark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypha_certutil.authority import Authority, make_node, make_org, make_root
 
 
 class Organisation:
-    """Issues certificates into a folder."""
+    """Organisation CA that issues certificates into a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -27,7 +27,7 @@ class Organisation:
         self._trust.write_bytes(b"".join(certificate.public_bytes(Encoding.PEM) for certificate in chain))
 
     def node(self, name: str, role: str | None = None) -> dict[str, str]:
-        """Paths of a new node's certificate, key and trust bundle."""
+        """Issue a certificate and return the paths of certificate, key and trust bundle."""
         key = Ed25519PrivateKey.generate()
         made = make_node(name, key.public_key(), self._org, role=role, days=60, now=self._now, serial=_serial())
         cert, secret = self.folder / f"{name}-cert.pem", self.folder / f"{name}-key.pem"

@@ -1,6 +1,7 @@
-"""Processes that a benchmark measures: each does what lines of JSON on its standard input say, one after the other.
+"""Child processes that a benchmark measures: each executes commands, one JSON object per line of its standard input.
 
-A measurement (`measures`) starts them with `Child`; the programs in `programs` answer with `answer` or `answer_async`.
+A measurement (`measures`) starts them with `start_child`; the programs in `programs` call `serve_commands` or
+`serve_commands_async`.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ ROOT = Path(__file__).parents[1]
 
 
 class ChildFailedError(Exception):
-    """A process of a benchmark ended or said that it cannot go on."""
+    """A child process ended or reported an error."""
 
 
 class Child:
-    """A running process; `ask` has it do something."""
+    """Running child process; `ask` executes a command in it."""
 
     def __init__(self, program: str, **options: Any) -> None:
         self.program = program
         command = [sys.executable, "-m", f"benchmarks.programs.{program}", json.dumps(options)]
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.about: dict[str, Any] = self.wait(START_TIMEOUT)
-        """What it said when it was ready."""
+        """What it reported when it was ready."""
 
     def begin(self, do: str, **arguments: Any) -> None:
-        """Have it do something without waiting for the end; `wait` comes later."""
+        """Send a command without waiting for its result; call `wait` for that."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self._process.stdin.flush()
 
     def wait(self, timeout: float) -> Any:
-        """The result of what was begun.
+        """Return the result of the last command.
 
         Raises:
             ChildFailedError: it failed, ended, or took longer than `timeout` seconds.
@@ -61,21 +62,21 @@ class Child:
         return answer["result"]
 
     def ask(self, do: str, *, timeout: float = 300.0, **arguments: Any) -> Any:
-        """Have it do something and wait for the result."""
+        """Execute a command and return its result."""
         self.begin(do, **arguments)
         return self.wait(timeout)
 
     def memory(self) -> int:
-        """Its resident memory in bytes."""
+        """Return its resident memory in bytes."""
         return int(psutil.Process(self.pid).memory_info().rss)
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """Process id."""
         return self._process.pid
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -87,8 +88,8 @@ class Child:
 
 
 @contextmanager
-def started(program: str, **options: Any) -> Iterator[Child]:
-    """A process for the time of the context."""
+def start_child(program: str, **options: Any) -> Iterator[Child]:
+    """Run a child process while the context is open."""
     child = Child(program, **options)
     try:
         yield child
@@ -97,32 +98,32 @@ def started(program: str, **options: Any) -> Iterator[Child]:
 
 
 def options() -> Any:
-    """What the parent gave this process."""
+    """Return the options that the parent passed to this process."""
     return json.loads(sys.argv[1])
 
 
-def say(answer: Mapping[str, Any]) -> None:
-    """Answer the parent."""
-    print(json.dumps(answer), flush=True)
+def reply(message: Mapping[str, Any]) -> None:
+    """Send a message to the parent."""
+    print(json.dumps(message), flush=True)
 
 
-def answer(about: Mapping[str, Any], deeds: Mapping[str, Callable[..., Any]]) -> None:
-    """Do what the parent says until it has no more to say."""
-    say({"result": dict(about)})
+def serve_commands(about: Mapping[str, Any], commands: Mapping[str, Callable[..., Any]]) -> None:
+    """Report `about`, then execute the parent's commands until its input ends."""
+    reply({"result": dict(about)})
     for line in sys.stdin:
-        said = json.loads(line)
+        command = json.loads(line)
         try:
-            say({"result": deeds[said.pop("do")](**said)})
+            reply({"result": commands[command.pop("do")](**command)})
         except Exception as error:  # noqa: BLE001 - the parent raises it
-            say({"error": repr(error)})
+            reply({"error": repr(error)})
 
 
-async def answer_async(about: Mapping[str, Any], deeds: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
-    """As `answer`, for a program with an event loop."""
-    say({"result": dict(about)})
+async def serve_commands_async(about: Mapping[str, Any], commands: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
+    """Do the same as `serve_commands`, in a program with an event loop."""
+    reply({"result": dict(about)})
     while line := await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
-        said = json.loads(line)
+        command = json.loads(line)
         try:
-            say({"result": await deeds[said.pop("do")](**said)})
+            reply({"result": await commands[command.pop("do")](**command)})
         except Exception as error:  # noqa: BLE001 - the parent raises it
-            say({"error": repr(error)})
+            reply({"error": repr(error)})

@@ -1,4 +1,4 @@
-"""What a benchmark found: one line a measurement, as a table for people and as JSON for machines."""
+"""Results of benchmarks: one row per measurement, as a Markdown table and as JSON."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: ours, what it is held against, and what it has to reach."""
+    """One measurement: our value, the reference and the required bound."""
 
     what: str
     unit: str
     ours: float
     reference: float | None = None
-    """The same done by other means in the same run."""
+    """Value of the reference implementation in the same run."""
     reference_is: str = ""
     ratio: float | None = None
-    """Ours over the reference; of rates measured in turns, the median of the pairs."""
+    """Our value over the reference; for rates measured in turns, the median of the pairs."""
     bound: str = ""
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie."""
+    """Return the value below which a share of the values is."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def paired(what: str, ours: Sequence[float], reference: Sequence[float], reference_is: str, bound: str) -> Row:
-    """A row of rates (MiB/s) that were measured in turns."""
+    """Return a row for rates (MiB/s) that were measured in turns."""
     ratio = statistics.median(one / other for one, other in zip(ours, reference, strict=True))
     return Row(what, "MiB/s", statistics.median(ours), statistics.median(reference), reference_is, ratio, bound)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown."""
+    """Return the rows as a Markdown table."""
     lines = ["| what | ours | reference | ratio | must reach |", "| --- | --- | --- | --- | --- |"]
     for row in rows:
         reference = "" if row.reference is None else f"{_number(row.reference)} {row.unit} ({row.reference_is})"
@@ -49,5 +49,5 @@ def _number(value: float) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """The rows as JSON's values."""
+    """Return the rows as JSON values."""
     return [asdict(row) for row in rows]

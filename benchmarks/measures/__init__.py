@@ -1,14 +1,14 @@
-"""What is measured, by name. Each takes a `Setting` and gives rows; see README.md for what each compares."""
+"""Benchmarks by name. Each takes a `BenchmarkRun` and returns rows; README.md says what each is compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 from benchmarks.measures import connect, footprint, gossip, memory, relay, requests, start, transfer
-from benchmarks.setting import Setting
+from benchmarks.run import BenchmarkRun
 from benchmarks.tables import Row
 
-MEASURES: Mapping[str, Callable[[Setting], list[Row]]] = {
+MEASURES: Mapping[str, Callable[[BenchmarkRun], list[Row]]] = {
     "transfer": transfer.measure,
     "footprint": footprint.measure,
     "relay": relay.measure,

@@ -1,27 +1,27 @@
-"""Connecting: TCP, mutual TLS, yamux, until streams can be opened; beside TCP and mutual TLS alone."""
+"""Time to connect: TCP, mutual TLS and yamux until streams can be opened, against TCP and mutual TLS alone."""
 
 from __future__ import annotations
 
 import statistics
 from contextlib import ExitStack
 
-from benchmarks.children import started
+from benchmarks.children import start_child
 from benchmarks.measures.transfer import node_pair
-from benchmarks.setting import Setting
+from benchmarks.run import BenchmarkRun
 from benchmarks.tables import Row
 
 MS = 1000
 
 
-def measure(setting: Setting) -> list[Row]:
-    """In turns."""
-    source, _ = setting.file("source", 1)
+def measure(run: BenchmarkRun) -> list[Row]:
+    """Measure both in turns."""
+    source, _ = run.file("source", 1)
     ours, reference = [], []
     with ExitStack() as stack:
-        one, other = node_pair(stack, setting)
-        tls_one, tls_other = (stack.enter_context(started("tls", files=setting.organisation.node(n))) for n in "cd")
+        one, other = node_pair(stack, run)
+        tls_one, tls_other = (stack.enter_context(start_child("tls", files=run.organisation.node(n))) for n in "cd")
         port = tls_other.ask("listen", path=str(source))
-        for _ in range(max(1, setting.count // 5)):
+        for _ in range(max(1, run.count // 5)):
             ours.append(one.ask("connect", address=other.about["address"]) * MS)
             reference.append(tls_one.ask("connect", port=port) * MS)
     p50, bare = statistics.median(ours), statistics.median(reference)

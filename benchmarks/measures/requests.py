@@ -1,35 +1,35 @@
-"""A small request and its answer, each over a stream of its own, while nothing else happens and under two transfers."""
+"""Latency of a small request, each on its own stream: on an idle connection, and during two transfers."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 
-from benchmarks.children import started
+from benchmarks.children import start_child
 from benchmarks.measures.transfer import node_pair
-from benchmarks.setting import Setting
+from benchmarks.run import BenchmarkRun
 from benchmarks.tables import Row, quantile
 
 TRANSFERS = 2
 MS = 1000
 
 
-def measure(setting: Setting) -> list[Row]:
-    """The health of a peer, asked on the connection over which two files move again and again."""
-    source, digest = setting.file("source", setting.size)
+def measure(run: BenchmarkRun) -> list[Row]:
+    """Request a peer's health, idle and on the connection over which two files are transferred repeatedly."""
+    source, digest = run.file("source", run.size)
     with ExitStack() as stack:
-        asker, answerer = node_pair(stack, setting)
+        asker, answerer = node_pair(stack, run)
         answerer.ask("offer", path=str(source), digest=digest)
         tls_asker, tls_answerer = (
-            stack.enter_context(started("tls", files=setting.organisation.node(n))) for n in "cd"
+            stack.enter_context(start_child("tls", files=run.organisation.node(n))) for n in "cd"
         )
         tls_asker.ask("connect", port=tls_answerer.ask("listen", path=str(source)))
         peer = answerer.about["peer"]
         asker.ask("ask", peer=peer, count=20)
-        idle = asker.ask("ask", peer=peer, count=setting.count)
-        bare = tls_asker.ask("ping", count=setting.count)
-        targets = [str(setting.folder / f"target-{index}") for index in range(TRANSFERS)]
+        idle = asker.ask("ask", peer=peer, count=run.count)
+        bare = tls_asker.ask("ping", count=run.count)
+        targets = [str(run.folder / f"target-{index}") for index in range(TRANSFERS)]
         asker.ask("keep_pulling", peer=peer, digest=digest, targets=targets)
-        busy = asker.ask("ask", peer=peer, count=setting.count)
+        busy = asker.ask("ask", peer=peer, count=run.count)
         asker.ask("stop")
     bare_is, under = "a byte there and back, blocking ssl", f"{TRANSFERS} transfers on the same connection"
     return [

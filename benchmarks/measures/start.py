@@ -1,4 +1,4 @@
-"""How long a daemon takes to serve, and what of that are imports; beside an interpreter that does nothing."""
+"""Start-up time of a daemon and the share of its imports, against an interpreter that does nothing."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import subprocess
 import sys
 import time
 
-from benchmarks.setting import Setting
+from benchmarks.run import BenchmarkRun
 from benchmarks.tables import Row
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
-def measure(setting: Setting) -> list[Row]:
-    """A gateway as an operator starts it, until its port takes connections."""
-    files = setting.organisation.node("gateway", "gateway")
+def measure(run: BenchmarkRun) -> list[Row]:
+    """Start a gateway as an operator does and wait until its port accepts connections."""
+    files = run.organisation.node("gateway", "gateway")
     names = ("pass", "import hypha_net", "import hypha_net._libp2p.endpoint")
     runs: dict[str, list[float]] = {name: [] for name in (*names, "start")}
-    for index in range(setting.repeat):
+    for index in range(run.repeat):
         for name in names:
             runs[name].append(_run(name))
-        runs["start"].append(_start(setting, files, index))
+        runs["start"].append(_start(run, files, index))
     found = {name: statistics.median(values) for name, values in runs.items()}
     nothing, is_nothing = found["pass"], "an interpreter that does nothing"
     return [
@@ -46,12 +46,12 @@ def _run(code: str) -> float:
     return time.perf_counter() - began
 
 
-def _start(setting: Setting, files: dict[str, str], index: int) -> float:
+def _start(run: BenchmarkRun, files: dict[str, str], index: int) -> float:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    config = setting.folder / "gateway.toml"
+    config = run.folder / "gateway.toml"
     lines = {f"{kind}_pem": path for kind, path in files.items()}
-    lines["state_dir"] = str(setting.folder / f"state-{index}")
+    lines["state_dir"] = str(run.folder / f"state-{index}")
     text = "".join(f'{key} = "{value}"\n' for key, value in lines.items())
     config.write_text(f'{text}listen_addresses = ["/ip4/127.0.0.1/tcp/{port}"]\n')
     command = [sys.executable, "-c", "from hypha_gateway.cli import main; main()", "run", "--config", str(config)]
@@ -61,11 +61,11 @@ def _start(setting: Setting, files: dict[str, str], index: int) -> float:
         return _wait_for(port, process, began)
     finally:
         process.terminate()
-        process.wait(PATIENCE)
+        process.wait(TIMEOUT)
 
 
 def _wait_for(port: int, process: subprocess.Popen[str], began: float) -> float:
-    while time.perf_counter() - began < PATIENCE:
+    while time.perf_counter() - began < TIMEOUT:
         if process.poll() is not None:
             said = "" if process.stderr is None else process.stderr.read()
             raise RuntimeError(f"the gateway ended with exit code {process.returncode}: {said[-1000:]}")
@@ -74,4 +74,4 @@ def _wait_for(port: int, process: subprocess.Popen[str], began: float) -> float:
                 return time.perf_counter() - began
         except OSError:
             time.sleep(0.005)
-    raise TimeoutError(f"the gateway did not serve within {PATIENCE:g} s")
+    raise TimeoutError(f"the gateway did not serve within {TIMEOUT:g} s")

@@ -1,1 +1,1 @@
-"""What the processes of the benchmarks run."""
+"""Programs of the benchmarks' child processes."""

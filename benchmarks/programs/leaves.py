@@ -1,4 +1,4 @@
-"""Several nodes of one network in one process: they hear a topic, and any of them may speak."""
+"""Several leaf nodes in one process: all subscribe to a topic, and the first one publishes."""
 
 from __future__ import annotations
 
@@ -9,48 +9,50 @@ from typing import Any
 
 import anyio
 
-from benchmarks.children import answer_async, options
-from benchmarks.programs.node import opened
-from benchmarks.setting import TOPIC
+from benchmarks.children import options, serve_commands_async
+from benchmarks.programs.node import open_node
+from benchmarks.run import TOPIC
 
 
 class Leaves:
-    """What the parent may ask of them."""
+    """Commands of the parent."""
 
     def __init__(self, endpoints: list[Any]) -> None:
         self._endpoints = endpoints
-        self._heard: list[float] = []
+        self._delivery_times: list[float] = []
 
-    async def hear(self, endpoint: Any, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+    async def subscribe(self, endpoint: Any, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         async with endpoint.subscribe(TOPIC) as messages:
             task_status.started()
             async for message in messages:
-                self._heard.append(time.monotonic() - float(message.data))
+                self._delivery_times.append(time.monotonic() - float(message.data))
 
     async def ready(self) -> bool:
-        """Whether each knows somebody who hears the topic."""
+        """Return whether every node knows a subscriber of the topic."""
         return all(endpoint.topic_peers(TOPIC) for endpoint in self._endpoints)
 
-    async def speak(self) -> None:
-        """One of them tells everybody what time it is."""
+    async def publish(self) -> None:
+        """Publish the current time from the first node."""
         await self._endpoints[0].publish(TOPIC, str(time.monotonic()).encode())
 
-    async def heard(self) -> list[float]:
-        """Seconds on the way of each message that came since the last call."""
-        heard, self._heard = self._heard, []
-        return heard
+    async def take_delivery_times(self) -> list[float]:
+        """Return the delivery times in seconds since the last call."""
+        times, self._delivery_times = self._delivery_times, []
+        return times
 
 
 async def main() -> None:
     given = options()
     async with AsyncExitStack() as stack:
-        endpoints = [await stack.enter_async_context(opened(files, given["gateway"])) for files in given["nodes"]]
+        endpoints = [await stack.enter_async_context(open_node(files, given["gateway"])) for files in given["nodes"]]
         leaves = Leaves(endpoints)
         tasks = await stack.enter_async_context(anyio.create_task_group())
         if given.get("topic"):
             for endpoint in endpoints:
-                await tasks.start(leaves.hear, endpoint)
-        await answer_async({}, {name: getattr(leaves, name) for name in ("ready", "speak", "heard")})
+                await tasks.start(leaves.subscribe, endpoint)
+        await serve_commands_async(
+            {}, {name: getattr(leaves, name) for name in ("ready", "publish", "take_delivery_times")}
+        )
         tasks.cancel_scope.cancel()
 
 

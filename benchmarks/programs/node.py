@@ -1,4 +1,4 @@
-"""A Hypha node, through the public interface alone: it serves and pulls files, answers and asks, tells and hears."""
+"""Hypha node that uses the public interface only: serves and pulls files, sends and answers requests, subscribes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 
-from benchmarks.children import answer_async, options
+from benchmarks.children import options, serve_commands_async
 from hypha_net import EndpointSettings, open_endpoint, rpc, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.identity import load_identity
@@ -23,7 +23,7 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 class Node:
-    """What the parent may ask of it."""
+    """Commands of the parent."""
 
     def __init__(self, endpoint: Endpoint, tasks: anyio.abc.TaskGroup) -> None:
         self._endpoint = endpoint
@@ -36,7 +36,7 @@ class Node:
         return Health(healthy=True)
 
     async def offer(self, path: str, digest: str) -> None:
-        """Give one file to whoever pulls."""
+        """Serve one file to every peer."""
 
         async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
             return transfer.PullSource(Path(path), digest)
@@ -44,17 +44,17 @@ class Node:
         transfer.serve_pulls(self._endpoint, resolve)
 
     async def connect(self, address: str) -> float:
-        """Connect anew to a peer; seconds."""
+        """Reconnect to a peer; return the seconds."""
         peer = PeerId.parse(address.rsplit("/", 1)[1])
         await self._endpoint.disconnect(peer)
-        while peer in self._endpoint.connected_peers():  # noqa: ASYNC110 - it is over in no time
+        while peer in self._endpoint.connected_peers():  # noqa: ASYNC110 - takes milliseconds
             await anyio.sleep(0.001)
         began = time.perf_counter()
         await self._endpoint.connect(address)
         return time.perf_counter() - began
 
     async def pull(self, peer: str, digest: str, targets: list[str]) -> float:
-        """Pull the file that a peer offers, to several places at once; seconds until all are there."""
+        """Pull the file that a peer offers to several targets concurrently; return the seconds."""
         began = time.perf_counter()
         async with anyio.create_task_group() as tasks:
             for target in targets:
@@ -66,27 +66,27 @@ class Node:
         await transfer.pull(self._endpoint, peer, request, target, digest=digest)
 
     async def keep_pulling(self, peer: str, digest: str, targets: list[str]) -> None:
-        """Pull again and again in the background, until `stop`."""
+        """Pull repeatedly in the background, until `stop`."""
 
-        async def again(target: Path) -> None:
+        async def pull_forever(target: Path) -> None:
             while True:
                 await self._pull(PeerId.parse(peer), target, digest)
 
-        async def all_of_them() -> None:
+        async def pull_all_forever() -> None:
             with anyio.CancelScope() as self._busy:
                 async with anyio.create_task_group() as tasks:
                     for target in targets:
-                        tasks.start_soon(again, Path(target))
+                        tasks.start_soon(pull_forever, Path(target))
 
-        self._tasks.start_soon(all_of_them)
+        self._tasks.start_soon(pull_all_forever)
 
     async def stop(self) -> None:
-        """End what `keep_pulling` began."""
+        """Stop the transfers of `keep_pulling`."""
         if self._busy is not None:
             self._busy.cancel()
 
     async def ask(self, peer: str, count: int) -> list[float]:
-        """Ask for a peer's health, `count` times one after the other; seconds each."""
+        """Request a peer's health `count` times in sequence; return the seconds of each."""
         times = []
         for _ in range(count):
             began = time.perf_counter()
@@ -98,15 +98,15 @@ class Node:
     async def circuit(self) -> str:
         """Wait for an address through the gateway's relay."""
         with anyio.fail_after(30):
-            while not (found := self._circuits()):  # noqa: ASYNC110 - nothing tells
+            while not (found := self._circuits()):  # noqa: ASYNC110 - no event signals it
                 await anyio.sleep(0.01)
         return found[0]
 
     def _circuits(self) -> list[str]:
         return [address for address in self._endpoint.addresses if "/p2p-circuit" in address]
 
-    async def hear(self, topic: str) -> None:
-        """Join a topic, as gateways do with those of workers, and so pass on what is said there."""
+    async def subscribe(self, topic: str) -> None:
+        """Join a topic, and so forward its messages, as gateways do with the workers' topic."""
         joined = anyio.Event()
 
         async def listen() -> None:
@@ -119,12 +119,12 @@ class Node:
         await joined.wait()
 
     async def peers(self) -> int:
-        """How many peers are connected."""
+        """Return the number of connected peers."""
         return len(self._endpoint.connected_peers())
 
 
 @asynccontextmanager
-async def opened(
+async def open_node(
     files: dict[str, str], gateway: str | None = None, role: str = "", listen: bool = True
 ) -> AsyncIterator[Any]:
     identity = load_identity(Path(files["cert"]), Path(files["key"]), Path(files["trust"]))
@@ -141,15 +141,15 @@ async def opened(
 async def main() -> None:
     given = options()
     async with AsyncExitStack() as stack:
-        endpoint = await stack.enter_async_context(opened(**given))
+        endpoint = await stack.enter_async_context(open_node(**given))
         tasks = await stack.enter_async_context(anyio.create_task_group())
         node = Node(endpoint, tasks)
         about = {"peer": str(endpoint.peer_id), "address": next(iter(endpoint.addresses), "")}
-        deeds = {
+        commands = {
             name: getattr(node, name)
-            for name in ("offer", "connect", "pull", "keep_pulling", "stop", "ask", "circuit", "hear", "peers")
+            for name in ("offer", "connect", "pull", "keep_pulling", "stop", "ask", "circuit", "subscribe", "peers")
         }
-        await answer_async(about, deeds)
+        await serve_commands_async(about, commands)
         tasks.cancel_scope.cancel()
 
 

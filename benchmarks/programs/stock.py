@@ -1,4 +1,4 @@
-"""py-libp2p as it is shipped, with its own TLS and yamux: one peer that serves a file, or one that takes it."""
+"""Stock py-libp2p with its own TLS and yamux: one peer that serves a file, or one that fetches it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from libp2p.security.tls.transport import PROTOCOL_ID, TLSTransport
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 from multiaddr import Multiaddr
 
-from benchmarks.children import answer_async
+from benchmarks.children import serve_commands_async
 
 PROTOCOL = TProtocol("/benchmark/file/1")
 BLOCK = 64 << 10
 
 
-class Party:
-    """One end."""
+class TransferPeer:
+    """One end of a transfer."""
 
     def __init__(self, host: Any) -> None:
         self._host = host
         self._peer: Any = None
 
     async def offer(self, path: str) -> str:
-        """Serve a file; the address."""
+        """Serve a file; return the address."""
 
         async def give(stream: Any) -> None:
             with open(path, "rb", buffering=0) as file:  # noqa: ASYNC230 - so does the reference
@@ -43,13 +43,13 @@ class Party:
         return str(self._host.get_addrs()[0])
 
     async def connect(self, address: str) -> None:
-        """Connect to who serves."""
+        """Connect to the serving peer."""
         info = info_from_p2p_addr(Multiaddr(address))
         self._peer = info.peer_id
         await self._host.connect(info)
 
     async def take(self, target: str, digest: str) -> float:
-        """Fetch the file once; seconds."""
+        """Fetch the file once; return the seconds."""
         began = time.perf_counter()
         stream = await self._host.new_stream(self._peer, [PROTOCOL])
         hasher = blake3()
@@ -71,10 +71,10 @@ async def _read(stream: Any) -> bytes:
 async def main() -> None:
     keys = create_new_key_pair()
     host = new_host(key_pair=keys, sec_opt={PROTOCOL_ID: TLSTransport(keys)})
-    party = Party(host)
+    peer = TransferPeer(host)
     async with host.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]):
-        deeds: dict[str, Any] = {"offer": party.offer, "connect": party.connect, "take": party.take}
-        await answer_async({}, deeds)
+        commands: dict[str, Any] = {"offer": peer.offer, "connect": peer.connect, "take": peer.take}
+        await serve_commands_async({}, commands)
 
 
 logging.disable(logging.ERROR)

@@ -1,6 +1,6 @@
-"""The reference: a file over a blocking `ssl` socket, read and written in large blocks, its digest computed on arrival.
+"""Reference for transfers: a file over a blocking `ssl` socket, in large blocks, its digest computed on arrival.
 
-The contexts are those of a Hypha node: TLS 1.3 with certificates on both sides.
+The TLS contexts are those of a Hypha node: TLS 1.3 with certificates on both sides.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 from blake3 import blake3
 
-from benchmarks.children import answer, options
+from benchmarks.children import options, serve_commands
 from hypha_net.identity import load_identity
 
 BLOCK = 1 << 20
 
 
-class Party:
-    """One end."""
+class TransferPeer:
+    """One end of a transfer."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self._identity = load_identity(Path(files["cert"]), Path(files["key"]), Path(files["trust"]))
         self._socket: ssl.SSLSocket | None = None
 
     def listen(self, path: str) -> int:
-        """Serve a file to each who connects, as often as it asks; the port."""
+        """Serve a file to every connection, as often as it is requested; return the port."""
         listener = socket.create_server(("127.0.0.1", 0))
         context = self._identity.server_context()
 
@@ -44,9 +44,9 @@ class Party:
     def _give(self, raw: socket.socket, context: ssl.SSLContext, path: str) -> None:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with context.wrap_socket(raw, server_side=True) as tls:
-            while said := tls.recv(1):
-                if said == b"p":
-                    tls.sendall(said)
+            while request := tls.recv(1):
+                if request == b"p":
+                    tls.sendall(request)
                     continue
                 tls.sendall(os.stat(path).st_size.to_bytes(8, "little"))
                 block = memoryview(bytearray(BLOCK))
@@ -55,7 +55,7 @@ class Party:
                         tls.sendall(block[:count])
 
     def connect(self, port: int) -> float:
-        """Connect; the seconds that it took until the other side has accepted this one."""
+        """Connect; return the seconds until the other side has accepted the connection."""
         began = time.perf_counter()
         raw = socket.create_connection(("127.0.0.1", port))
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -63,7 +63,7 @@ class Party:
         return time.perf_counter() - began
 
     def take(self, target: str, digest: str) -> float:
-        """Fetch the file once; seconds."""
+        """Fetch the file once; return the seconds."""
         assert self._socket is not None
         began = time.perf_counter()
         self._socket.sendall(b"x")
@@ -83,7 +83,7 @@ class Party:
         return time.perf_counter() - began
 
     def ping(self, count: int) -> list[float]:
-        """Send a byte and wait for its return, `count` times; seconds each."""
+        """Send a byte and wait for its return, `count` times; return the seconds of each."""
         assert self._socket is not None
         times = []
         for _ in range(count):
@@ -103,9 +103,9 @@ class Party:
 
 
 def main() -> None:
-    party = Party(options()["files"])
-    deeds: dict[str, Any] = {"listen": party.listen, "connect": party.connect, "take": party.take, "ping": party.ping}
-    answer({}, deeds)
+    peer = TransferPeer(options()["files"])
+    commands: dict[str, Any] = {"listen": peer.listen, "connect": peer.connect, "take": peer.take, "ping": peer.ping}
+    serve_commands({}, commands)
 
 
 main()

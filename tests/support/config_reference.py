@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from hypha_data.config import DataConfig
 from hypha_gateway.config import GatewayConfig
-from hypha_net.node.config.introspection import fields_by_key, items, tables
+from hypha_net.node.config.introspection import fields_by_key, item_types, table_types
 from hypha_net.node.config.models import RESERVED_NETWORKS, NodeConfig
 from hypha_net.node.config.template import to_toml
 from hypha_scheduler.config import SchedulerConfig
@@ -35,8 +35,8 @@ def keys(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, str, str]]
     later = []
     for name, info in fields_by_key(model).items():
         key = f"{at}.{name}" if at else name
-        lists = [table for item in items(info.annotation) for table in tables(item)]
-        inner = lists or tables(info.annotation)
+        lists = [table for item in item_types(info.annotation) for table in table_types(item)]
+        inner = lists or table_types(info.annotation)
         default = "required" if info.is_required() else None
         if default is None:
             value = info.get_default(call_default_factory=True, validated_data={})
@@ -72,7 +72,7 @@ def table(program: str) -> str:
 
 
 def _text(model: type[NodeConfig], row: tuple[str, str, str]) -> str:
-    reason = model.not_yet.get(row[0].replace("[]", ""))
+    reason = model.unsupported_keys.get(row[0].replace("[]", ""))
     return row[2].replace("<", "&lt;") + (f" *Refused so far: {reason}.*" if reason else "")
 
 

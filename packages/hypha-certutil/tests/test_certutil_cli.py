@@ -1,4 +1,4 @@
-"""The command as its users meet it: files, permissions, refusals, and certificates that TLS itself accepts."""
+"""Commands of hypha-certutil: files, permissions, errors, and certificates that TLS accepts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def context(folder: Path, name: str, *, server: bool, crls: bool = False) -> ssl
 
 
 def handshake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> None:
-    """A whole mutual handshake in memory."""
+    """Run a mutual TLS handshake in memory."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context.wrap_bio(down, up, server_hostname="0.0.0.0")
     server = server_context.wrap_bio(up, down, server_side=True)
@@ -65,16 +65,16 @@ def handshake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) ->
     assert not waiting
 
 
-def test_two_nodes_shake_hands_also_when_lists_are_checked(authority: Path) -> None:
+def test_tls_handshake_succeeds_with_and_without_revocation_lists(authority: Path) -> None:
     for name in ("alice", "bob"):
         shown("node", name, "--role", "worker", "--dir", authority)
     for crls in (False, True):
         client = context(authority, "alice", server=False, crls=crls)
-        client.check_hostname = True  # for the IP name 0.0.0.0, as a Rust node does
+        client.check_hostname = True  # for the IP address 0.0.0.0, as a Rust node does
         handshake(client, context(authority, "bob", server=True, crls=crls))
 
 
-def test_a_revoked_node_is_refused_and_the_others_are_not(authority: Path) -> None:
+def test_only_the_revoked_node_is_refused(authority: Path) -> None:
     for name in ("alice", "bob", "carol"):
         shown("node", name, "--dir", authority)
     result = shown("revoke", authority / "bob-cert.pem", "--dir", authority)
@@ -85,10 +85,10 @@ def test_a_revoked_node_is_refused_and_the_others_are_not(authority: Path) -> No
         handshake(client, context(authority, "bob", server=True))
     handshake(client, context(authority, "carol", server=True))
     shown("revoke", authority / "carol-cert.pem", "--dir", authority)
-    assert shown("revoke", "--dir", authority)["on_list"] == 2  # a renewed list forgets nobody
+    assert shown("revoke", "--dir", authority)["on_list"] == 2  # a renewed list keeps all entries
 
 
-def test_a_revoked_organisation_takes_its_nodes_with_it(authority: Path) -> None:
+def test_nodes_of_a_revoked_organisation_are_refused(authority: Path) -> None:
     for name in ("alice", "bob"):
         shown("node", name, "--dir", authority)
     shown("revoke", authority / "org-cert.pem", "--ca", "root", "--dir", authority)
@@ -96,7 +96,7 @@ def test_a_revoked_organisation_takes_its_nodes_with_it(authority: Path) -> None
         handshake(context(authority, "alice", server=False, crls=True), context(authority, "bob", server=True))
 
 
-def test_a_renewed_certificate_is_the_same_node_s_for_longer(authority: Path) -> None:
+def test_renewed_certificate_keeps_the_identity(authority: Path) -> None:
     before = shown("node", "alice", "--role", "worker", "--days", "30", "--dir", authority)
     shown("node", "bob", "--dir", authority)
     cert = authority / "alice-cert.pem"
@@ -112,10 +112,10 @@ def test_a_renewed_certificate_is_the_same_node_s_for_longer(authority: Path) ->
         handshake(context(authority, "alice", server=False), context(authority, "bob", server=True, crls=True))
     refused = run("renew", cert, "--dir", authority)
     assert refused.exit_code == 1
-    assert "has been revoked: make the node anew" in refused.output
+    assert "has been revoked: create the node again" in refused.output
 
 
-def test_a_node_of_another_network_is_refused(authority: Path, tmp_path: Path) -> None:
+def test_node_of_another_network_is_refused(authority: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shown("root", "--dir", other)
     shown("org", "--dir", other)
@@ -128,7 +128,7 @@ def test_a_node_of_another_network_is_refused(authority: Path, tmp_path: Path) -
     assert "was not issued by 'org'" in refused.stderr
 
 
-def test_the_certificate_says_who_it_is(authority: Path) -> None:
+def test_certificate_names_peer_id_and_role(authority: Path) -> None:
     result = shown("node", "alice", "--role", "scheduler", "--days", 7, "--dir", authority)
     chain = x509.load_pem_x509_certificates((authority / "alice-cert.pem").read_bytes())
     trust = x509.load_pem_x509_certificates((authority / "alice-trust.pem").read_bytes())
@@ -143,7 +143,7 @@ def test_the_certificate_says_who_it_is(authority: Path) -> None:
     assert (chain[0].not_valid_after_utc - chain[0].not_valid_before_utc).days == 7
 
 
-def test_keys_are_pkcs8_version_1_and_only_their_owner_reads_them(authority: Path) -> None:
+def test_keys_are_pkcs8_version_1_and_readable_by_the_owner_only(authority: Path) -> None:
     shown("node", "alice", "--dir", authority)
     for name in ("root", "org", "alice"):
         path = authority / f"{name}-key.pem"
@@ -156,7 +156,7 @@ def test_keys_are_pkcs8_version_1_and_only_their_owner_reads_them(authority: Pat
 
 
 @pytest.mark.parametrize("command", [["root"], ["org"], ["node", "alice"]])
-def test_nothing_is_overwritten_without_force(authority: Path, command: list[str]) -> None:
+def test_existing_files_are_not_overwritten_without_force(authority: Path, command: list[str]) -> None:
     shown("node", "alice", "--dir", authority)
     before = {path: path.read_bytes() for path in authority.iterdir()}
     refused = run(*command, "--dir", authority)
@@ -170,7 +170,7 @@ def test_nothing_is_overwritten_without_force(authority: Path, command: list[str
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
 
 
-def test_the_owner_keeps_the_key_and_the_authority_signs(authority: Path, tmp_path: Path) -> None:
+def test_request_is_signed_without_moving_the_key(authority: Path, tmp_path: Path) -> None:
     shown("node", "bob", "--dir", authority)
     made = shown("request", "alice", "--role", "worker", "--out", tmp_path / "node")
     request = tmp_path / "node" / "alice-request.pem"
@@ -184,7 +184,7 @@ def test_the_owner_keeps_the_key_and_the_authority_signs(authority: Path, tmp_pa
     handshake(context(tmp_path / "node", "alice", server=False), context(authority, "bob", server=True))
 
 
-def test_a_tampered_request_is_refused(authority: Path, tmp_path: Path) -> None:
+def test_tampered_request_is_refused(authority: Path, tmp_path: Path) -> None:
     shown("request", "alice", "--out", tmp_path)
     path = tmp_path / "alice-request.pem"
     der = bytearray(ssl.PEM_cert_to_DER_cert(path.read_text().replace("CERTIFICATE REQUEST", "CERTIFICATE")))
@@ -205,7 +205,7 @@ def test_a_tampered_request_is_refused(authority: Path, tmp_path: Path) -> None:
         (["org", "second", "--root", "org"], "is not a root"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(authority: Path, command: list[str], says: str) -> None:
+def test_errors_are_reported_in_one_line(authority: Path, command: list[str], says: str) -> None:
     refused = run(*command, "--dir", authority)
     assert refused.exit_code == 1
     assert says in refused.stderr
@@ -217,7 +217,7 @@ def test_text_output_names_the_peer_id(authority: Path) -> None:
     assert "peer id      12D3KooW" in result.stdout
 
 
-def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[1] / "README.md").read_text()
     commands = [line.split() for block in text.split("```sh\n")[1:] for line in block.split("```")[0].splitlines()]

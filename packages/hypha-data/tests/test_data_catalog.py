@@ -1,4 +1,4 @@
-"""A dataset prepared, measured and served: every sample is there exactly once, and nothing that is not announced."""
+"""Datasets prepared, measured and served: every sample exactly once, and only announced content."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def source(folder: Path, samples: int = 23) -> Path:
 
 @given(samples=st.integers(1, 40), slices=st.integers(1, 12), seed=st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
-def test_slices_hold_every_sample_once(
+def test_slices_contain_every_sample_once(
     tmp_path_factory: pytest.TempPathFactory, samples: int, slices: int, seed: int
 ) -> None:
     folder = tmp_path_factory.mktemp("data")
@@ -54,10 +54,10 @@ def test_slices_hold_every_sample_once(
     assert [len(part["labels"]) for part in parts] == lengths
     assert max(lengths) - min(lengths) <= 1
     rows = np.concatenate([part["pixel_values"] for part in parts])
-    np.testing.assert_array_equal(rows[:, 0, 0], labels * 6.0)  # rows of all tensors stay together
+    np.testing.assert_array_equal(rows[:, 0, 0], labels * 6.0)  # the rows of all tensors keep the same order
 
 
-def test_same_seed_same_slices_other_seed_others(tmp_path: Path) -> None:
+def test_slices_are_determined_by_the_seed(tmp_path: Path) -> None:
     path = source(tmp_path)
     digests = [
         [s.digest for s in prepare_dataset(path, tmp_path / str(i), name="d", slices=4, seed=seed).slices]
@@ -66,7 +66,7 @@ def test_same_seed_same_slices_other_seed_others(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_slices_are_not_replaced_unasked(tmp_path: Path) -> None:
+def test_slices_are_not_replaced_without_force(tmp_path: Path) -> None:
     path = source(tmp_path)
     prepare_dataset(path, tmp_path / "out", name="d", slices=5, seed=0)
     with pytest.raises(DatasetError, match="--force"):
@@ -76,7 +76,7 @@ def test_slices_are_not_replaced_unasked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_the_source_is_never_taken_for_an_old_slice(tmp_path: Path, force: bool) -> None:
+def test_source_is_not_removed_as_an_old_slice(tmp_path: Path, force: bool) -> None:
     path = source(tmp_path)
     before = path.read_bytes()
     with pytest.raises(DatasetError, match="choose another folder"):
@@ -85,7 +85,7 @@ def test_the_source_is_never_taken_for_an_old_slice(tmp_path: Path, force: bool)
 
 
 @pytest.mark.parametrize("path", ["/", "data/..", "x" * 256])
-def test_a_dataset_s_folder_must_give_it_a_name(path: str) -> None:
+def test_dataset_folder_must_have_a_name(path: str) -> None:
     with pytest.raises(ValidationError, match=r"gives no name: add \[\[datasets\]\]"):
         DataConfig(
             cert_pem="c",
@@ -96,13 +96,13 @@ def test_a_dataset_s_folder_must_give_it_a_name(path: str) -> None:
         )
 
 
-def test_a_manifest_is_believed_only_while_it_is_newest(tmp_path: Path) -> None:
+def test_manifest_is_used_only_while_it_is_newest(tmp_path: Path) -> None:
     prepare_dataset(source(tmp_path), tmp_path / "out", name="d", slices=3, seed=0)
     before = open_dataset("d", tmp_path / "out")
     slice_path = tmp_path / "out" / before.manifest.slices[0].file
     content = bytearray(slice_path.read_bytes())
     content[-1] ^= 1
-    slice_path.write_bytes(content)  # same size, other content
+    slice_path.write_bytes(content)  # same size, different content
     later = (tmp_path / "out" / MANIFEST).stat().st_mtime_ns + 1_000_000_000
     os.utime(slice_path, ns=(later, later))
     after = open_dataset("d", tmp_path / "out")
@@ -110,7 +110,7 @@ def test_a_manifest_is_believed_only_while_it_is_newest(tmp_path: Path) -> None:
     assert after.digest != before.digest
 
 
-def test_faulty_datasets_are_refused_with_the_file(tmp_path: Path) -> None:
+def test_invalid_datasets_are_refused_with_the_file_name(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"no \*\.safetensors"):
         open_dataset("d", tmp_path)
     (tmp_path / "bad.safetensors").write_bytes(b"rubbish")
@@ -121,7 +121,7 @@ def test_faulty_datasets_are_refused_with_the_file(tmp_path: Path) -> None:
         open_dataset("d", tmp_path)
 
 
-def test_the_service_announces_and_serves(tmp_path: Path) -> None:
+def test_service_announces_and_serves_datasets(tmp_path: Path) -> None:
     prepare_dataset(source(tmp_path), tmp_path / "digits", name="digits", slices=3, seed=0)
     datasets = open_catalog({"digits": tmp_path / "digits"})
     (tmp_path / "state").mkdir()
@@ -160,7 +160,7 @@ async def _pull_all(worker: MemoryEndpoint, found: dataset_directory.FoundDatase
             await transfer.pull(worker, found.provider, wrong, folder / "none")
 
 
-def test_a_slice_that_changed_is_not_served(tmp_path: Path) -> None:
+def test_changed_slice_is_not_served(tmp_path: Path) -> None:
     prepare_dataset(source(tmp_path), tmp_path / "digits", name="digits", slices=3, seed=0)
     datasets = open_catalog({"digits": tmp_path / "digits"})
     (tmp_path / "state").mkdir()

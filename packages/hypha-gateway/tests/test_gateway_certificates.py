@@ -1,4 +1,4 @@
-"""A running gateway whose operator renews, revokes and mistypes: real process, real files, the commands of the docs."""
+"""Certificates of a running gateway process: renewed, revoked or unusable files, by the commands of the docs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hypha_net.errors import RefusedError
 from hypha_net.identity import load_identity
 
 REVOKED_WITHIN = 60.0
-"""Seconds after a list has changed within which a revoked peer has lost its connections."""
+"""Seconds after a change of the revocation list within which a revoked peer is disconnected."""
 
 
 def script(name: str) -> str:
-    """The path of a console script of this environment."""
+    """Return the path of a console script of this environment."""
     found = shutil.which(name, path=sysconfig.get_path("scripts"))
     assert found is not None, f"{name} is not installed beside {sys.executable}"
     return found
@@ -37,7 +37,7 @@ def certutil(*args: object) -> None:
 
 
 class Gateway:
-    """One `hypha-gateway run`, its address and its log."""
+    """Process of `hypha-gateway run`, with its address and log."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -54,7 +54,7 @@ class Gateway:
         return [script("hypha-gateway"), "run", "--config", str(self.folder / "gateway.toml")]
 
     def wait_for(self, words: str, seconds: float = 30, times: int = 1) -> None:
-        """Wait until the log has said something so often."""
+        """Wait until the log contains a text a number of times."""
         end = time.monotonic() + seconds
         while self.log.read_text().count(words) < times:
             assert self.process.poll() is None, self.log.read_text()
@@ -62,7 +62,7 @@ class Gateway:
             time.sleep(0.05)
 
     def probe(self) -> dict[str, object]:
-        """What a probe says, asked with a worker's certificate."""
+        """Return the result of a probe with a worker's certificate."""
         parts = [f"--set={kind}_pem={self.folder}/prober-{kind}.pem" for kind in ("cert", "key", "trust")]
         command = [script("hypha-gateway"), "probe", self.address, *parts, "--format", "json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -97,11 +97,11 @@ def run(main: Callable[[], Awaitable[None]], limit: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.concurrent
-def test_a_renewed_certificate_is_taken_on_sighup_and_by_itself(gateway: Gateway) -> None:
+def test_renewed_certificate_is_loaded_on_sighup_and_automatically(gateway: Gateway) -> None:
     before = gateway.probe()
     certutil("renew", gateway.folder / "gateway-cert.pem", "--days", "200", "--dir", gateway.folder)
     gateway.process.send_signal(signal.SIGHUP)
-    gateway.wait_for("certificates reloaded", 4.5)  # sooner than it would look by itself
+    gateway.wait_for("certificates reloaded", 4.5)  # sooner than its own check interval
     after = gateway.probe()
     assert after["peer_id"] == before["peer_id"]
     assert str(after["certificate_end"]) > str(before["certificate_end"])
@@ -112,7 +112,7 @@ def test_a_renewed_certificate_is_taken_on_sighup_and_by_itself(gateway: Gateway
 
 @pytest.mark.slow
 @pytest.mark.concurrent
-def test_sighup_with_files_that_cannot_be_used_keeps_the_old(gateway: Gateway) -> None:
+def test_sighup_with_unusable_files_keeps_the_old_certificates(gateway: Gateway) -> None:
     trust = gateway.folder / "gateway-trust.pem"
     whole = trust.read_bytes()
     trust.write_bytes(whole[:40])
@@ -128,7 +128,7 @@ def test_sighup_with_files_that_cannot_be_used_keeps_the_old(gateway: Gateway) -
 
 @pytest.mark.slow
 @pytest.mark.concurrent
-def test_a_node_that_is_revoked_while_connected_is_out_within_a_minute(gateway: Gateway) -> None:
+def test_revoked_node_is_disconnected_within_a_minute(gateway: Gateway) -> None:
     certutil("node", "leaving", "--role", "worker", "--dir", gateway.folder)
     files = [gateway.folder / f"leaving-{kind}.pem" for kind in ("cert", "key", "trust")]
 
@@ -137,7 +137,7 @@ def test_a_node_that_is_revoked_while_connected_is_out_within_a_minute(gateway: 
         async with open_endpoint(load_identity(*files), settings) as node:
             await node.wait_for_gateway(10)
             with anyio.fail_after(10):
-                while not node.addresses:  # its place at the relay
+                while not node.addresses:  # its reservation at the relay
                     await anyio.sleep(0.05)
             await anyio.to_thread.run_sync(certutil, "revoke", files[0], "--dir", gateway.folder)
             with anyio.fail_after(REVOKED_WITHIN):
@@ -154,7 +154,7 @@ def test_a_node_that_is_revoked_while_connected_is_out_within_a_minute(gateway: 
 
 @pytest.mark.slow
 @pytest.mark.concurrent
-def test_of_two_programs_on_one_port_the_second_says_so_and_ends(gateway: Gateway) -> None:
+def test_second_gateway_on_a_used_port_reports_it_and_ends(gateway: Gateway) -> None:
     second = subprocess.run(gateway.command(), capture_output=True, text=True, timeout=30)
     assert second.returncode == 1
     assert gateway.address in second.stderr

@@ -1,4 +1,4 @@
-"""A gateway as its operator meets it: written by init, started, probed, ended. Real process, real TLS."""
+"""Gateway process: configured by init, started, probed and ended, over real TLS."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hypha_net.settings import RelayLimits
 
 
 def script(name: str) -> str:
-    """The path of a console script of this environment."""
+    """Return the path of a console script of this environment."""
     found = shutil.which(name, path=sysconfig.get_path("scripts"))
     assert found is not None, f"{name} is not installed beside {sys.executable}"
     return found
@@ -42,7 +42,7 @@ def make_node(folder: Path, name: str, role: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Certificates of a network, and the gateway's configuration as init writes it."""
+    """Create the certificates of a network and the gateway's configuration by init."""
     made = tmp_path_factory.mktemp("gateway")
     for authority in ("root", "org"):
         assert run(script("hypha-certutil"), authority, "--dir", made).returncode == 0
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    """A running gateway."""
+    """Run a gateway; its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -89,7 +89,7 @@ def wait_until_healthy(folder: Path, address: str) -> dict[str, object]:
     raise AssertionError(asked.stderr)
 
 
-def test_a_probe_says_who_the_gateway_is(folder: Path, address: str) -> None:
+def test_probe_reports_the_identity_of_the_gateway(folder: Path, address: str) -> None:
     answer = wait_until_healthy(folder, address)
     assert str(answer["peer_id"]).startswith("12D3KooW")
     assert answer["role"] == "gateway"
@@ -100,7 +100,7 @@ def test_a_probe_says_who_the_gateway_is(folder: Path, address: str) -> None:
     assert f"peer id          {answer['peer_id']}" in named.stdout
 
 
-def test_a_node_of_another_network_is_refused_and_told_why(folder: Path, address: str, tmp_path: Path) -> None:
+def test_node_of_another_network_is_refused_with_a_reason(folder: Path, address: str, tmp_path: Path) -> None:
     wait_until_healthy(folder, address)
     for authority in ("root", "org"):
         assert run(script("hypha-certutil"), authority, "--dir", tmp_path).returncode == 0
@@ -111,7 +111,7 @@ def test_a_node_of_another_network_is_refused_and_told_why(folder: Path, address
     assert "certificate" in refused.stderr
 
 
-def test_nobody_there_is_exit_code_3(folder: Path) -> None:
+def test_unreachable_address_exits_with_code_3(folder: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
@@ -122,8 +122,10 @@ def test_nobody_there_is_exit_code_3(folder: Path) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("moment", ["the first line", "ready"])
-def test_a_signal_at_any_moment_ends_it_quietly(folder: Path, moment: str, number: signal.Signals, code: int) -> None:
-    """The older form of the command, and a configuration that warns first: the first line comes before the imports."""
+def test_signal_at_any_time_ends_the_gateway_quietly(
+    folder: Path, moment: str, number: signal.Signals, code: int
+) -> None:
+    """Use the command line without a command, and a configuration whose warning is logged before the imports."""
     env = {**os.environ, "HYPHA_LISTEN_ADDRESSES": "/ip4/127.0.0.1/tcp/0", "HYPHA_UNKNOWN": "1"}
     command = [script("hypha-gateway"), "--config", str(folder / "gateway.toml")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
@@ -141,7 +143,7 @@ def test_a_signal_at_any_moment_ends_it_quietly(folder: Path, moment: str, numbe
             process.kill()
 
 
-def test_a_gateway_needs_no_gateway_but_refuses_a_relay(tmp_path: Path) -> None:
+def test_gateway_needs_no_gateway_address_and_refuses_relay_circuit(tmp_path: Path) -> None:
     flags = {f"{kind}_pem": "x" for kind in ("cert", "key", "trust")}
     config = load_config(GatewayConfig, None, {}, flags).config
     assert config.listen_addresses == ["/ip4/0.0.0.0/tcp/4001"]
@@ -150,7 +152,7 @@ def test_a_gateway_needs_no_gateway_but_refuses_a_relay(tmp_path: Path) -> None:
         load_config(GatewayConfig, None, {}, {**flags, "relay_circuit": "true"})
 
 
-def test_its_relay_is_limited_as_the_table_says(tmp_path: Path) -> None:
+def test_relay_limits_come_from_the_relay_table(tmp_path: Path) -> None:
     flags = {f"{kind}_pem": "x" for kind in ("cert", "key", "trust")}
     unset = load_config(GatewayConfig, None, {}, flags).config
     assert endpoint_settings(unset, "gateway").relay == RelayLimits()
@@ -168,7 +170,7 @@ def test_its_relay_is_limited_as_the_table_says(tmp_path: Path) -> None:
             load_config(GatewayConfig, path, {}, {f"relay.{key}": value})
 
 
-def test_what_init_writes_passes_the_check(tmp_path: Path) -> None:
+def test_init_output_passes_the_check(tmp_path: Path) -> None:
     path = tmp_path / "gateway.toml"
     assert CliRunner().invoke(main, ["init", "--out", str(path)]).exit_code == 0
     checked = CliRunner().invoke(main, ["run", "--check", "--config", str(path)])

@@ -1,4 +1,4 @@
-"""The commands of a daemon without a network: what they print, write, refuse, and their exit codes."""
+"""Commands of a daemon, without a network: output, written files, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def detect() -> dict[str, object]:
     return {"work_dir": 'w"ork', "resources": {"cpu": 16}, "executors": [{"name": "a", "args": ["{X}"]}, {"name": "b"}]}
 
 
-# the distribution's name gives the version
+# the version is that of the distribution with this name
 main = daemon_cli("hypha-net", ExampleConfig, serve, role="worker", example=detect)
 
 
@@ -58,7 +58,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_init_writes_explains_everything_and_starts(file: Path) -> None:
+def test_init_template_describes_every_option_and_starts(file: Path) -> None:
     text = file.read_text()
     for name, info in ExampleConfig.model_fields.items():
         assert f"{name}" in text
@@ -73,7 +73,7 @@ def test_what_init_writes_explains_everything_and_starts(file: Path) -> None:
     assert checked.stdout == f"{file}: ok\n"
 
 
-def test_the_check_warns_of_identity_files_that_are_missing_and_passes(file: Path) -> None:
+def test_check_warns_of_missing_identity_files_and_passes(file: Path) -> None:
     (file.parent / "worker-cert.pem").write_text("there")
     checked = run("run", "--check", "--config", file, "--set", f"crls_pem={file.parent / 'crls.pem'}")
     assert (checked.exit_code, checked.stdout) == (0, f"{file}: ok\n")
@@ -88,9 +88,9 @@ def test_the_check_warns_of_identity_files_that_are_missing_and_passes(file: Pat
         assert remedy in line
 
 
-def test_what_init_writes_says_what_is_refused_so_far() -> None:
+def test_init_template_names_unsupported_keys() -> None:
     class Later(NodeConfig):
-        not_yet: ClassVar = {"limits.upload_rate": "uploads are not limited yet"}
+        unsupported_keys: ClassVar = {"limits.upload_rate": "uploads are not limited yet"}
 
     text = render_config(Later, {}, "later").replace("\n# ", " ")
     said = "Refused so far: uploads are not limited yet. upload_rate ="
@@ -98,7 +98,7 @@ def test_what_init_writes_says_what_is_refused_so_far() -> None:
     assert text.count("Refused so far") == 1
 
 
-def test_init_never_overwrites_unasked(file: Path) -> None:
+def test_init_does_not_overwrite_without_force(file: Path) -> None:
     file.write_text("mine")
     refused = run("init", "--out", file)
     assert refused.exit_code == 1
@@ -109,7 +109,7 @@ def test_init_never_overwrites_unasked(file: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [["run", "--config"], ["run", "--check", "--config"], ["--config"]])
-def test_a_wrong_configuration_is_exit_code_2_with_every_error(file: Path, form: list[str]) -> None:
+def test_invalid_configuration_exits_with_2_and_every_error(file: Path, form: list[str]) -> None:
     file.write_text('work_dirr = "x"\ngateway_addresses = ["nonsense"]\n')
     refused = run(*form, file)
     assert refused.exit_code == 2
@@ -118,7 +118,7 @@ def test_a_wrong_configuration_is_exit_code_2_with_every_error(file: Path, form:
         assert part in refused.stderr
 
 
-def test_without_any_configuration_it_says_what_to_do() -> None:
+def test_missing_configuration_names_the_remedy() -> None:
     refused = run("run")
     assert refused.exit_code == 2
     assert "hypha-net init" in refused.stderr
@@ -126,7 +126,7 @@ def test_without_any_configuration_it_says_what_to_do() -> None:
     assert run("--config", "x", "run").exit_code == 2
 
 
-def test_the_older_form_takes_what_run_takes(file: Path) -> None:
+def test_command_line_without_command_accepts_the_options_of_run(file: Path) -> None:
     options = ["--config", str(file), "--check", "--log-format", "json", "--log-level", "warning"]
     for form in (["run", *options], options):
         checked = run(*form, "--set", "limits.max_connections=7")
@@ -138,7 +138,7 @@ def test_the_older_form_takes_what_run_takes(file: Path) -> None:
     assert "write the options of run after it" in misplaced.stderr
 
 
-def test_show_tells_values_and_origins_and_hides_secrets(file: Path) -> None:
+def test_show_prints_values_and_origins_and_hides_secrets(file: Path) -> None:
     env = {"HYPHA_RESOURCES__CPU": "3", "OTEL_EXPORTER_OTLP_HEADERS": "Authorization=Basic%20hunter2"}
     result = run("config", "show", "--config", file, "--set", "limits.max_connections=7", "--format", "json", env=env)
     shown = json.loads(result.stdout)
@@ -153,7 +153,7 @@ def test_show_tells_values_and_origins_and_hides_secrets(file: Path) -> None:
     assert "hunter2" not in result.output + text.output
 
 
-def test_show_quotes_the_parts_of_a_key_that_toml_has_quoted(file: Path) -> None:
+def test_show_quotes_key_parts_as_toml_does(file: Path) -> None:
     with file.open("a") as more:
         more.write('\n[telemetry_attributes]\n"service.name" = "a"\nteam = "b"\n')
     shown = run("config", "show", "--config", file).stdout
@@ -164,12 +164,12 @@ def test_show_quotes_the_parts_of_a_key_that_toml_has_quoted(file: Path) -> None
     assert plain["telemetry_attributes.service.name"]["origin"].startswith(f"{file}:")
 
 
-def test_the_schema_knows_every_key() -> None:
+def test_schema_contains_every_key() -> None:
     schema = json.loads(run("schema").stdout)
     assert set(schema["properties"]) == set(ExampleConfig.model_fields)
 
 
-def test_probe_without_usable_certificates_is_bad_configuration(file: Path) -> None:
+def test_probe_without_usable_certificates_is_a_configuration_error(file: Path) -> None:
     refused = run("probe", "/ip4/127.0.0.1/tcp/1", "--config", file, "--timeout", "5")
     assert refused.exit_code == 2
     assert "worker-cert.pem" in refused.stderr
@@ -177,7 +177,7 @@ def test_probe_without_usable_certificates_is_bad_configuration(file: Path) -> N
     assert "Traceback" not in refused.output
 
 
-def test_help_and_version_are_there_and_quick() -> None:
+def test_help_and_version_import_neither_libp2p_nor_trio() -> None:
     for flag in ("-h", "--help"):
         assert "probe" in run(flag).stdout
     assert run("--version").stdout.startswith("hypha-net, version ")
@@ -189,12 +189,12 @@ def test_help_and_version_are_there_and_quick() -> None:
 @pytest.mark.parametrize(
     "value", ['a"b\\c\n', "ünï", True, 3, 2.5, [], ["x"] * 40, {"service.name": "n", "b": [1]}, Path("a/b")]
 )
-def test_values_are_written_as_toml_reads_them(value: object) -> None:
+def test_values_round_trip_through_toml(value: object) -> None:
     read = tomllib.loads(f"value = {to_toml(value)}")["value"]
     assert read == (str(value) if isinstance(value, Path) else value)
 
 
-def test_the_daemon_of_the_readme_is_one(tmp_path: Path) -> None:
+def test_readme_example_is_a_working_daemon(tmp_path: Path) -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     (tmp_path / "echo_daemon.py").write_text(readme.split("```python\n")[1].split("```")[0] + "\nmain()\n")
     command = [sys.executable, str(tmp_path / "echo_daemon.py")]

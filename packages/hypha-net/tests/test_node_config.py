@@ -1,4 +1,4 @@
-"""Configuration as operators meet it: every layer, every kind of error, and what is hidden."""
+"""Configuration of a daemon: precedence of sources, errors with position and remedy, masked secrets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import Field
 from hypha_net.bandwidth import BandwidthLimits
 from hypha_net.node.config.errors import ConfigError
 from hypha_net.node.config.loader import Loaded, load_config
-from hypha_net.node.config.models import NOT_YET, NodeConfig, Section, is_secret, masked
+from hypha_net.node.config.models import UNSUPPORTED_KEYS, NodeConfig, Section, is_secret, mask_secrets
 from hypha_net.node.config.toml_positions import read_toml
 from hypha_net.node.lifecycle import endpoint_settings
 
@@ -46,7 +46,7 @@ class Model(Section):
 
 
 class ExampleConfig(NodeConfig):
-    not_yet: ClassVar = {**NOT_YET, "executors.env": "executors get no variables yet"}
+    unsupported_keys: ClassVar = {**UNSUPPORTED_KEYS, "executors.env": "executors get no variables yet"}
 
     work_dir: Path = Field(default=Path("work"), description="Folder of the jobs.")
     resources: Resources = Field(default=Resources(), description="What is offered.")
@@ -79,7 +79,7 @@ def refused(load: Any, *args: Any, **kwargs: Any) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_each_layer_lies_over_the_one_below(load: Any) -> None:
+def test_each_source_overrides_the_one_below(load: Any) -> None:
     text = "[resources]\ngpu = 8\ncpu = 2\n"
     assert load().config.resources.gpu == 0
     assert load(text).config.resources.gpu == 8
@@ -93,7 +93,7 @@ def test_each_layer_lies_over_the_one_below(load: Any) -> None:
     assert "work_dir" not in loaded.origins
 
 
-def test_a_configuration_can_come_from_the_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_from_the_environment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     env = {
         "HYPHA_CERT_PEM": "c.pem",
@@ -114,7 +114,7 @@ def test_a_configuration_can_come_from_the_environment_alone(tmp_path: Path, mon
     assert config.relay_circuit is False
 
 
-def test_relative_paths_follow_the_file_they_stand_in(
+def test_relative_paths_are_resolved_against_their_file(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -127,7 +127,7 @@ def test_relative_paths_follow_the_file_they_stand_in(
     assert load(work_dir="jobs").config.work_dir == elsewhere / "jobs"
 
 
-def test_open_telemetry_variables_win_over_file_and_environment(load: Any) -> None:
+def test_open_telemetry_variables_override_file_and_environment(load: Any) -> None:
     text = """
 telemetry_endpoint = "http://file:4318"
 telemetry_attributes = "service.name=file,region=west"
@@ -155,7 +155,7 @@ telemetry_headers = "Authorization=Basic abc=="
     assert loaded.warnings == ()
 
 
-def test_a_key_that_slipped_under_a_table_is_taken_as_top_level_and_said(load: Any, tmp_path: Path) -> None:
+def test_top_level_key_below_a_table_is_accepted_with_a_warning(load: Any, tmp_path: Path) -> None:
     text = """[resources]
 cpu = 32
 work_dir = "w"
@@ -176,11 +176,11 @@ telemetry_protocol = "http/protobuf"
     assert "work_dir stands under [resources]" in warnings[0]
     assert loaded.origins["work_dir"].endswith("node.toml:7")
     twice = refused(load, 'work_dir = "v"\n' + text)
-    assert "stands here and at" in twice[0]
+    assert "is set here and at" in twice[0]
     assert ":8: resources.work_dir" in twice[0]
 
 
-def test_everything_wrong_is_said_at_once_with_line_value_and_remedy(load: Any) -> None:
+def test_all_problems_are_reported_with_line_value_and_remedy(load: Any) -> None:
     text = """exclude_cidr = ["10.0.0.1/8"]
 wrok_dir = "x"
 price = 3
@@ -212,7 +212,7 @@ nam = "x"
     assert len(problems) == 11
 
 
-def test_what_is_missing_is_named_with_both_ways_to_set_it() -> None:
+def test_missing_key_is_reported_with_both_ways_to_set_it() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(ExampleConfig, None, {}, {})
     text = str(caught.value)
@@ -227,25 +227,25 @@ def test_what_is_missing_is_named_with_both_ways_to_set_it() -> None:
     [
         ("203.0.113.5:4001", "not a multiaddr"),
         ("/ip4/203.0.113/tcp/4001", "is not an ip4 address"),
-        ("/ip4/203.0.113.5/udp/4001/quic-v1", "transport 'udp' is not spoken"),
+        ("/ip4/203.0.113.5/udp/4001/quic-v1", "transport 'udp' is not supported"),
         ("/ip4/203.0.113.5/tcp/70000", "is not a TCP port"),
         ("/ip4/203.0.113.5/tcp/4001/p2p/QmWrong", "peer id"),
         ("/onion3/abc/tcp/1", "starts with 'onion3'"),
     ],
 )
-def test_addresses_are_checked_where_they_stand(load: Any, address: str, says: str) -> None:
+def test_addresses_are_validated_with_their_position(load: Any, address: str, says: str) -> None:
     problems = refused(load, f'external_addresses = ["/ip4/203.0.113.5/tcp/1", "{address}"]')
     assert "node.toml:5: external_addresses[1]" in problems[0]
     assert says in problems[0]
 
 
-def test_a_feature_that_comes_later_is_refused_and_not_ignored(load: Any) -> None:
+def test_unsupported_key_is_refused(load: Any) -> None:
     problems = refused(load, '[[executors]]\nname = "a"\nenv = { A = "1" }\n')
     assert len(problems) == 1
     assert "executors[0].env.A = '1': not yet: executors get no variables yet" in problems[0]
 
 
-def test_a_rate_under_which_transfers_would_look_dead_is_refused(load: Any) -> None:
+def test_rate_below_the_minimum_is_refused(load: Any) -> None:
     problems = refused(load, "[limits]\nupload_rate = 1000\n")
     assert len(problems) == 1
     assert ":6: limits.upload_rate = 1000: input should be greater than or equal to 16384" in problems[0]
@@ -257,14 +257,14 @@ def test_a_rate_under_which_transfers_would_look_dead_is_refused(load: Any) -> N
 @pytest.mark.parametrize(
     "url", ["collector:4318", "http://[::1", "http://", "https://:4318", "http://host:x", "http://h:99999"]
 )
-def test_an_address_of_a_collector_that_cannot_be_used_is_refused_before_the_start(load: Any, url: str) -> None:
+def test_invalid_collector_address_is_refused(load: Any, url: str) -> None:
     (problem,) = refused(load, f'telemetry_endpoint = "{url}"')
     assert f"node.toml:5: telemetry_endpoint = {url!r}: must be a URL" in problem
     (problem,) = refused(load, env={"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": url})
     assert problem.startswith("OTEL_EXPORTER_OTLP_LOGS_ENDPOINT: must be a URL")
 
 
-def test_broken_and_absent_files_are_named(tmp_path: Path) -> None:
+def test_malformed_and_missing_files_are_named(tmp_path: Path) -> None:
     file = tmp_path / "broken.toml"
     file.write_text("a = 1\nb = = 2\n")
     with pytest.raises(ConfigError, match=r"broken.toml:2: is not TOML"):
@@ -273,17 +273,20 @@ def test_broken_and_absent_files_are_named(tmp_path: Path) -> None:
         load_config(ExampleConfig, tmp_path / "absent.toml", {}, {})
 
 
-def test_secrets_are_masked_also_in_errors(load: Any) -> None:
+def test_secrets_are_masked_in_errors(load: Any) -> None:
     problems = refused(load, 'telemetry_headers = "hunter2"\n[[models]]\ntoken = ["hunter2"]\n')
     assert len(problems) == 2
     assert "hunter2" not in "\n".join(problems)
     data = {"telemetry_headers": {"a": "b"}, "models": [{"token": "x", "tokenizer": "y"}, {"token": None}]}
-    assert masked(data) == {"telemetry_headers": "***", "models": [{"token": "***", "tokenizer": "y"}, {"token": None}]}
-    assert masked({"telemetry_headers": {}}) == {"telemetry_headers": {}}
+    assert mask_secrets(data) == {
+        "telemetry_headers": "***",
+        "models": [{"token": "***", "tokenizer": "y"}, {"token": None}],
+    }
+    assert mask_secrets({"telemetry_headers": {}}) == {"telemetry_headers": {}}
     assert is_secret("connectors.s3.secret_access_key")
 
 
-def test_an_unknown_variable_is_a_warning_because_programs_share_an_environment(load: Any) -> None:
+def test_unknown_variable_is_a_warning(load: Any) -> None:
     loaded = load("", {"HYPHA_RESOURCES__GPUS": "1"})
     assert loaded.warnings == ("HYPHA_RESOURCES__GPUS is not a key of this program: did you mean gpu?",)
 
@@ -292,7 +295,7 @@ _layer = st.one_of(st.none(), st.integers(1, 9999))
 
 
 @given(_layer, _layer, _layer)
-def test_the_highest_layer_that_says_anything_wins(toml: int | None, env: int | None, flag: int | None) -> None:
+def test_source_with_highest_precedence_wins(toml: int | None, env: int | None, flag: int | None) -> None:
     needed = {f"{kind}_pem": "x" for kind in ("cert", "key", "trust")}
     flags: dict[str, object] = {**needed, "gateway_addresses": "/ip4/127.0.0.1/tcp/1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -320,8 +323,8 @@ def _written(text: str) -> str:
 @given(
     st.lists(st.tuples(_names, st.lists(st.tuples(_names, _text), max_size=3, unique_by=lambda p: p[0])), max_size=4)
 )
-def test_the_line_of_a_key_is_where_it_was_written(tables: list[tuple[str, list[tuple[str, str]]]]) -> None:
-    """Whatever strings, comments and brackets stand around it."""
+def test_reported_line_of_a_key_is_where_it_was_written(tables: list[tuple[str, list[tuple[str, str]]]]) -> None:
+    """Strings, comments and brackets around a key do not affect its line."""
     lines: list[str] = []
     expected: dict[tuple[str | int, ...], int] = {}
     counts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Daemons as processes: what a signal does, what a failure says, and that the end is bounded."""
+"""Lifecycle of daemon processes: signals, failures, forced end and health."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hypha_net.testing import MemoryNetwork
 class OwnError(Exception):
     pass
 
-class SlowToGo:  # what is raised while it goes, the interpreter prints and forgets
+class SlowToGo:  # the interpreter prints and swallows what its destructor raises
     def __del__(self):
         print("running", flush=True)
         time.sleep(60)
@@ -73,7 +73,7 @@ sys.exit(run_daemon(config, serve, role="data", version="1", expected=(OwnError,
 
 
 class Daemon:
-    """One process of PROGRAM."""
+    """Process that runs PROGRAM."""
 
     def __init__(self, folder: Path, behaviour: str) -> None:
         script = folder / "program.py"
@@ -85,7 +85,7 @@ class Daemon:
         assert first_line(self.process) == "running"
 
     def end(self, number: signal.Signals | None = None) -> tuple[int, float, list[dict[str, str]]]:
-        """Exit code, seconds it took, log."""
+        """Return exit code, seconds it took, and log."""
         start = time.monotonic()
         if number is not None:
             self.process.send_signal(number)
@@ -103,26 +103,26 @@ def daemon(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Daemon]:
 
 @pytest.mark.parametrize(("daemon"), ["waits"], indirect=True)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_ends_it_cleanly(daemon: Daemon, number: signal.Signals, code: int) -> None:
+def test_signal_ends_the_daemon_cleanly(daemon: Daemon, number: signal.Signals, code: int) -> None:
     daemon.wait_until_running()
     returned, seconds, log = daemon.end(number)
     assert returned == code
-    assert seconds < 15  # what it would wait for takes 60
+    assert seconds < 15  # the program itself would take 60
     assert f"{number.name}: ending" in [entry["message"] for entry in log]
     assert all("exception" not in entry and entry["level"] == "info" for entry in log)
 
 
 @pytest.mark.parametrize("daemon", ["slow to start", "slow destructor"], indirect=True)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_ends_it_before_the_event_loop_runs(daemon: Daemon, number: signal.Signals, code: int) -> None:
+def test_signal_ends_the_daemon_before_the_event_loop_runs(daemon: Daemon, number: signal.Signals, code: int) -> None:
     daemon.wait_until_running()
     returned, seconds, log = daemon.end(number)
     assert (returned, log) == (code, [])
-    assert seconds < 15  # what it would wait for takes 60
+    assert seconds < 15  # the program itself would take 60
 
 
 @pytest.mark.parametrize("daemon", ["waits", "slow to start"], indirect=True)
-def test_sighup_asks_for_the_certificates_to_be_read_again_and_ends_nothing(daemon: Daemon) -> None:
+def test_sighup_reloads_certificates_and_keeps_running(daemon: Daemon) -> None:
     daemon.wait_until_running()
     for _ in range(3):
         daemon.process.send_signal(signal.SIGHUP)
@@ -136,12 +136,12 @@ def test_sighup_asks_for_the_certificates_to_be_read_again_and_ends_nothing(daem
     [("holds on", "_main (program.py:"), ("blocks", "the event loop is blocked by serve (program.py:")],
     indirect=["daemon"],
 )
-def test_what_does_not_end_is_named_and_ended(daemon: Daemon, says: str) -> None:
+def test_blocking_code_is_named_and_ended(daemon: Daemon, says: str) -> None:
     daemon.wait_until_running()
     children = psutil.Process(daemon.process.pid).children()
     returned, seconds, log = daemon.end(signal.SIGTERM)
     assert returned == 1
-    assert seconds < 15  # what it would wait for takes 60
+    assert seconds < 15  # the program itself would take 60
     [told] = [entry["message"] for entry in log if "still not ended 0.5 s after being told to" in entry["message"]]
     assert says in told
     gone, left = psutil.wait_procs(children, timeout=5)
@@ -152,7 +152,7 @@ def test_what_does_not_end_is_named_and_ended(daemon: Daemon, says: str) -> None
 @pytest.mark.parametrize(
     ("daemon", "traceback"), [("known", False), ("os", False), ("surprise", True)], indirect=["daemon"]
 )
-def test_a_failure_ends_it_with_code_1_and_its_words(daemon: Daemon, traceback: bool) -> None:
+def test_failure_exits_with_code_1_and_its_message(daemon: Daemon, traceback: bool) -> None:
     returned, _, log = daemon.end()
     assert returned == 1
     assert "words of the failure" in log[-1]["message"]
@@ -160,7 +160,7 @@ def test_a_failure_ends_it_with_code_1_and_its_words(daemon: Daemon, traceback: 
 
 
 @pytest.mark.parametrize("daemon", ["done"], indirect=True)
-def test_a_program_that_is_done_ends_with_code_0(daemon: Daemon) -> None:
+def test_finished_program_exits_with_code_0(daemon: Daemon) -> None:
     assert daemon.end()[0] == 0
 
 

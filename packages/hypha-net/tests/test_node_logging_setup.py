@@ -1,4 +1,4 @@
-"""Lines of a daemon's log: what a peer says forges none, and floods nothing."""
+"""Logs of a daemon: text from peers cannot forge records, and floods are suppressed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _as_before() -> Iterator[None]:
     root.setLevel(level)
 
 
-def test_what_a_peer_says_begins_no_record_and_moves_no_cursor() -> None:
+def test_message_text_cannot_forge_a_record_or_move_the_cursor() -> None:
     out = io.StringIO()
     logging_setup.configure_logs("text", "info", out)
     _log.info("push of %s", "a\n2026-01-01T00:00:00.000Z ERROR hypha: forged\r\x1b[2J\x9b1m\tb")
@@ -32,7 +32,7 @@ def test_what_a_peer_says_begins_no_record_and_moves_no_cursor() -> None:
     assert second == r"  2026-01-01T00:00:00.000Z ERROR hypha: forged\x0d\x1b[2J\x9b1m" + "\tb"
 
 
-def test_what_a_peer_says_begins_no_record_in_a_traceback_either() -> None:
+def test_exception_text_cannot_forge_a_record() -> None:
     out = io.StringIO()
     logging_setup.configure_logs("text", "info", out)
     try:
@@ -47,7 +47,7 @@ def test_what_a_peer_says_begins_no_record_in_a_traceback_either() -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_a_flood_from_one_place_is_cut_for_a_minute_and_others_are_told(
+def test_flood_from_one_source_line_is_suppressed_for_a_minute(
     form: logging_setup.LogFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""What a collector receives, over both protocols, and that one that hangs or is gone holds nothing up."""
+"""Export to OpenTelemetry collectors over both protocols, including collectors that hang or are unavailable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROOM = instrumentation.Level("test.room", "By", "Bytes in use.")
 
 @contextmanager
 def hanging_collector() -> Iterator[str]:
-    """Takes connections and never answers."""
+    """Accept connections and never answer."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -96,7 +96,7 @@ def check_received(collector: Collector) -> None:
 
 
 @pytest.mark.parametrize("as_text", [True, False], ids=["text", "table"])
-def test_http_gets_spans_and_metrics_below_the_endpoint(as_text: bool) -> None:
+def test_http_export_of_spans_and_metrics(as_text: bool) -> None:
     pairs: dict[str, Any] = {
         "telemetry_headers": {"Authorization": "Basic abc=="},
         "telemetry_attributes": {"service.namespace": "lab", "region": "west"},
@@ -113,7 +113,7 @@ def test_http_gets_spans_and_metrics_below_the_endpoint(as_text: bool) -> None:
             assert (resource["service.name"], resource["region"]) == ("hypha-worker", "west")
 
 
-def test_grpc_gets_spans_and_metrics() -> None:
+def test_grpc_export_of_spans_and_metrics() -> None:
     keys = {"telemetry_protocol": "grpc", "telemetry_headers": {"Authorization": "Basic abc=="}}
     with grpc_collector() as collector:
         named = {"service.name": "worker-01"}
@@ -123,7 +123,7 @@ def test_grpc_gets_spans_and_metrics() -> None:
         assert {resource["service.name"] for resource in collector.resources} == {"worker-01"}
 
 
-def test_what_fails_is_marked_and_what_is_cancelled_is_not_an_error() -> None:
+def test_failed_span_has_error_status_and_cancelled_span_has_not() -> None:
     with http_collector() as collector:
         with exporting(telemetry_endpoint=collector.url):
             with pytest.raises(ValueError, match="broken"), instrumentation.span("fails"):
@@ -148,7 +148,7 @@ def test_what_fails_is_marked_and_what_is_cancelled_is_not_an_error() -> None:
         ("parentbased_traceidratio", 0.0, False, True),
     ],
 )
-def test_a_sampler_decides_what_is_recorded(sampler: str, ratio: float, alone: bool, below: bool) -> None:
+def test_sampler_decides_what_is_recorded(sampler: str, ratio: float, alone: bool, below: bool) -> None:
     with http_collector() as collector:
         keys = {"telemetry_sampler": sampler, "telemetry_sample_ratio": ratio}
         with exporting(telemetry_endpoint=collector.url, **keys):
@@ -160,7 +160,7 @@ def test_a_sampler_decides_what_is_recorded(sampler: str, ratio: float, alone: b
         assert {span.name for span in collector.spans} == set(["alone"] * alone + ["below"] * below)
 
 
-def test_a_share_of_traces() -> None:
+def test_ratio_sampler_records_a_share_of_traces() -> None:
     config = node_config(telemetry_sampler="parentbased_traceidratio", telemetry_sample_ratio=0.1)
     assert make_sampler(config).get_description().startswith("ParentBased{root:TraceIdRatioBased{0.1}")
 
@@ -169,7 +169,7 @@ def test_a_share_of_traces() -> None:
 
 
 @pytest.mark.parametrize("receiver", [http_collector, grpc_collector], ids=["http", "grpc"])
-def test_what_is_logged_arrives_within_its_trace(receiver: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_records_are_exported_within_their_trace(receiver: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     log = logging.getLogger("hypha_worker.jobs.job_manager")
     keys = {"telemetry_protocol": "grpc"} if receiver is grpc_collector else {}
@@ -201,7 +201,7 @@ def test_what_is_logged_arrives_within_its_trace(receiver: Any, caplog: pytest.L
     assert not any(type(handler).__name__ == "LogExport" for handler in logging.getLogger().handlers)
 
 
-def test_what_exporting_logs_itself_is_not_exported(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_records_of_the_exporters_are_not_exported(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with http_collector() as collector:
         collector.refuse = "/v1/logs"
@@ -218,19 +218,19 @@ def test_what_exporting_logs_itself_is_not_exported(caplog: pytest.LogCaptureFix
     assert "takes no logs, not told again until it does" in told
 
 
-def test_a_thousand_logs_a_moment_are_bounded_and_hold_nothing_up() -> None:
+def test_log_burst_is_bounded_and_does_not_block() -> None:
     logging.getLogger().setLevel(logging.INFO)
     with hanging_collector() as url, exporting(telemetry_endpoint=url):
         began = time.monotonic()
-        for number in range(3_000):  # more than the queue holds
+        for number in range(3_000):  # more than the queue's capacity
             logging.getLogger("somewhere").info("line %d", number)
-        assert time.monotonic() - began < 10  # which one batch would take that is waited for
+        assert time.monotonic() - began < 10  # one batch that blocks would take that long
 
 
-# ------------------------------------------------------------------------------------------------- a signal of its own
+# -------------------------------------------------------------------------------------------------- per-signal settings
 
 
-def test_a_signal_may_have_a_collector_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_signal_may_have_its_own_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     with http_collector() as shared, http_collector() as traces, grpc_collector() as logs:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", traces.url + "/spans/traces")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "authorization=Basic%20def==,x-who=me")
@@ -246,7 +246,7 @@ def test_a_signal_may_have_a_collector_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert [record.body.string_value for record in logs.logs] == ["told"]
 
 
-def test_one_signal_alone_or_without_one() -> None:
+def test_single_signals_can_be_enabled_or_disabled() -> None:
     bare = node_config()
     assert targets(bare, {}) == {}
     one = targets(bare, {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://me:pw@m:1/x"})
@@ -268,7 +268,7 @@ def test_one_signal_alone_or_without_one() -> None:
         ("OTEL_EXPORTER_OTLP_METRICS_HEADERS", "hunter2", "write name=value"),
     ],
 )
-def test_a_variable_that_cannot_be_used_is_refused_by_name(variable: str, value: str, remedy: str) -> None:
+def test_invalid_variable_is_refused_by_name(variable: str, value: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(NodeConfig, None, {variable: value}, {})
     assert variable in str(refused.value)
@@ -276,16 +276,16 @@ def test_a_variable_that_cannot_be_used_is_refused_by_name(variable: str, value:
     assert "hunter2" not in str(refused.value)
 
 
-# ------------------------------------------------------------------------------------------------ collectors that fail
+# -------------------------------------------------------------------------------------------------- failing collectors
 
 
-def test_user_and_password_of_an_endpoint_travel_in_a_header_and_never_in_a_name() -> None:
+def test_url_credentials_are_sent_in_a_header_only() -> None:
     url, headers = without_user("https://me:p%40ss@collector.example:4317/base")
     assert (url, headers) == ("https://collector.example:4317/base", {"authorization": "Basic bWU6cEBzcw=="})
     assert without_user("http://collector.example") == ("http://collector.example", {})
 
 
-def told_by_nodes(caplog: pytest.LogCaptureFixture) -> list[str]:
+def node_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("hypha_net")]
 
 
@@ -298,11 +298,11 @@ def told_by_nodes(caplog: pytest.LogCaptureFixture) -> list[str]:
         pytest.param(absent_collector, "http/protobuf", marks=pytest.mark.slow),
     ],
 )
-def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
+def test_failing_collector_delays_the_end_by_two_seconds_and_is_logged_once(
     collector: Any, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    # the library says nothing twice in 20 seconds, and would be silent after the test before
+    # the library logs nothing twice in 20 seconds, and would be silent after the previous test
     for kept in logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters:
         vars(kept).clear()
     with collector() as url:
@@ -314,19 +314,19 @@ def test_a_collector_that_fails_holds_the_end_two_seconds_and_is_told_once(
         )
         instrumentation.install(export.recorder)
         began = time.monotonic()
-        for _ in range(2500):  # more than the queue of spans holds
+        for _ in range(2500):  # more than the capacity of the span queue
             instrumentation.span("work").end()
             logging.getLogger("somewhere").info("at work")
         WORK.add()
-        assert time.monotonic() - began < 9  # one batch that is waited for takes ten
+        assert time.monotonic() - began < 9  # one batch that blocks takes ten
         instrumentation.install(None)
-        if collector is absent_collector:  # it refuses at once, and that is told
-            wait_until(lambda: any("takes no" in line for line in told_by_nodes(caplog)), 15, "the log saying so")
+        if collector is absent_collector:  # it refuses at once, which is logged
+            wait_until(lambda: any("takes no" in line for line in node_warnings(caplog)), 15, "the log saying so")
         began = time.monotonic()
         export.close()
-        assert time.monotonic() - began < 8  # two seconds, and what busy cores add; the library waits for ten
-    # a thread of an earlier test's exporter, which hangs on its own collector, may still speak
-    told = told_by_nodes(caplog)
+        assert time.monotonic() - began < 8  # two seconds, plus delay on busy cores; the library waits for ten
+    # a thread of an earlier test's exporter, blocked by its own collector, may still log
+    told = node_warnings(caplog)
     assert len(told) <= 1, told
     if collector is absent_collector:
         assert re.search("takes no (traces|metrics|logs), not told again until it does", told[0])
@@ -355,7 +355,7 @@ sys.exit(run_daemon(config, serve, role="data", version="1", connect=connect))
 
 
 def run_and_end(folder: Path, *args: str) -> tuple[str, int, float]:
-    """Whether a daemon imported OpenTelemetry, its exit status after SIGTERM, and the seconds that its end took."""
+    """Return whether a daemon imported OpenTelemetry, its exit status after SIGTERM, and the seconds until its end."""
     script = folder / "daemon.py"
     script.write_text(DAEMON)
     command = [sys.executable, str(script), *args]
@@ -370,12 +370,12 @@ def run_and_end(folder: Path, *args: str) -> tuple[str, int, float]:
             process.kill()
 
 
-def test_a_daemon_without_an_endpoint_imports_nothing_of_opentelemetry(tmp_path: Path) -> None:
+def test_daemon_without_a_collector_does_not_import_opentelemetry(tmp_path: Path) -> None:
     imported, status, _ = run_and_end(tmp_path)
     assert (imported, status) == ("False", 0)
 
 
-def test_a_daemon_exports_until_its_end(tmp_path: Path) -> None:
+def test_daemon_exports_until_its_end(tmp_path: Path) -> None:
     with http_collector() as collector:
         assert run_and_end(tmp_path, collector.url)[:2] == ("True", 0)
         assert [span.name for span in collector.spans] == ["life"]
@@ -383,18 +383,18 @@ def test_a_daemon_exports_until_its_end(tmp_path: Path) -> None:
         assert {resource["service.name"] for resource in collector.resources} == {"hypha-data"}
 
 
-def test_a_daemon_ends_in_time_when_its_collector_hangs(tmp_path: Path) -> None:
+def test_daemon_ends_in_time_when_its_collector_hangs(tmp_path: Path) -> None:
     with hanging_collector() as url:
         imported, status, seconds = run_and_end(tmp_path, url)
     assert (imported, status) == ("True", 0)
-    assert seconds < 9  # two of them for the collector, which hangs for ten, the rest for two busy cores
+    assert seconds < 9  # two for the collector, which blocks for ten, the rest for two busy cores
 
 
 # ----------------------------------------------------------------------------------------------------- between peers
 
 
 def ask_once() -> tuple[str | None, str | None]:
-    """The traceparent that one request carries, and the one that its handler works under."""
+    """Return the traceparent in one request, and the one of its handler."""
     seen: list[str | None] = []
 
     async def renew(_peer: PeerId, message: RenewLease) -> LeaseRenewal:
@@ -411,7 +411,7 @@ def ask_once() -> tuple[str | None, str | None]:
     return seen[0], seen[1]
 
 
-def test_a_request_carries_the_trace_to_its_handler() -> None:
+def test_request_carries_the_trace_to_its_handler() -> None:
     with http_collector() as collector:
         with exporting(telemetry_endpoint=collector.url), instrumentation.span("job") as job:
             carried, handled = ask_once()
@@ -426,7 +426,7 @@ def test_a_request_carries_the_trace_to_its_handler() -> None:
     assert (carried.split("-")[2], handled.split("-")[2]) == (client.span_id.hex(), server.span_id.hex())
 
 
-def test_without_a_collector_a_trace_is_passed_on_and_none_is_begun() -> None:
+def test_trace_is_forwarded_but_not_started_without_a_collector() -> None:
     assert ask_once() == (None, None)
     with instrumentation.attached(PARENT), instrumentation.span("not recorded"):
         assert ask_once() == (PARENT, PARENT)
@@ -436,7 +436,7 @@ def test_without_a_collector_a_trace_is_passed_on_and_none_is_begun() -> None:
 @pytest.mark.parametrize(
     "hostile", ["", "x" * 4000, PARENT.upper() + "\n", PARENT + "-01", PARENT.replace("00-0", "ff-0")]
 )
-def test_a_malformed_traceparent_is_ignored(hostile: str) -> None:
+def test_malformed_traceparent_is_ignored(hostile: str) -> None:
     with instrumentation.attached(hostile), instrumentation.span("work", parent=hostile) as span:
         assert span.traceparent is None
     assert instrumentation.trace_of(RenewLease(id=uuid.uuid4(), traceparent=hostile)) is None

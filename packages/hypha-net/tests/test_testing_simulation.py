@@ -1,4 +1,4 @@
-"""Five hundred nodes for a simulated hour: faults, churn and partitions, the same way every time."""
+"""Simulation of five hundred nodes for an hour, with faults, churn and partitions, reproducible by its seed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROUGH = Faults(delay=0.02, jitter=0.2, gossip_loss=0.02, break_rate=0.001, refus
 
 @dataclass
 class World:
-    """A market: schedulers publish what they need, some workers offer, and schedulers renew what they took."""
+    """Simulated network: schedulers publish requests, some workers make offers, and schedulers renew their leases."""
 
     seed: int
     workers: int
@@ -43,7 +43,7 @@ class World:
         self.network = MemoryNetwork(self.seed, ROUGH)
 
     def note(self, what: str, who: PeerId, about: object = "") -> None:
-        """Make something part of the history."""
+        """Record an event in the history."""
         self.counts[what] += 1
         self._history.update(f"{anyio.current_time():.6f} {what} {who} {about}\n".encode())
 
@@ -52,7 +52,7 @@ class World:
         return self._history.hexdigest()
 
     async def run(self, seconds: float) -> None:
-        """Let the world live."""
+        """Run all nodes for some virtual seconds."""
         async with anyio.create_task_group() as tasks:
             for kind, count, life in (
                 ("data", self.datasets, self.data_node),
@@ -60,15 +60,15 @@ class World:
                 ("scheduler", self.schedulers, self.scheduler),
             ):
                 for index in range(count):
-                    tasks.start_soon(self._again_and_again, kind, index, life)
-            tasks.start_soon(self._divide_for_a_while)
+                    tasks.start_soon(self._restart_repeatedly, kind, index, life)
+            tasks.start_soon(self._divide_temporarily)
             await anyio.sleep(seconds)
             tasks.cancel_scope.cancel()
 
-    async def _again_and_again(
+    async def _restart_repeatedly(
         self, kind: str, index: int, life: Callable[[MemoryEndpoint, random.Random], Awaitable[None]]
     ) -> None:
-        """A node that fails from time to time, and comes back as it was."""
+        """Run a node that fails from time to time and comes back with the same identity."""
         chance = random.Random(f"{self.seed}/{kind}/{index}")
         await anyio.sleep(chance.random())
         while True:
@@ -78,7 +78,7 @@ class World:
                     await life(node, chance)
             await anyio.sleep(chance.uniform(5, 60))
 
-    async def _divide_for_a_while(self) -> None:
+    async def _divide_temporarily(self) -> None:
         await anyio.sleep(600)
         nodes = self.network.nodes()
         self.network.divide([node.peer_id for node in nodes[::2]], [node.peer_id for node in nodes[1::2]])
@@ -155,14 +155,14 @@ def play(world: World, seconds: float) -> World:
     return simulate(main, seed=world.seed)
 
 
-def test_the_same_seed_is_the_same_history_and_another_is_another() -> None:
+def test_history_is_determined_by_the_seed() -> None:
     one, two, other = (play(World(seed, 30, 3, 2), 900) for seed in (4, 4, 5))
     assert one.counts == two.counts
     assert one.history == two.history
     assert one.history != other.history
 
 
-def test_gossip_that_is_late_on_a_busy_machine_arrives_at_once() -> None:
+def test_overdue_gossip_is_delivered_at_once() -> None:
     async def main() -> None:
         network = MemoryNetwork(seed=1, faults=Faults(delay=0.01))
         async with network.endpoint("a") as a, network.endpoint("b") as b, network.endpoint("c") as c:
@@ -170,7 +170,7 @@ def test_gossip_that_is_late_on_a_busy_machine_arrives_at_once() -> None:
             async with b.subscribe("t") as at_b, c.subscribe("t") as at_c:
                 await a.publish("t", b"said")
                 await anyio.sleep(0.005)
-                time.sleep(0.1)  # noqa: ASYNC251 - the machine is busy while both are under way
+                time.sleep(0.1)  # noqa: ASYNC251 - the machine is busy while both messages are in flight
                 with anyio.fail_after(15):
                     assert (await anext(at_b)).data == (await anext(at_c)).data == b"said"
 
@@ -180,13 +180,13 @@ def test_gossip_that_is_late_on_a_busy_machine_arrives_at_once() -> None:
 @pytest.mark.slow
 @pytest.mark.concurrent
 @pytest.mark.timeout(400)
-def test_five_hundred_nodes_live_an_hour_in_less_than_a_minute() -> None:
+def test_five_hundred_nodes_simulate_an_hour_in_under_a_minute() -> None:
     began = time.monotonic()
     world = play(World(1, 460, 20, 20), HOUR)
     took = time.monotonic() - began
     counts = world.counts
     assert counts["published"] > 400
-    # less than everybody: a part is lost, a part was cut off or away
+    # not all nodes: some messages are lost, some nodes were separated or down
     assert 0.9 < counts["heard"] / (counts["published"] * 460) < 0.99
     for kind in ("offer", "renewed", "gone", "broke off", "offer lost"):
         assert counts[kind] > 0, counts

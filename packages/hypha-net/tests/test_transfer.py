@@ -1,11 +1,10 @@
-"""Transfers that are cut, resumed, refused for want of room, limited, and followed, over the network in memory."""
+"""Transfers over the in-memory network: interrupted and resumed, refused on a full disk, rate-limited, with events."""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
-import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -18,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hypha_net import transfer
-from hypha_net.bandwidth import BURST, Bucket
+from hypha_net.bandwidth import BURST
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import StreamResetError
 from hypha_net.events import Event, Transferred
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_net.token_bucket import TokenBucket
 from hypha_net.transfer import retry
-from hypha_net.transfer.framing import AT_ONCE, receive_message, send_message
+from hypha_net.transfer.framing import MAX_CONCURRENT, receive_message, send_message
 from hypha_net.transfer.io import partial_file
 from hypha_proto.codec import to_cbor
 from hypha_proto.ids import PeerId
@@ -61,7 +61,7 @@ def content(path: Path, seed: int = 0, size: int = SIZE) -> Path:
 
 
 async def cut_once(network: MemoryNetwork, receiver: MemoryEndpoint, sender: MemoryEndpoint) -> None:
-    """Break every stream as soon as `CUT_AT` bytes of a file have come; the link is back at once."""
+    """Break every stream as soon as `CUT_AT` bytes of a file were received; the link works again at once."""
     before = sender.traffic.sent
     while sender.traffic.sent - before < CUT_AT:
         await anyio.sleep(0.001)
@@ -75,7 +75,7 @@ async def header_of(path: Path) -> PushHeader:
 
 
 def serve_file(node: Endpoint, path: Path) -> list[int]:
-    """Serve one file; the offsets that were asked for."""
+    """Serve one file; return the list of requested offsets."""
     offsets: list[int] = []
 
     async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource:
@@ -87,7 +87,7 @@ def serve_file(node: Endpoint, path: Path) -> list[int]:
 
 
 def take_into(node: MemoryEndpoint, folder: Path) -> list[Path]:
-    """Let pushes land in a folder, each under a name of its own; the names so far."""
+    """Accept pushes into a folder, each under its own name; return the list of paths."""
     folder.mkdir(exist_ok=True)
     landed: list[Path] = []
     count = 0
@@ -109,7 +109,7 @@ def take_into(node: MemoryEndpoint, folder: Path) -> list[Path]:
 # ------------------------------------------------------------------------------------------------------------- resuming
 
 
-def test_a_push_that_is_cut_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_interrupted_push_resumes_at_its_offset(tmp_path: Path) -> None:
     source = content(tmp_path / "source")
 
     async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
@@ -126,7 +126,7 @@ def test_a_push_that_is_cut_goes_on_where_it_was(tmp_path: Path) -> None:
     run(case)
 
 
-def test_over_either_network_a_closed_connection_is_a_pause(opener: Opener, tmp_path: Path) -> None:
+def test_transfer_resumes_after_closed_connection_on_both_networks(opener: Opener, tmp_path: Path) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
     target.parent.mkdir()
 
@@ -136,7 +136,7 @@ def test_over_either_network_a_closed_connection_is_a_pause(opener: Opener, tmp_
                 offsets = serve_file(b, source)
                 transfer.limit_bandwidth(
                     a, transfer.BandwidthLimits(download=16 << 20)
-                )  # slow enough to be cut half way
+                )  # slow enough to be interrupted half way
                 async with anyio.create_task_group() as tasks:
 
                     async def cut() -> None:
@@ -150,16 +150,16 @@ def test_over_either_network_a_closed_connection_is_a_pause(opener: Opener, tmp_
                     tasks.start_soon(cut)
                     await transfer.pull(a, b.peer_id, REQUEST, target)
                 assert offsets[0] == 0
-                assert offsets[-1] >= partial_file.KEEP_FROM
+                assert offsets[-1] >= partial_file.MIN_RESUMABLE
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+        patch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
         anyio.run(main, backend="trio")
     assert target.read_bytes() == source.read_bytes()
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_a_pull_that_is_cut_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_interrupted_pull_resumes_at_its_offset(tmp_path: Path) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
     target.parent.mkdir()
 
@@ -172,13 +172,13 @@ def test_a_pull_that_is_cut_goes_on_where_it_was(tmp_path: Path) -> None:
         assert target.read_bytes() == source.read_bytes()
         assert list(target.parent.iterdir()) == [target]
         assert offsets[0] == 0
-        assert partial_file.KEEP_FROM <= offsets[1] <= CUT_AT + (1 << 20)
+        assert partial_file.MIN_RESUMABLE <= offsets[1] <= CUT_AT + (1 << 20)
 
     run(case)
 
 
 async def _pull_broken(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint, target: Path) -> None:
-    """A pull that is cut and not taken up again."""
+    """Run a pull that is interrupted and not retried."""
     target.parent.mkdir(exist_ok=True)
     pauses, retry.PAUSES = retry.PAUSES, ()  # type: ignore[misc]
     try:
@@ -190,7 +190,7 @@ async def _pull_broken(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpo
         retry.PAUSES = pauses  # type: ignore[misc]
 
 
-def test_what_a_failed_pull_left_counts_for_the_next_whatever_its_name(tmp_path: Path) -> None:
+def test_next_pull_resumes_a_failed_pull_under_another_name(tmp_path: Path) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
 
     async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
@@ -201,13 +201,13 @@ def test_what_a_failed_pull_left_counts_for_the_next_whatever_its_name(tmp_path:
         await transfer.pull(a, b.peer_id, REQUEST, other, digest=digest)
         assert other.read_bytes() == source.read_bytes()
         assert list(target.parent.iterdir()) == [other]
-        assert offsets[1] >= partial_file.KEEP_FROM
+        assert offsets[1] >= partial_file.MIN_RESUMABLE
 
     run(case)
 
 
 @pytest.mark.parametrize("shorter", [True, False])
-def test_a_file_that_changed_at_the_other_end_begins_anew(tmp_path: Path, shorter: bool) -> None:
+def test_pull_restarts_when_the_remote_file_has_changed(tmp_path: Path, shorter: bool) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
 
     async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
@@ -228,7 +228,7 @@ def test_a_file_that_changed_at_the_other_end_begins_anew(tmp_path: Path, shorte
     run(case)
 
 
-def test_what_was_left_and_then_spoilt_is_not_gone_on_from_twice(tmp_path: Path) -> None:
+def test_corrupted_partial_file_is_resumed_only_once(tmp_path: Path) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
 
     async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
@@ -245,7 +245,7 @@ def test_what_was_left_and_then_spoilt_is_not_gone_on_from_twice(tmp_path: Path)
     run(case)
 
 
-def test_a_push_begun_again_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
+def test_repeated_push_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
     source = content(tmp_path / "source")
 
     async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
@@ -254,8 +254,8 @@ def test_a_push_begun_again_takes_over_from_one_that_hangs(tmp_path: Path) -> No
         stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
         await send_message(stream, to_cbor(PushHeader, header))
         await receive_message(stream)
-        await stream.send_all(source.read_bytes()[:CUT_AT])  # and no more, although the connection lives
-        while partial_file.left_behind(tmp_path / "landing" / "1", header.digest) < CUT_AT - (1 << 20):
+        await stream.send_all(source.read_bytes()[:CUT_AT])  # and no more, although the connection stays open
+        while partial_file.resumable_bytes(tmp_path / "landing" / "1", header.digest) < CUT_AT - (1 << 20):
             await anyio.sleep(0.01)
         sent = await transfer.push(a, b.peer_id, source, header)
         assert landed[0].read_bytes() == source.read_bytes()
@@ -266,8 +266,8 @@ def test_a_push_begun_again_takes_over_from_one_that_hangs(tmp_path: Path) -> No
     run(case)
 
 
-def test_a_peer_s_pushes_into_one_slot_make_room_for_one(tmp_path: Path) -> None:
-    """Whoever announces large files and sends nothing of them fills no disk."""
+def test_only_one_push_per_slot_allocates_disk_space(tmp_path: Path) -> None:
+    """A peer that announces large files and sends nothing cannot fill the disk."""
     folder = tmp_path / "landing"
     folder.mkdir()
 
@@ -294,7 +294,7 @@ def test_a_peer_s_pushes_into_one_slot_make_room_for_one(tmp_path: Path) -> None
     run(case)
 
 
-def test_two_pulls_of_the_same_content_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_concurrent_pulls_of_the_same_content_are_independent(tmp_path: Path) -> None:
     source, folder = content(tmp_path / "source"), tmp_path / "landing"
     folder.mkdir()
 
@@ -309,61 +309,11 @@ def test_two_pulls_of_the_same_content_do_not_disturb_each_other(tmp_path: Path)
     run(case)
 
 
-# ----------------------------------------------------------------------------------------------------- incomplete files
-
-
-def _left(folder: Path, digest: str, received: int = 2 << 20) -> Path:
-    file = partial_file.open_arriving(folder / "target", 3 << 20, digest)
-    file.store(memoryview(bytes(received)))
-    file.leave()
-    return file.path
-
-
-def test_incomplete_files_are_bounded_in_number_and_age(tmp_path: Path) -> None:
-    old = _left(tmp_path, "blake3:" + "f" * 64)
-    os.utime(old, (time.time() - partial_file.MAX_AGE - 60,) * 2)
-    kept = []
-    for number in range(partial_file.MAX_KEPT + 3):
-        kept.append(_left(tmp_path, f"blake3:{number:064x}"))
-        os.utime(kept[-1], (time.time() - 1000 + number,) * 2)
-    written = partial_file.open_arriving(tmp_path / "target", 3 << 20, "blake3:" + "e" * 64)
-    os.utime(written.path, (1, 1))  # however old: it is being written
-    _left(tmp_path, "blake3:" + "d" * 64)
-    assert not old.exists()
-    assert written.path.exists()
-    assert len(list(tmp_path.iterdir())) <= partial_file.MAX_KEPT + 2
-    assert kept[-1].exists()
-    assert not kept[0].exists()
-
-
-def test_an_end_of_the_process_loses_nothing_that_was_stored(tmp_path: Path) -> None:
-    digest = "blake3:" + "a" * 64
-    file = partial_file.open_arriving(tmp_path / "target", 3 << 20, digest)
-    file.store(memoryview(bytes(2 << 20)))
-    file.file.close()  # as the end of a process does
-    assert partial_file.left_behind(tmp_path / "other", digest) == 2 << 20
-    assert partial_file.open_arriving(tmp_path / "other", 3 << 20, digest).received == 2 << 20
-
-
-def test_little_is_not_kept(tmp_path: Path) -> None:
-    _left(tmp_path, "blake3:" + "a" * 64, 1000)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_incomplete_file_takes_no_more_room_than_what_is_there(tmp_path: Path) -> None:
-    file = partial_file.open_arriving(tmp_path / "target", 64 << 20, "blake3:" + "a" * 64)
-    file.store(memoryview(bytes(2 << 20)))
-    assert file.path.stat().st_blocks * 512 >= 64 << 20
-    file.leave()
-    assert file.path.stat().st_blocks * 512 < 4 << 20
-    again = partial_file.open_arriving(tmp_path / "target", 64 << 20, "blake3:" + "a" * 64)
-    assert again.received == 2 << 20
-    assert file.path.stat().st_blocks * 512 >= 64 << 20
-    again.drop()
+# ----------------------------------------------------------------------------------------------------------- disk space
 
 
 @pytest.mark.parametrize("fallocate", [True, False])
-def test_no_room_is_said_before_anything_is_sent(
+def test_full_disk_is_reported_before_anything_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallocate: bool
 ) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
@@ -392,7 +342,7 @@ def test_no_room_is_said_before_anything_is_sent(
     assert list((tmp_path / "pushed").iterdir()) == []
 
 
-def test_without_fallocate_a_file_is_sparse_until_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_sparse_until_complete_without_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = content(tmp_path / "source")
     monkeypatch.delattr(os, "posix_fallocate")
 
@@ -411,8 +361,8 @@ def _states(events: list[Event]) -> list[tuple[str, str]]:
     return [(event.direction, event.state) for event in events if isinstance(event, Transferred)]
 
 
-def test_both_ends_tell_how_a_transfer_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hypha_net.transfer.progress.EVERY", 0.0)
+def test_both_ends_emit_progress_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
     source = content(tmp_path / "source")
 
     async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
@@ -433,7 +383,7 @@ def test_both_ends_tell_how_a_transfer_goes(tmp_path: Path, monkeypatch: pytest.
     run(case)
 
 
-def test_a_transfer_that_fails_is_told_with_the_reason(tmp_path: Path) -> None:
+def test_failed_transfer_event_has_the_reason(tmp_path: Path) -> None:
     async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         async def resolve(_peer: PeerId, _request: PullRequest) -> Refusal:
             return Refusal(reason="no such slice")
@@ -450,12 +400,12 @@ def test_a_transfer_that_fails_is_told_with_the_reason(tmp_path: Path) -> None:
     run(case)
 
 
-# ---------------------------------------------------------------------------------------------------------------- rates
+# ---------------------------------------------------------------------------------------------------- bandwidth limits
 
 
 @given(st.floats(1e3, 1e9), st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0, 2)), min_size=1, max_size=60))
-def test_a_bucket_never_lets_more_through_than_its_rate(rate: float, steps: list[tuple[int, float]]) -> None:
-    bucket, now, usable = Bucket(rate), 0.0, []
+def test_token_bucket_never_exceeds_its_rate(rate: float, steps: list[tuple[int, float]]) -> None:
+    bucket, now, usable = TokenBucket(rate, rate * BURST), 0.0, []
     for amount, pause in steps:
         now += pause
         usable.append((now + bucket.take(amount, now), amount))
@@ -467,39 +417,37 @@ def test_a_bucket_never_lets_more_through_than_its_rate(rate: float, steps: list
 
 
 @given(st.floats(1e3, 1e9), st.lists(st.integers(1, 1 << 20), min_size=1, max_size=60))
-def test_a_bucket_wastes_nothing_of_its_rate(rate: float, amounts: list[int]) -> None:
-    bucket, now = Bucket(rate), 0.0
+def test_token_bucket_uses_its_full_rate(rate: float, amounts: list[int]) -> None:
+    bucket, now = TokenBucket(rate, rate * BURST), 0.0
     for amount in amounts:
         now += bucket.take(amount, now)
     assert now <= sum(amounts) / rate * (1 + 1e-9) + 1e-6
 
 
 @given(st.integers(2, 8))
-def test_those_who_share_a_bucket_get_the_same(sharers: int) -> None:
-    bucket, clocks, moved = Bucket(1e6), [0.0] * sharers, [0] * sharers
+def test_transfers_share_a_token_bucket_evenly(sharers: int) -> None:
+    bucket, clocks, moved = TokenBucket(1e6, 1e6 * BURST), [0.0] * sharers, [0] * sharers
     for _ in range(50 * sharers):
-        who = min(range(sharers), key=lambda index: (clocks[index], moved[index]))  # ready first, then longest waiting
+        who = min(range(sharers), key=lambda index: (clocks[index], moved[index]))  # ready first, then waiting longest
         clocks[who] += bucket.take(4096, clocks[who])
         moved[who] += 4096
     assert max(moved) - min(moved) <= 4096
 
 
-def test_a_peer_that_asks_for_more_and_more_and_takes_nothing_costs_a_bounded_number_of_files(
-    opener: Opener, tmp_path: Path
-) -> None:
-    """Each would hold a thread, an open file and two blocks; whoever else asks is served meanwhile."""
+def test_pulls_that_read_nothing_hold_a_bounded_number_of_files(opener: Opener, tmp_path: Path) -> None:
+    """Each would hold a thread, an open file and two blocks; other peers are served meanwhile."""
     source = content(tmp_path / "source")
 
     async def main() -> None:
         async with opener(3) as (giver, greedy, other):
             offsets = serve_file(giver, source)
             streams = []
-            for _ in range(3 * AT_ONCE):
+            for _ in range(3 * MAX_CONCURRENT):
                 stream = await greedy.open_stream(giver.peer_id, [PULL_WITH_HEADER])
                 await send_message(stream, to_cbor(PullRequest, REQUEST))
                 streams.append(stream)
             await transfer.pull(other, giver.peer_id, REQUEST, tmp_path / "target")
-            assert len(offsets) == AT_ONCE + 1
+            assert len(offsets) == MAX_CONCURRENT + 1
             for stream in streams:
                 await stream.reset()
             await transfer.pull(greedy, giver.peer_id, REQUEST, tmp_path / "target")
@@ -512,7 +460,7 @@ def test_a_peer_that_asks_for_more_and_more_and_takes_nothing_costs_a_bounded_nu
 
 
 @pytest.mark.parametrize("limit", ["upload", "peer_upload", "download", "peer_download"])
-def test_a_transfer_keeps_to_its_limit(tmp_path: Path, limit: str) -> None:
+def test_transfer_respects_its_bandwidth_limit(tmp_path: Path, limit: str) -> None:
     size, rate = 1 << 20, 2 << 20
     source = content(tmp_path / "source", size=size)
 

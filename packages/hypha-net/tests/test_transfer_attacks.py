@@ -1,4 +1,4 @@
-"""Peers that lie about what they send or ask for: each ends in an error that is named, and leaves nothing behind."""
+"""Peers that lie about what they send or request: each causes a specific error, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import NetError, StreamResetError
 from hypha_net.events import Transferred
 from hypha_net.transfer import retry
-from hypha_net.transfer.framing import AT_ONCE, MAX_REASON, receive_message, send_message
+from hypha_net.transfer.framing import MAX_CONCURRENT, MAX_REASON_LENGTH, receive_message, send_message
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER
 from hypha_proto.transfer import MAX_HEADER, PSEUDO_GRADIENT, PullRequest, PushHeader
@@ -44,24 +44,24 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_unexpected(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """What a peer does is worth a warning; an error in the log is one that no code of ours expected."""
+    """Check that the log has no errors: misbehaviour of a peer is logged as a warning."""
     yield
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def run(opener: Opener, case: Callable[[Endpoint, Endpoint], Awaitable[None]]) -> None:
-    """Run a case between a liar and a victim."""
+    """Run a case between an attacker and a victim."""
 
     async def main() -> None:
         with anyio.fail_after(60):
-            async with opener(3) as (_, liar, victim):
-                await case(liar, victim)
+            async with opener(3) as (_, attacker, victim):
+                await case(attacker, victim)
 
     anyio.run(main, backend="trio")
 
 
 def header(**changed: object) -> bytes:
-    """A push's header as bytes; `changed` need not be valid."""
+    """Return the header of a push as bytes; `changed` need not be valid."""
     fields: dict[str, object] = {
         "job_id": uuid.UUID(int=1).bytes,
         "round": 1,
@@ -83,7 +83,7 @@ def honest() -> PushHeader:
 
 
 class Receiver:
-    """Takes pushes into a folder or into memory."""
+    """Accepts pushes into a folder or into memory."""
 
     def __init__(self, node: Endpoint, kind: Kind, folder: Path, max_bytes: int = LIMIT) -> None:
         folder.mkdir(exist_ok=True)
@@ -111,30 +111,30 @@ class Receiver:
 
         transfer.serve_pushes(node, accept)
 
-    async def is_well(self, peer: Endpoint) -> None:
-        """It has taken nothing, kept nothing, and takes what is right from the very same peer, many at a time."""
+    async def check_unharmed(self, peer: Endpoint) -> None:
+        """Check that it has accepted and kept nothing, and accepts many valid pushes of the same peer."""
         assert self.landed == []
         async with anyio.create_task_group() as tasks:
-            for _ in range(AT_ONCE + 1):
+            for _ in range(MAX_CONCURRENT + 1):
                 tasks.start_soon(_push_one, peer, self.node)
-        assert self.landed == [b"well"] * (AT_ONCE + 1)
+        assert self.landed == [b"well"] * (MAX_CONCURRENT + 1)
         assert list(self.folder.iterdir()) == []
 
 
 async def _push_one(peer: Endpoint, node: Endpoint) -> None:
     size, digest = await transfer.describe(b"well")
-    said = PushHeader(job_id=uuid.uuid4(), round=1, kind="k", name="well", size=size, digest=digest)
-    await transfer.push(peer, node.peer_id, b"well", said)
+    sent = PushHeader(job_id=uuid.uuid4(), round=1, kind="k", name="well", size=size, digest=digest)
+    await transfer.push(peer, node.peer_id, b"well", sent)
 
 
-async def pushed(liar: Endpoint, victim: Endpoint, said: bytes, content: bytes = b"") -> list[Any]:
-    """What a receiver answers to a push, until it ends the stream; `reset` last where it breaks it off."""
+async def pushed(attacker: Endpoint, victim: Endpoint, sent: bytes, content: bytes = b"") -> list[Any]:
+    """Return what a receiver answers to a push until the stream ends; the last item is `reset` if it is reset."""
     answers: list[Any] = []
-    stream = await liar.open_stream(victim.peer_id, [PUSH_WITH_HEADER])
+    stream = await attacker.open_stream(victim.peer_id, [PUSH_WITH_HEADER])
     try:
-        await send_message(stream, said)
+        await send_message(stream, sent)
         answers.append(cbor2.loads(await receive_message(stream)))
-        with suppress(StreamResetError):  # it takes no more, and has said why
+        with suppress(StreamResetError):  # it reads no more, and has sent the reason
             await stream.send_all(content)
             await stream.send_eof()
         while last := await stream.receive_some():
@@ -149,37 +149,37 @@ async def pushed(liar: Endpoint, victim: Endpoint, said: bytes, content: bytes =
 
 
 @each_kind
-def test_a_push_of_more_than_fits_is_refused_before_a_byte(opener: Opener, tmp_path: Path, kind: Kind) -> None:
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
+def test_oversized_push_is_refused_before_any_content(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, kind, tmp_path / "landing")
         for size in (LIMIT + 1, 1 << 40, (1 << 64) - 1):
-            [answer] = await pushed(liar, victim, header(size=size), DATA)
+            [answer] = await pushed(attacker, victim, header(size=size), DATA)
             assert answer == {"Refused": f"{size} bytes are over the limit of {LIMIT}"}
-        await receiver.is_well(liar)
+        await receiver.check_unharmed(attacker)
 
     run(opener, case)
 
 
-def test_a_size_that_no_file_can_have_is_refused_where_nobody_bounds_it(opener: Opener, tmp_path: Path) -> None:
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
+def test_impossible_file_size_is_refused_without_a_limit(opener: Opener, tmp_path: Path) -> None:
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, "file", tmp_path / "landing", max_bytes=1 << 64)
         for size in (1 << 62, (1 << 63) - 1, (1 << 64) - 1):
-            [answer] = await pushed(liar, victim, header(size=size))
+            [answer] = await pushed(attacker, victim, header(size=size))
             assert "no file system holds" in answer["Refused"] or "no room" in answer["Refused"]
-        await receiver.is_well(liar)
+        await receiver.check_unharmed(attacker)
 
     run(opener, case)
 
 
-def test_memory_is_taken_for_what_came_and_not_for_what_was_announced(opener: Opener, tmp_path: Path) -> None:
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
+def test_memory_is_used_for_received_not_announced_bytes(opener: Opener, tmp_path: Path) -> None:
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, "memory", tmp_path / "landing")
         streams = []
         tracemalloc.start()
         try:
             before = tracemalloc.get_traced_memory()[0]
             for number in range(8):
-                stream = await liar.open_stream(victim.peer_id, [PUSH_WITH_HEADER])
+                stream = await attacker.open_stream(victim.peer_id, [PUSH_WITH_HEADER])
                 await send_message(stream, header(size=LIMIT, digest=f"blake3:{number:064x}"))
                 assert cbor2.loads(await receive_message(stream)) == {"GoOn": {"offset": 0}}
                 streams.append(stream)
@@ -188,13 +188,13 @@ def test_memory_is_taken_for_what_came_and_not_for_what_was_announced(opener: Op
             tracemalloc.stop()
         for stream in streams:
             await stream.reset()
-        await receiver.is_well(liar)
+        await receiver.check_unharmed(attacker)
 
     run(opener, case)
 
 
 @each_kind
-def test_another_length_or_content_than_announced_is_refused(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_wrong_length_or_content_is_refused(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     cases = [
         (header(size=len(DATA) + 1), f"{len(DATA)} bytes came of {len(DATA) + 1}"),
         (header(size=len(DATA) - 1), "the digest is"),
@@ -202,13 +202,13 @@ def test_another_length_or_content_than_announced_is_refused(opener: Opener, tmp
         (header(digest="sha256:" + "0" * 64), "the digest is sha256:"),
     ]
 
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, kind, tmp_path / "landing")
-        for said, reason in cases:
-            go_on, refusal = await pushed(liar, victim, said, DATA)
+        for sent, reason in cases:
+            go_on, refusal = await pushed(attacker, victim, sent, DATA)
             assert go_on == {"GoOn": {"offset": 0}}
             assert reason in refusal["Refused"]
-        await receiver.is_well(liar)
+        await receiver.check_unharmed(attacker)
 
     run(opener, case)
 
@@ -230,47 +230,47 @@ NONSENSE = [
 
 
 @each_kind
-def test_a_header_that_makes_no_sense_ends_its_stream(opener: Opener, tmp_path: Path, kind: Kind) -> None:
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
+def test_malformed_header_resets_its_stream(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, kind, tmp_path / "landing")
-        for said in NONSENSE:
-            assert await pushed(liar, victim, said, DATA) == ["reset"], said[:100]
+        for sent in NONSENSE:
+            assert await pushed(attacker, victim, sent, DATA) == ["reset"], sent[:100]
         assert receiver.names == []
-        await receiver.is_well(liar)
+        await receiver.check_unharmed(attacker)
 
     run(opener, case)
 
 
 @each_kind
-def test_a_header_may_be_long_but_not_without_end(opener: Opener, tmp_path: Path, kind: Kind) -> None:
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
+def test_header_length_is_limited(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, kind, tmp_path / "landing")
         with victim.events.follow(Transferred) as events:
-            _, refusal = await pushed(liar, victim, header(name="n" * 60_000, kind="k" * 60_000, size=7), DATA)
+            _, refusal = await pushed(attacker, victim, header(name="n" * 60_000, kind="k" * 60_000, size=7), DATA)
             event = await anext(events)
         assert "digest" in refusal["Refused"]
         assert isinstance(event, Transferred)
         assert len(event.name) <= 200
         for length in (MAX_HEADER + 1, (1 << 64) - 1):
-            stream = await liar.open_stream(victim.peer_id, [PUSH_WITH_HEADER])
+            stream = await attacker.open_stream(victim.peer_id, [PUSH_WITH_HEADER])
             await stream.send_all(length.to_bytes(8, "little"))
             with pytest.raises(StreamResetError):
                 await stream.receive_some()
-        await receiver.is_well(liar)
+        await receiver.check_unharmed(attacker)
 
     run(opener, case)
 
 
 @each_kind
 @pytest.mark.parametrize("protocol", [PUSH_WITH_HEADER, PUSH])
-def test_bytes_that_trickle_into_a_receiver_are_given_up(
+def test_push_that_trickles_is_aborted(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, protocol: str
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.2)
 
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, kind, tmp_path / "landing")
-        stream = await liar.open_stream(victim.peer_id, [protocol])
+        stream = await attacker.open_stream(victim.peer_id, [protocol])
         if protocol == PUSH_WITH_HEADER:
             await send_message(stream, header())
             await receive_message(stream)
@@ -283,26 +283,26 @@ def test_bytes_that_trickle_into_a_receiver_are_given_up(
                 pass
         assert isinstance(event, Transferred)
         assert "bytes moved in" in event.reason
-        await receiver.is_well(liar)
+        await receiver.check_unharmed(attacker)
 
     run(opener, case)
 
 
 @pytest.mark.parametrize("protocol", [PUSH_WITH_HEADER, PULL_WITH_HEADER, PULL])
-def test_a_header_that_trickles_is_given_up(
+def test_header_that_trickles_is_aborted(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
 ) -> None:
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, "memory", tmp_path / "landing")
         transfer.serve_pulls(victim, _never)
         with monkeypatch.context() as patch, pytest.raises(StreamResetError):
             patch.setattr("hypha_net.transfer.framing.IDLE_TIMEOUT", 0.2)
-            stream = await liar.open_stream(victim.peer_id, [protocol])
+            stream = await attacker.open_stream(victim.peer_id, [protocol])
             await stream.send_all((60_000).to_bytes(8, "little"))
             while True:
                 await stream.send_all(b"x")
                 await anyio.sleep(0.01)
-        await receiver.is_well(liar)
+        await receiver.check_unharmed(attacker)
 
     run(opener, case)
 
@@ -312,14 +312,14 @@ async def _never(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
 
 
 @each_kind
-def test_an_old_push_without_end_stops_at_the_limit(opener: Opener, tmp_path: Path, kind: Kind) -> None:
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
+def test_endless_push_without_header_stops_at_the_limit(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
         receiver = Receiver(victim, kind, tmp_path / "landing", max_bytes=5 << 20)
-        stream = await liar.open_stream(victim.peer_id, [PUSH])
+        stream = await attacker.open_stream(victim.peer_id, [PUSH])
         with pytest.raises(StreamResetError):
             while True:
                 await stream.send_all(bytes(1 << 20))
-        await receiver.is_well(liar)
+        await receiver.check_unharmed(attacker)
 
     run(opener, case)
 
@@ -330,8 +330,8 @@ def test_an_old_push_without_end_stops_at_the_limit(opener: Opener, tmp_path: Pa
 Giver = Callable[[Stream, int], Awaitable[None]]
 
 
-async def pulled_from(giver: Giver, liar: Endpoint, victim: Endpoint, kind: Kind, folder: Path) -> NetError:
-    """How a pull ends from a peer that answers each request, the first with 0, by `giver(stream, number)`."""
+async def pulled_from(giver: Giver, attacker: Endpoint, victim: Endpoint, kind: Kind, folder: Path) -> NetError:
+    """Return the error of a pull from a peer that answers request `number`, from 0, with `giver(stream, number)`."""
     asked = 0
 
     async def give(stream: Stream) -> None:
@@ -340,14 +340,14 @@ async def pulled_from(giver: Giver, liar: Endpoint, victim: Endpoint, kind: Kind
         asked += 1
         await giver(stream, asked - 1)
 
-    liar.handle(PULL_WITH_HEADER, give)
+    attacker.handle(PULL_WITH_HEADER, give)
     await anyio.Path(folder).mkdir(exist_ok=True)
     with pytest.raises(transfer.TransferError) as caught:
         if kind == "file":
-            await transfer.pull(victim, liar.peer_id, REQUEST, folder / "target", max_bytes=LIMIT, timeout=20)
+            await transfer.pull(victim, attacker.peer_id, REQUEST, folder / "target", max_bytes=LIMIT, timeout=20)
         else:
-            await transfer.pull_bytes(victim, liar.peer_id, REQUEST, max_bytes=LIMIT, timeout=20)
-    assert len(str(caught.value)) < 2 * MAX_REASON
+            await transfer.pull_bytes(victim, attacker.peer_id, REQUEST, max_bytes=LIMIT, timeout=20)
+    assert len(str(caught.value)) < 2 * MAX_REASON_LENGTH
     return caught.value
 
 
@@ -373,17 +373,17 @@ LIES = {
 
 
 @each_kind
-def test_whoever_gives_something_else_than_it_says_is_found_out(opener: Opener, tmp_path: Path, kind: Kind) -> None:
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
-        for said, content, reason in LIES.values():
+def test_pull_of_wrong_content_fails_with_a_reason(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+        for sent, content, reason in LIES.values():
 
-            async def giver(stream: Stream, _number: int, said: bytes = said, content: bytes = content) -> None:
-                with suppress(StreamResetError):  # it has seen enough
-                    await send_message(stream, said)
+            async def giver(stream: Stream, _number: int, sent: bytes = sent, content: bytes = content) -> None:
+                with suppress(StreamResetError):  # it has already reset the stream
+                    await send_message(stream, sent)
                     await stream.send_all(content)
                     await stream.send_eof()
 
-            error = await pulled_from(giver, liar, victim, kind, tmp_path / "landing")
+            error = await pulled_from(giver, attacker, victim, kind, tmp_path / "landing")
             assert reason in str(error)
             assert list((tmp_path / "landing").iterdir()) == []
 
@@ -391,10 +391,8 @@ def test_whoever_gives_something_else_than_it_says_is_found_out(opener: Opener, 
 
 
 @each_kind
-def test_whoever_changes_its_mind_at_every_attempt_is_asked_a_few_times(
-    opener: Opener, tmp_path: Path, kind: Kind
-) -> None:
-    """Each time another size for the same digest, or another digest, and a cut half way."""
+def test_peer_that_changes_its_answer_is_retried_a_few_times(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    """Each attempt gets another size for the same digest, or another digest, and is interrupted half way."""
     asked: list[int] = []
 
     async def giver(stream: Stream, number: int) -> None:
@@ -404,8 +402,8 @@ def test_whoever_changes_its_mind_at_every_attempt_is_asked_a_few_times(
         await anyio.sleep(0.1)
         await stream.reset()
 
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
-        await pulled_from(giver, liar, victim, kind, tmp_path / "landing")
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+        await pulled_from(giver, attacker, victim, kind, tmp_path / "landing")
         assert asked == [0, 1, 2]
         waiting = list((tmp_path / "landing").iterdir())
         assert all(path.name.startswith(".hypha-blake3-") for path in waiting)
@@ -415,7 +413,7 @@ def test_whoever_changes_its_mind_at_every_attempt_is_asked_a_few_times(
 
 
 @each_kind
-def test_bytes_that_trickle_out_of_a_giver_are_given_up(
+def test_pull_that_trickles_is_aborted(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.2)
@@ -426,8 +424,8 @@ def test_bytes_that_trickle_out_of_a_giver_are_given_up(
             await stream.send_all(b"x")
             await anyio.sleep(0.01)
 
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
-        error = await pulled_from(giver, liar, victim, kind, tmp_path / "landing")
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+        error = await pulled_from(giver, attacker, victim, kind, tmp_path / "landing")
         assert "bytes moved in" in str(error)
         assert list((tmp_path / "landing").iterdir()) == []
 
@@ -450,10 +448,10 @@ ANSWERS: list[tuple[list[object], str]] = [
 
 
 @each_kind
-def test_a_pusher_believes_no_answer_that_makes_no_sense(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_pusher_rejects_malformed_answers(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     (tmp_path / "file").write_bytes(DATA)
 
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
         for answers, reason in ANSWERS:
 
             async def take(stream: Stream, answers: list[object] = answers) -> None:
@@ -466,28 +464,28 @@ def test_a_pusher_believes_no_answer_that_makes_no_sense(opener: Opener, tmp_pat
                 with anyio.move_on_after(5):
                     await stream.receive_some()
 
-            liar.handle(PUSH_WITH_HEADER, take)
+            attacker.handle(PUSH_WITH_HEADER, take)
             with pytest.raises(transfer.TransferError) as caught:
                 content = DATA if kind == "memory" else tmp_path / "file"
-                await transfer.push(victim, liar.peer_id, content, honest(), timeout=20)
+                await transfer.push(victim, attacker.peer_id, content, honest(), timeout=20)
             assert reason in str(caught.value)
-            assert len(str(caught.value)) < 2 * MAX_REASON
+            assert len(str(caught.value)) < 2 * MAX_REASON_LENGTH
 
     run(opener, case)
 
 
 @each_kind
-def test_a_giver_refuses_what_lies_past_the_end(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_pull_server_refuses_an_offset_past_the_end(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     (tmp_path / "file").write_bytes(DATA)
 
     async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
         return transfer.PullSource(DATA if kind == "memory" else tmp_path / "file")
 
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
         transfer.serve_pulls(victim, resolve)
         answers = {}
         for offset in (len(DATA), len(DATA) + 1, (1 << 64) - 1):
-            stream = await liar.open_stream(victim.peer_id, [PULL_WITH_HEADER])
+            stream = await attacker.open_stream(victim.peer_id, [PULL_WITH_HEADER])
             await send_message(stream, cbor2.dumps({"dataset": "d" * 60_000, "index": 0, "offset": offset}))
             answers[offset] = cbor2.loads(await receive_message(stream))
             assert await stream.receive_some() == b""
@@ -496,7 +494,7 @@ def test_a_giver_refuses_what_lies_past_the_end(opener: Opener, tmp_path: Path, 
         for offset, answer in answers.items():
             assert answer == {"Refused": f"offset {offset} is past the end ({len(DATA)})"}
         for wrong in (-1, 1 << 64, "0"):
-            stream = await liar.open_stream(victim.peer_id, [PULL_WITH_HEADER])
+            stream = await attacker.open_stream(victim.peer_id, [PULL_WITH_HEADER])
             await send_message(stream, cbor2.dumps({"dataset": "d", "index": 0, "offset": wrong}))
             with pytest.raises(StreamResetError):
                 await stream.receive_some()
@@ -505,7 +503,7 @@ def test_a_giver_refuses_what_lies_past_the_end(opener: Opener, tmp_path: Path, 
 
 
 @each_kind
-def test_a_giver_gives_up_a_peer_that_takes_nothing(
+def test_pull_server_aborts_when_the_peer_reads_nothing(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.io.stream_copy.IDLE_TIMEOUT", 0.3)
@@ -514,15 +512,15 @@ def test_a_giver_gives_up_a_peer_that_takes_nothing(
     async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
         return transfer.PullSource(DATA * 4 if kind == "memory" else tmp_path / "file")
 
-    async def case(liar: Endpoint, victim: Endpoint) -> None:
+    async def case(attacker: Endpoint, victim: Endpoint) -> None:
         transfer.serve_pulls(victim, resolve)
         with victim.events.follow(Transferred) as events:
-            stream = await liar.open_stream(victim.peer_id, [PULL_WITH_HEADER])
+            stream = await attacker.open_stream(victim.peer_id, [PULL_WITH_HEADER])
             await send_message(stream, cbor2.dumps({"dataset": "d", "index": 0}))
             while (event := await anext(events)).state != "failed":  # type: ignore[union-attr]
                 pass
         assert isinstance(event, Transferred)
-        assert "took nothing" in event.reason
+        assert "accepted no bytes" in event.reason
         await stream.reset()
 
     run(opener, case)

@@ -1,4 +1,4 @@
-"""Who writes where: of several pushes to one place the last, also when an earlier one hangs."""
+"""Slots of incoming pushes: the last of several pushes gets the slot, also when an earlier one hangs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hypha_net.transfer.framing import TransferInterruptedError
 from hypha_net.transfer.push_slots import PushSlots
 from hypha_proto.ids import PeerId
 
-PLACE = (PeerId.from_public_key(bytes(32)), "slot")
+KEY = (PeerId.from_public_key(bytes(32)), "slot")
 
 
-def test_the_last_push_takes_over_from_the_one_before_it_although_the_first_hangs(monkeypatch: Any) -> None:
-    monkeypatch.setattr(push_slots, "_TAKE_OVER", 0.05)
-    holders, ends = PushSlots(), {}
+def test_last_push_takes_over_although_the_first_hangs(monkeypatch: Any) -> None:
+    monkeypatch.setattr(push_slots, "_TAKEOVER_TIMEOUT", 0.05)
+    slots, ends = PushSlots(), {}
 
     async def push(name: str, *, hangs: bool, task_status: anyio.abc.TaskStatus[None]) -> None:
         try:
-            async with holders.holding(PLACE, name):
+            async with slots.hold(KEY, name):
                 task_status.started()
                 with anyio.CancelScope(shield=hangs):
                     await anyio.sleep(1)
@@ -41,14 +41,14 @@ def test_the_last_push_takes_over_from_the_one_before_it_although_the_first_hang
     assert ends == {"first": "gave way", "second": "gave way", "third": "held on"}
 
 
-def test_of_two_pushes_that_wait_for_the_same_place_the_later_has_it() -> None:
+def test_later_of_two_waiting_pushes_gets_the_slot() -> None:
     async def main(order: str) -> None:
-        holders, ends = PushSlots(), dict[str, str]()
+        slots, ends = PushSlots(), dict[str, str]()
         free = anyio.Event()
 
         async def push(name: str) -> None:
             try:
-                async with holders.holding(PLACE, name):
+                async with slots.hold(KEY, name):
                     if name == "first":
                         with anyio.CancelScope(shield=True):
                             await free.wait()
@@ -64,20 +64,20 @@ def test_of_two_pushes_that_wait_for_the_same_place_the_later_has_it() -> None:
             free.set()
         assert ends == {"first": "gave way", "second": "gave way", "third": "held on"}, order
 
-    for seed in range(8):  # which of two that wait goes on first is random
+    for seed in range(8):  # which of two waiting tasks continues first is random
         simulate(lambda seed=seed: main(f"seed {seed}"), seed=seed)
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_place_is_free_again_after_the_pushes_that_held_it(count: int) -> None:
-    holders = PushSlots()
+def test_slot_is_released_after_its_pushes(count: int) -> None:
+    slots = PushSlots()
 
     async def main() -> None:
         for _ in range(count):
-            async with holders.holding(PLACE, "a file"):
+            async with slots.hold(KEY, "a file"):
                 pass
         with anyio.fail_after(10):
-            async with holders.holding(PLACE, "another"):
+            async with slots.hold(KEY, "another"):
                 pass
 
     run(main)

@@ -1,5 +1,5 @@
 """Offline certificate authority for Hypha networks.
 
-`authority` makes certificates, requests and revocation lists, as values; `files` keeps them in a folder with the right
-permissions; `cli` is the command `hypha-certutil`. Nothing here talks to a network or imports another Hypha package.
+`authority` creates certificates, requests and revocation lists as values; `storage` keeps them in a folder with the
+right permissions; `cli` is the command `hypha-certutil`. No code here uses a network or imports another Hypha package.
 """

@@ -1,8 +1,8 @@
-"""Certificates, requests and revocation lists of a Hypha network, as values: no files, no clock, no randomness.
+"""Certificates, signing requests and revocation lists of a Hypha network, as values: no files, no clock, no randomness.
 
-The hierarchy is root CA → organisation CA → node. A node's identity is the Ed25519 key of its certificate, so the
-peer id follows from it (`peer_id`). Keys are made by the caller and passed in, as are the time and the serial numbers;
-`files` comes after this on the way and puts the results in a folder.
+The hierarchy is root CA → organisation CA → node, in X.509 (RFC 5280) with Ed25519 keys (RFC 8410). A node's peer id is
+derived from its certificate's key (https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md). Callers pass
+keys, time and serial numbers. Called by `cli`, which stores the results through `storage`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hypha_certutil.errors import CertutilError
 ROLES: Final = ("gateway", "scheduler", "worker", "data")
 ROLE_PREFIX: Final = "hypha://role/"
 SKEW: Final = timedelta(minutes=5)
-"""How far validity reaches back, for nodes whose clock is behind the authority's."""
+"""How far validity starts in the past, for nodes whose clock is behind the authority's."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
 _BASE58: Final = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -37,7 +37,7 @@ _Built = TypeVar("_Built", x509.CertificateBuilder, x509.CertificateSigningReque
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """A CA that can sign: its key, its certificate, and the CAs above it."""
+    """CA with its key, its certificate and the CAs above it."""
 
     key: Ed25519PrivateKey
     certificate: x509.Certificate
@@ -46,20 +46,20 @@ class Authority:
 
     @property
     def trust(self) -> tuple[x509.Certificate, ...]:
-        """The trust bundle of what this CA issues: itself, then the CAs above it."""
+        """Trust bundle for certificates that this CA issues: itself, then the CAs above it."""
         return (self.certificate, *self.above)
 
     @property
     def intermediates(self) -> tuple[x509.Certificate, ...]:
-        """What a node sends after its own certificate: the CAs below the root."""
+        """Intermediate CAs that a node sends after its own certificate: all but the root."""
         return self.trust[:-1]
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it can be a common name, a DNS name and part of a file name.
+    """Return `name` if it is valid as a common name, a DNS name and part of a file name.
 
     Raises:
-        CertutilError: it cannot.
+        CertutilError: it is not.
     """
     if not _NAME.fullmatch(name):
         raise CertutilError(
@@ -69,7 +69,7 @@ def check_name(name: str) -> str:
 
 
 def peer_id(key: Ed25519PublicKey) -> str:
-    """The libp2p peer id of a node with this public key, as base58 text (``12D3KooW…``)."""
+    """Return the libp2p peer id of a node with this public key, in base58 (``12D3KooW…``)."""
     raw = _PEER_ID_PREFIX + key.public_bytes(Encoding.Raw, PublicFormat.Raw)
     number = int.from_bytes(raw, "big")
     digits = ""
@@ -80,10 +80,10 @@ def peer_id(key: Ed25519PublicKey) -> str:
 
 
 def ed25519_key(holder: x509.Certificate | x509.CertificateSigningRequest, what: str) -> Ed25519PublicKey:
-    """The public key of a certificate or request.
+    """Return the public key of a certificate or request.
 
     Raises:
-        CertutilError: it is not an Ed25519 key, the only kind in a Hypha network.
+        CertutilError: it is not an Ed25519 key, the only kind that Hypha uses.
     """
     key = holder.public_key()
     if not isinstance(key, Ed25519PublicKey):
@@ -92,18 +92,20 @@ def ed25519_key(holder: x509.Certificate | x509.CertificateSigningRequest, what:
 
 
 def make_root(name: str, key: Ed25519PrivateKey, *, days: int, now: datetime, serial: int) -> Authority:
-    """A self-signed root CA, which may issue organisation CAs."""
+    """Create a self-signed root CA, which may issue organisation CAs."""
     subject = _subject(name)
-    builder = _ca(_validity(x509.CertificateBuilder(), now, days, serial), key.public_key(), key.public_key(), 1)
+    builder = _with_ca_extensions(
+        _with_validity(x509.CertificateBuilder(), now, days, serial), key.public_key(), key.public_key(), 1
+    )
     certificate = builder.subject_name(subject).issuer_name(subject).sign(key, None)
     return Authority(key, certificate)
 
 
 def make_org(name: str, key: Ed25519PrivateKey, root: Authority, *, days: int, now: datetime, serial: int) -> Authority:
-    """An organisation's CA under `root`, which may issue node certificates.
+    """Create an organisation's CA under `root`, which may issue node certificates.
 
     Raises:
-        CertutilError: it would outlive the root, has its name, or `root` is none.
+        CertutilError: it would outlive the root or has its name, or `root` is not a root CA.
     """
     _check_validity(root, days, now)
     if root.above:
@@ -111,7 +113,9 @@ def make_org(name: str, key: Ed25519PrivateKey, root: Authority, *, days: int, n
     subject = _subject(name)
     if subject == root.certificate.subject:
         raise CertutilError(f"organisation {name!r} has the name of its root: choose another")
-    builder = _ca(_validity(x509.CertificateBuilder(), now, days, serial), key.public_key(), root.key.public_key(), 0)
+    builder = _with_ca_extensions(
+        _with_validity(x509.CertificateBuilder(), now, days, serial), key.public_key(), root.key.public_key(), 0
+    )
     certificate = builder.subject_name(subject).issuer_name(root.certificate.subject).sign(root.key, None)
     return Authority(key, certificate, root.trust)
 
@@ -119,7 +123,7 @@ def make_org(name: str, key: Ed25519PrivateKey, root: Authority, *, days: int, n
 def make_node(
     name: str, key: Ed25519PublicKey, org: Authority, *, role: str | None, days: int, now: datetime, serial: int
 ) -> x509.Certificate:
-    """The certificate of a node, for both ends of a TLS connection.
+    """Create the certificate of a node, for both ends of a TLS connection.
 
     Raises:
         CertutilError: it would outlive the organisation's CA, or `org` is a root.
@@ -127,14 +131,14 @@ def make_node(
     _check_validity(org, days, now)
     if not org.above:
         raise CertutilError(f"{common_name(org.certificate)!r} is a root: nodes are signed by an organisation")
-    builder = _validity(x509.CertificateBuilder(), now, days, serial)
+    builder = _with_validity(x509.CertificateBuilder(), now, days, serial)
     builder = builder.subject_name(_subject(name)).issuer_name(org.certificate.subject).public_key(key)
-    builder = _names(builder, name, role)
+    builder = _with_subject_alt_names(builder, name, role)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_usage(digital_signature=True), critical=True)
+    builder = builder.add_extension(_key_usage(digital_signature=True), critical=True)
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-    return _identified(builder, key, org.key.public_key()).sign(org.key, None)
+    return _with_key_identifiers(builder, key, org.key.public_key()).sign(org.key, None)
 
 
 def renew_node(
@@ -146,7 +150,7 @@ def renew_node(
     now: datetime,
     serial: int,
 ) -> x509.Certificate:
-    """A certificate for the key, name and role of one that `org` has issued before; it may have expired.
+    """Create a certificate for the key, name and role of one that `org` has issued; the old one may have expired.
 
     Raises:
         CertutilError: `org` did not issue it or has revoked it, or the new one would outlive the organisation's CA.
@@ -154,20 +158,20 @@ def renew_node(
     _check_issued(org, old)
     name = common_name(old)
     if revoked.get_revoked_certificate_by_serial_number(old.serial_number) is not None:
-        raise CertutilError(f"certificate {name!r} has been revoked: make the node anew, with another key")
+        raise CertutilError(f"certificate {name!r} has been revoked: create the node again, with another key")
     key = ed25519_key(old, f"certificate {name!r}")
     return make_node(check_name(name), key, org, role=role_of(old), days=days, now=now, serial=serial)
 
 
 def make_request(name: str, key: Ed25519PrivateKey, role: str | None) -> x509.CertificateSigningRequest:
-    """A request for a node certificate: what leaves the node's machine instead of its key."""
+    """Create a certificate signing request (RFC 2986), which leaves the node's machine instead of its key."""
     builder = x509.CertificateSigningRequestBuilder().subject_name(_subject(name))
-    return _names(builder, name, role).sign(key, None)
+    return _with_subject_alt_names(builder, name, role).sign(key, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """What a request asks for, checked."""
+    """Checked content of a signing request."""
 
     name: str
     role: str | None
@@ -175,14 +179,14 @@ class Requested:
 
 
 def read_request(request: x509.CertificateSigningRequest) -> Requested:
-    """Check a request: whoever made it holds its key, and its name can be one.
+    """Check a request: it is signed with its own key, and its name is valid.
 
     Raises:
         CertutilError: its signature, name, role or kind of key is not acceptable.
     """
     key = ed25519_key(request, "request")
     if not request.is_signature_valid:
-        raise CertutilError("request: its signature does not fit its key; make it anew")
+        raise CertutilError("request: its signature does not match its key; create it again")
     names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     if len(names) != 1:
         raise CertutilError(f"request: it has {len(names)} common names where one is needed")
@@ -190,7 +194,7 @@ def read_request(request: x509.CertificateSigningRequest) -> Requested:
 
 
 def role_of(holder: x509.Certificate | x509.CertificateSigningRequest) -> str | None:
-    """The role that a certificate or request names, if it names one.
+    """Return the role that a certificate or request names, or None.
 
     Raises:
         CertutilError: the role is not one of `ROLES`, or there are several.
@@ -214,7 +218,7 @@ def make_crl(
     days: int,
     now: datetime,
 ) -> x509.CertificateRevocationList:
-    """The list of certificates that `authority` has withdrawn; `number` grows with every list.
+    """Create the list of certificates that `authority` has revoked; `number` increases with every list.
 
     Raises:
         CertutilError: `days` is not positive.
@@ -238,10 +242,10 @@ def revoke(
     days: int,
     now: datetime,
 ) -> x509.CertificateRevocationList:
-    """The list that follows `current`: what stood in it, and `certificates`. With none it renews the list.
+    """Create the successor of the list `current`, with `certificates` added, or only renewed without any.
 
     Raises:
-        CertutilError: a certificate is not of this authority, or `current` is not its list.
+        CertutilError: a certificate was not issued by this authority, or `current` is not its list.
     """
     if not current.is_signature_valid(authority.key.public_key()):
         raise CertutilError(
@@ -257,7 +261,7 @@ def revoke(
 
 
 def common_name(certificate: x509.Certificate) -> str:
-    """The common name of a certificate, for people."""
+    """Return the common name of a certificate, for display."""
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return str(names[0].value) if names else "(no name)"
 
@@ -276,7 +280,7 @@ def _check_validity(issuer: Authority, days: int, now: datetime) -> None:
     end = issuer.certificate.not_valid_after_utc
     left = (end - now).days
     if left < 1:
-        raise CertutilError(f"{common_name(issuer.certificate)!r} is valid until {end:%Y-%m-%d} only: make it anew")
+        raise CertutilError(f"{common_name(issuer.certificate)!r} is valid until {end:%Y-%m-%d} only: create it again")
     if days > left:
         raise CertutilError(
             f"--days {days} outlives {common_name(issuer.certificate)!r}, which ends {end:%Y-%m-%d}: use at most {left}"
@@ -287,7 +291,7 @@ def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, check_name(name))])
 
 
-def _validity(builder: x509.CertificateBuilder, now: datetime, days: int, serial: int) -> x509.CertificateBuilder:
+def _with_validity(builder: x509.CertificateBuilder, now: datetime, days: int, serial: int) -> x509.CertificateBuilder:
     if days < 1:
         raise CertutilError(f"--days {days}: use 1 or more")
     try:
@@ -297,23 +301,23 @@ def _validity(builder: x509.CertificateBuilder, now: datetime, days: int, serial
     return builder.serial_number(serial).not_valid_before(now - SKEW).not_valid_after(end)
 
 
-def _ca(
+def _with_ca_extensions(
     builder: x509.CertificateBuilder, key: Ed25519PublicKey, issuer: Ed25519PublicKey, path_length: int
 ) -> x509.CertificateBuilder:
     builder = builder.public_key(key)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=path_length), critical=True)
-    builder = builder.add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
-    return _identified(builder, key, issuer)
+    builder = builder.add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
+    return _with_key_identifiers(builder, key, issuer)
 
 
-def _identified(
+def _with_key_identifiers(
     builder: x509.CertificateBuilder, key: Ed25519PublicKey, issuer: Ed25519PublicKey
 ) -> x509.CertificateBuilder:
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     return builder.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False)
 
 
-def _names(builder: _Built, name: str, role: str | None) -> _Built:
+def _with_subject_alt_names(builder: _Built, name: str, role: str | None) -> _Built:
     # A Rust node verifies every peer for the IP name 0.0.0.0: nodes are known by their keys, not by where they run.
     names: list[x509.GeneralName] = [x509.IPAddress(IPv4Address("0.0.0.0")), x509.DNSName(name)]
     if role is not None:
@@ -321,7 +325,9 @@ def _names(builder: _Built, name: str, role: str | None) -> _Built:
     return builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
 
 
-def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False) -> x509.KeyUsage:
+def _key_usage(
+    *, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False
+) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=digital_signature,
         content_commitment=False,

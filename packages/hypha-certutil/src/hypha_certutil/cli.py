@@ -1,4 +1,4 @@
-"""The command `hypha-certutil`: each command makes keys and serial numbers, asks `authority`, and hands to `files`."""
+"""Command line `hypha-certutil`: each command generates keys and serial numbers, calls `authority`, then `storage`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _days(default: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class _Group(click.Group):
-    """A group whose commands end with exit code 1 and one line when something cannot be done."""
+    """Command group that reports a `CertutilError` in one line and exits with code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -199,17 +199,23 @@ def revoke(certificates: tuple[Path, ...], ca: str, folder: Path, days: int, for
     names = storage.names_in(folder, ca)
     withdrawn = [storage.read_certificates(path)[0] for path in certificates]
     crl = authority.revoke(issuer, storage.read_crl(names.crl), withdrawn, days=days, now=_now())
-    gathered = storage.write_crl(names, crl)
+    collected = storage.write_crl(names, crl)
     result = {"ca": ca, "revoked": [authority.common_name(one) for one in withdrawn], "on_list": len(list(crl))}
-    _show({**result, "crl": names.crl, "crls": gathered, "next_update": crl.next_update_utc}, form)
+    _show({**result, "crl": names.crl, "crls": collected, "next_update": crl.next_update_utc}, form)
 
 
 def _write_authority(names: storage.Names, made: Authority, outputs: list[Output], force: bool, form: str) -> None:
     secret = Output(names.key, storage.key_pem(made.key), PRIVATE)
     storage.write_all([secret, *outputs], force=force)
     crl = authority.make_crl(made, [], number=1, days=365, now=_now())
-    gathered = storage.write_crl(names, crl)
-    shown = {"name": names.name, "certificate": names.certificate, "key": names.key, "crl": names.crl, "crls": gathered}
+    collected = storage.write_crl(names, crl)
+    shown = {
+        "name": names.name,
+        "certificate": names.certificate,
+        "key": names.key,
+        "crl": names.crl,
+        "crls": collected,
+    }
     _show({**shown, "not_after": made.certificate.not_valid_after_utc}, form)
 
 
@@ -230,7 +236,7 @@ def _write_node(
 
 
 def _show(result: dict[str, object], form: str) -> None:
-    """Print what was done: an object, or a line an entry."""
+    """Print the result as a JSON object, or one line per entry."""
     plain = {key: _plain(value) for key, value in result.items()}
     if form == "json":
         click.echo(json.dumps(plain))

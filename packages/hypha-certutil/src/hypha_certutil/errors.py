@@ -1,4 +1,4 @@
-"""What can go wrong when certificates are made."""
+"""Errors of certificate creation and storage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where certificates, keys and lists are kept: one folder, names that tell what is inside, keys for their owner only.
+"""Storage of certificates, keys and revocation lists: one folder, fixed file names, keys readable by their owner only.
 
-Comes after `authority`, which makes what is kept here. Nothing that exists is overwritten unless the caller says so;
-a revocation list, which exists to be replaced, is replaced in one step.
+Called by `cli` with what `authority` creates. An existing file is not overwritten unless the caller asks for it; a
+revocation list, which exists to be replaced, is replaced atomically.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ PUBLIC = 0o644
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The files of one name in one folder."""
+    """File names of one CA or node in one folder."""
 
     folder: Path
     name: str
 
     @property
     def certificate(self) -> Path:
-        """The certificate; for a node followed by its intermediates."""
+        """Certificate, for a node followed by its intermediate CAs."""
         return self.folder / f"{self.name}-cert.pem"
 
     @property
     def key(self) -> Path:
-        """The private key."""
+        """Private key."""
         return self.folder / f"{self.name}-key.pem"
 
     @property
@@ -47,17 +47,17 @@ class Names:
 
     @property
     def request(self) -> Path:
-        """A request that waits for the authority."""
+        """Certificate signing request."""
         return self.folder / f"{self.name}-request.pem"
 
     @property
     def crl(self) -> Path:
-        """A CA's own revocation list."""
+        """Revocation list of this CA."""
         return self.folder / f"{self.name}-crl.pem"
 
 
 def names_in(folder: Path, name: str) -> Names:
-    """The file names of `name` in `folder`.
+    """Return the file names of `name` in `folder`.
 
     Raises:
         CertutilError: `name` cannot be part of a file name.
@@ -66,18 +66,18 @@ def names_in(folder: Path, name: str) -> Names:
 
 
 def key_pem(key: Ed25519PrivateKey) -> bytes:
-    """A private key as PKCS#8 version 1, which every TLS library reads."""
+    """Encode a private key as PKCS#8 version 1 (RFC 5208), which every TLS library reads."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def bundle_pem(certificates: Iterable[x509.Certificate]) -> bytes:
-    """Certificates one after the other."""
+    """Concatenate certificates as PEM."""
     return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in certificates)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One file to write."""
+    """File to write."""
 
     path: Path
     data: bytes
@@ -85,22 +85,22 @@ class Output:
 
 
 def write_all(outputs: Sequence[Output], *, force: bool) -> None:
-    """Write files, all or, if one of them exists and `force` is not given, none.
+    """Write all files, or none of them if one exists and `force` is not given.
 
     Raises:
         CertutilError: a file exists, or a folder cannot be written to.
     """
-    there = [str(output.path) for output in outputs if output.path.exists() or output.path.is_symlink()]
-    if there and not force:
+    existing = [str(output.path) for output in outputs if output.path.exists() or output.path.is_symlink()]
+    if existing and not force:
         raise CertutilError(
-            f"{', '.join(there)}: exists already; choose another name or folder, or replace it with --force"
+            f"{', '.join(existing)}: exists already; choose another name or folder, or replace it with --force"
         )
     for output in outputs:
         _write(output, replace=force)
 
 
 def replace(output: Output) -> None:
-    """Write one file in place of what is there, in one step.
+    """Write one file atomically in place of an existing one.
 
     Raises:
         CertutilError: the folder cannot be written to.
@@ -109,7 +109,7 @@ def replace(output: Output) -> None:
 
 
 def _write(output: Output, *, replace: bool) -> None:
-    """Create the file with its final mode, so that a key is at no moment readable by others."""
+    """Create the file with its final mode, so that a key is never readable by others."""
     path = output.path
     target = path.with_name(f".{path.name}.{secrets.token_hex(4)}") if replace else path
     try:
@@ -131,7 +131,7 @@ def read_authority(folder: Path, name: str) -> Authority:
     """Read a CA: ``<name>-key.pem``, ``<name>-cert.pem`` and, unless it is a root, ``<name>-trust.pem``.
 
     Raises:
-        CertutilError: a file is missing or malformed, or key and certificate do not belong together.
+        CertutilError: a file is missing or malformed, or key and certificate do not match.
     """
     names = names_in(folder, name)
     if not names.key.exists():
@@ -153,7 +153,7 @@ def read_key(path: Path) -> Ed25519PrivateKey:
     """Read an Ed25519 private key.
 
     Raises:
-        CertutilError: the file is missing, malformed, encrypted or holds another kind of key.
+        CertutilError: the file is missing, malformed or encrypted, or contains another kind of key.
     """
     try:
         key = load_pem_private_key(_read(path), None)
@@ -201,17 +201,17 @@ def read_crl(path: Path) -> x509.CertificateRevocationList:
 
 
 def write_crl(names: Names, crl: x509.CertificateRevocationList) -> Path:
-    """Write a CA's list, and gather the lists of all CAs of the folder in ``crls.pem`` for the nodes.
+    """Write a CA's list, and collect the lists of all CAs of the folder in ``crls.pem`` for the nodes.
 
-    A node checks its peers' whole chains, so it needs the list of every CA: one file that holds them all.
+    A node checks its peers' whole chains, so it needs the lists of all CAs in one file.
 
     Returns:
         The path of ``crls.pem``.
     """
     replace(Output(names.crl, crl.public_bytes(Encoding.PEM)))
-    gathered = names.folder / "crls.pem"
-    replace(Output(gathered, b"".join(_read(path) for path in sorted(names.folder.glob("*-crl.pem")))))
-    return gathered
+    collected = names.folder / "crls.pem"
+    replace(Output(collected, b"".join(_read(path) for path in sorted(names.folder.glob("*-crl.pem")))))
+    return collected
 
 
 def _read(path: Path) -> bytes:

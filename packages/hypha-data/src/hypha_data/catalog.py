@@ -1,6 +1,7 @@
-"""What this node has: datasets as folders of safetensors slices, measured once.
+"""Catalog of this node's datasets: folders of safetensors slices, measured once at start.
 
-First room on a slice's way: `catalog` → `announce` → the scheduler's ledger → `serve` → a worker's bridge.
+Called by `service`. A slice passes from `catalog` through `announcer` and the scheduler's slice ledger to
+`slice_resolver`, and from there to a worker's job bridge.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ MAX_MANIFEST: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """One dataset that can be served."""
+    """Dataset that can be served."""
 
     name: str
     folder: Path
     manifest: Manifest
     digest: str
-    """Digest of the manifest's JSON: pins names, order, lengths and contents of all slices."""
+    """Digest of the manifest's JSON; it covers names, order, lengths and contents of all slices."""
 
     def slice_path(self, index: int) -> Path | None:
-        """Where slice `index` lies; none if there is no such slice."""
+        """Return the path of slice `index`, or None if there is no such slice."""
         return self.folder / self.manifest.slices[index].file if index < len(self.manifest.slices) else None
 
 
 def open_dataset(name: str, folder: Path) -> Dataset:
-    """Measure the slices of a folder, in the order of their names.
+    """Open the dataset in a folder; its slices are ordered by file name.
 
-    A ``manifest.json`` that is newer than every slice and tells the same names and sizes is believed; otherwise every
-    slice is read once.
+    A ``manifest.json`` that is newer than every slice and lists the same names and sizes is used; otherwise every slice
+    is read once.
 
     Raises:
-        DatasetError: the folder holds no slices, or one is not a safetensors file of samples.
+        DatasetError: the folder contains no slices, or one is not a safetensors file of samples.
     """
     try:
         files = sorted(folder.glob("*.safetensors"))
@@ -54,13 +55,13 @@ def open_dataset(name: str, folder: Path) -> Dataset:
         raise DatasetError(f"dataset {name}: {folder} cannot be read: {error}") from None
     if not files:
         raise DatasetError(f"dataset {name}: {folder} holds no *.safetensors; `hypha-data prepare` makes slices")
-    manifest = _trusted_manifest(name, folder, files) or measure(name, files)
+    manifest = _current_manifest(name, folder, files) or measure(name, files)
     text = to_json(Manifest, manifest)
     return Dataset(name, folder, manifest, f"blake3:{blake3(text).hexdigest()}")
 
 
 def measure(name: str, files: list[Path]) -> Manifest:
-    """Read every slice: samples, bytes, digest.
+    """Read every slice and return its number of samples, size and digest.
 
     Raises:
         DatasetError: a file is not a safetensors file of samples.
@@ -76,10 +77,10 @@ def _measure_slice(file: Path) -> SliceEntry:
 
 
 def count_samples(file: Path) -> int:
-    """How many samples a slice holds: the first dimension, which all its tensors share.
+    """Return the number of samples in a slice: the first dimension, which all its tensors share.
 
     Raises:
-        DatasetError: it is no safetensors file, or its tensors do not agree.
+        DatasetError: it is not a safetensors file, or its tensors differ in their first dimension.
     """
     from hypha_proto.safetensors_io import TensorFile  # imports numpy (0.1 s), which slices with a manifest do not need
 
@@ -94,24 +95,24 @@ def count_samples(file: Path) -> int:
     return int(next(iter(lengths.values()))[0])
 
 
-def _trusted_manifest(name: str, folder: Path, files: list[Path]) -> Manifest | None:
+def _current_manifest(name: str, folder: Path, files: list[Path]) -> Manifest | None:
     path = folder / MANIFEST
     if not path.is_file():
         return None
     try:
         manifest: Manifest = from_json(Manifest, path.read_bytes(), MAX_MANIFEST)
     except DecodeError as error:
-        _log.warning("%s is not believed, the slices are read anew: %s", path, error)
+        _log.warning("%s cannot be used, reading the slices again: %s", path, error)
         return None
     written = path.stat().st_mtime_ns
-    told = [(entry.file, entry.size) for entry in manifest.slices]
+    listed = [(entry.file, entry.size) for entry in manifest.slices]
     found = [(file.name, file.stat().st_size) for file in files]
-    if told != found or any(file.stat().st_mtime_ns > written for file in files):
-        _log.warning("%s is older than the slices beside it, which are read anew", path)
+    if listed != found or any(file.stat().st_mtime_ns > written for file in files):
+        _log.warning("%s does not match the slices beside it, reading them again", path)
         return None
     return Manifest(dataset=name, slices=manifest.slices)
 
 
 def open_catalog(folders: Mapping[str, Path]) -> dict[str, Dataset]:
-    """Open every dataset. Raises `DatasetError` for the first that cannot be served."""
+    """Open every dataset; raise `DatasetError` for the first that cannot be served."""
     return {name: open_dataset(name, folder) for name, folder in folders.items()}

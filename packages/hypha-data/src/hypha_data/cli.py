@@ -1,4 +1,4 @@
-"""The command `hypha-data`: the chassis' commands, and `prepare`."""
+"""Command line `hypha-data`: the commands of every daemon, and ``prepare``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypha_net.node.cli import daemon_cli
 
 
 async def _serve(config: DataConfig, node: Any) -> None:
-    from hypha_data.service import serve  # here: `--help` and `init` need none of it
+    from hypha_data.service import serve  # slow to import and not needed by `--help` and `init`
 
     await serve(config, node)
 

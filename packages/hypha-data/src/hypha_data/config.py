@@ -1,4 +1,4 @@
-"""The TOML of a data node."""
+"""Configuration of a data node (TOML)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DatasetConfig(BaseModel):
 
 
 class DataConfig(NodeConfig):
-    """Everything a data node can be told."""
+    """Configuration of a data node."""
 
     dataset_path: Path | None = Field(
         default=None, description="Folder of one dataset, announced under the folder's name."
@@ -41,11 +41,11 @@ class DataConfig(NodeConfig):
             raise ValueError("no dataset: set dataset_path, or add [[datasets]] with name and path")
         twice = {name for name in names if names.count(name) > 1}
         if twice:
-            raise ValueError(f"dataset names must differ, these stand twice: {', '.join(sorted(twice))}")
+            raise ValueError(f"dataset names must differ, these occur twice: {', '.join(sorted(twice))}")
         return self
 
     @property
     def folders(self) -> dict[str, Path]:
-        """Dataset names and their folders."""
+        """Folders of the datasets, by name."""
         named = {dataset.name: dataset.path for dataset in self.datasets}
         return named if self.dataset_path is None else {self.dataset_path.name: self.dataset_path, **named}

@@ -1,4 +1,4 @@
-"""What can be wrong with a dataset."""
+"""Errors of the data node."""
 
 
 class DatasetError(Exception):

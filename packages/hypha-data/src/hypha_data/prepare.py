@@ -1,7 +1,7 @@
-"""Make a dataset: shuffle the samples of one file and cut them into slices.
+"""Preparation of a dataset: shuffles the samples of one file and cuts them into slices.
 
-Label-skewed slices cost a DiLoCo run dearly (every worker would learn its own labels), so rows are shuffled before they
-are cut. Source tensors are memory-mapped; what is held in memory is one slice of one tensor.
+Rows are shuffled first because label-skewed slices slow down DiLoCo: every worker would train on its own labels. Source
+tensors are memory-mapped; memory holds one slice of one tensor at a time. Called by the command ``prepare``.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ def prepare_dataset(source: Path, out: Path, *, name: str, slices: int, seed: in
 
     Args:
         source: tensors that share their first dimension, the samples.
-        out: the dataset's folder; made if need be.
-        slices: how many; lengths differ by one sample at most.
-        force: replace the slices that are there.
+        out: the dataset's folder; created if it does not exist.
+        slices: number of slices; their lengths differ by at most one sample.
+        force: replace existing slices.
 
     Returns:
         The manifest, also written to ``out/manifest.json``.
 
     Raises:
-        DatasetError: the source holds no samples or fewer than slices, or lies in `out` itself, or `out` holds slices
-            already.
-        OSError: something cannot be read or written.
+        DatasetError: the source has no samples or fewer than slices, or is in `out` itself, or `out` already contains
+            slices.
+        OSError: a file cannot be read or written.
     """
     samples = count_samples(source)
     if not 1 <= slices <= min(samples, MAX_SLICES):
         raise DatasetError(f"--slices {slices}: {source} holds {samples} samples, so 1 to {min(samples, MAX_SLICES)}")
     out.mkdir(parents=True, exist_ok=True)
-    if source.resolve().parent == out.resolve():  # every *.safetensors there is a slice, or is removed as an old one
+    if (
+        source.resolve().parent == out.resolve()
+    ):  # every *.safetensors in `out` counts as a slice, or is removed as an old one
         raise DatasetError(f"{source} lies in {out}, where the slices go; choose another folder")
     old = sorted(out.glob("*.safetensors"))
     if old and not force:

@@ -1,4 +1,4 @@
-"""A data node: opens its catalog, serves slices, and keeps its datasets announced."""
+"""Data node service: opens the catalog, serves slices and keeps the datasets announced. Called by `cli`."""
 
 from __future__ import annotations
 

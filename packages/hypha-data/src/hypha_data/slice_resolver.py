@@ -1,6 +1,6 @@
-"""Give slices to whoever asks.
+"""Resolver of pull requests: finds the slice or manifest that a peer asks for.
 
-Third room on a slice's way: a worker pulls here what its scheduler assigned; `hypha_net.transfer` moves the bytes.
+Called by `hypha_net.transfer`, which sends the file; the peer is a worker to which a scheduler assigned the slice.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from hypha_proto.transfer import PullRequest, Refusal
 
 _log = logging.getLogger(__name__)
 
-_GIVEN: Final = instrumentation.Counter("hypha.data.slices", "{slice}", "Slices that were given to workers.")
+_SERVED: Final = instrumentation.Counter("hypha.data.slices", "{slice}", "Slices that were given to workers.")
 
 
 def slice_resolver(
     datasets: Mapping[str, Dataset], state_dir: Path
 ) -> Callable[[PeerId, PullRequest], Awaitable[PullSource | Refusal]]:
-    """Make the function that finds a pulled file: a slice by index, or the dataset's ``manifest``.
+    """Return the function that finds a requested file: a slice by index, or the dataset's ``manifest``.
 
     Args:
-        state_dir: an existing folder of this process, where manifests are written for serving.
+        state_dir: existing folder of this process, into which the manifests to serve are written.
     """
     manifests = {
         name: _write_manifest(dataset, state_dir / f"{i}.json") for i, (name, dataset) in enumerate(datasets.items())
@@ -47,9 +47,9 @@ def slice_resolver(
             return Refusal(reason=f"dataset {dataset.name} has {len(dataset.manifest.slices)} slices, no {what}")
         entry = dataset.manifest.slices[request.index]
         if not path.is_file() or path.stat().st_size != entry.size:
-            _log.error("%s has changed or gone since the node started; restart it to serve it again", path)
+            _log.error("%s was changed or removed since the node started; restart the node to serve it again", path)
             return Refusal(reason=f"slice {request.index} of {dataset.name} is not what was announced")
-        _GIVEN.add(1, {"hypha.dataset": dataset.name})
+        _SERVED.add(1, {"hypha.dataset": dataset.name})
         _log.info("slice %d of %s for %s, %d bytes", request.index, dataset.name, peer, entry.size)
         return PullSource(path, entry.digest)
 

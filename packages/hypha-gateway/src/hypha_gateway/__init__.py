@@ -1,4 +1,4 @@
-"""Bootstrap, relay and DHT anchor of a Hypha network.
+"""Gateway of a Hypha network: bootstrap node, relay and DHT server.
 
-`config` says what a gateway can be told, `service` what it does, `cli` makes the command `hypha-gateway` of both.
+`config` is its configuration, `service` what it runs, `cli` the command `hypha-gateway`.
 """

@@ -1,4 +1,4 @@
-"""The command `hypha-gateway`."""
+"""Command line `hypha-gateway`: the commands of every daemon."""
 
 from __future__ import annotations
 

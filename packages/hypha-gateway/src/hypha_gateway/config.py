@@ -1,4 +1,4 @@
-"""The TOML of a gateway."""
+"""Configuration of a gateway (TOML)."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from hypha_net.node.config.models import DialAddress, ListenAddress, NodeConfig,
 
 
 class RelayConfig(Section):
-    """``[relay]``: what this gateway carries for nodes that nobody can dial. The defaults are `RelayLimits`'."""
+    """``[relay]``: limits of relaying for nodes that cannot be dialled. The defaults are those of `RelayLimits`."""
 
-    max_reservations: int = Field(default=1024, ge=0, description="Nodes that may be reached through this gateway.")
+    max_reservations: int = Field(
+        default=1024, ge=0, description="Nodes that may hold a reservation at this gateway at the same time."
+    )
     max_circuits: int = Field(default=4096, ge=0, description="Circuits through this gateway at the same time.")
-    max_circuits_per_peer: int = Field(default=128, ge=1, description="Of these, circuits that one peer has asked for.")
+    max_circuits_per_peer: int = Field(
+        default=128, ge=1, description="Circuits that one peer may have requested at the same time."
+    )
     max_bytes: int | None = Field(
-        default=None, ge=1, description="Bytes of one circuit in each direction; left out, as many as it takes."
+        default=None, ge=1, description="Bytes of one circuit in each direction; unlimited if left out."
     )
     max_duration: float | None = Field(
-        default=None, ge=1, allow_inf_nan=False, description="Seconds that a circuit lasts; left out, no limit."
+        default=None, ge=1, allow_inf_nan=False, description="Seconds that a circuit lasts; unlimited if left out."
     )
     reservation_lifetime: float = Field(
         default=3600.0,
         ge=60,
         allow_inf_nan=False,
-        description="Seconds after which a node has to ask for its place again; nodes do at half of it.",
+        description="Seconds after which a reservation expires; nodes renew it after half of that.",
     )
 
 
 class GatewayConfig(NodeConfig):
-    """Everything a gateway can be told."""
+    """Configuration of a gateway."""
 
     needs_gateway: ClassVar[bool] = False
 
@@ -47,11 +51,11 @@ class GatewayConfig(NodeConfig):
     )
     state_dir: Path | None = Field(
         default=None,
-        description="Folder for the directory's records, so that a restarted gateway still knows which node has which "
-        "dataset. Without it they are in memory only.",
+        description="Folder for the DHT records, so that a restarted gateway still knows which node has which dataset. "
+        "Without it they are kept in memory only.",
     )
 
-    relay: RelayConfig = Field(default=RelayConfig(), description="What this gateway carries for others at most.")
+    relay: RelayConfig = Field(default=RelayConfig(), description="Limits of this gateway's relay.")
 
     @field_validator("relay_circuit")
     @classmethod

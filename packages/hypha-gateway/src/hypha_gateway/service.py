@@ -1,7 +1,7 @@
-"""A gateway: where nodes join, find each other, and pass messages on.
+"""Gateway service: joins the topic on which schedulers request workers, so that gossip reaches all nodes.
 
-Most of it is the endpoint's own doing in the role of a gateway: directory server and relay. What is left is to be in
-the topic on which schedulers look for workers, so that every node that knows only this gateway reaches all others.
+The endpoint itself runs the DHT server and the relay in the role of a gateway. Through the topic, nodes that know only
+this gateway exchange requests. Called by `cli`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REQUESTS: Final = instrumentation.Counter("hypha.gateway.requests", "{request}"
 
 
 async def serve(config: GatewayConfig, node: Node) -> None:
-    """Forward until cancelled; ready as soon as the topic is joined."""
+    """Forward requests until cancelled; ready as soon as the topic is joined."""
     if config.state_dir is None:
         _log.warning("state_dir is not set: after a restart datasets are unknown until they are announced again")
     async with node.endpoint.subscribe(WORKER_REQUESTS.name) as requests:
@@ -33,11 +33,11 @@ async def serve(config: GatewayConfig, node: Node) -> None:
                 _record(request)
 
 
-def _record(passed: GossipMessage) -> None:
+def _record(message: GossipMessage) -> None:
     _REQUESTS.add()
     try:
-        request = WORKER_REQUESTS.decode(passed.data)
+        request = WORKER_REQUESTS.decode(message.data)
     except DecodeError:
-        return  # those whom it is for say so
-    with instrumentation.serving("pass request on", request, {"hypha.peer.id": str(passed.source)}):
-        pass  # the endpoint has done it already: only the moment counts
+        return  # the workers that receive it report it
+    with instrumentation.serving("pass request on", request, {"hypha.peer.id": str(message.source)}):
+        pass  # the endpoint has forwarded it already: the span only marks the time

@@ -19,7 +19,7 @@ import anyio
 import anyio.abc
 
 from hypha_net.endpoint import Endpoint
-from hypha_net.node.lifecycle import leaves
+from hypha_net.error_causes import leaf_errors
 from hypha_net.transfer import FilePushTarget, PullSource
 from hypha_proto.datasets import DataRequest, SliceAssigned
 from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireError
@@ -132,7 +132,7 @@ class TrainingRun:
         try:
             return await self._run_reported()
         except* OSError as errors:  # includes background tasks of the job: they fail this job, not the scheduler
-            why = "; ".join(map(str, leaves(errors)))
+            why = "; ".join(map(str, leaf_errors(errors)))
         raise JobFailedError(f"{self.directory}: the job's files cannot be used: {why}")
 
     async def _run_reported(self) -> Path:

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from hypha_net.node.config.models import NOT_YET, NodeConfig, Section
+from hypha_net.node.config.models import UNSUPPORTED_KEYS, NodeConfig, Section
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
@@ -143,7 +143,7 @@ class CacheSection(Section):
     max_size: Amount | None = Field(default=None, description="Size of the cache, GB.")
 
 
-_NOT_YET = {
+_UNSUPPORTED_KEYS = {
     "connectors.buckets": "resources are not fetched from S3 yet",
     "connectors.s3_endpoint": "resources are not fetched from S3 yet",
     "connectors.s3_access_key": "resources are not fetched from S3 yet",
@@ -156,7 +156,7 @@ _NOT_YET = {
 class WorkerConfig(NodeConfig):
     """The keys of ``hypha-worker``."""
 
-    not_yet: ClassVar[Mapping[str, str]] = {**NOT_YET, **_NOT_YET}
+    unsupported_keys: ClassVar[Mapping[str, str]] = {**UNSUPPORTED_KEYS, **_UNSUPPORTED_KEYS}
 
     work_dir: Path = Field(description="Each job gets a private folder hypha-<uuid> in it. Should have mode 0750.")
     resources: ResourcesSection = Field(default=ResourcesSection(), description="What this worker offers.")
@@ -181,9 +181,9 @@ class WorkerConfig(NodeConfig):
         devices = tuple(Device(device.index, device.memory) for device in owned.devices)
         return Capabilities(Capacity(amounts, devices), frozenset(entry.descriptor for entry in self.executors))
 
-    def notices(self) -> list[str]:
-        """See `NodeConfig.notices`."""
-        found = super().notices()
+    def config_warnings(self) -> list[str]:
+        """See `NodeConfig.config_warnings`."""
+        found = super().config_warnings()
         if not self.executors:
             found.append("no [[executors]] are configured: this worker will get no jobs")
         if self.resources == ResourcesSection():

@@ -31,8 +31,8 @@ from hypha_net._libp2p.compat.logging import adopt_library_logs
 from hypha_net._libp2p.compat.notifee import EventNotifee
 from hypha_net._libp2p.dial.connection_pruning import ConnectionPruner
 from hypha_net._libp2p.dial.dialer import CIRCUIT, Dialer, Routes, is_direct
-from hypha_net._libp2p.dial.dnsaddr import DnsaddrResolver
-from hypha_net._libp2p.dial.upgrade import tls_connection_of, upgrade
+from hypha_net._libp2p.dial.dnsaddr import TextRecords
+from hypha_net._libp2p.dial.upgrade import secured, upgrade
 from hypha_net._libp2p.gossipsub.setup import PROTOCOLS as GOSSIP_PROTOCOLS
 from hypha_net._libp2p.gossipsub.setup import keep_registered, make_pubsub
 from hypha_net._libp2p.gossipsub.stream_migration import StreamMigrator
@@ -47,11 +47,10 @@ from hypha_net._libp2p.relay.client import RelayClient, RelayHop
 from hypha_net._libp2p.relay.dcutr import PROTOCOL as DCUTR
 from hypha_net._libp2p.relay.dcutr import HolePuncher
 from hypha_net._libp2p.relay.messages import HOP, STOP
-from hypha_net._libp2p.security.certificate_monitor import CertificateMonitor, LiveConnection
-from hypha_net._libp2p.security.contexts import TlsContexts
-from hypha_net._libp2p.security.tls import SecurityState
-from hypha_net._libp2p.streams.inbound import ProtocolHandler
-from hypha_net._libp2p.streams.outbound import OutboundStreams
+from hypha_net._libp2p.security.certificate_monitor import CertificateWatch, LiveConnection
+from hypha_net._libp2p.security.tls import SecurityRecords, TlsContexts
+from hypha_net._libp2p.streams.inbound import OwnHandler
+from hypha_net._libp2p.streams.outbound import Outbound
 from hypha_net._libp2p.streams.stream import Libp2pStream
 from hypha_net._libp2p.yamux.session import YamuxSession
 from hypha_net.addresses import expand_wildcards, split_peer
@@ -79,7 +78,7 @@ class Libp2pEndpoint:
         self._tasks = tasks
         self.events = Events()
         """See `Endpoint.events`."""
-        self._records = SecurityState(TlsContexts(identity), self.events)
+        self._records = SecurityRecords(TlsContexts(identity), self.events)
         self._swarm: Swarm | None = None  # its host asks for addresses while it is made
         self._services: list[ManagerAPI] = []
         self._fault: Exception | None = None
@@ -88,8 +87,8 @@ class Libp2pEndpoint:
         self._swarm = cast(Swarm, self._host.get_network())
         self._swarm.register_notifee(EventNotifee(self.events))
         excluded = [ipaddress.ip_network(entry, strict=False) for entry in settings.exclude_cidr]
-        self._dialer = Dialer(self._swarm, excluded, self.events, DnsaddrResolver(settings.name_servers))
-        self._outbound = OutboundStreams(self._dialer, self._host.peerstore)
+        self._dialer = Dialer(self._swarm, excluded, self.events, TextRecords(settings.name_servers))
+        self._outbound = Outbound(self._dialer, self._host.peerstore)
         pubsub, router = make_pubsub(self._host, self.events, self._may_speak)
         self._gossip = (pubsub, router)
         self._subscriptions = Subscriptions(pubsub, tasks, self.events)
@@ -97,7 +96,7 @@ class Libp2pEndpoint:
         self._make_relay()
         self._merger = ConnectionPruner(self._swarm, self._dialer, StreamMigrator(pubsub), self._relay, self._hop)
         self._roles = RoleCheck(self.peer_id, self._role_of, self.events, required=settings.require_roles)
-        self._certificates = CertificateMonitor(identity, self._live_connections, self._adopt, self.events)
+        self._certificates = CertificateWatch(identity, self._live_connections, self._adopt, self.events)
 
     def _make_directory(self) -> None:
         is_gateway = self._settings.role == "gateway"
@@ -105,8 +104,8 @@ class Libp2pEndpoint:
         server = KadServer(
             self._known_peers,
             store,
-            self._dialer.is_shareable,
-            may_publish=lambda peer: self.permits(peer, DATASET_RECORD),
+            self._dialer.passes_on,
+            may_publish=lambda peer: self.is_authorized(peer, DATASET_RECORD),
         )
         self._directory = client.KadClient(
             self, lambda: self._gateways.connected(), self._identity.key.sign, server if is_gateway else None
@@ -126,19 +125,17 @@ class Libp2pEndpoint:
             self.events,
             self._candidates,
             self._known_addresses,
-            self._dialer.filter_dialable,
-            self._dialer.dial_known_addresses,
+            self._dialer.dialable,
+            self._dialer.dial_known,
             self._take_direct,
         )
         self.handle(DCUTR, self._puncher.serve)
         self._gateways = Gateways(self._dialer, self._directory, self._subscriptions, self._relay if reserve else None)
-        self._dialer.set_routes(
-            Routes(
-                known=self._known_addresses,
-                look_up=lambda peer: self._directory.find_addresses(peer, client.ASK_TIMEOUT),
-                relays=self._gateways.connected,
-                open_circuit=self._relay.open_circuit,
-            )
+        self._dialer.routes = Routes(
+            known=self._known_addresses,
+            look_up=lambda peer: self._directory.find_addresses(peer, client.ASK_TIMEOUT),
+            relays=self._gateways.connected,
+            open_circuit=self._relay.open_circuit,
         )
 
     # ---------------------------------------------------------------------------------------------- about itself
@@ -209,27 +206,26 @@ class Libp2pEndpoint:
 
     def _certificate(self, peer: PeerId) -> CertificateInfo | None:
         connection = self._dialer.connection(peer)
-        return None if connection is None else tls_connection_of(connection).certificate
+        return None if connection is None else secured(connection).certificate
 
     def _role_of(self, peer: PeerId) -> str | None:
         certificate = self._certificate(peer)
         return None if certificate is None else certificate.role
 
-    def permits(self, peer: PeerId, what: str) -> bool:
-        """See `Endpoint.permits`."""
-        return self._roles.permits(peer, what)
+    def is_authorized(self, peer: PeerId, what: str) -> bool:
+        """See `Endpoint.is_authorized`."""
+        return self._roles.is_authorized(peer, what)
 
     def _may_speak(self, publisher: PeerId, topic: str) -> bool:
         """Whether a publisher's gossip is taken; one that is not connected was judged by the gateway that it has."""
-        return self._certificate(publisher) is None or self.permits(publisher, topic)
+        return self._certificate(publisher) is None or self.is_authorized(publisher, topic)
 
     def _live_connections(self) -> list[LiveConnection]:
         pairs = [(peer, connection) for peer in self._alive() for connection in self._dialer.connections(peer)]
-        return [LiveConnection(peer, tls_connection_of(each).chain, each.close) for peer, each in pairs]
+        return [LiveConnection(peer, secured(each).chain, each.close) for peer, each in pairs]
 
     def _adopt(self, identity: Identity, contexts: TlsContexts) -> None:
-        self._identity = identity
-        self._records.replace_contexts(contexts)
+        self._identity, self._records.contexts = identity, contexts
         self._gateways.try_now()
 
     async def reload_certificates(self) -> bool:
@@ -295,7 +291,7 @@ class Libp2pEndpoint:
         """See `Endpoint.handle`."""
 
         async def serve(stream: Libp2pStream) -> None:
-            if not self.permits(stream.peer, protocol):
+            if not self.is_authorized(stream.peer, protocol):
                 await stream.reset()
                 return
             try:
@@ -316,7 +312,7 @@ class Libp2pEndpoint:
             else:
                 await stream.aclose()
 
-        self._host.set_stream_handler(TProtocol(protocol), ProtocolHandler(serve))
+        self._host.set_stream_handler(TProtocol(protocol), OwnHandler(serve))
 
     def unhandle(self, protocol: str) -> None:
         """See `Endpoint.unhandle`."""
@@ -407,7 +403,7 @@ class Libp2pEndpoint:
         services = (*self._services, cast(Swarm, self._host.get_network()).manager)
         faults = [error for service in services for _, error, _ in cast(TrioManager, service)._errors]
         self._fault = next((fault for fault in faults if isinstance(fault, Exception)), None)
-        self._dialer.close()
+        self._dialer.closed = True
         self._tasks.cancel_scope.cancel()
         with anyio.move_on_after(CLOSE_TIMEOUT, shield=True):
             async with anyio.create_task_group() as tasks:

@@ -1,5 +1,5 @@
-"""The chassis of every Hypha daemon: configuration, commands, life and death of the process, health.
+"""Common base of every Hypha daemon: configuration, commands, process lifecycle, health and telemetry.
 
-A program brings a subclass of `config.NodeConfig` and one coroutine `serve(config, node)`; `cli.daemon_cli` makes its
-commands of them. The way of a start: `cli` → `config_load` → `lifecycle` → the program's `serve`.
+A program supplies a subclass of `config.models.NodeConfig` and one coroutine `serve(config, node)`; `cli.daemon_cli`
+builds its commands from them. Start-up runs through `cli` → `config.loader` → `lifecycle` → the program's `serve`.
 """

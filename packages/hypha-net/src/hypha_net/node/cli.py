@@ -1,8 +1,8 @@
-"""The commands that every daemon has: ``run``, ``init``, ``probe``, ``config show`` and ``schema``.
+"""Command line shared by all daemons: ``run``, ``init``, ``probe``, ``config show`` and ``schema``.
 
-A program makes its command line of its model and its coroutine: ``main = daemon_cli("hypha-data", DataConfig, serve,
-role="data")``, and may add commands to it. Nothing heavy is imported before a command needs it. After this room:
-`config_load` for the configuration and `lifecycle` for the run.
+A program builds its command line from its model and its coroutine: ``main = daemon_cli("hypha-data", DataConfig, serve,
+role="data")``, and may add commands to it. Slow imports happen only in the command that needs them. Calls
+`config.loader` for the configuration and `lifecycle` to run.
 """
 
 from __future__ import annotations
@@ -45,38 +45,38 @@ format_option = click.option(
 
 
 class ConfigurationError(click.ClickException):
-    """A configuration that cannot be used: exit code 2."""
+    """Invalid configuration: exit code 2."""
 
     exit_code = BAD_USAGE
 
 
 class UnreachableNetworkError(click.ClickException):
-    """Nobody there: exit code 3."""
+    """Nothing can be reached at the address: exit code 3."""
 
     exit_code = UNREACHABLE
 
 
-def _plain(ctx: click.Context, _option: click.Parameter, chosen: bool) -> None:
+def _disable_color(ctx: click.Context, _option: click.Parameter, chosen: bool) -> None:
     if chosen:
         ctx.color = False
 
 
 def _no_color() -> click.Option:
     return click.Option(
-        ["--no-color"], is_flag=True, expose_value=False, callback=_plain, help="Print without colours, ever."
+        ["--no-color"], is_flag=True, expose_value=False, callback=_disable_color, help="Print without colours, ever."
     )
 
 
-def _unlisted(option: click.Parameter) -> click.Parameter:
-    """An option of ``run`` for the older form, which has no command; its help need not list it twice."""
-    twin = copy(option)
-    if isinstance(twin, click.Option):
-        twin.hidden = True
-    return twin
+def _hidden(option: click.Parameter) -> click.Parameter:
+    """Return a hidden copy of an option of ``run``, for the older command line without a command."""
+    duplicate = copy(option)
+    if isinstance(duplicate, click.Option):
+        duplicate.hidden = True
+    return duplicate
 
 
 class DaemonGroup(click.Group):
-    """Commands of a daemon, each with ``--no-color``; an interrupt anywhere ends with exit code 130."""
+    """Commands of a daemon, each with ``--no-color``; an interrupt exits with code 130."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         """See `click.Group.add_command`."""
@@ -100,15 +100,15 @@ def daemon_cli(
     example: Values | None = None,
     expected: tuple[type[Exception], ...] = (),
 ) -> DaemonGroup:
-    """The command line of a daemon.
+    """Build the command line of a daemon.
 
     Args:
-        name: of the program and of its distribution, such as ``hypha-data``.
-        config: its configuration.
-        serve: the program.
-        role: what its health answer says, and, when it is ``gateway``, how its endpoint behaves.
+        name: name of the program and of its distribution, such as ``hypha-data``.
+        config: model of its configuration.
+        serve: coroutine of the program.
+        role: role in its health answer; ``gateway`` also makes its endpoint a gateway's.
         example: values that ``init`` fills in, nested as in the TOML, or a function that detects them.
-        expected: errors of the program that are told in one line, without traceback.
+        expected: errors of the program that are logged in one line, without traceback.
     """
     program = _Program(name, config, serve, role, example or {}, expected)
 
@@ -132,7 +132,7 @@ def daemon_cli(
             raise click.UsageError(f"write the options of {ctx.invoked_subcommand} after it")
 
     run = _run(program)
-    group.params.extend(_unlisted(option) for option in run.params if option.name != "file")
+    group.params.extend(_hidden(option) for option in run.params if option.name != "file")
     group.params.append(_no_color())
     for command in (run, _init(program), _probe(program), _config(program), _schema(program)):
         group.add_command(command)
@@ -140,7 +140,7 @@ def daemon_cli(
 
 
 class _Program:
-    """What the commands know of their program."""
+    """Program that the commands belong to."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class _Program:
         self.expected = expected
 
     def load(self, file: Path | None, settings: tuple[str, ...]) -> Loaded[Any]:
-        """The configuration, or exit code 2 with everything that is wrong."""
+        """Load the configuration, or exit with code 2 and all problems."""
         try:
             return load_config(self.config, file, os.environ, _flags(settings))
         except ConfigError as error:
@@ -169,14 +169,14 @@ class _Program:
     def run(
         self, file: Path | None, *, settings: tuple[str, ...], check: bool, log_format: str, log_level: str
     ) -> None:
-        """Run until the end and exit, or only check."""
+        """Run the daemon and exit with its code, or only check the configuration."""
         configure_logs("json" if log_format == "json" else "text", log_level)
         with early_signals():
             loaded = self.load(file, settings)
             for warning in loaded.warnings:
                 _log.warning("%s", warning)
             if check:
-                _tell_missing(loaded.config)
+                _warn_of_missing_files(loaded.config)
                 click.echo(f"{file or 'environment'}: ok")
                 return
             version = package_version(self.name)
@@ -184,9 +184,9 @@ class _Program:
         click.get_current_context().exit(code)
 
 
-def _tell_missing(config: NodeConfig) -> None:
-    """Warn of identity files that are not there: the check passes, as it may run where they are not."""
-    from hypha_net.identity import remedy_for  # cryptography: only where it is needed
+def _warn_of_missing_files(config: NodeConfig) -> None:
+    """Warn of missing identity files; the check passes, as it may run on another machine."""
+    from hypha_net.identity import remedy_for  # imports cryptography, which is slow
 
     for key in ("cert_pem", "key_pem", "trust_pem", "crls_pem"):
         path: Path | None = getattr(config, key)
@@ -259,11 +259,11 @@ def _probe(program: _Program) -> click.Command:
     @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True)
     @format_option
     def probe(address: str, file: Path | None, settings: tuple[str, ...], timeout: float, form: str) -> None:
-        """Ask the node at ADDRESS, a multiaddr, how it is and who it is.
+        """Ask the node at ADDRESS, a multiaddr, for its health and identity.
 
         Exit code 0: healthy; 1: not healthy; 3: not reachable.
         """
-        answer = _asked(program, address, file, settings, timeout)
+        answer = _ask(program, address, file, settings, timeout)
         if form == "json":
             click.echo(json.dumps(answer))
         else:
@@ -276,21 +276,21 @@ def _probe(program: _Program) -> click.Command:
     return probe
 
 
-def _asked(
+def _ask(
     program: _Program, address: str, file: Path | None, settings: tuple[str, ...], timeout: float
 ) -> dict[str, Any]:
-    configure_logs(level="critical")  # what went wrong is told once, as the error
+    configure_logs(level="critical")  # a failure is reported once, as the error
     config = program.load(file, settings).config
     from anyio import run as run_async
 
+    from hypha_net.error_causes import leaf_errors
     from hypha_net.errors import AddressError, IdentityError, NetError, UnreachableError
-    from hypha_net.node.lifecycle import leaves
     from hypha_net.node.probe import probe as ask
 
     try:
         return run_async(ask, config, address, timeout, backend="trio").as_dict()
     except (NetError, BaseExceptionGroup) as raised:
-        error = next(leaves(raised))
+        error = next(leaf_errors(raised))
         if isinstance(error, AddressError):
             raise click.BadParameter(str(error), param_hint="ADDRESS") from None
         if isinstance(error, IdentityError):

@@ -1,4 +1,7 @@
-"""Says how this node is: the answer to ``/hypha-health/0.0.1``, which `probe` asks for."""
+"""Health of a node: the answer to ``/hypha-health/0.0.1``, which `probe` requests.
+
+Called by `lifecycle`; the program sets it through `Node.ready` and `Node.waiting`.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +18,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Readiness:
-    """Whether the program is ready for its work, and what it waits for while it is not."""
+    """Whether the program is ready, and the reason while it is not."""
 
     is_ready: bool = False
     reason: str | None = "starting"
 
     def ready(self) -> None:
-        """From now on the node is healthy."""
+        """Report the node as healthy from now on."""
         if not self.is_ready:
             _log.info("ready")
         self.is_ready, self.reason = True, None
 
     def waiting(self, reason: str) -> None:
-        """From now on the node is not healthy, because of `reason`."""
+        """Report the node as not healthy from now on, because of `reason`."""
         if (self.is_ready, self.reason) != (False, reason):
             _log.info("not ready: %s", reason)
         self.is_ready, self.reason = False, reason
 
 
 def health_now(readiness: Readiness, endpoint: Endpoint, *, role: str, version: str) -> Health:
-    """The answer of this moment."""
+    """Return the current health."""
     from hypha_proto.health import Health
 
     traffic = endpoint.traffic
@@ -49,7 +52,7 @@ def health_now(readiness: Readiness, endpoint: Endpoint, *, role: str, version: 
 
 
 def serve_health(endpoint: Endpoint, readiness: Readiness, *, role: str, version: str) -> None:
-    """Answer every peer that asks, for as long as the endpoint is open."""
+    """Answer the health requests of all peers while the endpoint is open."""
     from hypha_net import rpc
     from hypha_proto.health import HEALTH_CHECK, HealthRequest
     from hypha_proto.ids import PeerId

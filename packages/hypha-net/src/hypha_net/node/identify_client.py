@@ -1,6 +1,8 @@
-"""Asks a peer by libp2p's identify what program it is. `probe` does so where the engine has not: on its own identity.
+"""Minimal client of libp2p's identify protocol, which reads the agent version of a peer.
 
-An answer is one protobuf message with its length before it; of it only the agent version (field 6) is read here.
+Specification: https://github.com/libp2p/specs/blob/master/identify/README.md. Called by `probe` for a peer with this
+node's own identity, which the engine does not identify. An answer is one length-prefixed protobuf message; only
+its agent version (field 6) is read.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ _AGENT_LIMIT: Final = 200
 
 
 async def ask_agent(endpoint: Endpoint, peer: PeerId, timeout: float) -> str:
-    """The agent version of a peer; empty when it does not say.
+    """Return the agent version of a peer; empty if it does not send one.
 
     Args:
-        timeout: seconds, for the whole answer.
+        timeout: seconds for the whole answer.
     """
     import anyio
 
@@ -43,13 +45,13 @@ async def ask_agent(endpoint: Endpoint, peer: PeerId, timeout: float) -> str:
 
 
 def read_agent(answer: bytes) -> str:
-    """The agent version in an identify answer; empty when there is none, or the answer makes no sense."""
+    """Return the agent version in an identify answer; empty if there is none or the answer is malformed."""
     try:
-        _, at = _varint(answer, 0)  # the length of the message, which the end of the stream tells too
+        _, at = _varint(answer, 0)  # the length of the message; the end of the stream delimits it as well
         while at < len(answer):
             tag, at = _varint(answer, at)
             if tag & 7 != _LENGTH_DELIMITED:
-                return ""  # identify has no other fields
+                return ""  # identify has length-delimited fields only
             size, at = _varint(answer, at)
             if tag >> 3 == _AGENT_FIELD:
                 return answer[at : at + size][:_AGENT_LIMIT].decode(errors="replace")
@@ -60,7 +62,7 @@ def read_agent(answer: bytes) -> str:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number and where it ends. Raises IndexError when the data end before it."""
+    """Decode a protobuf varint; return it and the position after it. Raises IndexError if the data are truncated."""
     value = shift = 0
     while True:
         byte = data[at]

@@ -1,8 +1,8 @@
-"""Life and death of a daemon: opens the endpoint, answers health, runs the program, and ends within bounds.
+"""Lifecycle of a daemon: opens the endpoint, serves health, runs the program and ends within a bounded time.
 
-Comes after `cli`, which has the configuration; hands over to the program's ``serve(config, node)``. SIGTERM and SIGINT
-cancel the program and everything it started. What has not ended after `GRACE` seconds is named in the log and the
-process ends anyway, with exit code 1. SIGHUP has the endpoint read its certificates again.
+Called by `cli` with the configuration; calls the program's ``serve(config, node)``. SIGTERM and SIGINT cancel the
+program and everything it started. Tasks that have not ended after `GRACE` seconds are named in the log and the process
+exits anyway, with code 1. SIGHUP makes the endpoint reload its certificates.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from hypha_net import instrumentation
+from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import NetError
 from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.health import Readiness, serve_health
@@ -38,7 +39,7 @@ _log = logging.getLogger(__name__)
 C = TypeVar("C", bound=NodeConfig)
 
 GRACE: Final = 5.0
-"""Seconds that a daemon may take to end once it has been told to."""
+"""Seconds that a daemon may take to end after a signal."""
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 
@@ -48,38 +49,38 @@ _PEERS_EVERY: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What the chassis gives a program while it runs."""
+    """Services that a running program receives."""
 
     endpoint: Endpoint
-    """This node's presence in the network; health is served already."""
+    """Network endpoint of this node; health is served already."""
     tasks: TaskGroup
-    """Ends with the program: tasks in it are cancelled when `serve` returns, fails or is told to end."""
+    """Task group of the program; its tasks are cancelled when `serve` returns, fails or is cancelled."""
     readiness: Readiness = field(default_factory=Readiness)
 
     def ready(self) -> None:
-        """Tell whoever probes that this node can do its work. Idempotent."""
+        """Report this node as healthy. Idempotent."""
         self.readiness.ready()
 
     def waiting(self, reason: str) -> None:
-        """Tell whoever probes that it cannot, and why."""
+        """Report this node as not healthy, with the reason."""
         self.readiness.waiting(reason)
 
 
 @runtime_checkable
 class ReloadsCertificates(Protocol):
-    """An endpoint whose identity stands in files, as the one in memory does not."""
+    """Endpoint whose identity is read from files, unlike the in-memory one."""
 
     async def reload_certificates(self) -> bool:
-        """Read them again; false if the old stay in use, as the log says."""
+        """Reload the certificates; return False if the old ones stay in use, which is logged."""
         ...
 
 
 Serve = Callable[[C, Node], Awaitable[None]]
-"""A program: runs until cancelled; when it returns, the daemon ends with exit code 0."""
+"""Coroutine of a program: runs until cancelled; when it returns, the daemon exits with code 0."""
 
 
 Connect = Callable[[NodeConfig, str], AbstractAsyncContextManager["Endpoint"]]
-"""Opens a node's endpoint for its configuration and role; called before the event loop runs, entered in it."""
+"""Opens a node's endpoint for its configuration and role; called before the event loop starts, entered inside it."""
 
 
 def run_daemon(
@@ -92,24 +93,24 @@ def run_daemon(
     grace: float = GRACE,
     connect: Connect | None = None,
 ) -> int:
-    """Run a daemon until its program ends or a signal comes.
+    """Run a daemon until its program ends or a signal arrives.
 
     Args:
-        expected: errors of the program that a person can act on, told in one line; every other one, but for the
-            network's and the operating system's, is told with its traceback.
+        expected: errors of the program that a person can act on, logged in one line; all others, except those of the
+            network and the operating system, are logged with their traceback.
         grace: seconds between a signal and the forced end.
-        connect: opens the endpoint; by default the real one, over mutual TLS, with the configured identity.
+        connect: opens the endpoint; by default the libp2p one, over mutual TLS, with the configured identity.
 
     Returns:
-        The exit code: 0 after SIGTERM or when the program is done, 130 after SIGINT, 1 when something failed.
+        The exit code: 0 after SIGTERM or when the program has ended, 130 after SIGINT, 1 after a failure.
     """
     run = _Run(config, serve, role, version, grace, connect or open_configured)
-    told: tuple[type[Exception], ...] = (NetError, ProtoError, OSError, *expected)
+    without_traceback: tuple[type[Exception], ...] = (NetError, ProtoError, OSError, *expected)
     try:
         run.start()
-    except Exception as error:  # noqa: BLE001 - the outermost place: every failure is told and becomes the exit code
-        for cause in leaves(error):
-            known = isinstance(cause, told)
+    except Exception as error:  # noqa: BLE001 - outermost handler: every failure is logged and becomes the exit code
+        for cause in leaf_errors(error):
+            known = isinstance(cause, without_traceback)
             _log.error("%s", str(cause) or type(cause).__name__, exc_info=None if known else cause)
         return FAILED
     finally:
@@ -119,23 +120,23 @@ def run_daemon(
 
 @contextmanager
 def early_signals() -> Iterator[None]:
-    """Until `run_daemon` takes over: a signal ends the process at once, quietly, with the same exit codes."""
+    """Exit at once on a signal, quietly and with the usual exit codes, until `run_daemon` takes over."""
 
     def end(number: int, _frame: object) -> None:
-        _leave(_exit_code(number))
+        _exit_now(_exit_code(number))
 
-    def pass_over(_number: int, _frame: object) -> None:
-        """What SIGHUP asks to be read again has not been read yet."""
+    def ignore(_number: int, _frame: object) -> None:
+        """Do nothing: the certificates that SIGHUP would reload have not been read yet."""
 
-    with _handling(end, pass_over):
+    with _signal_handlers(end, ignore):
         yield
 
 
-def _leave(exit_code: int) -> NoReturn:
-    """End the process while nothing is open that would have to be closed.
+def _exit_now(exit_code: int) -> NoReturn:
+    """Exit the process while nothing is open that would have to be closed.
 
-    Not by an exception: when the signal comes while a destructor or an import hook of a library runs, as they do all
-    through the start, the interpreter or the library passes over it, and the daemon would live on.
+    Not by an exception: if the signal arrives while a destructor or an import hook of a library runs, which is common
+    during start-up, the interpreter or the library swallows the exception and the daemon would keep running.
     """
     os._exit(exit_code)
 
@@ -145,7 +146,7 @@ def _exit_code(number: int) -> int:
 
 
 @contextmanager
-def _handling(end: Callable[[int, Any], None], reload: Callable[[int, Any], None]) -> Iterator[None]:
+def _signal_handlers(end: Callable[[int, Any], None], reload: Callable[[int, Any], None]) -> Iterator[None]:
     handlers = {signal.SIGTERM: end, signal.SIGINT: end}
     if hasattr(signal, "SIGHUP"):  # not on Windows
         handlers[signal.SIGHUP] = reload
@@ -157,18 +158,9 @@ def _handling(end: Callable[[int, Any], None], reload: Callable[[int, Any], None
             signal.signal(number, old)
 
 
-def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors inside exception groups."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from leaves(inner)
-    else:
-        yield error
-
-
 @dataclass(slots=True)
 class _Run:
-    """One life of a daemon."""
+    """One run of a daemon."""
 
     config: Any
     serve: Serve[Any]
@@ -178,24 +170,24 @@ class _Run:
     connect: Connect
     exit_code: int = DONE
     ended: threading.Event = field(default_factory=threading.Event)
-    _told: SimpleQueue[None] = field(default_factory=SimpleQueue)
-    """Gets an item when the daemon is to end; its `put` may be called from a signal handler."""
+    _end_requests: SimpleQueue[None] = field(default_factory=SimpleQueue)
+    """Receives an item when the daemon must end; its `put` may be called from a signal handler."""
     _cancel: Callable[[int], None] | None = None
-    """Cancels the program from a signal handler, once there is something to cancel."""
+    """Cancels the program from a signal handler, once the event loop runs."""
     _reload: Callable[[], None] | None = None
-    """Has the endpoint read its certificates again, once it is open."""
+    """Makes the endpoint reload its certificates, once it is open."""
     _root: Any = None
     _program: anyio.CancelScope | None = None
-    """Holds the program and its tasks, once the endpoint is open."""
+    """Cancel scope of the program and its tasks, once the endpoint is open."""
     _export: Export | None = None
 
     def start(self) -> None:
-        """Run until the end, in the main thread."""
-        # in a thread, because what holds the end up may hold the event loop too
+        """Run the daemon to its end, in the main thread."""
+        # in a thread, because what delays the end may block the event loop too
         threading.Thread(target=self._force_end, daemon=True, name="shutdown").start()
-        # own handlers rather than the event loop's: they start the countdown even when the loop is blocked
-        with _handling(self._on_signal, self._on_hangup):
-            if self._exports:
+        # not the event loop's handlers: these start the countdown even when the loop is blocked
+        with _signal_handlers(self._on_signal, self._on_hangup):
+            if self._has_export:
                 from hypha_net.node.telemetry.sdk import preload
 
                 preload(self.config)
@@ -205,7 +197,7 @@ class _Run:
                 self._end_export()
 
     @property
-    def _exports(self) -> bool:
+    def _has_export(self) -> bool:
         return bool(targets(self.config, os.environ))
 
     def _begin_export(self, instance: str) -> None:
@@ -217,15 +209,15 @@ class _Run:
 
     def _end_export(self) -> None:
         if self._export is not None:
-            self.ended.set()  # the last export is bounded by itself
+            self.ended.set()  # the last export has its own time limit
             self._export.close()
             instrumentation.install(None)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.exit_code = _exit_code(number)
         if self._cancel is None:
-            _leave(self.exit_code)
-        self._told.put(None)
+            _exit_now(self.exit_code)
+        self._end_requests.put(None)
         self._cancel(number)
 
     def _on_hangup(self, _number: int, _frame: object) -> None:
@@ -241,36 +233,36 @@ class _Run:
 
             def cancel(number: int) -> None:
                 _log.info("%s: ending", signal.Signals(number).name)
-                # the program's last words (a lease given back, a job's end) still need the endpoint
+                # the program's clean-up (releasing a lease, ending a job) still needs the endpoint
                 (self._program or life).cancel()
 
             self._cancel = lambda number: token.run_sync_soon(cancel, number)
             try:
-                await self._live(opening)
+                await self._run_with_endpoint(opening)
             finally:
                 self._cancel = lambda number: None
         _log.info("ended")
 
-    async def _live(self, opening: AbstractAsyncContextManager[Endpoint]) -> None:
+    async def _run_with_endpoint(self, opening: AbstractAsyncContextManager[Endpoint]) -> None:
         async with opening as endpoint:
-            if self._exports:
+            if self._has_export:
                 self._begin_export(str(endpoint.peer_id))
             readiness = Readiness()
             serve_health(endpoint, readiness, role=self.role, version=self.version)
             _log.info("%s %s is %s, at %s", self.role, self.version, endpoint.peer_id, ", ".join(endpoint.addresses))
             async with anyio.create_task_group() as tasks:
                 self._program = tasks.cancel_scope
-                self._reload_with(endpoint, tasks)
-                if self._exports:
+                self._set_reload(endpoint, tasks)
+                if self._has_export:
                     tasks.start_soon(_measure_peers, endpoint)
                 try:
                     await self.serve(self.config, Node(endpoint, tasks, readiness))
                 finally:
                     self._reload = None
-                    self._told.put(None)
+                    self._end_requests.put(None)
                 tasks.cancel_scope.cancel()
 
-    def _reload_with(self, endpoint: Endpoint, tasks: TaskGroup) -> None:
+    def _set_reload(self, endpoint: Endpoint, tasks: TaskGroup) -> None:
         import trio
 
         token = trio.lowlevel.current_trio_token()
@@ -283,9 +275,9 @@ class _Run:
         self._reload = lambda: token.run_sync_soon(begin)
 
     def _force_end(self) -> None:
-        self._told.get()
+        self._end_requests.get()
         if not self.ended.wait(self.grace):
-            stuck = "; ".join([*_running(), *_waiting(self._root)]) or "no task: a thread holds the process"
+            stuck = "; ".join([*_blocking_code(), *_waiting_tasks(self._root)]) or "no task: a thread holds the process"
             _log.error("still not ended %g s after being told to: %s", self.grace, stuck)
             _kill_children()
             logging.shutdown()
@@ -299,7 +291,7 @@ async def _measure_peers(endpoint: Endpoint) -> None:
 
 
 def _kill_children() -> None:
-    """A forced end runs no clean-up, so the processes that this one started are ended here."""
+    """Kill the processes that this one started: a forced end runs no clean-up."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):
@@ -309,8 +301,8 @@ def _kill_children() -> None:
 
 
 def open_configured(config: NodeConfig, role: str) -> AbstractAsyncContextManager[Endpoint]:
-    """The real endpoint, over mutual TLS."""
-    import hypha_net._libp2p.endpoint  # noqa: F401 - takes seconds: better now than when the event loop runs
+    """Open the libp2p endpoint, over mutual TLS, with the configured identity."""
+    import hypha_net._libp2p.endpoint  # noqa: F401 - takes seconds: import it before the event loop runs
     from hypha_net import open_endpoint
     from hypha_net.identity import load_identity
 
@@ -328,7 +320,7 @@ def open_configured(config: NodeConfig, role: str) -> AbstractAsyncContextManage
 
 
 def endpoint_settings(config: NodeConfig, role: str) -> Any:
-    """The endpoint's part of a configuration."""
+    """Return the endpoint's part of a configuration."""
     from hypha_net.bandwidth import BandwidthLimits
     from hypha_net.settings import EndpointSettings, RelayLimits
 
@@ -352,8 +344,8 @@ def endpoint_settings(config: NodeConfig, role: str) -> Any:
     )
 
 
-def _running() -> Iterator[str]:
-    """What the main thread is busy with, if it is in a program's code rather than in the event loop."""
+def _blocking_code() -> Iterator[str]:
+    """Yield the function that blocks the event loop, if the main thread is in a program's code."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and "site-packages" in frame.f_code.co_filename:
         frame = frame.f_back
@@ -362,11 +354,11 @@ def _running() -> Iterator[str]:
         yield f"the event loop is blocked by {frame.f_code.co_name} ({place})"
 
 
-def _waiting(task: Any) -> Iterator[str]:
-    """Where each innermost task of a tree waits, as ``name (file:line)``."""
+def _waiting_tasks(task: Any) -> Iterator[str]:
+    """Yield where each innermost task of a tree waits, as ``name (file:line)``."""
     children = [child for nursery in task.child_nurseries for child in nursery.child_tasks]
     for child in children:
-        yield from _waiting(child)
+        yield from _waiting_tasks(child)
     if not children and not task.name.startswith(("trio.", "<")):
         yield f"{task.name} ({_place(task.coro)})"
 

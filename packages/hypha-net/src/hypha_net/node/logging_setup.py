@@ -1,4 +1,4 @@
-"""Logs of a daemon: lines for people or JSON for machines, on stderr, so that stdout stays for data."""
+"""Logging of a daemon: text lines or JSON on stderr; stdout is reserved for data."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Final, Literal, TextIO
 LogFormat = Literal["text", "json"]
 
 LEVELS: Final = ("debug", "info", "warning", "error")
-_QUIET: Final = ("libp2p", "trio", "uvicorn", "asyncio", "multiaddr", "async_service")
-"""Libraries that tell their own story; only their warnings are of interest."""
+_WARNINGS_ONLY: Final = ("libp2p", "trio", "uvicorn", "asyncio", "multiaddr", "async_service")
+"""Libraries of which only warnings are logged."""
 FLOOD: Final = 500
-"""Records of one place in the source within `FLOOD_SECONDS`; further ones are dropped, those for debugging aside."""
+"""Records from one source line within `FLOOD_SECONDS`; further ones are dropped, except debug records."""
 FLOOD_SECONDS: Final = 60.0
 _CONTROL: Final = {
     code: "\n  " if code == 10 else f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 9
@@ -25,14 +25,14 @@ _CONTROL: Final = {
 def configure_logs(form: LogFormat = "text", level: str = "info", stream: TextIO | None = None) -> None:
     """Send every log record to `stream` (stderr); replaces what was configured before."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_Json() if form == "json" else _Text())
-    handler.addFilter(_Flood())
+    handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
+    handler.addFilter(_FloodFilter())
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.upper())
-    for name in _QUIET:
+    for name in _WARNINGS_ONLY:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
 
@@ -41,10 +41,10 @@ def _time(record: logging.LogRecord) -> str:
     return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03d}Z"
 
 
-class _Flood(logging.Filter):
-    """Lets so many records of one kind a minute through: a peer can cause thousands a second.
+class _FloodFilter(logging.Filter):
+    """Limits the records per source line and minute, since a peer can cause thousands a second.
 
-    Those with the extra attribute `unlimited` all pass: a job's own output.
+    Records with the extra attribute `unlimited`, which mark a job's own output, always pass.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class _Flood(logging.Filter):
         if not 0 <= record.created - self._began < FLOOD_SECONDS:
             self._began = record.created
             self._counts.clear()
-        # by its place in the source: what a message says may be a peer's
+        # by source line: the text may be chosen by a peer
         kind = (record.pathname, record.lineno)
         self._counts[kind] += 1
         if self._counts[kind] == FLOOD:
@@ -67,21 +67,21 @@ class _Flood(logging.Filter):
         return self._counts[kind] <= FLOOD
 
 
-def _harmless(text: str) -> str:
-    """Lines after the first are indented, and other control characters written out: a peer's text forges no record."""
+def _escape(text: str) -> str:
+    """Indent all lines but the first and escape other control characters, so that no text forges a record."""
     return text.translate(_CONTROL)
 
 
-class _Text(logging.Formatter):
-    """``2026-01-01T12:00:00.000Z INFO hypha_worker.bidding.arbiter: …``"""
+class _TextFormatter(logging.Formatter):
+    """Text lines such as ``2026-01-01T12:00:00.000Z INFO hypha_worker.bidding.arbiter: …``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = f"{_time(record)} {record.levelname} {record.name}: {_harmless(record.getMessage())}"
-        return f"{text}\n  {_harmless(self.formatException(record.exc_info))}" if record.exc_info else text
+        text = f"{_time(record)} {record.levelname} {record.name}: {_escape(record.getMessage())}"
+        return f"{text}\n  {_escape(self.formatException(record.exc_info))}" if record.exc_info else text
 
 
-class _Json(logging.Formatter):
-    """One object a line: time, level, logger, message, and exception if there is one."""
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per line: time, level, logger, message, and exception if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {

@@ -1,4 +1,4 @@
-"""Asks a peer how it is and who it is. The command `probe` shows the answer."""
+"""Probe of a peer: connects to it and asks for its health and identity. Called by the command ``probe``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from hypha_net.endpoint import Endpoint
     from hypha_proto.ids import PeerId
 
-IDENTIFY_WAIT: Final = 1.0
-"""Seconds that the answer waits for identify, which runs beside the health check and may end after it."""
+IDENTIFY_TIMEOUT: Final = 1.0
+"""Seconds to wait for identify, which runs beside the health check and may end after it."""
 _POLL: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a peer says of itself, and what its certificate says of it."""
+    """Answer of a peer, and the role and expiry in its certificate."""
 
     peer_id: str
     healthy: bool
@@ -34,17 +34,17 @@ class Probed:
     bytes_received: int | None
 
     def as_dict(self) -> dict[str, Any]:
-        """The answer as plain values."""
+        """Return the answer as a dictionary of plain values."""
         return asdict(self)
 
 
 async def probe(config: NodeConfig, address: str, timeout: float) -> Probed:
-    """Connect to `address` as this node, without listening, and ask.
+    """Connect to `address` as this node, without listening, and ask for health and agent.
 
     Raises:
         IdentityError: this node's own certificates cannot be used.
-        UnreachableError: nobody answered within `timeout` seconds, or one side refused the other.
-        NetError: the peer answered, but not as a Hypha node does.
+        UnreachableError: no answer within `timeout` seconds, or one side refused the other.
+        NetError: the peer answered, but is not a Hypha node.
     """
     import anyio
 
@@ -81,14 +81,14 @@ async def probe(config: NodeConfig, address: str, timeout: float) -> Probed:
 
 
 async def _agent(endpoint: Endpoint, peer: PeerId) -> str:
-    """What program the peer says it is; empty when it keeps that back for `IDENTIFY_WAIT` seconds."""
+    """Return the peer's agent version; empty if it is not known within `IDENTIFY_TIMEOUT` seconds."""
     import anyio
 
     from hypha_net.node.identify_client import ask_agent
 
-    left = anyio.current_effective_deadline() - anyio.current_time()  # a peer that is well has answered in time
-    wait = min(IDENTIFY_WAIT, left - _POLL)
-    if peer == endpoint.peer_id:  # asked about ourselves, with our own certificate: the engine does not identify that
+    left = anyio.current_effective_deadline() - anyio.current_time()  # a healthy peer has answered in time
+    wait = min(IDENTIFY_TIMEOUT, left - _POLL)
+    if peer == endpoint.peer_id:  # our own peer id and certificate: the engine does not identify itself
         return await ask_agent(endpoint, peer, wait)
     agent = ""
     with anyio.move_on_after(wait):

@@ -1,11 +1,12 @@
-"""The network in memory: the same `Endpoint`, many nodes in one process, with faults on demand.
+"""In-memory network: the same `Endpoint` for many nodes in one process, with fault injection.
 
     network = MemoryNetwork(seed=1)
     async with network.endpoint("gateway") as gateway, network.endpoint("worker") as worker:
         await worker.connect(gateway.addresses[0])
 
-Nothing here knows a wall clock: `simulate` runs it on a virtual one, where an hour of leases passes in a moment. Loss,
-delay, breaks and the order of tasks come from seeded generators, so the same seed gives the same history.
+No code here reads a wall clock: `simulate` runs the network on a virtual one, where an hour of leases passes at once.
+Loss, delay, broken connections and the order of tasks come from seeded generators, so the same seed gives the same
+history.
 """
 
 from hypha_net.testing.fault_injection import Faults

@@ -1,4 +1,7 @@
-"""`MemoryEndpoint`: what `Endpoint` promises, between objects of one process. See the package's docstring."""
+"""`MemoryNetwork` and `MemoryEndpoint`: the `Endpoint` protocol between objects of one process.
+
+`memory_stream` carries bytes, `fault_injection` decides what fails. See the package's docstring for an example.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +29,21 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger(__name__)
 
 TICK: Final = 0.005
-"""Seconds to which the arrival of gossip is rounded up: a publish to hundreds of nodes then takes few wake-ups."""
+"""Seconds to which the arrival of gossip is rounded up, so that a publish to hundreds of nodes needs few wake-ups."""
 
 
 @dataclass(slots=True)
 class MemoryNetwork:
-    """Nodes that can reach each other, unless a partition lies between them."""
+    """Network of nodes that can reach each other unless a partition separates them."""
 
     seed: int = 0
     faults: Faults = field(default_factory=Faults)
-    """Of every link that was not given its own (`degrade`)."""
+    """Faults of every link without its own (`degrade`)."""
     links: Links = field(init=False)
     _nodes: dict[PeerId, MemoryEndpoint] = field(default_factory=dict)
     _names: dict[str, MemoryEndpoint] = field(default_factory=dict)
     _topics: dict[str, dict[PeerId, MemoryEndpoint]] = field(default_factory=dict)
-    _records: dict[tuple[bytes, PeerId], _Kept] = field(default_factory=dict)
+    _records: dict[tuple[bytes, PeerId], _StoredRecord] = field(default_factory=dict)
     _puts: int = 0
 
     def __post_init__(self) -> None:
@@ -48,7 +51,7 @@ class MemoryNetwork:
 
     @asynccontextmanager
     async def endpoint(self, name: str) -> AsyncIterator[MemoryEndpoint]:
-        """Open an endpoint; its peer id follows from the network's seed and `name`."""
+        """Open an endpoint; its peer id is derived from the network's seed and `name`."""
         if name in self._names:
             raise AddressError(f"/memory/{name} is taken by {self._names[name].peer_id}")
         key = random.Random(f"{self.seed}/{name}").randbytes(32)
@@ -59,108 +62,108 @@ class MemoryNetwork:
                 yield node
             finally:
                 del self._nodes[node.peer_id], self._names[name]
-                self._orphan_records(node.peer_id)
+                self._expire_records_of(node.peer_id)
                 node.shut_down()
                 tasks.cancel_scope.cancel()
 
     def partition(self, left: PeerId, right: PeerId) -> None:
-        """Cut two nodes from each other: streams break, gossip and dials fail until `heal`."""
+        """Separate two nodes: streams break, gossip and dials fail until `heal`."""
         self.links.cut(left, right)
-        self._drop_cut()
+        self._drop_blocked_connections()
 
     def heal(self, left: PeerId, right: PeerId) -> None:
         """Undo `partition`."""
-        self.links.mend(left, right)
+        self.links.restore(left, right)
 
     def divide(self, *islands: Iterable[PeerId]) -> None:
-        """Cut the network into islands, and one more of everybody who is not named; without any it is whole again."""
+        """Divide the network into islands, plus one of all nodes not named; without arguments undo it."""
         self.links.divide(islands)
-        self._drop_cut()
+        self._drop_blocked_connections()
 
     def degrade(self, left: PeerId, right: PeerId, faults: Faults | None) -> None:
-        """Give one link faults of its own; none: those of the network again."""
+        """Set the faults of one link; None restores the network's."""
         self.links.set(left, right, faults)
 
-    def _drop_cut(self) -> None:
+    def _drop_blocked_connections(self) -> None:
         for node in self.nodes():
-            for peer in [peer for peer in node.connected() if not self.links.passes(node.peer_id, peer)]:
+            for peer in [peer for peer in node.connected() if not self.links.is_open(node.peer_id, peer)]:
                 node.drop_peer(peer, "the link is cut")
 
     def find(self, peer: PeerId, asking: PeerId) -> MemoryEndpoint:
-        """The node `peer`, if `asking` can reach it. Raises UnreachableError."""
+        """Return the endpoint of `peer`; raise UnreachableError if `asking` cannot reach it."""
         node = self._nodes.get(peer)
-        if node is None or not self.links.passes(peer, asking):
+        if node is None or not self.links.is_open(peer, asking):
             raise UnreachableError(f"{peer} cannot be reached")
         return node
 
     def named(self, name: str) -> MemoryEndpoint | None:
-        """The open endpoint of this name."""
+        """Return the open endpoint of this name, or None."""
         return self._names.get(name)
 
     def get(self, peer: PeerId) -> MemoryEndpoint | None:
-        """The open endpoint of this peer."""
+        """Return the open endpoint of this peer, or None."""
         return self._nodes.get(peer)
 
     def nodes(self) -> list[MemoryEndpoint]:
-        """Every open endpoint."""
+        """Return all open endpoints."""
         return list(self._nodes.values())
 
-    def in_topic(self, topic: str) -> Mapping[PeerId, MemoryEndpoint]:
-        """Who subscribes to a topic."""
+    def subscribers(self, topic: str) -> Mapping[PeerId, MemoryEndpoint]:
+        """Return the subscribers of a topic."""
         return self._topics.setdefault(topic, {})
 
     def join(self, topic: str, node: MemoryEndpoint) -> None:
-        """A node subscribes."""
+        """Add a subscriber."""
         self._topics.setdefault(topic, {})[node.peer_id] = node
 
     def leave(self, topic: str, node: MemoryEndpoint) -> None:
-        """A node's last subscription of a topic ended."""
+        """Remove a subscriber."""
         self._topics.get(topic, {}).pop(node.peer_id, None)
 
     def routes(self, topic: str, source: PeerId) -> dict[float, list[MemoryEndpoint]]:
-        """Whom a message reaches that is published now, by the seconds that it takes."""
+        """Draw the receivers of a message published now, by their delay in seconds."""
         reached: dict[float, list[MemoryEndpoint]] = {}
-        for peer, node in self.in_topic(topic).items():
-            if peer == source or not self.links.passes(peer, source):
+        for peer, node in self.subscribers(topic).items():
+            if peer == source or not self.links.is_open(peer, source):
                 continue
             faults = self.links.between(peer, source)
-            if not self.links.happens(faults.gossip_loss):
-                lag = math.ceil(self.links.lag(faults) / TICK) * TICK
-                reached.setdefault(lag, []).append(node)
+            if not self.links.occurs(faults.gossip_loss):
+                delay = math.ceil(self.links.draw_delay(faults) / TICK) * TICK
+                reached.setdefault(delay, []).append(node)
         return reached
 
     def store(self, record: Record, publisher: PeerId, ttl: float) -> None:
-        """Keep a record; the newest of a publisher replaces its older ones."""
+        """Store a record in place of an older one of the same key and publisher."""
         self._puts += 1
-        self._records[(record.key, publisher)] = _Kept(self._puts, record, ttl)
+        self._records[(record.key, publisher)] = _StoredRecord(self._puts, record, ttl)
 
-    def _orphan_records(self, publisher: PeerId) -> None:
-        """Nobody renews them any more."""
-        for (_, owner), kept in self._records.items():
+    def _expire_records_of(self, publisher: PeerId) -> None:
+        """Let records expire after their time to live, since their publisher no longer renews them."""
+        for (_, owner), stored in self._records.items():
             if owner == publisher:
-                kept.ends = anyio.current_time() + kept.ttl
+                stored.expires_at = anyio.current_time() + stored.ttl
 
     def lookup(self, key: bytes) -> list[Record]:
-        """Records of a key, newest first."""
+        """Return the records of a key, newest first."""
         now = anyio.current_time()
-        for gone in [entry for entry, kept in self._records.items() if kept.ends <= now]:
+        for gone in [entry for entry, stored in self._records.items() if stored.expires_at <= now]:
             del self._records[gone]
-        found = [kept for (stored, _), kept in self._records.items() if stored == key]
-        return [kept.record for kept in sorted(found, key=lambda kept: -kept.order)]
+        found = [stored for (record_key, _), stored in self._records.items() if record_key == key]
+        return [stored.record for stored in sorted(found, key=lambda stored: -stored.order)]
 
 
 @dataclass(slots=True)
-class _Kept:
-    """A record in the directory; ends `ttl` seconds after its publisher's end, which renews it until then."""
+class _StoredRecord:
+    """Record in the directory; expires `ttl` seconds after its publisher has closed, which renews it until then."""
 
     order: int
     record: Record
     ttl: float
-    ends: float = math.inf
+    expires_at: float = math.inf
 
 
 class MemoryEndpoint:
-    """An `Endpoint` of a `MemoryNetwork`; opened by `MemoryNetwork.endpoint`."""
+    """`Endpoint` of a `MemoryNetwork`; opened by `MemoryNetwork.endpoint`."""
 
     def __init__(self, network: MemoryNetwork, peer_id: PeerId, name: str, tasks: anyio.abc.TaskGroup) -> None:
         self._network = network
@@ -169,13 +172,13 @@ class MemoryEndpoint:
         self._tasks = tasks
         self._handlers: dict[str, StreamHandler] = {}
         self._streams: dict[PeerId, list[MemoryStream]] = {}
-        self._inboxes: dict[str, list[SubscriptionQueue]] = {}
+        self._queues: dict[str, list[SubscriptionQueue]] = {}
         self._finished_sent = 0
         self._open = True
         self.events = Events()
         """See `Endpoint.events`."""
         self.role: str | None = None
-        """The role that its certificate names; may be set while nobody talks to it."""
+        """Role named in its certificate; set it before the endpoint is connected."""
         self._roles = RoleCheck(peer_id, self._role_of, self.events)
 
     @property
@@ -190,7 +193,7 @@ class MemoryEndpoint:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that streams carried; the other side's count is this side's other half."""
+        """Bytes sent on streams; received bytes are counted at the sending endpoint."""
         sent = self._finished_sent + sum(s.sent for streams in self._streams.values() for s in streams)
         return Traffic(sent=sent)
 
@@ -201,22 +204,22 @@ class MemoryEndpoint:
             raise AddressError(f"{address!r} is not an address of this network (/memory/<name>)")
         found = self._network.named(parts[2])
         if found is None:
-            raise UnreachableError(f"nobody is at {address}")
+            raise UnreachableError(f"no endpoint has the address {address}")
         if len(parts) == 5 and parts[4] != str(found.peer_id):
             raise RefusedError(f"at {address} is {found.peer_id}, another peer than the one named")
-        await self._link(found.peer_id, timeout)
+        await self._connect_to(found.peer_id, timeout)
         return found.peer_id
 
-    async def _link(self, peer: PeerId, timeout: float) -> MemoryEndpoint:
+    async def _connect_to(self, peer: PeerId, timeout: float) -> MemoryEndpoint:
         faults = self._network.links.between(self._peer_id, peer)
         with anyio.move_on_after(timeout) as scope:
-            await anyio.sleep(self._network.links.lag(faults))
+            await anyio.sleep(self._network.links.draw_delay(faults))
         if scope.cancelled_caught:
             raise UnreachableError(f"{peer} did not answer within {timeout:g} s")
         if not self._open:
             raise StreamClosedError("the endpoint is shut down")
         node = self._network.find(peer, self._peer_id)
-        if peer not in self._streams and self._network.links.happens(faults.refuse_rate):
+        if peer not in self._streams and self._network.links.occurs(faults.refuse_rate):
             raise UnreachableError(f"{peer} did not answer this time")
         if peer not in self._streams:
             self._streams[peer] = []
@@ -232,12 +235,12 @@ class MemoryEndpoint:
         await anyio.lowlevel.checkpoint()
 
     def drop_peer(self, peer: PeerId, reason: str) -> None:
-        """Break every stream between this node and `peer`, and forget the connection on both sides."""
+        """Abort every stream between this node and `peer`, and remove the connection on both sides."""
         if peer in self._streams:
             self.events.emit(Disconnected(peer, reason))
         for stream in self._streams.pop(peer, []):
             self._finished_sent += stream.sent
-            stream.break_off(reason)
+            stream.abort(reason)
         other = self._network.get(peer)
         if other is not None and self._peer_id in other._streams:
             other.drop_peer(self._peer_id, reason)
@@ -251,21 +254,21 @@ class MemoryEndpoint:
         }
 
     def connected(self) -> list[PeerId]:
-        """The ids of the peers connected right now."""
+        """Return the ids of the currently connected peers."""
         return list(self._streams)
 
     async def open_stream(
         self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0, request: bytes | None = None
     ) -> Stream:
         """See `Endpoint.open_stream`."""
-        node = await self._link(peer, timeout)
+        node = await self._connect_to(peer, timeout)
         protocol = next((p for p in protocols if p in node._handlers), None)
         if protocol is None:
             raise UnsupportedProtocolError(f"{peer} speaks none of {', '.join(protocols)}")
-        there, back = Pipe(self._wait_for(peer)), Pipe(node._wait_for(self._peer_id))
+        there, back = Pipe(self._write_delay(peer)), Pipe(node._write_delay(self._peer_id))
         ours = MemoryStream(peer, protocol, back, there)
-        self._keep(peer, ours)
-        node._keep(self._peer_id, theirs := MemoryStream(self._peer_id, protocol, there, back))
+        self._track(peer, ours)
+        node._track(self._peer_id, theirs := MemoryStream(self._peer_id, protocol, there, back))
         node._tasks.start_soon(node._serve, theirs)
         if request is not None:
             try:
@@ -275,36 +278,36 @@ class MemoryEndpoint:
                 raise
         return ours
 
-    def _wait_for(self, peer: PeerId) -> Callable[[], Awaitable[None]]:
-        """What each write to `peer` goes through before it arrives."""
+    def _write_delay(self, peer: PeerId) -> Callable[[], Awaitable[None]]:
+        """Return the delay and possible break of each write to `peer`."""
 
         async def wait() -> None:
             links = self._network.links
             faults = links.between(self._peer_id, peer)
-            if links.happens(faults.break_rate):
+            if links.occurs(faults.break_rate):
                 self.drop_peer(peer, "the connection broke off")
-            await anyio.sleep(links.lag(faults))
+            await anyio.sleep(links.draw_delay(faults))
 
         return wait
 
-    def _keep(self, peer: PeerId, stream: MemoryStream) -> None:
+    def _track(self, peer: PeerId, stream: MemoryStream) -> None:
         streams = self._streams[peer]
-        self._finished_sent += sum(s.sent for s in streams if s.finished)
-        streams[:] = [s for s in streams if not s.finished]
+        self._finished_sent += sum(s.sent for s in streams if s.is_finished)
+        streams[:] = [s for s in streams if not s.is_finished]
         streams.append(stream)
 
     async def _serve(self, stream: MemoryStream) -> None:
         try:
             await self._handlers[stream.protocol](stream)
-        except Exception:  # noqa: BLE001 - a handler's fault breaks its stream, never the node
+        except Exception:  # noqa: BLE001 - an error in a handler resets its stream, never ends the node
             _log.exception("serving %s for %s failed", stream.protocol, stream.peer)
             await stream.reset()
         else:
             await stream.aclose()
 
-    def permits(self, peer: PeerId, what: str) -> bool:
-        """See `Endpoint.permits`."""
-        return self._roles.permits(peer, what)
+    def is_authorized(self, peer: PeerId, what: str) -> bool:
+        """See `Endpoint.is_authorized`."""
+        return self._roles.is_authorized(peer, what)
 
     def _role_of(self, peer: PeerId) -> str | None:
         node = self._network.get(peer)
@@ -324,23 +327,23 @@ class MemoryEndpoint:
         message = GossipMessage(self._peer_id, bytes(data))
         routes = self._network.routes(topic, self._peer_id)
         for node in routes.pop(0.0, []):
-            node.take_gossip(topic, message)
+            node.deliver(topic, message)
         if routes:
-            self._tasks.start_soon(self._spread, topic, message, routes)
+            self._tasks.start_soon(self._deliver_delayed, topic, message, routes)
 
     @staticmethod
-    async def _spread(topic: str, message: GossipMessage, routes: dict[float, list[MemoryEndpoint]]) -> None:
-        """Deliver what takes time; what is still on its way when this node ends is lost."""
+    async def _deliver_delayed(topic: str, message: GossipMessage, routes: dict[float, list[MemoryEndpoint]]) -> None:
+        """Deliver a message after each delay; what is undelivered when this node closes is lost."""
         begun = anyio.current_time()
-        for lag in sorted(routes):
-            await anyio.sleep_until(begun + lag)  # or at once: a busy machine may be late
-            for node in routes[lag]:
-                node.take_gossip(topic, message)
+        for delay in sorted(routes):
+            await anyio.sleep_until(begun + delay)  # or at once: a busy machine may be late
+            for node in routes[delay]:
+                node.deliver(topic, message)
 
-    def take_gossip(self, topic: str, message: GossipMessage) -> None:
+    def deliver(self, topic: str, message: GossipMessage) -> None:
         """Put a message into the queues of this node's subscriptions."""
-        for inbox in self._inboxes.get(topic, []):
-            inbox.put(message)
+        for queue in self._queues.get(topic, []):
+            queue.put(message)
 
     def subscribe(self, topic: str) -> AbstractAsyncContextManager[AsyncIterator[GossipMessage]]:
         """See `Endpoint.subscribe`."""
@@ -348,23 +351,23 @@ class MemoryEndpoint:
 
     @asynccontextmanager
     async def _subscription(self, topic: str) -> AsyncIterator[AsyncIterator[GossipMessage]]:
-        inbox = SubscriptionQueue(topic, self.events)
-        inboxes = self._inboxes.setdefault(topic, [])
-        inboxes.append(inbox)
+        queue = SubscriptionQueue(topic, self.events)
+        queues = self._queues.setdefault(topic, [])
+        queues.append(queue)
         self._network.join(topic, self)
         try:
-            yield inbox
+            yield queue
         finally:
-            inboxes.remove(inbox)
-            if not inboxes:
+            queues.remove(queue)
+            if not queues:
                 self._network.leave(topic, self)
 
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
-        """See `Endpoint.topic_peers`; everyone in the topic counts as connected here."""
-        return frozenset(self._network.in_topic(topic)) - {self._peer_id}
+        """See `Endpoint.topic_peers`; all subscribers count as connected here."""
+        return frozenset(self._network.subscribers(topic)) - {self._peer_id}
 
     async def put_record(self, key: bytes, value: bytes, *, ttl: float = 3600.0) -> None:
-        """See `Endpoint.put_record`; it ends `ttl` seconds after this endpoint."""
+        """See `Endpoint.put_record`; it expires `ttl` seconds after this endpoint is closed."""
         await anyio.sleep(self._network.faults.delay)
         self._network.store(Record(key, value, self._peer_id), self._peer_id, ttl)
 
@@ -379,7 +382,7 @@ class MemoryEndpoint:
         return [node.peer_id for node in self._network.nodes() if node is not self][:20]
 
     def shut_down(self) -> None:
-        """Break everything off, as a closed process would."""
+        """Abort all connections, as the end of the process would."""
         self._open = False
         for peer in list(self._streams):
             self.drop_peer(peer, "the peer shut down")

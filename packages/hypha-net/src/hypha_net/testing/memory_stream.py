@@ -1,4 +1,4 @@
-"""A bidirectional byte stream in memory, with back-pressure, half close and reset, as `Endpoint` promises."""
+"""Bidirectional byte stream in memory, with back-pressure, half close and reset, as `Endpoint` requires."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ WINDOW = 256 << 10
 
 
 class Pipe:
-    """One direction: bytes in order, at most `WINDOW` of them on the way; `on_the_way` is awaited before each write."""
+    """One direction of a stream: at most `WINDOW` bytes in flight; `delay` is awaited before each write."""
 
-    def __init__(self, on_the_way: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, delay: Callable[[], Awaitable[None]]) -> None:
         self._buffer = bytearray()
         self._ended = False
         self._unread = False
         self._broken: str | None = None
         self._changed = anyio.Event()
-        self._on_the_way = on_the_way
+        self._delay = delay
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
 
     async def write(self, data: memoryview) -> None:
-        """Put all of `data` in, waiting for room."""
+        """Write all of `data`, waiting for space."""
         if self._ended:
             raise StreamClosedError("sending has ended on this side")
-        await self._on_the_way()
+        await self._delay()
         while data:
             if self._broken is not None:
                 raise StreamResetError(self._broken)
             if self._unread:
                 raise StreamResetError("the peer closed the stream")
-            room = WINDOW - len(self._buffer)
-            if room > 0:
-                self._buffer += data[:room]
-                data = data[room:]
+            space = WINDOW - len(self._buffer)
+            if space > 0:
+                self._buffer += data[:space]
+                data = data[space:]
                 self._notify()
             else:
                 await self._changed.wait()
 
     async def read(self, limit: int) -> bytes:
-        """Take 1 to `limit` bytes out; empty after the clean end."""
+        """Read 1 to `limit` bytes; empty after the clean end."""
         while True:
             if self._broken is not None:
                 raise StreamResetError(self._broken)
@@ -61,28 +61,28 @@ class Pipe:
             await self._changed.wait()
 
     def end(self) -> None:
-        """The writer has no more."""
+        """End writing cleanly."""
         self._ended = True
         self._notify()
 
-    def abandon(self) -> None:
-        """The reader takes no more."""
+    def stop_reading(self) -> None:
+        """End reading: further writes fail."""
         self._unread = True
         self._notify()
 
-    def break_off(self, reason: str) -> None:
-        """Everything in it is lost; both sides see `StreamResetError`."""
+    def abort(self, reason: str) -> None:
+        """Discard everything in flight; both sides get `StreamResetError`."""
         self._broken = self._broken or reason
         self._notify()
 
     @property
-    def finished(self) -> bool:
-        """Whether nothing can pass any more."""
+    def is_finished(self) -> bool:
+        """Whether no more bytes can pass."""
         return self._broken is not None or (self._ended and (self._unread or not self._buffer))
 
 
 class MemoryStream:
-    """One end of a pair of pipes."""
+    """One end of a stream, made of two pipes."""
 
     def __init__(self, peer: PeerId, protocol: str, incoming: Pipe, outgoing: Pipe) -> None:
         self.peer = peer
@@ -120,20 +120,20 @@ class MemoryStream:
 
     async def reset(self) -> None:
         """See `Stream.reset`."""
-        self.break_off("the peer reset the stream")
+        self.abort("the peer reset the stream")
 
     async def aclose(self) -> None:
         """See `Stream.aclose`."""
         self._closed = True
         self._outgoing.end()
-        self._incoming.abandon()
+        self._incoming.stop_reading()
 
-    def break_off(self, reason: str) -> None:
-        """Break both directions."""
-        self._incoming.break_off(reason)
-        self._outgoing.break_off(reason)
+    def abort(self, reason: str) -> None:
+        """Abort both directions."""
+        self._incoming.abort(reason)
+        self._outgoing.abort(reason)
 
     @property
-    def finished(self) -> bool:
-        """Whether both directions are over."""
-        return self._incoming.finished and self._outgoing.finished
+    def is_finished(self) -> bool:
+        """Whether both directions are finished."""
+        return self._incoming.is_finished and self._outgoing.is_finished

@@ -1,11 +1,11 @@
-"""Run a whole network on a virtual clock, the same way every time.
+"""Deterministic simulation of a whole network on a virtual clock.
 
     def test_leases_over_an_hour() -> None:
         simulate(main, seed=7)
 
-Time passes when nobody has anything to do: an hour of waiting takes no time, and code under test sees `anyio.sleep` and
-`anyio.current_time` behave as always. trio runs tasks that are ready in random order on purpose; here that order comes
-from the seed, so a history that fails can be played again.
+Virtual time advances when no task can run: an hour of waiting takes no real time, and the code under test uses
+`anyio.sleep` and `anyio.current_time` as always. trio runs ready tasks in random order on purpose; here that order is
+derived from the seed, so a failing history can be reproduced.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ T = TypeVar("T")
 
 
 def simulate(main: Callable[[], Awaitable[T]], *, seed: int = 0) -> T:
-    """Run `main` under trio on a clock that jumps to the next thing to do; returns what `main` returns.
+    """Run `main` under trio on a clock that jumps to the next deadline; return what `main` returns.
 
-    Nothing in it may wait for the world outside (threads, sockets, processes): for that no virtual time passes.
+    It must not wait for threads, sockets or processes: virtual time does not pass for them.
     """
     import trio.testing
 
-    with _ordered(seed):
+    with _deterministic_order(seed):
         clock = trio.testing.MockClock(autojump_threshold=0)
         return anyio.run(main, backend="trio", backend_options={"clock": clock})
 
 
 @contextmanager
-def _ordered(seed: int) -> Iterator[None]:
-    """Let trio's order of tasks follow from the seed; it has this switch for Hypothesis."""
+def _deterministic_order(seed: int) -> Iterator[None]:
+    """Derive trio's order of tasks from the seed; trio has this switch for Hypothesis."""
     import trio._core._run as trio_run
 
     settings: dict[str, Any] = vars(trio_run)

@@ -1,23 +1,24 @@
-"""Move files and buffers: push and pull with length and digest, bounded memory, visible only when whole, taken up after
-a cut.
+"""Transfer of files and buffers between peers: push and pull with length and digest, in bounded memory, resumable.
 
-Between our own nodes a header says what moves, how long it is and what it hashes to, and a receipt ends a push. A peer
-of the old wire knows neither: then the content is what came before the clean end of the stream
-(`hypha_proto.transfer`). Whether bytes come from a file or from memory, and where they go, is each end's own business.
-Before this room: `requests` told the peers what to expect. After it: the bridge, the parameter server, the result.
+Content is visible only when it is complete. Between our own nodes a header announces name, length and digest, and a
+receipt ends a push. A peer that speaks only the older protocol (`hypha_proto.transfer`) sends neither: then the content
+is whatever comes before the clean end of the stream. Each end chooses by itself whether its side is a file or memory.
+Called by the data node, the job bridge, the parameter server and the scheduler; calls `Endpoint.open_stream`.
 
-Inside: `push` and `pull` hold the conversations, `wire` their headers and ends, `sources` and `destinations` where the
-bytes come from and go, `moving` the bytes, `arriving` the incomplete file and `gathering` the incomplete buffer,
-`landing` and `holding` what a push may write, `behind` the thread for the disk, `progress` the events, `retries` the
-patience.
+Inside: `pull_client`, `pull_server`, `push_client` and `push_server` run the two protocols, and `framing` sends and
+receives their headers. `push_target` and `push_slots` say where a push may be written, and that only one at a time is.
+`retry` resumes what was interrupted, `progress` emits the events. The bytes themselves are moved by `io`: `sources`,
+`sinks`, `stream_copy`, `io_thread`, `partial_file`, `partial_buffer` and `integrity`.
 """
 
 from hypha_net.bandwidth import MIN_RATE, BandwidthLimits, limit_bandwidth
 from hypha_net.errors import TransferError, TransferRefusedError
 from hypha_net.transfer.framing import IDLE_TIMEOUT
 from hypha_net.transfer.io.sources import Buffer, describe
-from hypha_net.transfer.pull import PullResult, PullSource, pull, pull_bytes, serve_pulls
-from hypha_net.transfer.push import push, serve_pushes
+from hypha_net.transfer.pull_client import PullResult, pull, pull_bytes
+from hypha_net.transfer.pull_server import PullSource, serve_pulls
+from hypha_net.transfer.push_client import push
+from hypha_net.transfer.push_server import serve_pushes
 from hypha_net.transfer.push_target import FilePushTarget, MemoryPushTarget
 
 __all__ = [

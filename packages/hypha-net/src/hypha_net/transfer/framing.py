@@ -1,4 +1,7 @@
-"""What both ends of a transfer say besides the file's bytes, and how its stream ends."""
+"""Headers of the transfer protocols, each behind its length (8 bytes, little-endian), and the end of their streams.
+
+Called by the clients and servers of push and pull.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,25 @@ from hypha_net.errors import StreamClosedError, StreamResetError, TransferError,
 from hypha_net.per_peer_limiter import PerPeerLimiter
 from hypha_proto.codec import to_cbor
 from hypha_proto.errors import DecodeError
-from hypha_proto.transfer import MAX_HEADER, Refusal
+from hypha_proto.transfer import MAX_HEADER, PullRequest, Refusal
 
 _log = logging.getLogger("hypha_net.transfer")
 
 IDLE_TIMEOUT: Final = 60.0
-"""Seconds without a byte after which a transfer is given up."""
-AT_ONCE: Final = 32
-"""Transfers that one peer may have under way, in each direction; the others wait."""
-MAX_REASON: Final = 1000
-"""Characters of a peer's reason that are believed to be one."""
+"""Seconds without a byte after which a transfer is aborted."""
+MAX_CONCURRENT: Final = 32
+"""Concurrent transfers served per peer, in each direction; further ones wait."""
+MAX_REASON_LENGTH: Final = 1000
+"""Characters of a peer's reason that are kept."""
 
 
 class TransferInterruptedError(TransferError):
-    """The stream or its connection broke off, or nothing moved for too long: trying again may help."""
+    """The stream or its connection broke off, or no bytes moved for too long: another attempt may succeed."""
 
 
 @asynccontextmanager
-async def ending(stream: Stream, what: str) -> AsyncIterator[None]:
-    """Close the stream cleanly after success, reset it after anything else; translate what the stream raises."""
+async def reset_on_error(stream: Stream, what: str) -> AsyncIterator[None]:
+    """Close the stream cleanly on success, reset it on any error; translate the errors that the stream raises."""
     try:
         yield
     except BaseException as error:
@@ -47,12 +50,14 @@ async def ending(stream: Stream, what: str) -> AsyncIterator[None]:
         await stream.aclose()
 
 
-def guarded(handler: Callable[[Stream], Awaitable[None]], turns: PerPeerLimiter) -> Callable[[Stream], Awaitable[None]]:
-    """A handler that takes turns, and tells of failed transfers in the log instead of raising."""
+def limited(
+    handler: Callable[[Stream], Awaitable[None]], limiter: PerPeerLimiter
+) -> Callable[[Stream], Awaitable[None]]:
+    """Return a handler that is limited per peer, and logs failed transfers instead of raising."""
 
     async def handle(stream: Stream) -> None:
         try:
-            async with turns.of(stream.peer):
+            async with limiter.acquire(stream.peer):
                 await handler(stream)
         except (TransferError, OSError) as error:
             _log.warning("%s: %s", stream.peer, error)
@@ -60,35 +65,40 @@ def guarded(handler: Callable[[Stream], Awaitable[None]], turns: PerPeerLimiter)
     return handle
 
 
-async def refuse(stream: Stream, kind: Any, refusal: Refusal) -> None:
-    """Say why not, if the peer still listens; `kind` is the union that the refusal stands for."""
+async def send_refusal(stream: Stream, kind: Any, refusal: Refusal) -> None:
+    """Send the reason for a refusal, if the peer still reads; `kind` is the union that the refusal is a member of."""
     with suppress(StreamResetError):
         await send_message(stream, to_cbor(kind, refusal))
         await stream.send_eof()
 
 
-def refused(refusal: Refusal) -> TransferRefusedError:
-    """The error for a peer's refusal."""
-    return TransferRefusedError(refusal.reason[:MAX_REASON])
+def refusal_error(refusal: Refusal) -> TransferRefusedError:
+    """Return the error for a peer's refusal."""
+    return TransferRefusedError(refusal.reason[:MAX_REASON_LENGTH])
+
+
+def describe_request(request: PullRequest) -> str:
+    """Return what a request asks for, for events and errors."""
+    return f"{request.dataset[:200]}/{(request.name or str(request.index))[:200]}"
 
 
 async def send_message(stream: Stream, data: bytes) -> None:
     """Send a header behind its length."""
-    await stream.send_all(behind_length(data))
+    await stream.send_all(length_prefixed(data))
 
 
-def behind_length(data: bytes) -> bytes:
-    """A header as it is sent."""
+def length_prefixed(data: bytes) -> bytes:
+    """Return a header behind its length, as it is sent."""
     return len(data).to_bytes(8, "little") + data
 
 
-async def receive_message(stream: Stream, within: float | None = None) -> bytes:
-    """Receive a header, `within` so many seconds or `IDLE_TIMEOUT`.
+async def receive_message(stream: Stream, timeout: float | None = None) -> bytes:
+    """Receive a header within `timeout` seconds, by default `IDLE_TIMEOUT`.
 
     Raises:
-        TransferError: it is cut, too long, or does not come.
+        TransferError: it is truncated, too long, or does not come in time.
     """
-    seconds = IDLE_TIMEOUT if within is None else within
+    seconds = IDLE_TIMEOUT if timeout is None else timeout
     with anyio.move_on_after(seconds):
         length = int.from_bytes(await _receive_exactly(stream, 8), "little")
         if length > MAX_HEADER:

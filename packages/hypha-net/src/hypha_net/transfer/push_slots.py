@@ -1,7 +1,7 @@
-"""Who is writing where: a push that is begun anew takes over from the one that hangs.
+"""Slots for incoming pushes: a repeated push takes over from the earlier one that hangs.
 
-Its connection is dead, most often: the node may notice that half a minute after the peer, and until then the file
-would be locked, and what came of it out of reach.
+The connection of the earlier push is usually dead, but this node may notice half a minute after the peer. Until then
+the file would be locked and what was received of it could not be resumed.
 """
 
 from __future__ import annotations
@@ -20,63 +20,64 @@ from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.transfer")
 
-_TAKE_OVER: Final = 5.0
-"""Seconds that a broken push may take to let go of its place when the peer is back with it."""
+_TAKEOVER_TIMEOUT: Final = 5.0
+"""Seconds that an interrupted push may take to release its slot."""
 
-Place = tuple[PeerId, str]
-"""What one push of a peer's at a time writes."""
+SlotKey = tuple[PeerId, str]
+"""Identifies what only one push of a peer at a time may write."""
 
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """A push that is writing."""
+    """Push that holds or waits for a slot."""
 
-    arrival: int
-    """The later one has the higher number."""
+    sequence: int
+    """A later push has a higher number."""
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    gone: anyio.Event = field(default_factory=anyio.Event)
+    released: anyio.Event = field(default_factory=anyio.Event)
 
 
 class PushSlots:
-    """The pushes that one endpoint is taking."""
+    """Slots of all pushes that one endpoint is receiving."""
 
     def __init__(self) -> None:
-        self._by_place: dict[Place, _Holder] = {}
-        self._arrivals = itertools.count()
+        self._holders: dict[SlotKey, _Holder] = {}
+        self._sequence = itertools.count()
 
     @asynccontextmanager
-    async def holding(self, place: Place, what: str) -> AsyncIterator[Callable[[], None]]:
-        """Hold a place; the push that holds it is given up first.
+    async def hold(self, key: SlotKey, what: str) -> AsyncIterator[Callable[[], None]]:
+        """Hold a slot; the push that holds it is cancelled first.
 
-        Yields what lets go of it: all has come, and what is done with it now is not given up for another push.
+        Yields a function that releases the slot early: once everything was received, what is done with it must not be
+        cancelled by another push.
 
         Raises:
-            BrokenOffError: another push of the peer's took over.
+            TransferInterruptedError: another push of the same peer took over.
         """
-        holder = _Holder(next(self._arrivals))
-        while (before := self._by_place.get(place)) is not None:
-            if before.arrival > holder.arrival:  # both have waited for the one before them
-                raise TransferInterruptedError(f"{place[0]} pushes anew")
-            await self._take_over(place, before, what)
-        self._by_place[place] = holder
+        holder = _Holder(next(self._sequence))
+        while (before := self._holders.get(key)) is not None:
+            if before.sequence > holder.sequence:  # both have waited for the same push
+                raise TransferInterruptedError(f"{key[0]} has started this push again")
+            await self._interrupt(key, before, what)
+        self._holders[key] = holder
 
-        def let_go() -> None:
-            holder.gone.set()
-            if self._by_place.get(place) is holder:
-                del self._by_place[place]
+        def release() -> None:
+            holder.released.set()
+            if self._holders.get(key) is holder:
+                del self._holders[key]
 
         try:
             with holder.scope:
-                yield let_go
+                yield release
             if holder.scope.cancelled_caught:
-                raise TransferInterruptedError(f"{place[0]} pushes anew")
+                raise TransferInterruptedError(f"{key[0]} has started this push again")
         finally:
-            let_go()
+            release()
 
-    async def _take_over(self, place: Place, before: _Holder, what: str) -> None:
-        _log.info("%s pushes %s: the push before it is given up", place[0], what)
+    async def _interrupt(self, key: SlotKey, before: _Holder, what: str) -> None:
+        _log.info("%s pushes %s again: cancelling its earlier push", key[0], what)
         before.scope.cancel()
-        with anyio.move_on_after(_TAKE_OVER):
-            await before.gone.wait()
-        if self._by_place.get(place) is before:
-            del self._by_place[place]
+        with anyio.move_on_after(_TAKEOVER_TIMEOUT):
+            await before.released.wait()
+        if self._holders.get(key) is before:
+            del self._holders[key]

@@ -1,6 +1,6 @@
-"""Where a push may land: in a file or in memory, as whoever serves the pushes chooses for each.
+"""Targets of incoming pushes: a file or memory, as the callback of `serve_pushes` chooses for each push.
 
-Before this room: `push.serve_pushes` asked. After it: `moving` fills what was chosen.
+Called by `push_server`; calls `io.sinks`.
 """
 
 from __future__ import annotations
@@ -11,120 +11,120 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from hypha_net.transfer.io.partial_buffer import Waiting
-from hypha_net.transfer.io.partial_file import IncomingContent
+from hypha_net.transfer.io.integrity import IncomingContent
+from hypha_net.transfer.io.partial_buffer import SuspendedBuffers
 from hypha_net.transfer.io.sinks import FileSink, MemorySink
-from hypha_net.transfer.push_slots import Place
+from hypha_net.transfer.push_slots import SlotKey
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PushHeader
 
 
 @dataclass(frozen=True, slots=True)
 class FilePushTarget:
-    """Where a pushed file may land."""
+    """Accepts a push into a file."""
 
     path: Path
     max_bytes: int
-    arrived: Callable[[int, str], Awaitable[None]]
-    """Awaited with size and digest when the file is whole at `path`, before the pusher gets its receipt."""
+    on_complete: Callable[[int, str], Awaitable[None]]
+    """Awaited with size and digest when the file is complete at `path`, before the pusher gets its receipt."""
     slot: str | None = None
-    """Of one peer's pushes with headers into one slot only the last is written: room for more is not made."""
+    """Of one peer's pushes with headers into one slot only the last is received; earlier ones are cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPushTarget:
-    """Lets a push land in memory."""
+    """Accepts a push into memory."""
 
     max_bytes: int
-    """Of one push; a peer may have `wire.AT_ONCE` of them under way, or one a slot."""
-    arrived: Callable[[bytearray, str], Awaitable[None]]
-    """Awaited with the content and its digest when it is whole, before the pusher gets its receipt; the content is
-    the callee's."""
+    """Limit of one push; a peer may have `framing.MAX_CONCURRENT` of them in progress, or one per slot."""
+    on_complete: Callable[[bytearray, str], Awaitable[None]]
+    """Awaited with the content and its digest when it is complete, before the pusher gets its receipt; the callee owns
+    the content."""
     slot: str | None = None
-    """See `Landing.slot`."""
+    """See `FilePushTarget.slot`."""
 
 
 class PushSink(Protocol):
-    """A landing as one push uses it."""
+    """Target of one push."""
 
     @property
     def name(self) -> str:
-        """What a push without a header is called."""
+        """Name of a push without a header, for events."""
         ...
 
     @property
     def max_bytes(self) -> int:
-        """More is not taken."""
+        """Largest accepted size in bytes."""
         ...
 
-    def place(self, header: PushHeader) -> Place:
-        """What the push holds while it writes."""
+    def slot_key(self, header: PushHeader) -> SlotKey:
+        """Return the slot that the push holds while it writes."""
         ...
 
-    def arriving(self, size: int | None, digest: str | None) -> AbstractAsyncContextManager[IncomingContent]:
-        """See `destinations.Destination.arriving`."""
+    def open(self, size: int | None, digest: str | None) -> AbstractAsyncContextManager[IncomingContent]:
+        """See `Sink.open`."""
         ...
 
-    async def arrived(self, size: int, digest: str) -> None:
-        """Tell whoever waits for it."""
+    async def complete(self, size: int, digest: str) -> None:
+        """Pass the complete content to `on_complete`."""
         ...
 
 
-class _FileBerth:
-    def __init__(self, landing: FilePushTarget, peer: PeerId) -> None:
-        self._landing, self._peer = landing, peer
-        self.name: Final = landing.path.name
-        self.max_bytes: Final = landing.max_bytes
+class _FilePushSink:
+    def __init__(self, target: FilePushTarget, peer: PeerId) -> None:
+        self._target, self._peer = target, peer
+        self.name: Final = target.path.name
+        self.max_bytes: Final = target.max_bytes
 
-    def place(self, header: PushHeader) -> Place:
-        return _place(self._landing, self._peer, header, str(self._landing.path.parent))
+    def slot_key(self, header: PushHeader) -> SlotKey:
+        return _slot_key(self._target, self._peer, header, str(self._target.path.parent))
 
-    def arriving(self, size: int | None, digest: str | None) -> AbstractAsyncContextManager[IncomingContent]:
-        return FileSink(self._landing.path).arriving(size, digest)
+    def open(self, size: int | None, digest: str | None) -> AbstractAsyncContextManager[IncomingContent]:
+        return FileSink(self._target.path).open(size, digest)
 
-    async def arrived(self, size: int, digest: str) -> None:
-        await self._landing.arrived(size, digest)
+    async def complete(self, size: int, digest: str) -> None:
+        await self._target.on_complete(size, digest)
 
 
-class _MemoryBerth:
+class _MemoryPushSink:
     name: Final = "a push into memory"
 
-    def __init__(self, landing: MemoryPushTarget, peer: PeerId, waiting: Waiting) -> None:
-        self._landing, self._peer, self._waiting = landing, peer, waiting
-        self._into = MemorySink()
-        self.max_bytes: Final = landing.max_bytes
+    def __init__(self, target: MemoryPushTarget, peer: PeerId, suspended: SuspendedBuffers) -> None:
+        self._target, self._peer, self._suspended = target, peer, suspended
+        self._sink = MemorySink()
+        self.max_bytes: Final = target.max_bytes
 
-    def place(self, header: PushHeader) -> Place:
-        return _place(self._landing, self._peer, header, "memory")
+    def slot_key(self, header: PushHeader) -> SlotKey:
+        return _slot_key(self._target, self._peer, header, "memory")
 
     @asynccontextmanager
-    async def arriving(self, size: int | None, digest: str | None) -> AsyncIterator[IncomingContent]:
+    async def open(self, size: int | None, digest: str | None) -> AsyncIterator[IncomingContent]:
         if digest is not None:
-            self._into.left = self._waiting.take(self._peer, digest)
+            self._sink.resume_from(self._suspended.take(self._peer, digest))
         try:
-            async with self._into.arriving(size, digest) as arriving:
-                yield arriving
+            async with self._sink.open(size, digest) as content:
+                yield content
         finally:
-            if self._into.left is not None:
-                self._waiting.keep(self._peer, self._into.left)
+            if (left := self._sink.take_suspended()) is not None:
+                self._suspended.keep(self._peer, left)
 
-    async def arrived(self, size: int, digest: str) -> None:
-        await self._landing.arrived(self._into.data, digest)
+    async def complete(self, size: int, digest: str) -> None:
+        await self._target.on_complete(self._sink.data, digest)
 
 
-def _place(landing: FilePushTarget | MemoryPushTarget, peer: PeerId, header: PushHeader, where: str) -> Place:
-    """The landing's slot, or where a repetition of this very push would land.
+def _slot_key(target: FilePushTarget | MemoryPushTarget, peer: PeerId, header: PushHeader, where: str) -> SlotKey:
+    """Return the target's slot, or a key that only a repetition of this push shares.
 
-    Equal content under another name is no repetition: empty files are all equal.
+    Equal content under another name is not a repetition: all empty files are equal.
     """
-    if landing.slot is not None:
-        return peer, landing.slot
+    if target.slot is not None:
+        return peer, target.slot
     what = (header.job_id, header.round, header.kind[:200], header.name[:200], header.digest)
     return peer, "\0".join((where, *map(str, what)))
 
 
-def berth_of(landing: FilePushTarget | MemoryPushTarget, peer: PeerId, waiting: Waiting) -> PushSink:
-    """The berth for one push of `peer`'s; in memory it goes on from what is `waiting` there."""
-    if isinstance(landing, FilePushTarget):
-        return _FileBerth(landing, peer)
-    return _MemoryBerth(landing, peer, waiting)
+def push_sink(target: FilePushTarget | MemoryPushTarget, peer: PeerId, suspended: SuspendedBuffers) -> PushSink:
+    """Return the sink of one push by `peer`; in memory it resumes a buffer from `suspended`."""
+    if isinstance(target, FilePushTarget):
+        return _FilePushSink(target, peer)
+    return _MemoryPushSink(target, peer, suspended)

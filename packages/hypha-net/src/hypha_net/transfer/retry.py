@@ -1,14 +1,14 @@
-"""How often a transfer that broke off is taken up again, when, and until when: the same for pushes and pulls."""
+"""Retries of interrupted transfers, the same for pushes and pulls: how often, after which pauses, until when."""
 
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
 import anyio
 
+from hypha_net.backoff import jittered
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import NetError, StreamDroppedError, TransferError, UnreachableError
 from hypha_net.transfer.framing import TransferInterruptedError
@@ -20,38 +20,38 @@ _log = logging.getLogger("hypha_net.transfer")
 T = TypeVar("T")
 
 PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Seconds before each further attempt, give or take a third."""
-DROPS: Final = 2
-"""Streams of one transfer that an old peer may drop unread: rust-libp2p does so with one that arrives before it has
-taken the one before."""
+"""Seconds before each further attempt; jitter is added."""
+MAX_DROPPED_STREAMS: Final = 2
+"""Streams of one transfer that a peer of the older protocol may drop unread: rust-libp2p drops a stream that arrives
+before it has accepted the previous one."""
 
 
-class Drops:
-    """How many more dropped streams are borne."""
+class DropAllowance:
+    """How many more streams of one transfer may be dropped unread."""
 
     def __init__(self) -> None:
-        self._left = DROPS
+        self._left = MAX_DROPPED_STREAMS
 
-    def bear(self, error: NetError, otherwise: NetError) -> NetError:
-        """What to raise for a stream that was dropped unread: once too often `otherwise`."""
+    def error_for(self, error: NetError, otherwise: NetError) -> NetError:
+        """Return what to raise for a stream dropped unread: an error that is retried, or `otherwise` after too many."""
         self._left -= 1
         return TransferInterruptedError(str(error)) if self._left >= 0 else otherwise
 
     async def open_stream(self, endpoint: Endpoint, peer: PeerId, protocols: Sequence[str]) -> Stream:
-        """As `Endpoint.open_stream`; a stream that is dropped while it is agreed on counts too."""
+        """Call `Endpoint.open_stream`; a stream dropped during protocol negotiation counts too."""
         try:
             return await endpoint.open_stream(peer, protocols)
         except StreamDroppedError as error:
-            raise self.bear(error, error) from error
+            raise self.error_for(error, error) from error
 
 
 async def retry_with_deadline(attempt: Callable[[], Awaitable[T]], what: str, progress: Progress, timeout: float) -> T:
-    """Await `attempt()`, again if it breaks off, for `timeout` seconds at most, and tell how that ends.
+    """Await `attempt()`, again if it is interrupted, for at most `timeout` seconds, and emit its outcome.
 
     Raises:
-        UnreachableError, TransferError: as `take_up_again`; `TransferError` too when the time is over.
+        UnreachableError, TransferError: as `retry`; also `TransferError` on timeout.
     """
-    with progress.told():
+    with progress.report_outcome():
         try:
             with anyio.fail_after(timeout):
                 return await retry(attempt, what)
@@ -60,25 +60,24 @@ async def retry_with_deadline(attempt: Callable[[], Awaitable[T]], what: str, pr
 
 
 async def retry(attempt: Callable[[], Awaitable[T]], what: str) -> T:
-    """Await `attempt()` until it does not break off, or has too often.
+    """Await `attempt()` until it is not interrupted, or all of `PAUSES` are used up.
 
     Raises:
-        UnreachableError: the peer could not be reached from the beginning; later that counts as broken off.
-        TransferError: the last attempt's, or one that another attempt would not mend.
+        UnreachableError: the peer could not be reached at the first attempt; later that counts as an interruption.
+        TransferError: the last attempt's, or one that another attempt would not cure.
     """
-    broken: TransferInterruptedError | None = None
-    for pause in (*PAUSES, None):
+    interruption: TransferInterruptedError | None = None
+    for failures in range(len(PAUSES) + 1):
         try:
             return await attempt()
         except TransferInterruptedError as error:
-            broken = error
+            interruption = error
         except UnreachableError as error:
-            if broken is None:
+            if interruption is None:
                 raise
-            broken = TransferInterruptedError(f"{what} broke off, and then: {error}")
-        if pause is None:
-            break
-        _log.info("%s; trying again in about %g s", broken, pause)
-        await anyio.sleep(pause * random.uniform(2 / 3, 4 / 3))
-    assert broken is not None
-    raise broken
+            interruption = TransferInterruptedError(f"{what} broke off, and then: {error}")
+        if failures < len(PAUSES):
+            _log.info("%s; trying again in about %g s", interruption, PAUSES[failures])
+            await anyio.sleep(jittered(PAUSES, failures))
+    assert interruption is not None
+    raise interruption

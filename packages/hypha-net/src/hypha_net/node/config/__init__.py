@@ -1,1 +1,1 @@
-"""Configuration of a daemon: layers, validation, error positions, template and dump."""
+"""Configuration of a daemon: models, sources, validation, error positions, template and dump."""

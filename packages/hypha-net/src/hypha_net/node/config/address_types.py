@@ -1,4 +1,7 @@
-"""Which multiaddrs may stand in a configuration. Checked here without the network engine, which is slow to import."""
+"""Validators for the multiaddrs in a configuration (https://github.com/multiformats/multiaddr).
+
+They do not use the network engine, which is slow to import. Called by `models`.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ _EXAMPLE = "write one such as /ip4/203.0.113.50/tcp/4001"
 
 
 def check_dial_address(text: str) -> str:
-    """Return `text` if it is a multiaddr that can be dialled: host, TCP port, and perhaps ``/p2p/<id>``.
+    """Return `text` if it is a multiaddr that can be dialled: host, TCP port, optionally ``/p2p/<id>``.
 
     ``/dnsaddr/<name>`` stands for the addresses in the name's TXT records, and needs no port.
 
     Raises:
-        ValueError: it is not; the message says where it goes wrong.
+        ValueError: it is not; the message says which part is wrong.
     """
     rest = _after_host(text, names=True)
     if rest and rest[0] == "p2p":
@@ -62,7 +65,7 @@ def check_listen_address(text: str) -> str:
 
 
 def _after_host(text: str, *, names: bool) -> list[str]:
-    """The parts that follow host and TCP port."""
+    """Return the parts that follow host and TCP port."""
     parts = text.split("/")
     if names and parts[:2] == ["", _DNSADDR] and len(parts) > 2 and parts[3:4] != ["tcp"]:
         _check_name(text, parts[2])
@@ -72,7 +75,7 @@ def _after_host(text: str, *, names: bool) -> list[str]:
     kind, host, transport, port = parts[1:5]
     _check_host(text, kind, host, names=names)
     if transport != "tcp":
-        raise ValueError(f"{text!r}: transport {transport!r} is not spoken, only tcp; {_EXAMPLE}")
+        raise ValueError(f"{text!r}: transport {transport!r} is not supported, only tcp; {_EXAMPLE}")
     if not (port.isascii() and port.isdigit() and len(port) <= len("65535") and int(port) < 65536):
         raise ValueError(f"{text!r}: {port!r} is not a TCP port (0 to 65535)")
     return parts[5:]
@@ -84,9 +87,9 @@ def _check_host(text: str, kind: str, host: str, *, names: bool) -> None:
         return
     if kind not in ("ip4", "ip6"):
         allowed = "ip4, ip6, dns, dns4, dns6 or dnsaddr" if names else "ip4 or ip6"
-        raise ValueError(f"{text!r} starts with {kind!r} where {allowed} must stand; {_EXAMPLE}")
+        raise ValueError(f"{text!r} starts with {kind!r} instead of {allowed}; {_EXAMPLE}")
     try:
-        IPv4Address(host) if kind == "ip4" else IPv6Address(host.replace("%", "/"))  # a zone is no part of a multiaddr
+        IPv4Address(host) if kind == "ip4" else IPv6Address(host.replace("%", "/"))  # a multiaddr has no zone
     except ValueError:
         raise ValueError(f"{text!r}: {host!r} is not an {kind} address") from None
 

@@ -1,4 +1,7 @@
-"""What a configuration has become, key by key with the origin of each value; secrets stay hidden."""
+"""Dump of a merged configuration, key by key with the origin of each value; secrets are masked.
+
+Called by ``config show`` in `node.cli`.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from hypha_net.node.config.loader import DEFAULT, Loaded
-from hypha_net.node.config.models import NodeConfig, masked
+from hypha_net.node.config.models import NodeConfig, mask_secrets
 from hypha_net.node.config.template import key_text, to_toml
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One value and where it comes from."""
+    """One value and its origin."""
 
     key: str
     value: Any
     origin: str
     written: str
-    """The key as TOML has it: a part with a dot in quotes."""
+    """The key in TOML syntax: a part with a dot is quoted."""
 
     def __str__(self) -> str:
         if self.value is None:
@@ -28,8 +31,8 @@ class Row:
 
 
 def rows(loaded: Loaded[NodeConfig]) -> list[Row]:
-    """Every key of a configuration, in the model's order."""
-    data = masked(loaded.config.model_dump(mode="json", by_alias=True))
+    """Return every key of a configuration, in the model's order."""
+    data = mask_secrets(loaded.config.model_dump(mode="json", by_alias=True))
     return [Row(key, value, _origin(loaded, key), written) for key, written, value in _flat(data, "", "")]
 
 
@@ -46,7 +49,7 @@ def _flat(value: Any, at: str, written: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def _origin(loaded: Loaded[NodeConfig], key: str) -> str:
-    """The origin of the key, of a part of it (a masked table), or of what holds it."""
+    """Return the origin of the key, of a key inside it (for a masked table), or of the table that contains it."""
     for known, origin in loaded.origins.items():
         if known == key or known.startswith((f"{key}.", f"{key}[")) or key.startswith((f"{known}.", f"{known}[")):
             return origin

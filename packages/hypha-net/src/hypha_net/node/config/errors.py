@@ -1,4 +1,7 @@
-"""What is wrong with a configuration, all of it, in words that lead to the line and to the remedy."""
+"""Configuration errors: every problem with its position, reason and remedy.
+
+`validation_problems` translates pydantic's errors. Called by `sources` and `loader`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from hypha_net.node.config.introspection import described, dotted, field_at
-from hypha_net.node.config.models import masked
+from hypha_net.node.config.introspection import description_of, dotted, field_at
+from hypha_net.node.config.models import mask_secrets
 from hypha_net.node.config.toml_positions import Key
 
 _ABSENT: Final = object()
@@ -19,13 +22,13 @@ _VALUE_LIMIT: Final = 80
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong."""
+    """One problem in a configuration."""
 
     where: str
-    """``file:line``, the name of a variable, or a flag; empty for what stands nowhere."""
+    """``file:line``, the name of a variable, or a flag; empty if it has no position."""
     key: str = ""
     value: object = _ABSENT
-    """The value as it may be shown: secrets are masked already."""
+    """The value as it may be shown, with secrets masked."""
     reason: str = ""
     remedy: str = ""
 
@@ -39,10 +42,10 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used; its text lists every problem.
+    """Invalid configuration; its text lists every problem.
 
     Attributes:
-        problems: the same, one by one.
+        problems: the same problems, as values.
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -53,7 +56,7 @@ class ConfigError(Exception):
 def validation_problems(
     model: type[BaseModel], error: ValidationError, data: dict[str, Any], where: Callable[[Key], str | None]
 ) -> list[Problem]:
-    """One problem a key of what pydantic found; the branches of a union are told together."""
+    """Return one problem per key for a validation error of pydantic; branches of a union are combined."""
     found: dict[str, list[tuple[Key, ErrorDetails]]] = {}
     for details in error.errors(include_url=False):
         key = _present(model, details["loc"], data) if details["type"] != "missing" else tuple(details["loc"])
@@ -69,13 +72,13 @@ def _problem(
 ) -> Problem:
     key = entries[0][0]
     name = dotted(key)
-    about = described(model, key)
+    about = description_of(model, key)
     if entries[0][1]["type"] == "missing":
         variable = "HYPHA_" + "__".join(str(part).upper() for part in key)
         origin = (where(key[:-1]) if key[:-1] else None) or ""
         remedy = f"set {name} in the file, or {variable}" + (f". {about}" if about else "")
         return Problem(origin, name, reason="is missing", remedy=remedy)
-    # of a union's branches, one that wants a whole table says nothing to a person who wrote a plain value
+    # leave out union branches that expect a table: they do not help a person who wrote a plain value
     plain = [details for _, details in entries if details["type"] != "model_type"]
     reasons = list(dict.fromkeys(map(_reason, plain or [details for _, details in entries])))
     value = _shown(data, key) if key and where(key) else _ABSENT
@@ -88,7 +91,7 @@ def _reason(details: ErrorDetails) -> str:
 
 
 def _present(model: type[BaseModel], location: Sequence[str | int], data: Any) -> Key:
-    """As much of pydantic's location as leads through the data, or to a field: it also names branches of unions."""
+    """Return the part of pydantic's location that exists in the data or model: it also contains branches of unions."""
     key: Key = ()
     for part in location:
         data = _inside(data, part)
@@ -107,4 +110,4 @@ def _inside(data: Any, part: str | int) -> Any:
 def _shown(data: Any, key: Key) -> object:
     for part in key:
         data = _inside(data, part)
-    return _ABSENT if isinstance(data, dict) else masked(data, dotted(key))
+    return _ABSENT if isinstance(data, dict) else mask_secrets(data, dotted(key))

@@ -1,4 +1,7 @@
-"""Questions about a configuration model: which keys it knows where, of which kind, with which default and words."""
+"""Introspection of configuration models: keys, types, defaults and descriptions by position.
+
+Called by `sources`, `errors`, `template` and `loader`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from hypha_net.node.config.toml_positions import Key
 
 
 def dotted(key: Key, *, indices: bool = True) -> str:
-    """A key as text: ``executors[0].name``, or ``executors.name`` without indices."""
+    """Return a key as text: ``executors[0].name``, or ``executors.name`` without indices."""
     text = ""
     for part in key:
         if isinstance(part, int):
@@ -26,81 +29,83 @@ def dotted(key: Key, *, indices: bool = True) -> str:
 
 
 def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """A model's fields under the names that a file uses."""
+    """Return a model's fields by the names that a file uses."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
-def kinds(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation admits, unions and `Annotated` taken apart."""
+def union_members(annotation: Any) -> Iterator[Any]:
+    """Yield the types that an annotation accepts, with unions and `Annotated` unwrapped."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        yield from kinds(get_args(annotation)[0])
+        yield from union_members(get_args(annotation)[0])
     elif origin in (Union, types.UnionType):
         for part in get_args(annotation):
-            yield from kinds(part)
+            yield from union_members(part)
     else:
         yield annotation
 
 
-def tables(annotation: Any) -> list[type[BaseModel]]:
-    """The models that a value of this annotation may be filled into."""
-    return [kind for kind in kinds(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+def table_types(annotation: Any) -> list[type[BaseModel]]:
+    """Return the models that a value of this annotation may be validated by."""
+    return [kind for kind in union_members(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
-def items(annotation: Any) -> list[Any]:
-    """The annotations of elements, where a value of this annotation may be a list."""
-    return [get_args(kind)[0] for kind in kinds(annotation) if get_origin(kind) in (list, tuple) and get_args(kind)]
+def item_types(annotation: Any) -> list[Any]:
+    """Return the element annotations of the lists that a value of this annotation may be."""
+    return [
+        get_args(kind)[0] for kind in union_members(annotation) if get_origin(kind) in (list, tuple) and get_args(kind)
+    ]
 
 
-def is_free(annotation: Any) -> bool:
-    """Whether it may be a table with keys of the operator's choice."""
-    return any(kind is dict or get_origin(kind) in (dict, Mapping) for kind in kinds(annotation))
+def allows_any_key(annotation: Any) -> bool:
+    """Return whether a value may be a table with arbitrary keys."""
+    return any(kind is dict or get_origin(kind) in (dict, Mapping) for kind in union_members(annotation))
 
 
 def accepts(annotation: Any, kind: type) -> bool:
-    """Whether a value may be of `kind` itself."""
-    return any(part is kind for part in kinds(annotation))
+    """Return whether a value may be of exactly the type `kind`."""
+    return any(part is kind for part in union_members(annotation))
 
 
 def annotation_at(model: type[BaseModel], key: Key) -> Any:
-    """The annotation of what stands at `key`; None if the model knows no such key."""
+    """Return the annotation of the value at `key`; None if the model has no such key."""
     found: Any = model
     for part in key:
         if isinstance(part, int):
-            found = next(iter(items(found)), None)
+            found = next(iter(item_types(found)), None)
         else:
-            found = next((f[part].annotation for t in tables(found) if part in (f := fields_by_key(t))), None)
+            found = next((f[part].annotation for t in table_types(found) if part in (f := fields_by_key(t))), None)
         if found is None:
             return None
     return found
 
 
 def field_at(model: type[BaseModel], key: Key) -> FieldInfo | None:
-    """The field that the last name of `key` means."""
+    """Return the field that the last name of `key` refers to."""
     while key and isinstance(key[-1], int):
         key = key[:-1]
     if not key:
         return None
     holder = annotation_at(model, key[:-1])
-    return next((f[key[-1]] for t in tables(holder) if key[-1] in (f := fields_by_key(t))), None)
+    return next((f[key[-1]] for t in table_types(holder) if key[-1] in (f := fields_by_key(t))), None)
 
 
 def default_at(model: type[BaseModel], key: Key) -> Any:
-    """The default of a key, None where there is none."""
+    """Return the default of a key, or None."""
     info = field_at(model, key)
     return (
         None if info is None or info.is_required() else info.get_default(call_default_factory=True, validated_data={})
     )
 
 
-def described(model: type[BaseModel], key: Key) -> str:
-    """The description of a key, or an empty text."""
+def description_of(model: type[BaseModel], key: Key) -> str:
+    """Return the description of a key, or an empty string."""
     info = field_at(model, key)
     return (info.description or "") if info is not None else ""
 
 
-def nearest(name: str, model: type[BaseModel], here: list[str]) -> str:
-    """What an unknown key may have meant, as words: a known key here, or the table that it belongs under."""
+def suggest_key(name: str, model: type[BaseModel], here: list[str]) -> str:
+    """Return a hint for an unknown key: a similar key here or in another table, or the list of known keys."""
     if close := difflib.get_close_matches(name, here, n=1, cutoff=0.6):
         return f"did you mean {close[0]}?"
     paths = list(_paths(model))
@@ -117,20 +122,24 @@ def _paths(model: type[BaseModel], at: Key = (), seen: tuple[type[BaseModel], ..
     for name, info in fields_by_key(model).items():
         key = (*at, name)
         yield key
-        inner = tables(info.annotation) + [table for item in items(info.annotation) for table in tables(item)]
+        inner = table_types(info.annotation) + [
+            table for item in item_types(info.annotation) for table in table_types(item)
+        ]
         for table in inner:
             if table not in seen:
                 yield from _paths(table, key, (*seen, model))
 
 
 def with_absolute_paths(value: Any, annotation: Any, base: Path) -> Any:
-    """`value` with every relative path in it, as the annotation has them, made absolute from `base`."""
+    """Return `value` with every relative path in it (by annotation) resolved against `base`."""
     if isinstance(value, str) and accepts(annotation, Path):
         return str(base / Path(value).expanduser()) if value else value
     if isinstance(value, list):
-        inner = next(iter(items(annotation)), None)
+        inner = next(iter(item_types(annotation)), None)
         return [with_absolute_paths(part, inner, base) for part in value]
     if isinstance(value, dict):
-        known = {name: info.annotation for table in tables(annotation) for name, info in fields_by_key(table).items()}
+        known = {
+            name: info.annotation for table in table_types(annotation) for name, info in fields_by_key(table).items()
+        }
         return {name: with_absolute_paths(part, known.get(name), base) for name, part in value.items()}
     return value

@@ -1,7 +1,7 @@
-"""Fills a program's model from its layers: flags over ``OTEL_*`` over ``HYPHA_*`` over TOML over defaults.
+"""Loader of a program's configuration: flags override ``OTEL_*``, then ``HYPHA_*``, TOML and defaults.
 
-Every layer becomes a tree of plain values and a note of where each came from; the trees are merged and pydantic
-validates the result. All that is wrong, in whichever layer, is reported at once by one `ConfigError`.
+Each source becomes a tree of plain values with the origin of each (`sources`); the trees are merged and pydantic
+validates the result. All problems, in whichever source, are reported at once by one `ConfigError`. Called by `cli`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from hypha_net.node.config.errors import ConfigError, Problem, validation_problems
 from hypha_net.node.config.introspection import default_at, dotted
-from hypha_net.node.config.models import NodeConfig, masked
+from hypha_net.node.config.models import NodeConfig, mask_secrets
 from hypha_net.node.config.sources import Layer, read_environment, read_flags, read_open_telemetry, read_toml_layer
 from hypha_net.node.config.toml_positions import Document, Key, TomlError, read_toml
 
@@ -29,27 +29,27 @@ DEFAULT: Final = "default"
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[C]):
-    """A configuration that holds, and how it came about."""
+    """Valid configuration, with the origin of its values."""
 
     config: C
     warnings: tuple[str, ...]
-    """What was accepted but should be known, one sentence each, with file and line where there is one."""
+    """What was accepted but deserves attention, one sentence each, with file and line if known."""
     origins: Mapping[str, str]
-    """Dotted key → where its value stands (``worker.toml:12``, ``HYPHA_WORK_DIR``); keys left at default are absent."""
+    """Dotted key → origin of its value (``worker.toml:12``, ``HYPHA_WORK_DIR``); keys at their default are absent."""
 
 
 def load_config(model: type[C], file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> Loaded[C]:
-    """Merge the layers and validate the result.
+    """Merge all sources and validate the result.
 
     Args:
         model: the program's configuration.
-        file: its TOML file, if there is one. Relative paths in it are relative to its folder; all others to the
+        file: its TOML file, if any. Relative paths in it are relative to its folder; all other relative paths to the
             working directory.
         env: the environment, from which ``HYPHA_*`` and ``OTEL_*`` are taken.
-        flags: dotted keys and their values, text as from a command line or typed.
+        flags: dotted keys and their values, as text from a command line or typed.
 
     Raises:
-        ConfigError: something is wrong; it lists every problem.
+        ConfigError: the configuration is invalid; the error lists every problem.
     """
     document = _document(file)
     layers = [
@@ -62,7 +62,7 @@ def load_config(model: type[C], file: Path | None, env: Mapping[str, str], flags
     for layer in layers:
         merged.add(layer)
     problems = [problem for layer in layers for problem in layer.problems]
-    problems += _not_yet(model, merged)
+    problems += _unsupported_key_problems(model, merged)
     config: C | None = None
     try:
         config = model.model_validate(merged.data)
@@ -72,7 +72,9 @@ def load_config(model: type[C], file: Path | None, env: Mapping[str, str], flags
     if problems or config is None:
         raise ConfigError(problems)
     warnings = [warning for layer in layers for warning in layer.warnings]
-    return Loaded(config, (*warnings, *config.notices()), {dotted(key): at for key, at in merged.origins.items()})
+    return Loaded(
+        config, (*warnings, *config.config_warnings()), {dotted(key): at for key, at in merged.origins.items()}
+    )
 
 
 def _document(file: Path | None) -> Document:
@@ -90,7 +92,7 @@ def _document(file: Path | None) -> Document:
 
 @dataclass(slots=True)
 class _Merged:
-    """Layers on top of each other, lowest first."""
+    """Merge of the layers, added in order of increasing precedence."""
 
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[Key, str] = field(default_factory=dict)
@@ -106,20 +108,20 @@ class _Merged:
                 continue
             self.origins = {known: origin for known, origin in self.origins.items() if known[: len(key)] != key}
             below[name] = _copied(value)
-            self._note(value, layer, key)
+            self._record_origins(value, layer, key)
 
-    def _note(self, value: Any, layer: Layer, key: Key) -> None:
+    def _record_origins(self, value: Any, layer: Layer, key: Key) -> None:
         if isinstance(value, dict) and value:
             for name, part in value.items():
-                self._note(part, layer, (*key, name))
+                self._record_origins(part, layer, (*key, name))
         elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
             for index, part in enumerate(value):
-                self._note(part, layer, (*key, index))
+                self._record_origins(part, layer, (*key, index))
         else:
             self.origins[key] = layer.where(key)
 
     def where(self, key: Key) -> str | None:
-        """Where the value at `key` comes from, or one inside or around it; None if no layer says anything of it."""
+        """Return the origin of the value at `key`, or of one inside or around it; None if no layer sets it."""
         for end in range(len(key), 0, -1):
             for known, origin in self.origins.items():
                 if known[:end] == key[:end]:
@@ -128,20 +130,22 @@ class _Merged:
 
 
 def _copied(value: Any) -> Any:
-    """The containers anew: a layer is merged into, never changed."""
+    """Return a copy of the containers, since other layers are merged into them."""
     if isinstance(value, dict):
         return {name: _copied(part) for name, part in value.items()}
     return [_copied(part) for part in value] if isinstance(value, list) else value
 
 
-def _not_yet(model: type[NodeConfig], merged: _Merged) -> list[Problem]:
+def _unsupported_key_problems(model: type[NodeConfig], merged: _Merged) -> list[Problem]:
     problems = []
     for key, origin in merged.origins.items():
         name = dotted(key, indices=False)
-        reason = next((text for known, text in model.not_yet.items() if f"{name}.".startswith(f"{known}.")), None)
+        reason = next(
+            (text for known, text in model.unsupported_keys.items() if f"{name}.".startswith(f"{known}.")), None
+        )
         value = _value_at(merged.data, key)
         if reason is not None and value != default_at(model, key):
-            shown = masked(value, dotted(key))
+            shown = mask_secrets(value, dotted(key))
             problems.append(Problem(origin, dotted(key), shown, f"not yet: {reason}", "leave it out for now"))
     return problems
 

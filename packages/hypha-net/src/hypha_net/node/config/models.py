@@ -1,7 +1,7 @@
-"""What every daemon can be told, as a pydantic model that each program extends with its own keys.
+"""Pydantic model of the configuration that all daemons share; each program extends it with its own keys.
 
-`config_load` fills these models from flags, environment and TOML and reports every error at once; `config_init` turns
-their field descriptions into the commented file that ``init`` writes. So a description here is the documentation.
+`loader` fills these models from flags, environment and TOML and reports every error at once; `template` turns the field
+descriptions into the commented file that ``init`` writes. So a description here is user documentation.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from hypha_net.bandwidth import MIN_RATE
 from hypha_net.node.config.address_types import check_dial_address, check_listen_address
 
-NOT_YET: Final[Mapping[str, str]] = {}
-"""Keys that are known and validated but whose feature is still to come: setting one is refused with these words.
+UNSUPPORTED_KEYS: Final[Mapping[str, str]] = {}
+"""Keys that are validated but not implemented yet, with the reason; setting one is an error.
 
-Each entry goes when its feature comes. A program adds its own through `NodeConfig.not_yet`.
+A program adds its own through `NodeConfig.unsupported_keys`.
 """
 
 RESERVED_NETWORKS: Final = (
@@ -58,7 +58,7 @@ def _network(text: str) -> str:
 
 
 def _pairs(value: object) -> object:
-    """``"k=v,k2=v2"`` as a table; tables pass. The text may be a secret, so errors do not repeat it."""
+    """Parse ``"k=v,k2=v2"`` into a table; pass tables through. The text may be a secret, so errors do not repeat it."""
     if not isinstance(value, str):
         return value
     pairs = [part.partition("=") for part in value.split(",") if part.strip()]
@@ -77,11 +77,11 @@ WEB_URL_WANTED: Final = "must be a URL that starts with http:// or https:// and 
 
 
 def is_web_url(text: str) -> bool:
-    """Whether text is a URL whose scheme, host and port can be used."""
+    """Return whether text is an HTTP or HTTPS URL with a host and a valid port."""
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not match, a port that is none
+    except ValueError:  # unbalanced brackets, invalid port
         return False
 
 
@@ -107,7 +107,7 @@ Sampler = Literal[
 
 
 class Section(BaseModel):
-    """A table of a configuration file: unknown keys are errors. Programs derive their tables from it."""
+    """Base class of the tables of a configuration file; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
@@ -119,19 +119,27 @@ class Limits(Section):
     """``[limits]``."""
 
     max_connections: int = Field(default=1024, ge=1, description="Connections to peers, in and out, at the same time.")
-    upload_rate: Rate = Field(default=None, description="Bytes a second that files may take to all peers together.")
-    download_rate: Rate = Field(default=None, description="Bytes a second that files may take from all peers together.")
-    peer_upload_rate: Rate = Field(default=None, description="Bytes a second that files may take to any one peer.")
-    peer_download_rate: Rate = Field(default=None, description="Bytes a second that files may take from any one peer.")
+    upload_rate: Rate = Field(
+        default=None, description="Upload limit of files in bytes per second, for all peers together."
+    )
+    download_rate: Rate = Field(
+        default=None, description="Download limit of files in bytes per second, for all peers together."
+    )
+    peer_upload_rate: Rate = Field(
+        default=None, description="Upload limit of files in bytes per second, for each peer."
+    )
+    peer_download_rate: Rate = Field(
+        default=None, description="Download limit of files in bytes per second, for each peer."
+    )
 
 
 class NodeConfig(Section):
-    """The keys of every daemon."""
+    """Configuration keys of every daemon."""
 
     needs_gateway: ClassVar[bool] = True
-    """Whether at least one gateway address must be given; a gateway itself says no."""
-    not_yet: ClassVar[Mapping[str, str]] = NOT_YET
-    """Dotted keys of this program that are refused, with the reason; list indices are left out of a key."""
+    """Whether at least one gateway address must be given; a gateway overrides it."""
+    unsupported_keys: ClassVar[Mapping[str, str]] = UNSUPPORTED_KEYS
+    """Dotted keys of this program that are not implemented, with the reason; without list indices."""
 
     cert_pem: Path = Field(description="This node's certificate, followed by the intermediate CAs (PEM).")
     key_pem: Path = Field(description="The certificate's Ed25519 private key (PKCS#8 PEM).")
@@ -143,7 +151,7 @@ class NodeConfig(Section):
         default=["/ip4/0.0.0.0/tcp/0"], description="Multiaddrs to listen on; port 0 takes any free port."
     )
     external_addresses: list[DialAddress] = Field(
-        default=[], description="Multiaddrs at which others reach this node, when they differ from where it listens."
+        default=[], description="Multiaddrs at which others reach this node, if they differ from those it listens on."
     )
     gateway_addresses: list[DialAddress] = Field(
         default=[],
@@ -157,12 +165,12 @@ class NodeConfig(Section):
         "in a local network write exclude_cidr = [].",
     )
     relay_circuit: bool = Field(
-        default=True, description="Be reachable through a gateway's relay when nobody can dial this node directly."
+        default=True, description="Be reachable through a gateway's relay when this node cannot be dialled directly."
     )
     require_roles: bool = Field(
         default=False,
-        description="Take what only a scheduler, worker or data node may send from peers whose certificate names that "
-        "role, and not from peers without a role. Another role is refused in either case.",
+        description="Accept what only a scheduler, worker or data node may send only from peers whose certificate "
+        "names that role, not from peers without a role. Peers with another role are refused in either case.",
     )
     telemetry_endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(
         default=None,
@@ -172,7 +180,7 @@ class NodeConfig(Section):
         default={}, description='Headers for the collector, as a table or as "key=value,key2=value2". Kept secret.'
     )
     telemetry_protocol: Literal["http/protobuf", "grpc"] = Field(
-        default="http/protobuf", description="How the collector is spoken to: http/protobuf or grpc."
+        default="http/protobuf", description="OTLP protocol of the collector: http/protobuf or grpc."
     )
     telemetry_sampler: Sampler = Field(
         default="parentbased_always_on", description=f"Which traces are recorded: {', '.join(get_args(Sampler))}."
@@ -183,7 +191,7 @@ class NodeConfig(Section):
     telemetry_attributes: Pairs = Field(
         default={}, description='Attributes of everything exported, as a table or as "key=value,key2=value2".'
     )
-    limits: Limits = Field(default=Limits(), description="Bounds on what this node uses of its network.")
+    limits: Limits = Field(default=Limits(), description="Limits of this node's network use.")
 
     @field_validator("gateway_addresses")
     @classmethod
@@ -192,22 +200,22 @@ class NodeConfig(Section):
             raise ValueError("names no gateway: give the multiaddr of at least one")
         return value
 
-    def notices(self) -> list[str]:
-        """What is accepted but has no effect yet, in words for the log; programs extend it."""
+    def config_warnings(self) -> list[str]:
+        """Return warnings about accepted values, for the log; programs extend it."""
         return []
 
 
 def is_secret(key: str) -> bool:
-    """Whether the value at a dotted key must not be shown."""
+    """Return whether the value at a dotted key must not be shown."""
     return bool(_SECRET.search(key.lower()))
 
 
-def masked(value: Any, key: str = "") -> Any:
-    """A configuration value with every secret in it replaced by ``***``; `key` is where it stands."""
+def mask_secrets(value: Any, key: str = "") -> Any:
+    """Return a configuration value with every secret replaced by ``***``; `key` is its dotted key."""
     if key and is_secret(key):
-        return value if value is None or value == {} else "***"  # nothing is set, and that is no secret
+        return value if value is None or value == {} else "***"  # an unset value is not a secret
     if isinstance(value, Mapping):
-        return {name: masked(part, f"{key}.{name}" if key else str(name)) for name, part in value.items()}
+        return {name: mask_secrets(part, f"{key}.{name}" if key else str(name)) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [masked(part, key) for part in value]
+        return [mask_secrets(part, key) for part in value]
     return _USER.sub("***", value) if isinstance(value, str) else value

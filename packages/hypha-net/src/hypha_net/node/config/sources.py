@@ -1,7 +1,7 @@
-"""The layers of a configuration: TOML, ``HYPHA_*``, ``OTEL_*`` and flags, each as a tree of plain values.
+"""Sources of a configuration: TOML, ``HYPHA_*``, ``OTEL_*`` and flags, each read into a `Layer` of plain values.
 
-What a layer alone can tell is settled here: keys that stand under the wrong table header, unknown keys, relative paths,
-and text that must become a list or a table. Types are pydantic's business, after the merge in `config_load`.
+A source resolves what needs no other source: top-level keys written below a table header, unknown keys, relative paths,
+and text that must become a list or a table. Pydantic checks types after `loader` has merged the layers.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pydantic import BaseModel
 from hypha_net.node.config.errors import Problem
 from hypha_net.node.config.introspection import (
     accepts,
+    allows_any_key,
     annotation_at,
     dotted,
     fields_by_key,
-    is_free,
-    items,
-    nearest,
-    tables,
+    item_types,
+    suggest_key,
+    table_types,
     with_absolute_paths,
 )
 from hypha_net.node.config.models import NodeConfig, is_secret
+from hypha_net.node.config.otlp_variables import invalid_variables
 from hypha_net.node.config.toml_positions import Document, Key
-from hypha_net.node.telemetry.otlp_config import wrong_variables
 
 PREFIX: Final = "HYPHA_"
 
@@ -45,32 +45,32 @@ _OPEN_TELEMETRY: Final = {
 
 @dataclass(slots=True)
 class Layer:
-    """One source of values."""
+    """Values of one source, with the origin of each."""
 
     where: Callable[[Key], str]
-    """Where the value at a key stands, for people."""
+    """Describes the origin of the value at a key."""
     data: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
 def read_toml_layer(model: type[NodeConfig], document: Document) -> Layer:
-    """The values of a TOML document; keys that slipped under a table header are brought back to the top."""
+    """Read the values of a TOML document; top-level keys written below a table header are moved to the top."""
     hoisted: dict[str, Key] = {}
 
     def where(key: Key) -> str:
         return document.where((*hoisted[str(key[0])], *key[1:]) if key and key[0] in hoisted else key)
 
     layer = Layer(where)
-    _Toml(model, document, layer, hoisted).read()
+    _TomlReader(model, document, layer, hoisted).read()
     layer.data = with_absolute_paths(layer.data, model, document.path.absolute().parent)
     _split_pairs(layer.data)
     return layer
 
 
 @dataclass(slots=True)
-class _Toml:
-    """The walk through a document beside its model."""
+class _TomlReader:
+    """Walks a document and its model in parallel."""
 
     model: type[NodeConfig]
     document: Document
@@ -94,16 +94,16 @@ class _Toml:
             elif at and name in fields_by_key(self.model):
                 self._hoist(name, value, at, lifted)
             else:
-                remedy = nearest(name, self.model, list(known))
+                remedy = suggest_key(name, self.model, list(known))
                 self._problem((*at, name), f"is not a key{f' of [{dotted(at)}]' if at else ''}", remedy)
         return kept
 
     def _value(self, value: Any, annotations: list[Any], at: Key, lifted: dict[str, Any]) -> Any:
-        if isinstance(value, dict) and not any(map(is_free, annotations)):
-            models = [table for annotation in annotations for table in tables(annotation)]
+        if isinstance(value, dict) and not any(map(allows_any_key, annotations)):
+            models = [table for annotation in annotations for table in table_types(annotation)]
             return self._table(value, models, at, lifted) if models else value
         if isinstance(value, list):
-            inner = [item for annotation in annotations for item in items(annotation)]
+            inner = [item for annotation in annotations for item in item_types(annotation)]
             return (
                 [self._value(part, inner, (*at, index), lifted) for index, part in enumerate(value)] if inner else value
             )
@@ -112,7 +112,7 @@ class _Toml:
     def _hoist(self, name: str, value: Any, at: Key, lifted: dict[str, Any]) -> None:
         if name in self.document.data or name in lifted:
             other = self.document.where(self.hoisted.get(name, (name,)))
-            self._problem((*at, name), f"stands here and at {other}", "keep one, above the first [table]")
+            self._problem((*at, name), f"is set here and at {other}", "keep one, above the first [table]")
             return
         self.hoisted[name] = (*at, name)
         lifted[name] = self._value(value, [fields_by_key(self.model)[name].annotation], (*at, name), lifted)
@@ -126,35 +126,38 @@ class _Toml:
 
 
 def read_environment(model: type[NodeConfig], env: Mapping[str, str]) -> Layer:
-    """``HYPHA_*``: two underscores lead into a table. An unknown variable is a warning: it may be another program's."""
+    """Read ``HYPHA_*``; two underscores enter a table. An unknown variable, perhaps another program's, is a warning."""
     names: dict[Key, str] = {}
     layer = Layer(lambda key: _origin(names, key))
     for name in sorted(env):
         if not name.startswith(PREFIX):
             continue
         key = tuple(name.removeprefix(PREFIX).lower().split("__"))
-        if _knows(model, key):
+        if _has_key(model, key):
             names[key] = name
             _set(model, layer, key, env[name], name)
         else:
-            layer.warnings.append(f"{name} is not a key of this program: {_guess(model, key)}")
-    return _finished(model, layer)
+            layer.warnings.append(f"{name} is not a key of this program: {_suggest(model, key)}")
+    return _finish(model, layer)
 
 
 def read_flags(model: type[NodeConfig], flags: Mapping[str, object]) -> Layer:
-    """Dotted keys as a command line gives them."""
+    """Read dotted keys from the command line."""
     layer = Layer(lambda key: f"--set {dotted(key)}")
     for name, value in flags.items():
         key = tuple(name.split("."))
-        if _knows(model, key):
+        if _has_key(model, key):
             _set(model, layer, key, value, f"--set {name}")
         else:
-            layer.problems.append(Problem(f"--set {name}", reason="is not a key", remedy=_guess(model, key)))
-    return _finished(model, layer)
+            layer.problems.append(Problem(f"--set {name}", reason="is not a key", remedy=_suggest(model, key)))
+    return _finish(model, layer)
 
 
 def read_open_telemetry(env: Mapping[str, str]) -> Layer:
-    """The standard ``OTEL_*`` variables that have a key of ours; an empty one counts as not set."""
+    """Read the standard ``OTEL_*`` variables that correspond to a key; an empty one counts as not set.
+
+    See https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/.
+    """
     names: dict[Key, str] = {}
     layer = Layer(lambda key: _origin(names, key))
     for name, key in _OPEN_TELEMETRY.items():
@@ -169,7 +172,7 @@ def read_open_telemetry(env: Mapping[str, str]) -> Layer:
         if isinstance(layer.data.setdefault("telemetry_attributes", {}), dict):
             layer.data["telemetry_attributes"]["service.name"] = service
         names[("telemetry_attributes", "service.name")] = "OTEL_SERVICE_NAME"
-    layer.problems += [Problem(name, reason=reason, remedy=remedy) for name, reason, remedy in wrong_variables(env)]
+    layer.problems += [Problem(name, reason=reason, remedy=remedy) for name, reason, remedy in invalid_variables(env)]
     return layer
 
 
@@ -177,22 +180,24 @@ def _origin(names: Mapping[Key, str], key: Key) -> str:
     return next((names[key[:end]] for end in range(len(key), 0, -1) if key[:end] in names), dotted(key))
 
 
-def _knows(model: type[NodeConfig], key: Key) -> bool:
-    """Whether a key, or the free table that it is in, is known."""
+def _has_key(model: type[NodeConfig], key: Key) -> bool:
+    """Return whether the model has this key, or a table with arbitrary keys that contains it."""
     if annotation_at(model, key) is not None:
         return True
-    return any((found := annotation_at(model, key[:end])) is not None and is_free(found) for end in range(1, len(key)))
+    return any(
+        (found := annotation_at(model, key[:end])) is not None and allows_any_key(found) for end in range(1, len(key))
+    )
 
 
-def _guess(model: type[NodeConfig], key: Key) -> str:
+def _suggest(model: type[NodeConfig], key: Key) -> str:
     holder = annotation_at(model, key[:-1])
-    here = [name for table in tables(holder) for name in fields_by_key(table)] or list(fields_by_key(model))
-    return nearest(str(key[-1]), model, here)
+    here = [name for table in table_types(holder) for name in fields_by_key(table)] or list(fields_by_key(model))
+    return suggest_key(str(key[-1]), model, here)
 
 
 def _set(model: type[NodeConfig], layer: Layer, key: Key, value: object, origin: str) -> None:
     try:
-        parsed = _parsed(value, annotation_at(model, key)) if isinstance(value, str) else value
+        parsed = _parse(value, annotation_at(model, key)) if isinstance(value, str) else value
     except ValueError as error:
         shown = "***" if is_secret(dotted(key)) else value
         layer.problems.append(Problem(origin, dotted(key), shown, f"cannot be read: {error}", "write JSON or TOML"))
@@ -203,29 +208,29 @@ def _set(model: type[NodeConfig], layer: Layer, key: Key, value: object, origin:
     table[str(key[-1])] = parsed
 
 
-def _parsed(text: str, annotation: Any) -> Any:
-    """Text as a list or table where one is wanted; everything else stays text, which pydantic converts."""
-    structured = bool(items(annotation) or tables(annotation) or is_free(annotation))
+def _parse(text: str, annotation: Any) -> Any:
+    """Parse text into a list or table where the annotation expects one; leave other text for pydantic to convert."""
+    structured = bool(item_types(annotation) or table_types(annotation) or allows_any_key(annotation))
     if structured and text.lstrip().startswith(("[", "{")):
         try:
             return json.loads(text)
         except json.JSONDecodeError:
             return tomllib.loads(f"value = {text}")["value"]
-    if items(annotation) and not accepts(annotation, str):
+    if item_types(annotation) and not accepts(annotation, str):
         return [part.strip() for part in text.split(",") if part.strip()]
     if text == "" and accepts(annotation, type(None)):
         return None
     return text
 
 
-def _finished(model: type[NodeConfig], layer: Layer) -> Layer:
+def _finish(model: type[NodeConfig], layer: Layer) -> Layer:
     layer.data = with_absolute_paths(layer.data, model, Path.cwd())
     _split_pairs(layer.data)
     return layer
 
 
 def _split_pairs(data: dict[str, Any], *, decode: bool = False) -> None:
-    """``"k=v,k2=v2"`` as tables, so that layers merge key by key; what is malformed is left for pydantic to refuse."""
+    """Parse ``"k=v,k2=v2"`` into tables so that layers merge by key; leave malformed text for pydantic to refuse."""
     for key in ("telemetry_headers", "telemetry_attributes"):
         if isinstance(text := data.get(key), str):
             pairs = [part.partition("=") for part in text.split(",") if part.strip()]

@@ -1,4 +1,7 @@
-"""Writes the file that ``init`` leaves behind: every option of a program, explained by its own description."""
+"""Template that ``init`` writes: a TOML file with every option of a program, explained by its description.
+
+Called by `node.cli`.
+"""
 
 from __future__ import annotations
 
@@ -11,60 +14,66 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hypha_net.node.config.introspection import fields_by_key, items, tables
+from hypha_net.node.config.introspection import fields_by_key, item_types, table_types
 from hypha_net.node.config.models import NodeConfig
 
 _WIDTH: Final = 110
 
 
 def render_config(model: type[NodeConfig], values: Mapping[str, Any], program: str) -> str:
-    """A commented TOML document.
+    """Render a commented TOML document.
 
     Args:
-        values: what to fill in, nested as in the file; a list of tables becomes one ``[[table]]`` each. Every other
-            option is written as a comment with its default.
+        values: values to fill in, nested as in the file; a list of tables becomes one ``[[table]]`` each. Every
+            other option is written as a comment with its default.
     """
     head = [
         f"# Configuration of {program}. Every option is listed; those behind a # are at their default.",
         f"# Start with: {program} run --config FILE. Check without starting: {program} run --check --config FILE.",
     ]
-    return "\n".join([*head, *_table(model, values, (), model.not_yet)]) + "\n"
+    return "\n".join([*head, *_table(model, values, (), model.unsupported_keys)]) + "\n"
 
 
 def _table(
-    model: type[BaseModel], values: Mapping[str, Any], at: tuple[str, ...], not_yet: Mapping[str, str]
+    model: type[BaseModel], values: Mapping[str, Any], at: tuple[str, ...], unsupported: Mapping[str, str]
 ) -> Iterator[str]:
-    """The keys of a table first, then the tables in it: TOML gives a key to the header above it."""
+    """Yield the keys of a table, then its sub-tables: in TOML a key belongs to the header above it."""
     later: list[tuple[str, FieldInfo]] = []
     for name, info in fields_by_key(model).items():
         if _is_table(info, values.get(name)):
             later.append((name, info))
         else:
             yield ""
-            refused = not_yet.get(".".join((*at, name)))
+            refused = unsupported.get(".".join((*at, name)))
             yield from _comment(f"{info.description} Refused so far: {refused}." if refused else info.description)
             yield from _assignment(name, info, values)
     for name, info in later:
-        yield from _inner(name, info, values.get(name), (*at, name), not_yet)
+        yield from _sub_table(name, info, values.get(name), (*at, name), unsupported)
 
 
 def _is_table(info: FieldInfo, value: Any) -> bool:
     if isinstance(value, Mapping) or (isinstance(value, list) and value and isinstance(value[0], Mapping)):
         return True
-    only_tables = bool(tables(info.annotation)) and not isinstance(_default(info), (str, int, float, bool))
-    return only_tables or any(tables(item) for item in items(info.annotation))
+    only_tables = bool(table_types(info.annotation)) and not isinstance(_default(info), (str, int, float, bool))
+    return only_tables or any(table_types(item) for item in item_types(info.annotation))
 
 
-def _inner(name: str, info: FieldInfo, value: Any, at: tuple[str, ...], not_yet: Mapping[str, str]) -> Iterator[str]:
-    array = any(tables(item) for item in items(info.annotation))
-    found = [table for item in items(info.annotation) for table in tables(item)] if array else tables(info.annotation)
+def _sub_table(
+    name: str, info: FieldInfo, value: Any, at: tuple[str, ...], unsupported: Mapping[str, str]
+) -> Iterator[str]:
+    array = any(table_types(item) for item in item_types(info.annotation))
+    found = (
+        [table for item in item_types(info.annotation) for table in table_types(item)]
+        if array
+        else table_types(info.annotation)
+    )
     given = (value if isinstance(value, list) else [value]) if value else []
     for index, entry in enumerate(given or [{}]):
         yield ""
         yield from _comment(info.description if not index else None)
         header = f"[[{'.'.join(at)}]]" if array else f"[{'.'.join(at)}]"
         body = (
-            list(_table(found[0], entry, at, not_yet))
+            list(_table(found[0], entry, at, unsupported))
             if found
             else [f"{key} = {to_toml(part)}" for key, part in entry.items()]
         )
@@ -99,7 +108,7 @@ def _default(info: FieldInfo) -> Any:
 
 
 def to_toml(value: Any, *, width: int | None = _WIDTH) -> str:
-    """A plain value as TOML; a list wider than `width` over several lines."""
+    """Return a plain value as TOML; a list wider than `width` is split over several lines."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
@@ -118,10 +127,10 @@ def to_toml(value: Any, *, width: int | None = _WIDTH) -> str:
         return (
             line if width is None or len(line) <= width else "[\n" + "".join(f"    {part},\n" for part in parts) + "]"
         )
-    # the escapes of JSON strings are TOML's
+    # JSON string escapes are valid in TOML
     return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False, default=str)
 
 
 def key_text(name: str) -> str:
-    """A bare key, or a quoted one where TOML needs it."""
+    """Return a bare key, quoted if TOML requires it."""
     return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else json.dumps(name)

@@ -1,6 +1,7 @@
-"""Reads TOML and remembers on which line each key stands, which `tomllib` does not tell.
+"""TOML reader that records the line of each key, which `tomllib` does not report.
 
-`tomllib` decides what a document means; the scan beside it only finds lines, in documents known to be well formed.
+`tomllib` parses the document (https://toml.io/en/v1.0.0); the scan beside it only finds lines, in documents known to be
+well-formed. Called by `loader`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 Key = tuple[str | int, ...]
-"""Where a value stands: table names, keys and indices of arrays."""
+"""Path of a value: table names, keys and array indices."""
 
 _KEY_PART: Final = re.compile(r"""\s*("(?:[^"\\]|\\.)*"|'[^']*'|[A-Za-z0-9_-]+)\s*""")
-# what may stand in a value, coarsely: strings first, so that quotes hide brackets, commas and comments
+# coarse tokens of a value: strings first, so that brackets, commas and comments inside quotes are skipped
 _TOKEN: Final = re.compile(
     r'"""(?:[^\\]|\\.)*?"{3,5}'
     r"|'''.*?'{3,5}"
@@ -27,7 +28,7 @@ _TOKEN: Final = re.compile(
 
 
 class TomlError(ValueError):
-    """A document that is not TOML; `line` says where, if that is known."""
+    """Invalid TOML document; `line` is the line of the error, if known."""
 
     def __init__(self, message: str, line: int | None) -> None:
         super().__init__(message)
@@ -36,14 +37,14 @@ class TomlError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed document and the lines of its keys."""
+    """Parsed document and the lines of its keys."""
 
     data: dict[str, Any]
     lines: dict[Key, int]
     path: Path
 
     def where(self, key: Key) -> str:
-        """``file:line`` of a key, or of the nearest table that holds it; the file alone if neither is in it."""
+        """Return ``file:line`` of a key, or of the nearest table that contains it; only the file if neither exists."""
         for end in range(len(key), 0, -1):
             if key[:end] in self.lines:
                 return f"{self.path}:{self.lines[key[:end]]}"
@@ -62,11 +63,11 @@ def read_toml(text: str, path: Path) -> Document:
         found = re.search(r"at line (\d+)", str(error))
         line = int(found[1]) if found else text.count("\n") + 1
         raise TomlError(re.sub(r" \(at .*\)$", "", str(error)), line) from None
-    return Document(data, _Scan(text.replace("\r\n", "\n")).lines(), path)
+    return Document(data, _LineScanner(text.replace("\r\n", "\n")).lines(), path)
 
 
-class _Scan:
-    """One pass over a well-formed document."""
+class _LineScanner:
+    """Single pass over a well-formed document."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -80,7 +81,7 @@ class _Scan:
             if self._text[self._at] == "[":
                 self._header()
             else:
-                self._note((*self._table, *self._names()))
+                self._record_line((*self._table, *self._names()))
                 self._at += 1  # the equals sign
                 self._value()
         return self._lines
@@ -115,14 +116,14 @@ class _Scan:
         self._at += 2 if array else 1
         names = self._names()
         if array:
-            path = self._entered(names[:-1]) + names[-1:]
+            path = self._header_path(names[:-1]) + names[-1:]
             self._counts[path] = self._counts.get(path, -1) + 1
-        self._table = self._entered(names)
-        self._note(self._table)
+        self._table = self._header_path(names)
+        self._record_line(self._table)
         self._at = self._end_of_line()
 
-    def _entered(self, names: Key) -> Key:
-        """The path that a header's names mean: an array of tables stands for its latest element."""
+    def _header_path(self, names: Key) -> Key:
+        """Return the path of a header: an array of tables means its latest element."""
         path: Key = ()
         for name in names:
             path = (*path, name)
@@ -138,7 +139,7 @@ class _Scan:
             depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
             self._at = token.end()
 
-    def _note(self, path: Key) -> None:
+    def _record_line(self, path: Key) -> None:
         for end in range(1, len(path) + 1):
             self._lines.setdefault(path[:end], self._line())
 

@@ -1,7 +1,7 @@
-"""OpenTelemetry's exporters for each signal, and one voice for their outages. Imports the SDK; see `telemetry`.
+"""OpenTelemetry exporters of each signal, with one log line per outage of a collector. Imports the SDK.
 
-Before this room: `telemetry_targets` says where. After it: the collector. Exporters run in threads of the SDK and are
-never waited for; what their libraries log goes nowhere but into the one line that tells of an outage.
+Called by `sdk` for the targets of `otlp_config`. Exporters run in threads of the SDK and are never waited for; what
+their libraries log is used only as the reason in the log line of an outage.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult,
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from hypha_net.node.config.models import masked
-from hypha_net.node.telemetry.otlp_config import Signal, Target
+from hypha_net.node.config.models import mask_secrets
+from hypha_net.node.config.otlp_variables import Signal
+from hypha_net.node.telemetry.otlp_config import Target
 
 _log = logging.getLogger(__name__)
 
@@ -28,24 +29,24 @@ _LIBRARIES: Final = ("opentelemetry", "grpc")
 
 
 class Outage:
-    """Tells once that a collector is away, and once that it is back."""
+    """Logs once that a collector is unavailable, and once that it is available again."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        self._away: set[Signal] = set()
+        self._failing: set[Signal] = set()
         self._closed = False
         self._guard = threading.Lock()
 
     def close(self) -> None:
-        """Say no more: what still fails was left behind on purpose."""
+        """Log nothing further: exports that still fail were abandoned on purpose."""
         self._closed = True
 
-    def told(self, signal: Signal, *, took: bool, reason: str = "") -> None:
-        """How an export went."""
+    def record(self, signal: Signal, *, success: bool, reason: str = "") -> None:
+        """Record the result of an export."""
         with self._guard:
-            before = bool(self._away)
-            (self._away.discard if took else self._away.add)(signal)
-            now = bool(self._away)
+            before = bool(self._failing)
+            (self._failing.discard if success else self._failing.add)(signal)
+            now = bool(self._failing)
             if self._closed:
                 return
         if now and not before:
@@ -56,7 +57,7 @@ class Outage:
 
 
 class _Exporting(threading.local):
-    """Which exporter works in this thread, for what its libraries log."""
+    """Exporter that runs in this thread, for the log records of its libraries."""
 
     outage: Outage | None = None
     signal: Signal = "traces"
@@ -66,17 +67,17 @@ _exporting = _Exporting()
 
 
 class LibraryLogs(logging.Handler):
-    """Hears what OpenTelemetry's libraries log while they export, and makes it the reason of an outage."""
+    """Uses what OpenTelemetry's libraries log during an export as the reason of an outage."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take it at once: the first attempt is known to have failed long before the last."""
+        """Record the failure at once: the first attempt fails long before the last."""
         if _exporting.outage is not None and record.name.startswith("opentelemetry.exporter"):
-            reason = str(masked(record.getMessage()[:_REASON_LIMIT]))
-            _exporting.outage.told(_exporting.signal, took=False, reason=reason)
+            reason = str(mask_secrets(record.getMessage()[:_REASON_LIMIT]))
+            _exporting.outage.record(_exporting.signal, success=False, reason=reason)
 
 
 def set_library_logs(handler: logging.Handler | None) -> None:
-    """Let OpenTelemetry's libraries talk to `handler` only; none: to nobody."""
+    """Send the log records of OpenTelemetry's libraries to `handler` only; None discards them."""
     for name in _LIBRARIES:
         logger = logging.getLogger(name)
         logger.handlers = [handler or logging.NullHandler()]
@@ -93,7 +94,7 @@ def _export(outage: Outage, signal: Signal) -> Iterator[None]:
 
 
 class Spans(SpanExporter):
-    """An exporter of spans whose outages are told once."""
+    """Span exporter that logs each outage once."""
 
     def __init__(self, inner: SpanExporter, outage: Outage) -> None:
         self._inner, self._outage = inner, outage
@@ -102,20 +103,20 @@ class Spans(SpanExporter):
         """Send spans."""
         with _export(self._outage, "traces"):
             result = self._inner.export(spans)
-        self._outage.told("traces", took=result is SpanExportResult.SUCCESS)
+        self._outage.record("traces", success=result is SpanExportResult.SUCCESS)
         return result
 
     def shutdown(self) -> None:
-        """Stop."""
+        """Shut down the exporter."""
         self._inner.shutdown()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Send what is kept back."""
+        """Send what is buffered."""
         return self._inner.force_flush(timeout_millis)
 
 
 class Metrics(MetricExporter):
-    """An exporter of metrics whose outages are told once."""
+    """Metric exporter that logs each outage once."""
 
     def __init__(self, inner: MetricExporter, outage: Outage) -> None:
         super().__init__(inner._preferred_temporality, inner._preferred_aggregation)
@@ -125,20 +126,20 @@ class Metrics(MetricExporter):
         """Send metrics."""
         with _export(self._outage, "metrics"):
             result = self._inner.export(metrics_data, timeout_millis, **more)
-        self._outage.told("metrics", took=result is MetricExportResult.SUCCESS)
+        self._outage.record("metrics", success=result is MetricExportResult.SUCCESS)
         return result
 
     def shutdown(self, timeout_millis: float = 30_000, **more: Any) -> None:
-        """Stop."""
+        """Shut down the exporter."""
         self._inner.shutdown(timeout_millis, **more)
 
     def force_flush(self, timeout_millis: float = 10_000) -> bool:
-        """Send what is kept back."""
+        """Send what is buffered."""
         return self._inner.force_flush(timeout_millis)
 
 
 class Logs(LogRecordExporter):
-    """An exporter of log records whose outages are told once."""
+    """Log exporter that logs each outage once."""
 
     def __init__(self, inner: LogRecordExporter, outage: Outage) -> None:
         self._inner, self._outage = inner, outage
@@ -147,20 +148,20 @@ class Logs(LogRecordExporter):
         """Send log records."""
         with _export(self._outage, "logs"):
             result = self._inner.export(batch)
-        self._outage.told("logs", took=result is LogRecordExportResult.SUCCESS)
+        self._outage.record("logs", success=result is LogRecordExportResult.SUCCESS)
         return result
 
     def shutdown(self) -> None:
-        """Stop."""
+        """Shut down the exporter."""
         self._inner.shutdown()  # type: ignore[no-untyped-call]
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Send what is kept back: an exporter of logs keeps nothing."""
+        """Return True: a log exporter buffers nothing."""
         return True
 
 
 def span_exporter(target: Target, outage: Outage) -> Spans:
-    """An exporter of spans to a target."""
+    """Return a span exporter for a target."""
     if target.protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcSpans
 
@@ -171,7 +172,7 @@ def span_exporter(target: Target, outage: Outage) -> Spans:
 
 
 def metric_exporter(target: Target, outage: Outage) -> Metrics:
-    """An exporter of metrics to a target."""
+    """Return a metric exporter for a target."""
     if target.protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcMetrics
 
@@ -182,7 +183,7 @@ def metric_exporter(target: Target, outage: Outage) -> Metrics:
 
 
 def log_exporter(target: Target, outage: Outage) -> Logs:
-    """An exporter of log records to a target."""
+    """Return a log exporter for a target."""
     if target.protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter as GrpcLogs
 
@@ -193,11 +194,11 @@ def log_exporter(target: Target, outage: Outage) -> Logs:
 
 
 def _pairs(target: Target) -> list[tuple[str, str]]:
-    return [(key.lower(), value) for key, value in target.headers.items()]  # gRPC takes lower-case names only
+    return [(key.lower(), value) for key, value in target.headers.items()]  # gRPC accepts lower-case names only
 
 
 def preload(protocol: str) -> None:
-    """Import what a protocol needs, which takes most of a second."""
+    """Import the exporters of a protocol, which takes most of a second."""
     if protocol == "grpc":
         import opentelemetry.exporter.otlp.proto.grpc._log_exporter
         import opentelemetry.exporter.otlp.proto.grpc.metric_exporter

@@ -1,7 +1,7 @@
-"""Log records of a daemon as OpenTelemetry's, beside the lines that `logs` writes. Imports the SDK; see `telemetry`.
+"""Export of a daemon's log records to OpenTelemetry, beside the lines that `logging_setup` writes. Imports the SDK.
 
-A record knows the span that it was logged in, so a collector shows it within its trace. What the exporters and their
-libraries log is not exported: it would tell of itself for ever.
+A record carries the span that it was logged in, so a collector shows it within its trace. Records of the exporters and
+their libraries are not exported: each export would cause further records.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypha_net import instrumentation
 _TEXT_LIMIT: Final = 16_384
 """Characters of one message, or of one traceback."""
 _OWN: Final = ("opentelemetry", "grpc", "urllib3", "requests", "hypha_net.node.telemetry")
-"""Who takes part in exporting."""
+"""Loggers of the code that exports."""
 _SEVERITIES: Final = (
     (logging.CRITICAL, SeverityNumber.FATAL, "FATAL"),
     (logging.ERROR, SeverityNumber.ERROR, "ERROR"),
@@ -29,7 +29,7 @@ _SEVERITIES: Final = (
 
 
 class LogExport(logging.Handler):
-    """Hands every log record to a provider of the SDK, which keeps it in a bounded queue."""
+    """Passes every log record to a provider of the SDK, which keeps it in a bounded queue."""
 
     def __init__(self, provider: LoggerProvider) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ class LogExport(logging.Handler):
         if record.name.startswith(_OWN):
             return
         try:
-            self._provider.get_logger(record.name).emit(_translated(record))
-        except Exception:  # noqa: BLE001 - as every handler: told on stderr by logging's own rule, never to the caller
+            self._provider.get_logger(record.name).emit(_convert(record))
+        except Exception:  # noqa: BLE001 - as in every handler: logging reports it on stderr, never to the caller
             self.handleError(record)
 
 
-def _translated(record: logging.LogRecord) -> LogRecord:
+def _convert(record: logging.LogRecord) -> LogRecord:
     number, text = next((number, text) for least, number, text in _SEVERITIES if record.levelno >= least)
     made = LogRecord(
         timestamp=int(record.created * 1e9),
@@ -71,5 +71,5 @@ def _attributes(record: logging.LogRecord) -> dict[str, str | int]:
 
 
 def _clean(text: str) -> str:
-    """Text that protobuf can hold: bounded, and without the halves of characters that odd bytes leave."""
+    """Return bounded text that protobuf can encode: without lone surrogates."""
     return text[:_TEXT_LIMIT].encode(errors="replace").decode()

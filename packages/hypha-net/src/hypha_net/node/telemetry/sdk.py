@@ -1,8 +1,8 @@
-"""Exports what `hypha_net.instrumentation` is told, and what is logged, to an OpenTelemetry collector by OTLP.
+"""OpenTelemetry SDK of a daemon: exports the spans and metrics of `hypha_net.instrumentation` and the logs over OTLP.
 
-With `telemetry_export` and `telemetry_logs` the only importer of the SDK, and imported only when a collector is
-configured (`telemetry_targets`). The collector is never waited for: what it does not take is dropped after the SDK's
-own bounds, an outage is told once, and the end takes `LAST_EXPORT` at most.
+Together with `exporters` and `log_exporter` the only importer of the SDK, itself imported by `lifecycle` only when a
+collector is configured (`otlp_config`). Nothing waits for the collector: what it does not accept is dropped at the
+limits of the SDK, an outage is logged once, and the end of the daemon takes at most `LAST_EXPORT` seconds longer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from hypha_net.node.telemetry.otlp_config import Target, targets
 _log = logging.getLogger(__name__)
 
 LAST_EXPORT: Final = 2.0
-"""Seconds that the end of a daemon waits for its last spans, metrics and logs to be taken, at most."""
+"""Longest time in seconds that the end of a daemon waits for the export of its last spans, metrics and logs."""
 _SCOPE: Final = "hypha"
 _KINDS: Final[Mapping[KindName, SpanKind]] = {
     "internal": SpanKind.INTERNAL,
@@ -66,7 +66,7 @@ _KINDS: Final[Mapping[KindName, SpanKind]] = {
 
 
 def make_sampler(config: NodeConfig) -> Sampler:
-    """The configured sampler."""
+    """Return the configured sampler."""
     name = config.telemetry_sampler
     roots: dict[str, Sampler] = {
         "always_on": ALWAYS_ON,
@@ -81,8 +81,8 @@ def make_sampler(config: NodeConfig) -> Sampler:
 
 
 @dataclass(slots=True)
-class _OpenSpan:
-    """A span of the SDK, as rooms see it."""
+class _SdkSpan:
+    """`OpenSpan` over a span of the SDK."""
 
     span: Span
 
@@ -101,8 +101,8 @@ class _OpenSpan:
         self.span.end(time.time_ns() - int(ago * 1e9) if ago else None)
 
 
-def _above(traceparent: str | None) -> Context:
-    """A context with a valid traceparent as the parent, or an empty one."""
+def _parent_context(traceparent: str | None) -> Context:
+    """Return a context with the traceparent as its parent span, or an empty one."""
     if traceparent is None:
         return Context()
     _, trace, span, flags = traceparent.split("-")
@@ -113,7 +113,7 @@ def _above(traceparent: str | None) -> Context:
 _Values = dict[frozenset[tuple[str, Any]], Observation]
 
 
-class _Kept:
+class _Gauge:
     """Current values, set by the program's thread and read by the exporter's: each change is a new dictionary."""
 
     def __init__(self) -> None:
@@ -132,20 +132,20 @@ class _Kept:
 
 @dataclass(slots=True)
 class SdkRecorder:
-    """A `Recorder` that hands everything to the SDK."""
+    """`Recorder` that passes everything to the SDK."""
 
     tracer: Tracer
     meter: Meter
     _measures: dict[str, Callable[[float, Attributes], None]] = field(default_factory=dict)
-    _kept: dict[str, _Kept] = field(default_factory=dict)
+    _gauges: dict[str, _Gauge] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
     def start_span(self, name: str, kind: KindName, parent: str | None, attributes: Attributes, ago: float) -> OpenSpan:
         """See `Recorder.start_span`."""
         began = time.time_ns() - int(ago * 1e9) if ago else None
-        return _OpenSpan(
+        return _SdkSpan(
             self.tracer.start_span(
-                name, _above(parent), kind=_KINDS[kind], attributes=dict(attributes), start_time=began
+                name, _parent_context(parent), kind=_KINDS[kind], attributes=dict(attributes), start_time=began
             )
         )
 
@@ -159,7 +159,7 @@ class SdkRecorder:
 
     def forget(self, metric: Metric, attributes: Attributes) -> None:
         """See `Recorder.forget`."""
-        if (kept := self._kept.get(metric.name)) is not None:
+        if (kept := self._gauges.get(metric.name)) is not None:
             kept.forget(attributes)
 
     def _make(self, metric: Metric) -> Callable[[float, Attributes], None]:
@@ -170,7 +170,7 @@ class SdkRecorder:
             return self.meter.create_up_down_counter(*words).add
         if metric.kind == "histogram":
             return self.meter.create_histogram(*words).record
-        kept = self._kept[metric.name] = _Kept()
+        kept = self._gauges[metric.name] = _Gauge()
         observe: Callable[..., object] = (
             self.meter.create_observable_gauge
             if metric.kind == "gauge"
@@ -180,25 +180,25 @@ class SdkRecorder:
         return kept.set
 
 
-# ---------------------------------------------------------------------------------------------------------- life, death
+# ------------------------------------------------------------------------------------------------------------ lifecycle
 
 
 @dataclass(slots=True)
 class Export:
-    """The SDK at work for one daemon."""
+    """Running export of one daemon."""
 
     recorder: SdkRecorder
-    _ends: tuple[Callable[[], object], ...]
+    _shutdowns: tuple[Callable[[], object], ...]
     _outages: Mapping[str, Outage]
     _logs: logging.Handler | None
 
     def close(self, timeout: float = LAST_EXPORT) -> None:
-        """Send what is left and stop, within `timeout` seconds whatever the collector does."""
+        """Export what is buffered and stop, within `timeout` seconds whatever the collector does."""
         deadline = time.monotonic() + timeout
         if self._logs is not None:
             logging.getLogger().removeHandler(self._logs)
-        # threads that may be left behind: a collector that hangs holds the SDK's own shutdown for longer
-        threads = [threading.Thread(target=end, daemon=True, name="telemetry-end") for end in self._ends]
+        # threads that may be abandoned: with a collector that hangs the SDK's own shutdown takes longer
+        threads = [threading.Thread(target=shutdown, daemon=True, name="telemetry-end") for shutdown in self._shutdowns]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -212,11 +212,11 @@ class Export:
 
 
 def open_export(config: NodeConfig, *, service: str, version: str, instance: str) -> Export:
-    """Begin to export what is configured; nothing is sent or waited for yet.
+    """Start the configured export; nothing is sent or waited for yet.
 
     Args:
-        service: ``service.name`` unless the configuration says another.
-        instance: ``service.instance.id`` unless the configuration says another: the node's peer id.
+        service: ``service.name`` unless the configuration sets another.
+        instance: ``service.instance.id`` unless the configuration sets another: the node's peer id.
     """
     set_library_logs(LibraryLogs(logging.WARNING))
     own = {"service.name": service, "service.version": version, "service.instance.id": instance}
@@ -227,12 +227,12 @@ def open_export(config: NodeConfig, *, service: str, version: str, instance: str
     metrics = _meter_provider(resource, to.get("metrics"), outages)
     logs = _logger_provider(resource, to.get("logs"), outages)
     recorder = SdkRecorder(spans.get_tracer(_SCOPE, version), metrics.get_meter(_SCOPE, version))
-    ends = (spans.shutdown, lambda: metrics.shutdown(timeout_millis=LAST_EXPORT * 1000), logs.shutdown)
+    shutdowns = (spans.shutdown, lambda: metrics.shutdown(timeout_millis=LAST_EXPORT * 1000), logs.shutdown)
     handler = None
     if "logs" in to:
         handler = LogExport(logs)
         logging.getLogger().addHandler(handler)
-    return Export(recorder, ends, outages, handler)
+    return Export(recorder, shutdowns, outages, handler)
 
 
 def _tracer_provider(
@@ -257,6 +257,6 @@ def _logger_provider(resource: Resource, to: Target | None, outages: Mapping[str
 
 
 def preload(config: NodeConfig) -> None:
-    """Import what the configured protocols need, before the event loop runs."""
+    """Import the exporters of the configured protocols, before the event loop runs."""
     for protocol in sorted({target.protocol for target in targets(config, os.environ).values()}):
         exporters.preload(protocol)

@@ -1,1 +1,1 @@
-"""Moving bytes between streams, files and buffers, with digests."""
+"""Copying of bytes between streams, files and buffers, with digests."""

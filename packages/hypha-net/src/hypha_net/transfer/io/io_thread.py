@@ -1,6 +1,6 @@
-"""A thread that reads, hashes and writes files while the event loop moves bytes between memory and the network.
+"""Worker thread that reads, hashes and writes files while the event loop moves bytes between memory and the network.
 
-Knows trio: a thread that wakes the loop costs a third of one more thread that waits for the first.
+Uses trio directly: waking the event loop from the worker thread costs a third of waiting for it in a second thread.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ import trio
 
 
 class IoThread:
-    """One piece of work at a time, in a thread of its own. Made by `behind`."""
+    """One worker thread that runs one job at a time. Opened by `io_thread`."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
         self._loop = trio.lowlevel.current_trio_token()
-        self._work: Future[Any] | None = None
+        self._job: Future[Any] | None = None
 
-    def start(self, work: Callable[..., Any], *arguments: Any) -> None:
-        """Begin a piece of work; the one before must have been awaited."""
-        self._work = self._thread.submit(work, *arguments)
+    def submit(self, job: Callable[..., Any], *arguments: Any) -> None:
+        """Start a job; the previous one must have been awaited."""
+        self._job = self._thread.submit(job, *arguments)
 
     async def result(self) -> Any:
-        """What the last piece of work returned, or raised; none before the first. Waits without blocking the loop."""
-        work, self._work = self._work, None
-        if work is None:
+        """Return or raise the result of the last job, or None if there is none. Waits without blocking the loop."""
+        job, self._job = self._job, None
+        if job is None:
             return None
-        await self._over(work)
-        return work.result()
+        await self._wait(job)
+        return job.result()
 
     async def finish(self) -> None:
-        """Wait for work that nobody asks about any more."""
-        if self._work is not None:
-            await self._over(self._work)
+        """Wait for the last job and ignore its result."""
+        if self._job is not None:
+            await self._wait(self._job)
 
-    async def _over(self, work: Future[Any]) -> None:
-        if work.done():  # most often it is
+    async def _wait(self, job: Future[Any]) -> None:
+        if job.done():  # the usual case
             return
-        over = trio.Event()
-        work.add_done_callback(lambda _: self._loop.run_sync_soon(over.set))
+        done = trio.Event()
+        job.add_done_callback(lambda _: self._loop.run_sync_soon(done.set))
         with anyio.CancelScope(shield=True):
-            await over.wait()
+            await done.wait()
 
 
 @asynccontextmanager
-async def behind() -> AsyncIterator[IoThread]:
-    """A thread for the time of the context; what it does is over when the context is."""
+async def io_thread() -> AsyncIterator[IoThread]:
+    """Run one worker thread; wait for its last job on exit."""
     thread = ThreadPoolExecutor(1, "hypha-transfer")
     worker = IoThread(thread)
     try:

@@ -1,20 +1,18 @@
-"""What is on its way in, hashed as it comes, handed over when it is whole: into memory (`gathering`), or into a file.
+"""Incomplete file of a transfer, hashed while it is written and renamed to its target when it is complete.
 
-A file waits beside its landing place, preallocated, and is renamed when it is whole. If its digest was announced it
-waits under a name made of that digest, so that only the same content goes on where a broken transfer left off. While it
-is incomplete, its last eight bytes say how much of it is there; that survives the end of the process, and after the end
-of the system the digest decides.
+An incomplete file lies beside its target, preallocated. If its digest was announced, its name contains that digest, so
+that only a transfer of the same content resumes it. While it is incomplete, its last eight bytes hold the number of
+bytes received; they survive the end of the process, and after a crash of the system the digest decides.
 
-Nothing is synchronised to the disk (fsync) before the rename: what moves between nodes is a copy of what a peer still
-has, or a round's update, which is void after a crash of the system anyway. Waiting for the disk would cost more than
-the transfer. What has to survive (a trained model) is synchronised by whoever keeps it.
+There is no fsync before the rename: what nodes exchange is a copy of what a peer still has, or a round's update, which
+is void after a system crash anyway, and waiting for the disk would take longer than the transfer. Content that has to
+survive (a trained model) is synchronised by the code that keeps it.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import secrets
 import shutil
@@ -22,215 +20,163 @@ import time
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Final, Protocol
-
-from blake3 import blake3
+from typing import Final
 
 from hypha_net.errors import TransferError
+from hypha_net.transfer.io.integrity import ContentVerifier
 
-KEEP_FROM: Final = 1 << 20
-"""Bytes below which a broken transfer begins anew."""
-MAX_KEPT: Final = 8
-"""Incomplete files that wait in one folder; the oldest goes first."""
+MIN_RESUMABLE: Final = 1 << 20
+"""Bytes below which an interrupted transfer starts again from the beginning."""
+MAX_SUSPENDED: Final = 8
+"""Suspended files kept per folder; the oldest are removed first."""
 MAX_AGE: Final = 24 * 3600.0
-"""Seconds that an incomplete file waits."""
-_JUST_MADE: Final = 5.0
-"""Seconds within which a new file may not be locked yet."""
+"""Seconds for which a suspended file is kept."""
+_LOCK_GRACE: Final = 5.0
+"""Seconds within which a new file may not be locked yet; it is not removed as superfluous."""
 _TRAILER: Final = 8
-_HASHED_AT_ONCE: Final = 1 << 20
+_HASH_BLOCK: Final = 1 << 20
 _PREFIX, _SUFFIX = ".hypha-", ".part"
-
-
-class IncomingContent(Protocol):
-    """Content that is coming, into a file or into memory. Its methods block; only one may run at a time."""
-
-    @property
-    def size(self) -> int | None:
-        """Bytes in all, if they were announced."""
-        ...
-
-    @property
-    def received(self) -> int:
-        """Bytes that are there."""
-        ...
-
-    def catch_up(self) -> None:
-        """Make ready to go on after what an earlier transfer left."""
-        ...
-
-    def store(self, block: memoryview) -> None:
-        """Append a block; `TransferError` if there is no room for it."""
-        ...
-
-    def finish(self) -> str:
-        """Check length and digest and hand it over; its digest. `TransferError` if it is not what was announced."""
-        ...
-
-
-class Verification:
-    """Whether what comes has the length and the digest that were announced, if they were."""
-
-    def __init__(self, size: int | None, digest: str | None) -> None:
-        self._size, self._digest = size, digest
-        self._hasher = hashlib.sha256() if digest is not None and digest.startswith("sha256:") else blake3()
-
-    def add(self, block: memoryview) -> None:
-        """Hash a block; they come in order."""
-        self._hasher.update(block)
-
-    def verdict(self, received: int) -> str:
-        """The digest of all the blocks, which were `received` bytes.
-
-        Raises:
-            TransferError: they are not what was announced.
-        """
-        found = f"{self._hasher.name}:{self._hasher.hexdigest()}"
-        if self._size is not None and received != self._size:
-            raise TransferError(f"{received} bytes came of {self._size}")
-        if self._digest is not None and found != self._digest:
-            raise TransferError(f"the digest is {found} where {self._digest} was announced")
-        return found
 
 
 @dataclass(slots=True)
 class PartialFile:
-    """An open incomplete file; see `Arriving`."""
+    """Open incomplete file; see `IncomingContent`."""
 
     path: Path
     target: Path
     file: FileIO
     size: int | None
-    """Bytes in all, if they were announced."""
+    """Total number of bytes, if it was announced."""
     digest: str | None
     received: int = 0
-    """Bytes that are there."""
-    _verification: Verification = field(init=False)
+    """Number of bytes received so far."""
+    _verifier: ContentVerifier = field(init=False)
     _hashed: int = 0
 
     def __post_init__(self) -> None:
-        self._verification = Verification(self.size, self.digest)
+        self._verifier = ContentVerifier(self.size, self.digest)
 
-    def catch_up(self) -> None:
-        """Hash what an earlier transfer left."""
-        block = memoryview(bytearray(min(_HASHED_AT_ONCE, max(1, self.received))))
+    def rehash_existing(self) -> None:
+        """See `IncomingContent.rehash_existing`."""
+        block = memoryview(bytearray(min(_HASH_BLOCK, max(1, self.received))))
         self.file.seek(0)
         while self._hashed < self.received:
             count = self.file.readinto(block[: self.received - self._hashed])
             if not count:
                 raise TransferError(f"{self.path} became shorter while it was read")
-            self._verification.add(block[:count])
+            self._verifier.update(block[:count])
             self._hashed += count
 
-    def store(self, block: memoryview) -> None:
+    def append(self, block: memoryview) -> None:
         """Append a block.
 
         Raises:
-            TransferError: there is no room for it.
+            TransferError: there is no space for it.
         """
-        self._verification.add(block)
+        self._verifier.update(block)
         rest = block
         try:
             while rest:
                 rest = rest[self.file.write(rest) :]
         except OSError as error:
-            raise _no_room(self.path, error) from error
+            raise _disk_full_error(self.path, error) from error
         self.received = self._hashed = self._hashed + len(block)
         if self._resumable:
             os.pwrite(self.file.fileno(), self.received.to_bytes(_TRAILER, "little"), self.size or 0)
 
     def finish(self) -> str:
-        """Check length and digest and let the file appear at its landing place; its digest.
+        """Verify length and digest, rename the file to its target and return its digest.
 
         Raises:
             TransferError: it is not what was announced; it is removed.
         """
         try:
-            found = self._verification.verdict(self.received)
+            found = self._verifier.verify(self.received)
         except TransferError:
-            self.drop()
+            self.discard()
             raise
         os.ftruncate(self.file.fileno(), self.received)
         os.replace(self.path, self.target)
         self.file.close()
         return found
 
-    def leave(self) -> None:
-        """Keep it for a later transfer if it is worth it, else remove it. Idempotent, and nothing after `finish`."""
+    def suspend(self) -> None:
+        """Keep the file for a later transfer if enough was received, else remove it. Does nothing once it is closed."""
         if self.file.closed:
             return
-        if self._resumable and self.received >= KEEP_FROM:
-            self._free_the_rest()
+        if self._resumable and self.received >= MIN_RESUMABLE:
+            self._release_unused_space()
             self.file.close()
-            _sweep(self.path.parent)
+            _remove_stale(self.path.parent)
         else:
-            self.drop()
+            self.discard()
 
-    def _free_the_rest(self) -> None:
-        """While it waits it takes no more room than what is there."""
+    def _release_unused_space(self) -> None:
+        """Give back the disk space preallocated beyond the received bytes."""
         fd, size = self.file.fileno(), self.size or 0
         os.ftruncate(fd, self.received)
         os.ftruncate(fd, size + _TRAILER)
         os.pwrite(fd, self.received.to_bytes(_TRAILER, "little"), size)
 
-    def drop(self) -> None:
-        """Remove it."""
+    def discard(self) -> None:
+        """Remove the file."""
         self.path.unlink(missing_ok=True)
         self.file.close()
 
     @property
     def _resumable(self) -> bool:
-        return self.size is not None and self.path.name == waiting_name(self.digest)
+        return self.size is not None and self.path.name == partial_name(self.digest)
 
 
-def waiting_name(digest: str | None) -> str | None:
-    """The name under which content of this digest waits; none if there is no digest."""
+def partial_name(digest: str | None) -> str | None:
+    """Return the name of an incomplete file with this digest, or None without a digest."""
     return None if digest is None else f"{_PREFIX}{digest.replace(':', '-')}{_SUFFIX}"
 
 
-def left_behind(target: Path, digest: str | None) -> int:
-    """How many bytes of content with this digest an earlier transfer left beside `target`."""
-    name = waiting_name(digest)
+def resumable_bytes(target: Path, digest: str | None) -> int:
+    """Return how many bytes of content with this digest an earlier transfer left beside `target`."""
+    name = partial_name(digest)
     if name is None:
         return 0
     try:
         with target.with_name(name).open("rb", buffering=0) as file:
             fd = file.fileno()
-            return _left_there(fd, max(0, os.fstat(fd).st_size - _TRAILER))
+            return _stored_bytes(fd, max(0, os.fstat(fd).st_size - _TRAILER))
     except FileNotFoundError:
         return 0
 
 
-def open_arriving(target: Path, size: int | None, digest: str | None) -> PartialFile:
-    """Begin a file, or take up what is there of it.
+def open_partial_file(target: Path, size: int | None, digest: str | None) -> PartialFile:
+    """Create an incomplete file, or reopen the one that an earlier transfer of the same content left.
 
     Args:
-        target: where it lands; its folder exists.
-        size: bytes in all, for which room is made at once.
-        digest: what it must hash to (``blake3:…`` or ``sha256:…``, as the wire's types check).
+        target: final path; its folder exists.
+        size: total number of bytes, for which space is allocated at once.
+        digest: expected digest (``blake3:…`` or ``sha256:…``, as the wire's types check).
 
     Raises:
-        TransferError: there is no room for it.
+        TransferError: there is no space for it.
         OSError: the folder cannot be written.
     """
-    _sweep(target.parent)
-    name = waiting_name(digest)
+    _remove_stale(target.parent)
+    name = partial_name(digest)
     file = _open_locked(target.with_name(name)) if name is not None and size is not None else None
     if name is not None and file is not None:
-        arriving = PartialFile(target.with_name(name), target, file, size, digest)
-    else:  # nothing to go by, or another transfer is bringing the same content
+        partial = PartialFile(target.with_name(name), target, file, size, digest)
+    else:  # no digest to resume by, or another transfer is receiving the same content
         path = target.with_name(f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
-        arriving = PartialFile(path, target, FileIO(path, "x+"), size, digest)
-        fcntl.flock(arriving.file, fcntl.LOCK_EX)
+        partial = PartialFile(path, target, FileIO(path, "x+"), size, digest)
+        fcntl.flock(partial.file, fcntl.LOCK_EX)
     try:
-        arriving.received = _make_room(arriving)
+        partial.received = _reserve_space(partial)
     except BaseException:
-        arriving.drop()
+        partial.discard()
         raise
-    return arriving
+    return partial
 
 
 def _open_locked(path: Path) -> FileIO | None:
-    """Open for one writer; none if there is one already."""
+    """Open and lock a file; return None if another writer has it."""
     while True:
         file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
         try:
@@ -243,27 +189,27 @@ def _open_locked(path: Path) -> FileIO | None:
         except BaseException:
             file.close()
             raise
-        file.close()  # its transfer ended meanwhile, and the name is free again
+        file.close()  # its transfer ended meanwhile and removed or renamed it: try again
 
 
-def _make_room(arriving: PartialFile) -> int:
-    """Take room for what is to come; how many of its bytes an earlier transfer left, the file at that position."""
-    if arriving.size is None:
+def _reserve_space(partial: PartialFile) -> int:
+    """Allocate space for the whole file; return how many bytes are there already."""
+    if partial.size is None:
         return 0
-    fd, whole = arriving.file.fileno(), arriving.size + _TRAILER
-    there = _left_there(fd, arriving.size)
+    fd, allocated = partial.file.fileno(), partial.size + _TRAILER
+    there = _stored_bytes(fd, partial.size)
     if there == 0:
         os.ftruncate(fd, 0)
     try:
-        _allocate(fd, there, whole, arriving.path.parent)
+        _allocate(fd, there, allocated, partial.path.parent)
     except OverflowError:
-        raise TransferError(f"no file system holds a file of {arriving.size} bytes") from None
+        raise TransferError(f"no file system holds a file of {partial.size} bytes") from None
     except OSError as error:
-        raise _no_room(arriving.path, error) from error
+        raise _disk_full_error(partial.path, error) from error
     return there
 
 
-def _left_there(fd: int, size: int) -> int:
+def _stored_bytes(fd: int, size: int) -> int:
     if os.fstat(fd).st_size != size + _TRAILER:
         return 0
     there = int.from_bytes(os.pread(fd, _TRAILER, size), "little")
@@ -280,17 +226,17 @@ def _allocate(fd: int, begin: int, size: int, folder: Path) -> None:
                 raise
     if shutil.disk_usage(folder).free < size - begin:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.ftruncate(fd, size)  # sparse: the best this file system can do
+    os.ftruncate(fd, size)  # sparse: this file system cannot preallocate
 
 
-def _no_room(path: Path, error: OSError) -> Exception:
+def _disk_full_error(path: Path, error: OSError) -> Exception:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     return TransferError(f"no room for the file in {path.parent}: {error.strerror}; free some space there")
 
 
-def _sweep(folder: Path) -> None:
-    """Remove incomplete files that are too old or too many; those that are being written are locked, and stay."""
+def _remove_stale(folder: Path) -> None:
+    """Remove suspended files that are too old or too many; files being written are locked and stay."""
     waiting = []
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
         try:
@@ -301,7 +247,7 @@ def _sweep(folder: Path) -> None:
     now = time.time()
     for index, (changed, path) in enumerate(waiting):
         age = now - changed
-        if age > MAX_AGE or (index >= MAX_KEPT and age > _JUST_MADE):
+        if age > MAX_AGE or (index >= MAX_SUSPENDED and age > _LOCK_GRACE):
             _remove_unlocked(path)
 
 

@@ -1,6 +1,6 @@
-"""Where the bytes of a transfer go: a file, or memory. A sender cannot tell which.
+"""Destinations of a transfer: a file or memory. The sender cannot tell which.
 
-After this room: `push` and `pull` talk about them, `moving` fills them.
+Called by `push_target` and `pull_client`; `stream_copy` fills them.
 """
 
 from __future__ import annotations
@@ -10,67 +10,84 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
+import anyio
 import anyio.to_thread
 
+from hypha_net.transfer.io.integrity import IncomingContent
 from hypha_net.transfer.io.partial_buffer import PartialBuffer
-from hypha_net.transfer.io.partial_file import IncomingContent, left_behind
-from hypha_net.transfer.io.stream_copy import arriving_at
+from hypha_net.transfer.io.partial_file import open_partial_file, resumable_bytes
 
 
 class Sink(Protocol):
-    """A place that shows content only when it is whole, and keeps what came of a broken transfer."""
+    """Destination that publishes content only when it is complete, and keeps what an interrupted transfer received."""
 
-    async def left_behind(self, digest: str | None) -> int:
-        """How many bytes of content with this digest are there already."""
+    async def resumable_bytes(self, digest: str | None) -> int:
+        """Return how many bytes of content with this digest are there already."""
         ...
 
-    def arriving(self, size: int | None, digest: str | None) -> AbstractAsyncContextManager[IncomingContent]:
-        """Begin, or take up what is there. Whatever happens inside, what came is kept or dropped.
+    def open(self, size: int | None, digest: str | None) -> AbstractAsyncContextManager[IncomingContent]:
+        """Start receiving, or resume what is there. On exit what was received is kept or discarded.
 
         Raises:
-            TransferError: there is no room for it.
-            OSError: the place cannot be written.
+            TransferError: there is no space for it.
+            OSError: the file cannot be written.
         """
         ...
 
 
 class FileSink:
-    """A file, by its path; what is incomplete waits beside it."""
+    """File, by its path; an incomplete file lies beside it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    async def left_behind(self, digest: str | None) -> int:
-        """See `Destination.left_behind`."""
-        return await anyio.to_thread.run_sync(left_behind, self._path, digest)
+    async def resumable_bytes(self, digest: str | None) -> int:
+        """See `Sink.resumable_bytes`."""
+        return await anyio.to_thread.run_sync(resumable_bytes, self._path, digest)
 
-    def arriving(self, size: int | None, digest: str | None) -> AbstractAsyncContextManager[IncomingContent]:
-        """See `Destination.arriving`."""
-        return arriving_at(self._path, size, digest)
+    @asynccontextmanager
+    async def open(self, size: int | None, digest: str | None) -> AsyncIterator[IncomingContent]:
+        """See `Sink.open`."""
+        with anyio.CancelScope(shield=True):
+            partial = await anyio.to_thread.run_sync(open_partial_file, self._path, size, digest)
+        try:
+            yield partial
+        finally:
+            if not partial.file.closed:
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(partial.suspend)
 
 
 class MemorySink:
-    """Memory of this process."""
+    """Buffer in the memory of this process."""
 
-    def __init__(self, left: PartialBuffer | None = None) -> None:
-        self.left = left
-        """What is there of incomplete content."""
+    def __init__(self) -> None:
         self.data = bytearray()
-        """The content, once it is whole; empty before."""
+        """The content once it is complete; empty before."""
+        self._suspended: PartialBuffer | None = None
 
-    async def left_behind(self, digest: str | None) -> int:
-        """See `Destination.left_behind`."""
-        return self.left.received if self.left is not None and self.left.digest == digest else 0
+    async def resumable_bytes(self, digest: str | None) -> int:
+        """See `Sink.resumable_bytes`."""
+        return self._suspended.received if self._suspended is not None and self._suspended.digest == digest else 0
+
+    def resume_from(self, partial: PartialBuffer | None) -> None:
+        """Let the next `open` resume an incomplete buffer, if it is of the same content."""
+        self._suspended = partial
+
+    def take_suspended(self) -> PartialBuffer | None:
+        """Remove and return the incomplete buffer that an interrupted transfer left."""
+        suspended, self._suspended = self._suspended, None
+        return suspended
 
     @asynccontextmanager
-    async def arriving(self, size: int | None, digest: str | None) -> AsyncIterator[IncomingContent]:
-        """See `Destination.arriving`."""
-        left, self.left = self.left, None
-        gathering = left if left is not None and left.goes_on_with(size, digest) else PartialBuffer(size, digest)
+    async def open(self, size: int | None, digest: str | None) -> AsyncIterator[IncomingContent]:
+        """See `Sink.open`."""
+        suspended = self.take_suspended()
+        partial = suspended if suspended and suspended.is_start_of(size, digest) else PartialBuffer(size, digest)
         try:
-            yield gathering
+            yield partial
         finally:
-            if gathering.whole:
-                self.data = gathering.data
-            elif gathering.worth_keeping:
-                self.left = gathering
+            if partial.is_complete:
+                self.data = partial.data
+            elif partial.is_resumable:
+                self._suspended = partial

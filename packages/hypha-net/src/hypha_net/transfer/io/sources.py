@@ -1,6 +1,6 @@
-"""Where the bytes of a transfer come from: a file, or memory. A receiver cannot tell which.
+"""Sources of a transfer: a file or memory. The receiver cannot tell which.
 
-After this room: `push` and `pull` talk about them, `moving` sends them.
+Called by `push_client` and `pull_server`; calls `stream_copy` to send.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hypha_net.transfer.io.stream_copy import CHUNK, send_buffer, send_file
 from hypha_net.transfer.progress import Progress
 
 Buffer = bytes | bytearray | memoryview
-"""Contiguous memory; of other things that lend theirs (an array of numbers) take the `memoryview`."""
+"""Contiguous memory; pass the `memoryview` of other objects with a buffer, such as an array."""
 
 
 class Source(Protocol):
-    """Content that can be read again and again, from any byte on."""
+    """Content that can be read repeatedly, from any byte on."""
 
-    def measure(self) -> int:
-        """How many bytes it has now."""
+    def size(self) -> int:
+        """Return its current size in bytes."""
         ...
 
     async def describe(self) -> tuple[int, str]:
@@ -32,21 +32,21 @@ class Source(Protocol):
         ...
 
     async def send(self, stream: Stream, offset: int, size: int, progress: Progress) -> None:
-        """Send what lies between `offset` and `size`; raises as `moving.send_file`."""
+        """Send the bytes from `offset` to `size`; raises the errors of `stream_copy.send_file`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """A file."""
+    """File, by its path."""
 
     path: Path
 
     def __str__(self) -> str:
         return str(self.path)
 
-    def measure(self) -> int:
-        """See `Source.measure`."""
+    def size(self) -> int:
+        """See `Source.size`."""
         return self.path.stat().st_size
 
     async def describe(self) -> tuple[int, str]:
@@ -60,15 +60,15 @@ class FileSource:
 
 @dataclass(frozen=True, slots=True)
 class MemorySource:
-    """Bytes that stay as they are until the transfer is over."""
+    """Buffer that must not change until the transfer has ended."""
 
     view: memoryview
 
     def __str__(self) -> str:
         return "the buffer"
 
-    def measure(self) -> int:
-        """See `Source.measure`."""
+    def size(self) -> int:
+        """See `Source.size`."""
         return len(self.view)
 
     async def describe(self) -> tuple[int, str]:
@@ -81,8 +81,8 @@ class MemorySource:
         await send_buffer(stream, self.view[offset:size], progress)
 
 
-def source_of(content: Path | Buffer) -> Source:
-    """The source that reads `content`.
+def make_source(content: Path | Buffer) -> Source:
+    """Return the source that reads `content`.
 
     Raises:
         TypeError: it is neither a path nor contiguous memory.
@@ -91,18 +91,18 @@ def source_of(content: Path | Buffer) -> Source:
 
 
 async def describe(content: Path | Buffer) -> tuple[int, str]:
-    """Size in bytes and digest (``blake3:…``) of a file or a buffer.
+    """Return size in bytes and digest (``blake3:…``) of a file or a buffer.
 
     Raises:
         OSError: the file cannot be read.
         TypeError: it is neither a path nor contiguous memory.
     """
-    return await source_of(content).describe()
+    return await make_source(content).describe()
 
 
 def _describe(path: Path) -> tuple[int, str]:
     hasher, size = blake3(), 0
-    with path.open("rb", buffering=0) as file:  # not mapped: that would count as this process's memory
+    with path.open("rb", buffering=0) as file:  # not memory-mapped, which would count as this process's memory
         block = memoryview(bytearray(CHUNK))
         while count := file.readinto(block):
             hasher.update(block[:count])

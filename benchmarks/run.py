@@ -1,4 +1,4 @@
-"""Where and how large a benchmark runs: a folder of its own, certificates, a file to move."""
+"""One run of a benchmark: its folder, certificates, file to transfer and sizes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from benchmarks.certificates import Organisation
 
 MIB = 1 << 20
 TOPIC = "benchmark"
-"""What nodes talk about where gossip is measured."""
+"""Topic that the gossip benchmark uses."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One run."""
+class BenchmarkRun:
+    """Folder, certificates and sizes of one run."""
 
     folder: Path
     organisation: Organisation
     size: int
-    """Bytes of the file that moves."""
+    """Bytes of the transferred file."""
     repeat: int
-    """How often each thing is measured, in turns with its reference."""
+    """Number of measurements, in turns with the reference."""
     count: int
-    """Requests, connections, messages to measure."""
+    """Number of requests; connections and messages are derived from it."""
     leaves: int
     """Nodes behind a gateway."""
 
     def file(self, name: str, size: int) -> tuple[Path, str]:
-        """A file of random bytes, and its digest."""
+        """Create a file of random bytes; return its path and digest."""
         path, hasher = self.folder / name, blake3()
         with path.open("wb") as file:
             for begin in range(0, size, MIB):
@@ -44,18 +44,18 @@ class Setting:
                 file.write(block)
         return path, f"blake3:{hasher.hexdigest()}"
 
-    def arrived(self, path: Path, size: int) -> None:
-        """Check that a file is there whole (its digest was checked by who took it), and remove it."""
+    def check_and_remove(self, path: Path, size: int) -> None:
+        """Check the size of a received file, whose digest the receiver has checked, and remove it."""
         if path.stat().st_size != size:
             raise AssertionError(f"{path} has {path.stat().st_size} bytes of {size}")
         path.unlink()
 
 
 @contextmanager
-def opened(folder: Path | None, *, size: int, repeat: int, count: int, leaves: int) -> Iterator[Setting]:
-    """A setting in a new folder (inside `folder`), which is gone in the end."""
+def open_run(folder: Path | None, *, size: int, repeat: int, count: int, leaves: int) -> Iterator[BenchmarkRun]:
+    """Open a run in a new folder inside `folder`, which is removed at the end."""
     place = Path(tempfile.mkdtemp(prefix="hypha-benchmark-", dir=folder))
     try:
-        yield Setting(place, Organisation(place), size, repeat, count, leaves)
+        yield BenchmarkRun(place, Organisation(place), size, repeat, count, leaves)
     finally:
         shutil.rmtree(place)

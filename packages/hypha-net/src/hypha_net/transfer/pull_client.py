@@ -1,0 +1,182 @@
+"""Client of the pull protocol: asks for a file from some byte on, and verifies the announced length and digest.
+
+Called through `hypha_net.transfer.pull` and `pull_bytes`; the other side is `pull_server`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypha_net import instrumentation
+from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.errors import TransferError, TransferRefusedError
+from hypha_net.transfer.framing import (
+    TransferInterruptedError,
+    describe_request,
+    length_prefixed,
+    receive_message,
+    refusal_error,
+    reset_on_error,
+    send_message,
+)
+from hypha_net.transfer.io.sinks import FileSink, MemorySink, Sink
+from hypha_net.transfer.io.stream_copy import receive_and_verify
+from hypha_net.transfer.progress import Progress
+from hypha_net.transfer.retry import DropAllowance, retry_with_deadline
+from hypha_proto.codec import from_cbor, to_cbor, to_json
+from hypha_proto.ids import PeerId
+from hypha_proto.protocols import PULL, PULL_WITH_HEADER
+from hypha_proto.transfer import PullAnswer, PullHeader, PullRequest, PullStart, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """Size and digest of a file that was pulled."""
+
+    size: int
+    digest: str
+
+
+async def pull(
+    endpoint: Endpoint,
+    peer: PeerId,
+    request: PullRequest,
+    target: Path,
+    *,
+    max_bytes: int = 1 << 40,
+    digest: str | None = None,
+    timeout: float = 600.0,
+) -> PullResult:
+    """Pull a file from `peer` to `target`, which appears only when it is complete.
+
+    An interrupted pull is resumed a few times; what an earlier call left beside `target` is used too, if the peer still
+    has the same content. A peer of the older protocol is asked once, for the whole file, and again only where it
+    dropped the stream before sending a byte.
+
+    Args:
+        digest: expected digest; from a peer of the older protocol nothing else verifies the content.
+        max_bytes: larger files are refused.
+        timeout: seconds for the whole pull.
+
+    Raises:
+        UnreachableError: the peer cannot be reached.
+        TransferRefusedError: the peer refuses, and says why.
+        TransferError: interrupted, wrong length or digest, too large, disk full, or too slow.
+        OSError: the file cannot be written.
+    """
+    incoming = _Pull(endpoint, peer, request, FileSink(target), max_bytes, digest)
+    return await retry_with_deadline(incoming.attempt, incoming.what, incoming.progress, timeout)
+
+
+async def pull_bytes(
+    endpoint: Endpoint,
+    peer: PeerId,
+    request: PullRequest,
+    *,
+    max_bytes: int,
+    digest: str | None = None,
+    timeout: float = 600.0,
+) -> bytearray:
+    """Pull from `peer` into memory, as `pull` does into a file; the caller owns the bytes.
+
+    An interrupted pull is resumed within this call. It uses the memory of what was received, and no more than
+    `max_bytes` and two blocks.
+
+    Raises:
+        UnreachableError: the peer cannot be reached.
+        TransferRefusedError: the peer refuses, and says why.
+        TransferError: interrupted, wrong length or digest, too large, out of memory, or too slow.
+    """
+    sink = MemorySink()
+    incoming = _Pull(endpoint, peer, request, sink, max_bytes, digest)
+    await retry_with_deadline(incoming.attempt, incoming.what, incoming.progress, timeout)
+    return sink.data
+
+
+@dataclass(slots=True)
+class _Pull:
+    endpoint: Endpoint
+    peer: PeerId
+    request: PullRequest
+    sink: Sink
+    max_bytes: int
+    expected_digest: str | None
+    announced_digest: str | None = None
+    """Digest of what the peer has, once it has sent it."""
+    restart: bool = False
+    """Whether what was received cannot be resumed."""
+    progress: Progress = field(init=False)
+    drops: DropAllowance = field(default_factory=DropAllowance)
+
+    def __post_init__(self) -> None:
+        self.announced_digest = self.expected_digest
+        self.progress = Progress(self.endpoint, self.peer, describe_request(self.request), "received")
+
+    @property
+    def what(self) -> str:
+        return f"pull of {describe_request(self.request)} from {self.peer}"
+
+    async def attempt(self) -> PullResult:
+        offset = 0 if self.restart else await self.sink.resumable_bytes(self.announced_digest)
+        stream = await self.drops.open_stream(self.endpoint, self.peer, [PULL_WITH_HEADER, PULL])
+        if stream.protocol == PULL:
+            return await self._pull_without_header(stream)
+        async with reset_on_error(stream, self.what):
+            return await self._pull_with_header(stream, offset)
+
+    async def _pull_without_header(self, stream: Stream) -> PullResult:
+        try:
+            async with reset_on_error(stream, self.what):
+                if self.request.name is not None:
+                    raise TransferRefusedError(f"the peer serves slices only, and no {self.request.name}")
+                header = PullHeader(dataset=self.request.dataset, index=self.request.index)
+                # A peer of the older protocol drops the stream after the file's last byte, which is a reset unless it
+                # has seen our FIN: with a small file that reset would overtake a FIN sent after the header.
+                await stream.send_eof(length_prefixed(to_json(PullHeader, header)))
+                return await self._receive(stream, None, self.expected_digest, 0)
+        except TransferInterruptedError as error:
+            cut = TransferError(str(error))  # such a peer would send all of it again
+            raise (cut if self.progress.total_moved else self.drops.error_for(error, cut)) from error
+
+    async def _pull_with_header(self, stream: Stream, offset: int) -> PullResult:
+        request = instrumentation.with_trace(_with_offset(self.request, offset))
+        await send_message(stream, to_cbor(PullRequest, request))
+        await stream.send_eof()
+        answer = from_cbor(PullAnswer, await receive_message(stream))
+        if isinstance(answer, Refusal):
+            if not offset:
+                raise refusal_error(answer)
+            self.restart = True  # the peer's file may now be shorter than what was received
+            raise TransferInterruptedError(f"{self.what} cannot go on at byte {offset}: {refusal_error(answer)}")
+        self._check(answer, offset)
+        return await self._receive(stream, answer.size, answer.digest, offset)
+
+    def _check(self, answer: PullStart, offset: int) -> None:
+        if answer.size > self.max_bytes:
+            raise TransferError(f"{answer.size} bytes are over the limit of {self.max_bytes}")
+        if self.expected_digest is not None and answer.digest != self.expected_digest:
+            raise TransferError(f"the peer has {answer.digest} where {self.expected_digest} is wanted")
+        before, self.announced_digest = self.announced_digest, answer.digest
+        if offset and answer.digest != before:
+            raise TransferInterruptedError(
+                f"{self.what}: the peer's file has changed since {offset} bytes of it were received"
+            )
+
+    async def _receive(self, stream: Stream, size: int | None, digest: str | None, offset: int) -> PullResult:
+        async with self.sink.open(size, digest) as content:
+            if content.received != offset:
+                self.restart = content.received == 0
+                raise TransferInterruptedError(f"{self.what} can go on at byte {content.received}, not {offset}")
+            self.progress.begin(offset, size)
+            return PullResult(*await receive_and_verify(stream, content, self.max_bytes, self.progress))
+
+
+def _with_offset(request: PullRequest, offset: int) -> PullRequest:
+    return PullRequest(
+        dataset=request.dataset,
+        index=request.index,
+        name=request.name,
+        offset=offset,
+        traceparent=request.traceparent,
+    )

@@ -1,0 +1,87 @@
+"""Server of the pull protocol: announces length and digest of a file or buffer and sends it from the byte asked for.
+
+Called through `hypha_net.transfer.serve_pulls`; the other side is `pull_client`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hypha_net import instrumentation
+from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.errors import TransferRefusedError
+from hypha_net.per_peer_limiter import PerPeerLimiter
+from hypha_net.transfer.framing import (
+    MAX_CONCURRENT,
+    describe_request,
+    limited,
+    receive_message,
+    reset_on_error,
+    send_message,
+    send_refusal,
+)
+from hypha_net.transfer.io.sources import Buffer, make_source
+from hypha_net.transfer.progress import Progress
+from hypha_proto.codec import from_cbor, from_json, to_cbor
+from hypha_proto.ids import PeerId
+from hypha_proto.protocols import PULL, PULL_WITH_HEADER
+from hypha_proto.transfer import PullAnswer, PullHeader, PullRequest, PullStart, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class PullSource:
+    """File or buffer that may be pulled; `digest` (``blake3:…``) is computed when it is not known."""
+
+    source: Path | Buffer
+    """A buffer must not change while it is offered."""
+    digest: str | None = None
+
+
+def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awaitable[PullSource | Refusal]]) -> None:
+    """Serve files and buffers to peers, as `resolve(peer, request)` returns them, over both protocols."""
+
+    async def with_header(stream: Stream) -> None:
+        async with reset_on_error(stream, f"pull by {stream.peer}"):
+            request: PullRequest = from_cbor(PullRequest, await receive_message(stream))
+            with instrumentation.serving("give file", request, {"hypha.peer.id": str(stream.peer)}):
+                offered = await resolve(stream.peer, request)
+                if isinstance(offered, Refusal):
+                    await send_refusal(stream, PullAnswer, offered)
+                    return
+                await _send_with_header(endpoint, stream, request, offered)
+
+    async def without_header(stream: Stream) -> None:
+        async with reset_on_error(stream, f"pull by {stream.peer}"):
+            header: PullHeader = from_json(PullHeader, await receive_message(stream))
+            request = PullRequest(dataset=header.dataset, index=header.index)
+            offered = await resolve(stream.peer, request)
+            if isinstance(offered, Refusal):
+                raise TransferRefusedError(offered.reason)
+            source = make_source(offered.source)
+            size = source.size()
+            progress = Progress(endpoint, stream.peer, describe_request(request), "sent")
+            with progress.report_outcome():
+                progress.begin(0, size)
+                await source.send(stream, 0, size, progress)
+                await stream.send_eof()
+
+    limiter = PerPeerLimiter(MAX_CONCURRENT)
+    endpoint.handle(PULL_WITH_HEADER, limited(with_header, limiter))
+    endpoint.handle(PULL, limited(without_header, limiter))
+
+
+async def _send_with_header(endpoint: Endpoint, stream: Stream, request: PullRequest, offered: PullSource) -> None:
+    source = make_source(offered.source)
+    size, digest = await source.describe() if offered.digest is None else (source.size(), offered.digest)
+    if request.offset > size:
+        reason = f"offset {request.offset} is past the end ({size})"
+        await send_refusal(stream, PullAnswer, Refusal(reason=reason))
+        return
+    progress = Progress(endpoint, stream.peer, describe_request(request), "sent")
+    with progress.report_outcome():
+        await send_message(stream, to_cbor(PullAnswer, PullStart(size=size, digest=digest)))
+        progress.begin(request.offset, size)
+        await source.send(stream, request.offset, size, progress)
+        await stream.send_eof()

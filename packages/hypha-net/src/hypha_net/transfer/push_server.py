@@ -1,0 +1,115 @@
+"""Server of the push protocol: accepts or refuses each push, resumes what it has of it, and sends a receipt.
+
+Called through `hypha_net.transfer.serve_pushes`; the other side is `push_client`. Calls `push_target` for the place of
+each push and `push_slots` so that a repeated push replaces the earlier one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from hypha_net import instrumentation
+from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.errors import StreamResetError, TransferError, TransferRefusedError
+from hypha_net.per_peer_limiter import PerPeerLimiter
+from hypha_net.transfer.framing import (
+    MAX_CONCURRENT,
+    TransferInterruptedError,
+    limited,
+    receive_message,
+    reset_on_error,
+    send_message,
+    send_refusal,
+)
+from hypha_net.transfer.io.partial_buffer import SuspendedBuffers
+from hypha_net.transfer.io.stream_copy import receive_and_verify
+from hypha_net.transfer.progress import Progress
+from hypha_net.transfer.push_slots import PushSlots
+from hypha_net.transfer.push_target import FilePushTarget, MemoryPushTarget, PushSink, push_sink
+from hypha_proto.codec import from_cbor, to_cbor
+from hypha_proto.ids import PeerId
+from hypha_proto.protocols import PUSH, PUSH_WITH_HEADER
+from hypha_proto.transfer import GoOn, PushAnswer, PushHeader, PushReceipt, Receipt, Refusal
+
+_log = logging.getLogger("hypha_net.transfer")
+
+Accept = Callable[[PeerId, PushHeader | None], Awaitable[FilePushTarget | MemoryPushTarget | Refusal]]
+
+
+def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
+    """Receive what peers push, into the target that `accept(peer, header)` returns: a file or memory.
+
+    `header` is None for a peer of the older protocol, of which only the peer id is known. A file is written beside its
+    target and renamed only when it is complete and its digest is correct. What an interrupted push has brought is kept
+    there, and the next push of the same content into the same folder resumes it; in memory it is kept for 30 seconds.
+    """
+    slots, suspended = PushSlots(), SuspendedBuffers()
+
+    async def with_header(stream: Stream) -> None:
+        async with reset_on_error(stream, f"push from {stream.peer}"):
+            header: PushHeader = from_cbor(PushHeader, await receive_message(stream))
+            about: dict[str, instrumentation.Value] = {"hypha.peer.id": str(stream.peer), "hypha.round": header.round}
+            with instrumentation.serving(f"receive {header.kind[:40]}", header, about):
+                target = await accept(stream.peer, header)
+                if not isinstance(target, Refusal) and header.size > target.max_bytes:
+                    target = Refusal(reason=f"{header.size} bytes are over the limit of {target.max_bytes}")
+                if isinstance(target, Refusal):
+                    await send_refusal(stream, PushAnswer, target)
+                    return
+                sink = push_sink(target, stream.peer, suspended)
+                async with slots.hold(sink.slot_key(header), header.name[:200]) as release:
+                    await _receive_push(endpoint, stream, sink, header, release)
+
+    async def without_header(stream: Stream) -> None:
+        async with reset_on_error(stream, f"push from {stream.peer}"):
+            target = await accept(stream.peer, None)
+            if isinstance(target, Refusal):
+                raise TransferRefusedError(target.reason)
+            sink = push_sink(target, stream.peer, suspended)
+            progress = Progress(endpoint, stream.peer, sink.name, "received")
+            with progress.report_outcome():
+                async with sink.open(None, None) as content:
+                    progress.begin(0, None)
+                    size, digest = await receive_and_verify(stream, content, sink.max_bytes, progress)
+                await sink.complete(size, digest)
+
+    limiter = PerPeerLimiter(MAX_CONCURRENT)
+    limited_handler = limited(with_header, limiter)
+
+    async def with_header_and_expiry(stream: Stream) -> None:
+        await limited_handler(stream)
+        await suspended.expire()  # outside the limiter: the peer may be back by now
+
+    endpoint.handle(PUSH_WITH_HEADER, with_header_and_expiry)
+    endpoint.handle(PUSH, limited(without_header, limiter))
+
+
+async def _receive_push(
+    endpoint: Endpoint, stream: Stream, sink: PushSink, header: PushHeader, release: Callable[[], None]
+) -> None:
+    progress = Progress(endpoint, stream.peer, header.name[:200], "received")
+    try:
+        with progress.report_outcome():
+            size = await _receive_content(stream, sink, header, progress, release)
+    except (StreamResetError, TransferInterruptedError):
+        raise
+    except (TransferError, OSError) as error:
+        _log.warning("push of %s from %s refused: %s", header.name[:200], stream.peer, error)
+        reason = error.reason if isinstance(error, TransferRefusedError) else str(error)
+        await send_refusal(stream, PushReceipt, Refusal(reason=reason))
+        return
+    await send_message(stream, to_cbor(PushReceipt, Receipt(size=size)))
+    await stream.send_eof()
+
+
+async def _receive_content(
+    stream: Stream, sink: PushSink, header: PushHeader, progress: Progress, release: Callable[[], None]
+) -> int:
+    async with sink.open(header.size, header.digest) as content:
+        await send_message(stream, to_cbor(PushAnswer, GoOn(offset=content.received)))
+        progress.begin(content.received, header.size)
+        size, digest = await receive_and_verify(stream, content, sink.max_bytes, progress)
+    release()
+    await sink.complete(size, digest)
+    return size
