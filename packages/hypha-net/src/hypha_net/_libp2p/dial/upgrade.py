@@ -41,6 +41,7 @@ from hypha_net._libp2p.security.tls import TLS_PROTOCOL, TlsConnection, shown_ad
 from hypha_net._libp2p.yamux.receive_buffer import Unread
 from hypha_net._libp2p.yamux.session import PROTOCOL, YamuxSession
 from hypha_net._libp2p.yamux.stream import YamuxStream
+from hypha_net.error_causes import describe_root_cause
 from hypha_net.errors import RefusedError, UnreachableError
 from hypha_net.events import Events, PeerRejected
 from hypha_proto.ids import PeerId
@@ -218,7 +219,7 @@ async def dial(
     try:
         stream = await _open(kind, host, int(port), excludes)
     except OSError as error:
-        raise UnreachableError(f"{address}: {_root_cause(error)}") from error
+        raise UnreachableError(f"{address}: {describe_root_cause(error)}") from error
     return await upgrade(swarm, RawConnection(TrioTCPStream(stream), True), expected=expected)
 
 
@@ -313,7 +314,7 @@ async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None)
         raise
     except Exception as error:
         _log.exception("the connection with %s broke off", shown_address(raw))
-        raise UnreachableError(f"the connection broke off: {_root_cause(error)}") from error
+        raise UnreachableError(f"the connection broke off: {describe_root_cause(error)}") from error
     finally:
         if not registered:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 1):
@@ -328,12 +329,12 @@ def _broken_off(raw: IRawConnection, secured: TlsConnection | None, error: Excep
     """What to say of a connection that ended while it was made."""
     if secured is None:
         hint = "it ended the connection before a handshake; is it full? " if raw.is_initiator and is_cut(error) else ""
-        return UnreachableError(f"{hint}({_root_cause(error)})" if hint else _root_cause(error))
+        return UnreachableError(f"{hint}({describe_root_cause(error)})" if hint else describe_root_cause(error))
     if secured.refusal is not None:
         return RefusedError(secured.refusal)
     return UnreachableError(
         f"{secured.certificate} ended the connection before it was used; does it expect another peer here, "
-        f"or is it full? ({_root_cause(error)})"
+        f"or is it full? ({describe_root_cause(error)})"
     )
 
 
@@ -368,16 +369,3 @@ def is_cut(error: BaseException) -> bool:
             return True
         cause = cause.__cause__
     return False
-
-
-def _root_cause(error: BaseException) -> str:
-    """The first cause that has words."""
-    while True:
-        if isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        elif error.__cause__ is not None:
-            error = error.__cause__
-        elif isinstance(error, OSError) and error.strerror:
-            return error.strerror
-        else:
-            return str(error) or type(error).__name__
