@@ -33,7 +33,7 @@ class RoleCheck:
         self._required = required
         self._told: set[tuple[PeerId, str]] = set()
 
-    def permits(self, peer: PeerId, what: str) -> bool:
+    def is_authorized(self, peer: PeerId, what: str) -> bool:
         """Whether `peer` may send `what`, a name of `SENDERS`; a refusal is told as an event, and logged once."""
         senders = ALLOWED_SENDERS.get(what)
         if senders is None or peer == self._own:

@@ -177,7 +177,7 @@ class Endpoint(Protocol):
         """
         ...
 
-    def permits(self, peer: PeerId, what: str) -> bool:
+    def is_authorized(self, peer: PeerId, what: str) -> bool:
         """Whether a peer of that role may send `what` (a name of `hypha_proto.protocols.SENDERS`) to this endpoint.
 
         A refusal is told as an event, and logged. Peers without a role may send everything unless roles are required.

@@ -146,7 +146,7 @@ def _answer_with(endpoint: Endpoint, served: _Served) -> Callable[[Stream], Awai
         try:
             data = await read(stream)
             conversation, handler = _find(served, data)
-            if not endpoint.permits(stream.peer, conversation.name):
+            if not endpoint.is_authorized(stream.peer, conversation.name):
                 await stream.reset()
                 return
             request = conversation.decode_request(data)

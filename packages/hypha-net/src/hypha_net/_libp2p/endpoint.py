@@ -105,7 +105,7 @@ class Libp2pEndpoint:
             self._known_peers,
             store,
             self._dialer.passes_on,
-            may_publish=lambda peer: self.permits(peer, DATASET_RECORD),
+            may_publish=lambda peer: self.is_authorized(peer, DATASET_RECORD),
         )
         self._directory = client.KadClient(
             self, lambda: self._gateways.connected(), self._identity.key.sign, server if is_gateway else None
@@ -212,13 +212,13 @@ class Libp2pEndpoint:
         certificate = self._certificate(peer)
         return None if certificate is None else certificate.role
 
-    def permits(self, peer: PeerId, what: str) -> bool:
-        """See `Endpoint.permits`."""
-        return self._roles.permits(peer, what)
+    def is_authorized(self, peer: PeerId, what: str) -> bool:
+        """See `Endpoint.is_authorized`."""
+        return self._roles.is_authorized(peer, what)
 
     def _may_speak(self, publisher: PeerId, topic: str) -> bool:
         """Whether a publisher's gossip is taken; one that is not connected was judged by the gateway that it has."""
-        return self._certificate(publisher) is None or self.permits(publisher, topic)
+        return self._certificate(publisher) is None or self.is_authorized(publisher, topic)
 
     def _live_connections(self) -> list[LiveConnection]:
         pairs = [(peer, connection) for peer in self._alive() for connection in self._dialer.connections(peer)]
@@ -291,7 +291,7 @@ class Libp2pEndpoint:
         """See `Endpoint.handle`."""
 
         async def serve(stream: Libp2pStream) -> None:
-            if not self.permits(stream.peer, protocol):
+            if not self.is_authorized(stream.peer, protocol):
                 await stream.reset()
                 return
             try:

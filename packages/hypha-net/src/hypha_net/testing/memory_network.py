@@ -302,9 +302,9 @@ class MemoryEndpoint:
         else:
             await stream.aclose()
 
-    def permits(self, peer: PeerId, what: str) -> bool:
-        """See `Endpoint.permits`."""
-        return self._roles.permits(peer, what)
+    def is_authorized(self, peer: PeerId, what: str) -> bool:
+        """See `Endpoint.is_authorized`."""
+        return self._roles.is_authorized(peer, what)
 
     def _role_of(self, peer: PeerId) -> str | None:
         node = self._network.get(peer)
