@@ -99,7 +99,7 @@ def test_a_turn_comes_when_one_ends_also_by_an_error_and_nothing_is_kept_of_who_
     turns, log = PerPeerLimiter(1), list[str]()
 
     async def take(peer: PeerId, name: str, goes_on: anyio.Event) -> None:
-        async with turns.of(peer):
+        async with turns.acquire(peer):
             log.append(name)
             await goes_on.wait()
             raise ValueError(name)

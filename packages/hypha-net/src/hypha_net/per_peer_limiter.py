@@ -30,7 +30,7 @@ class PerPeerLimiter:
         self._peers: dict[PeerId, _Entry] = {}
 
     @asynccontextmanager
-    async def of(self, peer: PeerId) -> AsyncIterator[None]:
+    async def acquire(self, peer: PeerId) -> AsyncIterator[None]:
         """Wait for a turn of `peer`'s, and have it while the context is open."""
         entry = self._peers.setdefault(peer, _Entry(anyio.CapacityLimiter(self._at_once)))
         entry.users += 1

@@ -138,7 +138,7 @@ def _answer_with(endpoint: Endpoint, served: _Served) -> Callable[[Stream], Awai
     turns = PerPeerLimiter(READ_AT_ONCE)
 
     async def read(stream: Stream) -> bytes:
-        async with turns.of(stream.peer):
+        async with turns.acquire(stream.peer):
             with anyio.fail_after(READ_TIMEOUT):
                 return await read_to_end(stream, max(entry[0].max_request for entry in served.values()))
 

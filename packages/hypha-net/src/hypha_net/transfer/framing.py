@@ -52,7 +52,7 @@ def guarded(handler: Callable[[Stream], Awaitable[None]], turns: PerPeerLimiter)
 
     async def handle(stream: Stream) -> None:
         try:
-            async with turns.of(stream.peer):
+            async with turns.acquire(stream.peer):
                 await handler(stream)
         except (TransferError, OSError) as error:
             _log.warning("%s: %s", stream.peer, error)

@@ -142,7 +142,7 @@ class MessageValidator:
         stream = Libp2pStream(
             cast(YamuxStream, cast(NetStream, net_stream).muxed_stream), str(net_stream.get_protocol())
         )
-        async with self._turns.of(stream.peer):
+        async with self._turns.acquire(stream.peer):
             await self._read(stream)
 
     async def _read(self, stream: Libp2pStream) -> None:

@@ -67,7 +67,7 @@ class KadServer:
 
     async def serve(self, stream: Stream) -> None:
         """Answer every message of one stream until the peer ends it."""
-        async with self._turns.of(stream.peer):
+        async with self._turns.acquire(stream.peer):
             await self._serve(stream)
 
     async def _serve(self, stream: Stream) -> None:
