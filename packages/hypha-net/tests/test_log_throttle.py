@@ -19,15 +19,15 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 def test_the_same_is_told_once_a_minute_with_how_often_it_came() -> None:
     now = 1000.0
     repeats = LogThrottle(lambda: now)
-    assert [repeats.since_told("a") for _ in range(3)] == [0, None, None]
-    assert repeats.since_told("b") == 0
+    assert [repeats.suppressed_count("a") for _ in range(3)] == [0, None, None]
+    assert repeats.suppressed_count("b") == 0
     now += 59
-    assert repeats.since_told("a") is None
+    assert repeats.suppressed_count("a") is None
     now += 2
-    assert repeats.since_told("a") == 3
-    assert repeats.since_told("a") is None
+    assert repeats.suppressed_count("a") == 3
+    assert repeats.suppressed_count("a") is None
     for other in range(2 * MAX_KEPT):
-        repeats.since_told(other)
+        repeats.suppressed_count(other)
     assert len(repeats) == MAX_KEPT
 
 

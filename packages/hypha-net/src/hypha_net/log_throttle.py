@@ -30,7 +30,7 @@ class LogThrottle:
     def __len__(self) -> int:
         return len(self._told)
 
-    def since_told(self, key: Hashable) -> int | None:
+    def suppressed_count(self, key: Hashable) -> int | None:
         """It happened: none if it is not to be told now, else how often it happened untold since the last time."""
         now = self._clock()
         at, untold = self._told.pop(key, (None, 0))

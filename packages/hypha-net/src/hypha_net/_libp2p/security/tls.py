@@ -391,7 +391,7 @@ class TlsTransport(ISecureTransport):
     def _tell_refusal(self, conn: IRawConnection, secured: TlsConnection, error: str, way: str) -> None:
         address = conn.get_remote_address()
         host = address[0] if address and not secured.is_initiator else address  # callers' ports change
-        untold = self._refusals.since_told((way, secured.shown_peer() or host, error))
+        untold = self._refusals.suppressed_count((way, secured.shown_peer() or host, error))
         if untold is not None:
             more = f" (and {untold} times more since it was last told)" if untold else ""
             _log.warning("connection %s %s refused: %s%s", way, shown_address(conn), error, more)
