@@ -349,7 +349,7 @@ class Libp2pEndpoint:
 
     async def find_peers(self, *, timeout: float = 5.0) -> list[PeerId]:
         """See `Endpoint.find_peers`."""
-        return list(await self._directory.neighbours(timeout))
+        return list(await self._directory.closest_peers(timeout))
 
     # ------------------------------------------------------------------------------------------------------- life
 

@@ -229,7 +229,7 @@ class Gateways:
 
     async def _dial_neighbours(self) -> None:
         try:
-            neighbours = await self._directory.neighbours(ASK_TIMEOUT)
+            neighbours = await self._directory.closest_peers(ASK_TIMEOUT)
         except UnreachableError as error:
             _log.info("no neighbours learnt: %s", error)
             return

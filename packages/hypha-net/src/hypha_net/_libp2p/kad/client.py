@@ -131,7 +131,7 @@ class KadClient:
                     found.update(dict.fromkeys(bytes(address) for address in closer.addrs[:32]))
         return list(found)
 
-    async def neighbours(self, timeout: float) -> dict[PeerId, list[bytes]]:
+    async def closest_peers(self, timeout: float) -> dict[PeerId, list[bytes]]:
         """Peers near this node that gateways know, with their addresses."""
         answers = await self._ask_all(Message(type=Kind.FIND_NODE, key=self._endpoint.peer_id.raw), timeout)
         found: dict[PeerId, list[bytes]] = {}
