@@ -196,8 +196,8 @@ def test_a_peer_that_is_revoked_while_connected_loses_its_connections(authority:
             with pytest.raises(StreamResetError):
                 await stream.receive_some()
             await until(lambda: bad.peer_id not in one.connected_peers())
-            assert one._hop is not None
-            assert not one._hop.has_reservation(bad.peer_id)
+            assert one._relay_server is not None
+            assert not one._relay_server.has_reservation(bad.peer_id)
             assert good.peer_id in one.connected_peers()
             # it comes back by itself, is refused, and is told why
             await until(lambda: "ours is revoked: ask the organisation" in caplog.text)

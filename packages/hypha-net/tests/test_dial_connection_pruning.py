@@ -241,12 +241,12 @@ async def behind_gateway(authority: Any) -> AsyncIterator[tuple[Libp2pEndpoint, 
 def test_a_place_at_a_relay_moves_before_its_connection_goes(authority: Any, soon: None) -> None:
     async def main() -> None:
         async with behind_gateway(authority) as (gateway, leaf, other):
-            hop = gateway._hop
+            hop = gateway._relay_server
             assert hop is not None
             [first] = gateway._dialer.connections(leaf.peer_id)
             await dial(leaf._swarm, where(gateway.addresses[0]), gateway.peer_id)
             await until(lambda: between(gateway, leaf) == 2)
-            assert hop.rests_on(leaf.peer_id, first)
+            assert hop.depends_on_connection(leaf.peer_id, first)
             await until(lambda: first not in gateway._dialer.connections(leaf.peer_id))
             assert between(gateway, leaf) == between(leaf, gateway) == 1
             assert hop.has_reservation(leaf.peer_id)
@@ -259,7 +259,7 @@ def test_a_place_at_a_relay_moves_before_its_connection_goes(authority: Any, soo
 def test_a_connection_stays_when_the_place_on_it_cannot_be_moved(authority: Any, soon: None) -> None:
     async def main() -> None:
         async with behind_gateway(authority) as (gateway, leaf, _other):
-            hop = gateway._hop
+            hop = gateway._relay_server
             assert hop is not None
             [first] = gateway._dialer.connections(leaf.peer_id)
             hop._reserve = lambda _peer: HopMessage(type=HopKind.STATUS, status=Status.RESERVATION_REFUSED)  # type: ignore[method-assign]
@@ -267,7 +267,7 @@ def test_a_connection_stays_when_the_place_on_it_cannot_be_moved(authority: Any,
                 await dial(node._swarm, where(peer.addresses[0]), peer.peer_id)
             await until(lambda: between(gateway, leaf) == between(leaf, gateway) == 3)
             of_gateway = gateway._dialer.connections(leaf.peer_id)
-            assert [hop.rests_on(leaf.peer_id, each) for each in of_gateway] == [True, False, False]
+            assert [hop.depends_on_connection(leaf.peer_id, each) for each in of_gateway] == [True, False, False]
             await anyio.sleep(3 * connection_pruning.GRACE)
             assert first in gateway._dialer.connections(leaf.peer_id)
             assert hop.has_reservation(leaf.peer_id)
@@ -283,7 +283,7 @@ def test_a_direct_way_takes_over_from_the_circuit_which_leaves_its_place(authori
             [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
             await one.connect(circuit)
             await until(lambda: between(one, two) == between(two, one) == 1)
-            hop = gateway._hop
+            hop = gateway._relay_server
             assert hop is not None
             assert hop._circuits.total() == 1
             talk = Talk(one, two)

@@ -37,7 +37,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_place_that_is_asked_for_at_once_is_given(authority: Any, late: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(client, "RETRY", (60.0,))
+    monkeypatch.setattr(client, "RETRY_PAUSES", (60.0,))
 
     async def main() -> None:
         settings = EndpointSettings((LOOPBACK,), role="gateway")

@@ -19,9 +19,9 @@ from support.waiting import run, until
 from hypha_net import EndpointSettings, open_endpoint, transfer
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net._libp2p.relay.circuit import CircuitRelay
-from hypha_net._libp2p.relay.client import SWEEP_EVERY, RelayHop
 from hypha_net._libp2p.relay.dcutr import PROTOCOL as DCUTR
 from hypha_net._libp2p.relay.messages import HOP, STOP, HopKind, HopMessage, Status, StopKind, StopMessage
+from hypha_net._libp2p.relay.server import SWEEP_EVERY, RelayServer
 from hypha_net._libp2p.wire.delimited import read_message, write_message
 from hypha_net._libp2p.yamux.link_estimator import MAX_FRAME, MIN_FRAME
 from hypha_net._libp2p.yamux.receive_buffer import MAX_BODY
@@ -286,7 +286,7 @@ class Present:
 def test_a_reservation_is_its_connection_s_and_ends_with_it_or_with_time_that_passes() -> None:
     clock = [1000.0]
     present = Present()
-    hop = RelayHop(present, RelayLimits(reservation_lifetime=60), Events(), lambda: clock[0])
+    hop = RelayServer(present, RelayLimits(reservation_lifetime=60), Events(), lambda: clock[0])
     node, other = (PeerId.from_public_key(bytes([n]) * 32) for n in (1, 2))
 
     async def main() -> None:
@@ -355,7 +355,7 @@ def test_joined_streams_pass_half_closes_on_with_back_pressure() -> None:
             right.handle(ECHO, echo)
 
             async def carry(stream: Stream) -> None:
-                await CircuitRelay(stream, await relay.open_stream(right.peer_id, [ECHO])).carry()
+                await CircuitRelay(stream, await relay.open_stream(right.peer_id, [ECHO])).run()
 
             relay.handle(ECHO, carry)
             stream = await left.open_stream(relay.peer_id, [ECHO])
@@ -407,8 +407,8 @@ def test_limits_are_told_to_both_ends_and_held(authority: Any) -> None:
                 with pytest.raises(StreamResetError):
                     await each.receive_some()
                 assert await anext(ends) == CircuitEnded(one.peer_id, two.peer_id, "duration")
-            assert gateway._hop is not None
-            assert not gateway._hop._circuits
+            assert gateway._relay_server is not None
+            assert not gateway._relay_server._circuits
 
     play(authority, case, limits=RelayLimits(max_bytes=100_000, max_duration=1, max_circuits_per_peer=2))
 

@@ -8,9 +8,10 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from hypha_net._libp2p.relay.circuit import CircuitConnection
-from hypha_net._libp2p.relay.client import RelayClient, RelayEndpoint, RelayHop
+from hypha_net._libp2p.relay.circuit import CircuitConnection, RelayEndpoint
+from hypha_net._libp2p.relay.client import RelayClient
 from hypha_net._libp2p.relay.messages import HOP, HopMessage
+from hypha_net._libp2p.relay.server import RelayServer
 from hypha_net._libp2p.wire.delimited import read_message, write_message
 from hypha_net.endpoint import Stream
 from hypha_net.errors import UnreachableError
@@ -45,7 +46,7 @@ async def told(_gateway: PeerId) -> None:
 
 async def hold_a_place(skew: float, lifetime: float, *, ours: bool) -> tuple[int, int]:
     """Hold a place for three hours; how often it was asked for, and how many times a minute it was not there."""
-    hop = RelayHop(
+    hop = RelayServer(
         Everywhere(), RelayLimits(reservation_lifetime=lifetime), Events(), lambda: NOW + anyio.current_time()
     )
     asked, gone = 0, 0

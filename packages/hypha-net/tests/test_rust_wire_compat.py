@@ -198,12 +198,12 @@ def test_a_place_at_the_relay_has_addresses_and_lasts_as_long_as_the_connection(
                     assert multiaddr(gateway.addresses[0]) in reservation[2]
                     assert reservation[1][0] > time.time() + 1800
                     assert 4 not in got  # no limit
-                assert gateway._hop is not None
-                assert gateway._hop.has_reservation(identity.peer_id)
+                assert gateway._relay_server is not None
+                assert gateway._relay_server.has_reservation(identity.peer_id)
                 await rust.drop()
-            await until(lambda: not gateway._hop.has_reservation(identity.peer_id))  # type: ignore[union-attr]
+            await until(lambda: not gateway._relay_server.has_reservation(identity.peer_id))  # type: ignore[union-attr]
             async with speak(await dial(gateway.addresses[0]), identity) as rust:
-                assert not gateway._hop.has_reservation(identity.peer_id)
+                assert not gateway._relay_server.has_reservation(identity.peer_id)
                 answer, rest = await rust.ask(HOP, connect_to(identity.peer_id))
                 assert (fields(answer)[5], rest) == ([204], b"")
 

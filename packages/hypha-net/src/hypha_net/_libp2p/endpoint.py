@@ -43,10 +43,11 @@ from hypha_net._libp2p.kad.messages import PROTOCOL as KAD_PROTOCOL
 from hypha_net._libp2p.kad.server import KadServer, KnownPeer
 from hypha_net._libp2p.kad.store import RecordStore
 from hypha_net._libp2p.relay.circuit import CircuitConnection
-from hypha_net._libp2p.relay.client import RelayClient, RelayHop
+from hypha_net._libp2p.relay.client import RelayClient
 from hypha_net._libp2p.relay.dcutr import PROTOCOL as DCUTR
 from hypha_net._libp2p.relay.dcutr import HolePuncher
 from hypha_net._libp2p.relay.messages import HOP, STOP
+from hypha_net._libp2p.relay.server import RelayServer
 from hypha_net._libp2p.security.certificate_monitor import CertificateWatch, LiveConnection
 from hypha_net._libp2p.security.tls import SecurityRecords, TlsContexts
 from hypha_net._libp2p.streams.inbound import OwnHandler
@@ -94,7 +95,9 @@ class Libp2pEndpoint:
         self._subscriptions = Subscriptions(pubsub, tasks, self.events)
         self._make_directory()
         self._make_relay()
-        self._merger = ConnectionPruner(self._swarm, self._dialer, StreamMigrator(pubsub), self._relay, self._hop)
+        self._merger = ConnectionPruner(
+            self._swarm, self._dialer, StreamMigrator(pubsub), self._relay, self._relay_server
+        )
         self._roles = RoleCheck(self.peer_id, self._role_of, self.events, required=settings.require_roles)
         self._certificates = CertificateWatch(identity, self._live_connections, self._adopt, self.events)
 
@@ -114,10 +117,10 @@ class Libp2pEndpoint:
 
     def _make_relay(self) -> None:
         is_gateway = self._settings.role == "gateway"
-        self._hop = RelayHop(self, self._settings.relay, self.events) if is_gateway else None
-        if self._hop is not None:
-            self.handle(HOP, self._hop.serve)
-        reserve = self._settings.relay_circuit and self._hop is None
+        self._relay_server = RelayServer(self, self._settings.relay, self.events) if is_gateway else None
+        if self._relay_server is not None:
+            self.handle(HOP, self._relay_server.serve)
+        reserve = self._settings.relay_circuit and self._relay_server is None
         if reserve:
             self.handle(STOP, self._relay.serve)
         self._puncher = HolePuncher(
@@ -247,7 +250,7 @@ class Libp2pEndpoint:
         return tuple(dict.fromkeys((*own, *circuits)))
 
     def _is_reserved(self, peer: PeerId) -> bool:
-        return self._hop is not None and self._hop.has_reservation(peer)
+        return self._relay_server is not None and self._relay_server.has_reservation(peer)
 
     async def _announce_addresses(self, peer: PeerId) -> None:
         with anyio.move_on_after(ANNOUNCE_TIMEOUT):
@@ -381,7 +384,7 @@ class Libp2pEndpoint:
                 self._services.append(await stack.enter_async_context(background_trio_service(service)))
             await pubsub.wait_until_ready()
             self._tasks.start_soon(keep_registered, pubsub, self._speaks_gossip)
-            self._tasks.start_soon(self._merger.run)
+            self._tasks.start_soon(self._pruner.run)
             self._tasks.start_soon(Identifying(self._host).run)
             self._tasks.start_soon(self._gateways.renew_records)
             for address in self._settings.gateway_addresses:

@@ -21,7 +21,8 @@ from libp2p.peer.id import ID
 
 from hypha_net._libp2p.dial.dialer import Dialer, is_direct
 from hypha_net._libp2p.gossipsub.stream_migration import StreamMigrator
-from hypha_net._libp2p.relay.client import RelayClient, RelayHop
+from hypha_net._libp2p.relay.client import RelayClient
+from hypha_net._libp2p.relay.server import RelayServer
 from hypha_net._libp2p.yamux.session import PING_INTERVAL, YamuxSession
 from hypha_net._libp2p.yamux.stream import YamuxStream
 from hypha_net.errors import NetError
@@ -41,7 +42,7 @@ class ConnectionPruner:
     """Looks after the connections of one endpoint."""
 
     def __init__(
-        self, swarm: Swarm, dialer: Dialer, gossip: StreamMigrator, relay: RelayClient, hop: RelayHop | None
+        self, swarm: Swarm, dialer: Dialer, gossip: StreamMigrator, relay: RelayClient, hop: RelayServer | None
     ) -> None:
         self._swarm = swarm
         self._dialer = dialer
@@ -73,7 +74,7 @@ class ConnectionPruner:
     async def _settled(self, peer: PeerId) -> bool:
         """Whether no place of ours at `peer` rests on one of its connections alone."""
         try:
-            await self._relay.settle(peer)
+            await self._relay.refresh_reservation(peer)
         except NetError as error:
             _log.debug("the place at %s stays where it is: %s", peer, error)
             return False
@@ -89,7 +90,7 @@ class ConnectionPruner:
             and now - muxer._heard >= GRACE
             and now - cast(YamuxSession, kept.muxed_conn)._heard <= PROVEN
             and not is_used(connection)
-            and not (self._hop is not None and self._hop.rests_on(peer, connection))
+            and not (self._hop is not None and self._hop.depends_on_connection(peer, connection))
         )
 
 
