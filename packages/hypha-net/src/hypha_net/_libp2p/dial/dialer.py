@@ -145,9 +145,9 @@ class Dialer:
             else:
                 await self._dial_allowed(transport, peer)
         except NetError:
-            self._addresses.failed(transport)
+            self._addresses.record_failure(transport)
             raise
-        self._addresses.succeeded(transport)
+        self._addresses.record_success(transport)
 
     async def _dial_allowed(self, transport: str, peer: PeerId | None) -> PeerId:
         """Dial what others have written: no name in it may lead to an excluded address."""
@@ -260,19 +260,19 @@ class Dialer:
 
     async def _leave_alone(self, peer: PeerId) -> None:
         """Wait while a peer that has just failed is to be left alone; one that comes by itself ends that."""
-        while self.connection(peer) is None and self._peers.left(peer):  # noqa: ASYNC110 - there is no event for it
-            await anyio.sleep(min(PEEK, self._peers.left(peer)))
+        while self.connection(peer) is None and self._peers.remaining(peer):  # noqa: ASYNC110 - there is no event for it
+            await anyio.sleep(min(PEEK, self._peers.remaining(peer)))
 
     async def _find(self, peer: PeerId) -> None:
         try:
             await self._find_and_dial(peer)
         except NetError:
-            self._peers.failed(peer)
+            self._peers.record_failure(peer)
             raise
         if self.connection(peer) is None:  # it was over at once
-            self._peers.failed(peer)
+            self._peers.record_failure(peer)
         else:
-            self._peers.succeeded(peer)
+            self._peers.record_success(peer)
 
     async def _find_and_dial(self, peer: PeerId) -> None:
         race = Race()
@@ -331,7 +331,7 @@ class Dialer:
         async def attempt(address: str) -> None:
             await race.run(self._dial_reported(address, peer))
 
-        promising = sorted(addresses, key=self._addresses.failed_at)
+        promising = sorted(addresses, key=self._addresses.last_failure_at)
         await run_staggered([partial(attempt, address) for address in promising], STAGGER)
 
     async def _go_by_relay(self, peer: PeerId, race: Race) -> None:

@@ -50,7 +50,7 @@ class Identifying:
         for peer, found in list(self._swarm.connections.items()):
             muxers = [cast(YamuxSession, each.muxed_conn) for each in found if each.muxed_conn.is_established]
             at_work = peer in self._asking or peer in self._host._identify_inflight
-            if muxers and not at_work and not self._failed.left(peer):
+            if muxers and not at_work and not self._failed.remaining(peer):
                 began = max(muxer.began for muxer in muxers)
                 if identified_at(self._host.peerstore, peer) < began <= anyio.current_time() - INTERVAL:
                     yield peer
@@ -60,6 +60,6 @@ class Identifying:
         try:
             await self._host._identify_peer(peer, reason="again")
             if identified_at(self._host.peerstore, peer) < before:
-                self._failed.failed(peer)
+                self._failed.record_failure(peer)
         finally:
             self._asking.discard(peer)
