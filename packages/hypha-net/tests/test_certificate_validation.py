@@ -18,7 +18,7 @@ from support.waiting import run, until
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net._libp2p.security import certificate_monitor
-from hypha_net.certificate_validation import WARN_AT, CertificateVerifier, EndWarnings, chain_of
+from hypha_net.certificate_validation import WARN_AT, CertificateVerifier, ExpiryWarnings, build_chain
 from hypha_net.errors import RefusedError, StreamResetError, UnreachableError
 from hypha_net.events import Disconnected, PeerRejected
 from hypha_net.identity import Identity, load_identity
@@ -306,12 +306,12 @@ def test_a_list_that_another_key_signed_revokes_nobody(authority: Any, tmp_path:
     forger = type(authority)(tmp_path / "forger", authority.name)  # its CAs have the same names
     crls = forger.revocations(leaf.certificate.serial)
     trust = CertificateVerifier(load_identity(*authority.files("judge"), crls))
-    chain = chain_of((*leaf.chain, authority.root.certificate))
-    assert trust.verdict(chain, leaf.certificate.not_before + 1) is None
+    chain = build_chain((*leaf.chain, authority.root.certificate))
+    assert trust.check(chain, leaf.certificate.not_before + 1) is None
     genuine = CertificateVerifier(
         load_identity(*authority.files("judge"), authority.revocations(leaf.certificate.serial))
     )
-    verdict = genuine.verdict(chain, leaf.certificate.not_before + 1)
+    verdict = genuine.check(chain, leaf.certificate.not_before + 1)
     assert verdict is not None
     assert verdict.reason == "revoked"
 
@@ -320,17 +320,17 @@ def test_an_intermediate_that_is_revoked_takes_its_nodes_along(authority: Any) -
     leaf = authority.identity("leaf")
     crls = authority.revocations(of_root=(authority.org.certificate.serial_number,))
     trust = CertificateVerifier(load_identity(*authority.files("judge"), crls))
-    verdict = trust.verdict(chain_of(leaf.chain), leaf.certificate.not_before + 1)
+    verdict = trust.check(build_chain(leaf.chain), leaf.certificate.not_before + 1)
     assert verdict is not None
     assert (verdict.reason, "acme root" in verdict.detail) == ("revoked", True)
 
 
 def test_the_end_of_certificates_and_lists_is_told_early_and_again(authority: Any, caplog: Any) -> None:
     identity = load_identity(*authority.files("node"), authority.revocations())
-    trust, warnings = CertificateVerifier(identity), EndWarnings()
+    trust, warnings = CertificateVerifier(identity), ExpiryWarnings()
     end = identity.certificate.not_after
     for before in (20 * 86400.0, *(limit - 1 for limit in WARN_AT for _ in range(3))):
-        warnings.tell(trust, end - before)
+        warnings.log_due(trust, end - before)
     lines = [
         record for record in caplog.records if f"cert_pem {identity.cert_pem}: certificate 'node'" in record.message
     ]

@@ -30,7 +30,7 @@ Anchor = tuple[bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ChainLink:
     """A certificate of a chain, with what is compared of it every few seconds made once."""
 
     certificate: x509.Certificate
@@ -40,13 +40,13 @@ class Link:
     anchor: Anchor
 
     @classmethod
-    def of(cls, certificate: x509.Certificate) -> Link:
+    def from_certificate(cls, certificate: x509.Certificate) -> ChainLink:
         """Raises `ValueError` when a field does not parse."""
         end = certificate.not_valid_after_utc.timestamp()
         return cls(certificate, certificate.issuer.public_bytes(), certificate.serial_number, end, _anchor(certificate))
 
 
-Chain = tuple[Link, ...]
+Chain = tuple[ChainLink, ...]
 """A verified chain, the node's certificate first."""
 
 
@@ -58,14 +58,14 @@ class Rejection:
     detail: str
 
 
-def read_chain(encoded: Iterable[bytes]) -> Chain:
+def parse_chain(encoded: Iterable[bytes]) -> Chain:
     """The chain in certificates as TLS gives them. Raises `ValueError` for what is none."""
-    return chain_of(x509.load_der_x509_certificate(der) for der in encoded)
+    return build_chain(x509.load_der_x509_certificate(der) for der in encoded)
 
 
-def chain_of(certificates: Iterable[x509.Certificate]) -> Chain:
+def build_chain(certificates: Iterable[x509.Certificate]) -> Chain:
     """Certificates, a node's own first, to be judged. Raises `ValueError` when a field does not parse."""
-    return tuple(Link.of(certificate) for certificate in certificates)
+    return tuple(ChainLink.from_certificate(certificate) for certificate in certificates)
 
 
 class CertificateVerifier:
@@ -74,7 +74,7 @@ class CertificateVerifier:
     def __init__(self, identity: Identity) -> None:
         """Raises `ValueError` when a list does not parse."""
         self._identity = identity
-        self._own = chain_of(identity.chain)
+        self._own = build_chain(identity.chain)
         self._anchors = {_anchor(certificate) for certificate in identity.trusted}
         self._issued: dict[Anchor, bool] = {}
         """Ends of chains that are no anchors themselves, and whether one has issued them."""
@@ -85,7 +85,7 @@ class CertificateVerifier:
             for entry in crl:
                 self._listing.setdefault((issuer, entry.serial_number), []).append(crl)
 
-    def verdict(self, chain: Chain, now: float) -> Rejection | None:
+    def check(self, chain: Chain, now: float) -> Rejection | None:
         """What is wrong with a chain at a time (seconds since the epoch); none if nothing is."""
         for place, link in enumerate(chain):
             if now > link.end:
@@ -98,9 +98,9 @@ class CertificateVerifier:
             return Rejection("untrusted", f"trust_pem holds no CA of {_named(chain[0].certificate)} any more")
         return None
 
-    def own_verdict(self, now: float) -> Rejection | None:
+    def check_own(self, now: float) -> Rejection | None:
         """What is wrong with this node's own chain, which its peers judge alike."""
-        return self.verdict(self._own, now)
+        return self.check(self._own, now)
 
     def _is_anchored(self, chain: Chain) -> bool:
         """Whether the bundle vouches for a chain: for its end, or for any part where bundles end below the root."""
@@ -112,7 +112,7 @@ class CertificateVerifier:
             self._issued[last.anchor] = any(_has_issued(ca, last.certificate) for ca in self._identity.trusted)
         return self._issued[last.anchor]
 
-    def _is_revoked(self, link: Link, above: Chain) -> bool:
+    def _is_revoked(self, link: ChainLink, above: Chain) -> bool:
         """Whether a list holds a certificate that is its issuer's by signature: a name alone says nothing."""
         listing = self._listing.get((link.issuer, link.serial))
         if listing is None:
@@ -120,7 +120,7 @@ class CertificateVerifier:
         issuers = [*(each.certificate for each in above), *self._identity.trusted]
         return any(_has_signed(ca, crl) for crl in listing for ca in issuers if ca.subject == crl.issuer)
 
-    def ends(self) -> Iterator[tuple[str, datetime, str]]:
+    def expiries(self) -> Iterator[tuple[str, datetime, str]]:
         """What of this node's own files ends: its name, when, and what happens then and how that is avoided."""
         cert, crls = self._identity.cert_pem, self._identity.crls_pem
         for certificate in self._identity.chain:
@@ -132,15 +132,15 @@ class CertificateVerifier:
                 yield what, crl.next_update_utc, "then every new connection is refused: have the list renewed"
 
 
-class EndWarnings:
+class ExpiryWarnings:
     """Tells early, and again as the end comes nearer, what of a node's own files runs out."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[str, datetime], int] = {}
 
-    def tell(self, trust: CertificateVerifier, now: float) -> None:
+    def log_due(self, trust: CertificateVerifier, now: float) -> None:
         """Log each end once a stage of `WARN_AT` is reached that was not told yet."""
-        for what, end, remedy in trust.ends():
+        for what, end, remedy in trust.expiries():
             left = end.timestamp() - now
             stage = sum(left <= limit for limit in WARN_AT)
             if stage <= self._told.get((what, end), 0):

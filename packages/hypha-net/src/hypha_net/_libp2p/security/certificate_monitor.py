@@ -18,7 +18,7 @@ import anyio.to_thread
 from cryptography.exceptions import UnsupportedAlgorithm
 
 from hypha_net._libp2p.security.tls import TlsContexts
-from hypha_net.certificate_validation import CertificateVerifier, Chain, EndWarnings, Rejection
+from hypha_net.certificate_validation import CertificateVerifier, Chain, ExpiryWarnings, Rejection
 from hypha_net.errors import IdentityError
 from hypha_net.events import Events, PeerRejected
 from hypha_net.identity import FileState, Identity, file_state, reload_identity
@@ -55,7 +55,7 @@ class CertificateWatch:
         self._events = events
         self._clock = clock
         self._trust = CertificateVerifier(identity)
-        self._warnings = EndWarnings()
+        self._warnings = ExpiryWarnings()
         self._own: Rejection | None = None
         self._pending: FileState | None = None
         """A change that has been seen once: it is acted on when the files look the same a round later."""
@@ -104,8 +104,8 @@ class CertificateWatch:
 
     def _judge_own(self) -> None:
         now = self._clock()
-        self._warnings.tell(self._trust, now)
-        verdict = self._trust.own_verdict(now)
+        self._warnings.log_due(self._trust, now)
+        verdict = self._trust.check_own(now)
         if verdict is not None and verdict != self._own:
             _log.error("peers refuse this node: %s; have a new certificate issued for its key", verdict.detail)
         self._own = verdict
@@ -113,7 +113,7 @@ class CertificateWatch:
     async def check(self) -> None:
         """Close every connection whose chain does not hold any more."""
         now = self._clock()
-        judged = [(connection, self._trust.verdict(connection.chain, now)) for connection in self._connections()]
+        judged = [(connection, self._trust.check(connection.chain, now)) for connection in self._connections()]
         bad = [(connection, verdict) for connection, verdict in judged if verdict is not None]
         with anyio.move_on_after(CLOSE_TIMEOUT):
             async with anyio.create_task_group() as tasks:
@@ -132,7 +132,7 @@ def _read_again(identity: Identity) -> tuple[Identity, TlsContexts, CertificateV
     try:
         fresh = reload_identity(identity)
         contexts, trust = TlsContexts(fresh), CertificateVerifier(fresh)
-        list(trust.ends())
+        list(trust.expiries())
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # of fields that are parsed when they are needed
         raise IdentityError(f"a certificate or list makes no sense: {error}") from error
     if file_state(fresh) != fresh.read_from:

@@ -29,7 +29,7 @@ from hypha_net._libp2p.relay.circuit import CircuitConnection
 from hypha_net._libp2p.security.peer_certificates import shown, verified_chain, watch
 from hypha_net._libp2p.security.tls_errors import RefusalReason, explain, is_refusal
 from hypha_net._libp2p.yamux.receive_buffer import release_buffer
-from hypha_net.certificate_validation import Chain, read_chain
+from hypha_net.certificate_validation import Chain, parse_chain
 from hypha_net.errors import IdentityError, RefusedError
 from hypha_net.events import Events, PeerRejected
 from hypha_net.identity import CertificateInfo, Identity, read_certificate
@@ -144,7 +144,7 @@ class TlsConnection(ISecureConn):
             raise RefusedError("the peer showed no certificate")
         try:
             self.certificate = read_certificate(data, "the peer's certificate")
-            self.chain = read_chain(verified_chain(self._tls))
+            self.chain = parse_chain(verified_chain(self._tls))
         except (IdentityError, ValueError) as error:
             self.refused_for = "untrusted"
             raise RefusedError(str(error)) from error
