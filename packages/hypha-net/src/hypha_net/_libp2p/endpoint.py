@@ -95,7 +95,7 @@ class Libp2pEndpoint:
         self._subscriptions = Subscriptions(pubsub, tasks, self.events)
         self._make_directory()
         self._make_relay()
-        self._merger = ConnectionPruner(
+        self._pruner = ConnectionPruner(
             self._swarm, self._dialer, StreamMigrator(pubsub), self._relay, self._relay_server
         )
         self._roles = RoleCheck(self.peer_id, self._role_of, self.events, required=settings.require_roles)
