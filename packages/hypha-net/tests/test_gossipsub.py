@@ -25,7 +25,7 @@ from hypha_net import EndpointSettings, open_endpoint, pubsub
 from hypha_net._libp2p.dial.upgrade import dial
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net._libp2p.gossipsub import validation
-from hypha_net._libp2p.gossipsub.validation import MAX_DATA, MAX_RPC, ORIGIN_BURST, KeyedTokenBucket, SeenMessages
+from hypha_net._libp2p.gossipsub.validation import MAX_DATA, MAX_RPC, ORIGIN_BURST, SeenMessages
 from hypha_net._libp2p.wire.delimited import write_message
 from hypha_net._libp2p.yamux.session import YamuxSession
 from hypha_net.endpoint import GossipMessage, Stream
@@ -440,23 +440,6 @@ def test_seen_messages_are_bounded_in_number_and_time(monkeypatch: pytest.Monkey
     assert not seen.has(b"d")
     assert seen.add(b"e")
     assert seen.length() == 1
-
-
-def test_an_allowance_comes_back_with_time_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "MAX_ORIGINS", 2)
-    now = [0.0]
-    a, b, c = (PeerId.from_public_key(bytes([n]) * 32) for n in range(3))
-    allowance = KeyedTokenBucket(2, 3, lambda: now[0])
-    for _ in range(3):
-        assert allowance.left(a)
-        allowance.take(a)
-    assert not allowance.left(a)
-    assert allowance.left(b)
-    now[0] = 0.5
-    assert allowance.left(a)
-    allowance.take(b)
-    allowance.take(c)
-    assert len(allowance._buckets) == 2
 
 
 def open_streams(node: Libp2pEndpoint, peer: PeerId) -> int:

@@ -18,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hypha_net import transfer
-from hypha_net.bandwidth import BURST, Bucket
+from hypha_net.bandwidth import BURST
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import StreamResetError
 from hypha_net.events import Event, Transferred
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_net.token_bucket import TokenBucket
 from hypha_net.transfer import retry
 from hypha_net.transfer.framing import AT_ONCE, receive_message, send_message
 from hypha_net.transfer.io import partial_file
@@ -455,7 +456,7 @@ def test_a_transfer_that_fails_is_told_with_the_reason(tmp_path: Path) -> None:
 
 @given(st.floats(1e3, 1e9), st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0, 2)), min_size=1, max_size=60))
 def test_a_bucket_never_lets_more_through_than_its_rate(rate: float, steps: list[tuple[int, float]]) -> None:
-    bucket, now, usable = Bucket(rate), 0.0, []
+    bucket, now, usable = TokenBucket(rate, rate * BURST), 0.0, []
     for amount, pause in steps:
         now += pause
         usable.append((now + bucket.take(amount, now), amount))
@@ -468,7 +469,7 @@ def test_a_bucket_never_lets_more_through_than_its_rate(rate: float, steps: list
 
 @given(st.floats(1e3, 1e9), st.lists(st.integers(1, 1 << 20), min_size=1, max_size=60))
 def test_a_bucket_wastes_nothing_of_its_rate(rate: float, amounts: list[int]) -> None:
-    bucket, now = Bucket(rate), 0.0
+    bucket, now = TokenBucket(rate, rate * BURST), 0.0
     for amount in amounts:
         now += bucket.take(amount, now)
     assert now <= sum(amounts) / rate * (1 + 1e-9) + 1e-6
@@ -476,7 +477,7 @@ def test_a_bucket_wastes_nothing_of_its_rate(rate: float, amounts: list[int]) ->
 
 @given(st.integers(2, 8))
 def test_those_who_share_a_bucket_get_the_same(sharers: int) -> None:
-    bucket, clocks, moved = Bucket(1e6), [0.0] * sharers, [0] * sharers
+    bucket, clocks, moved = TokenBucket(1e6, 1e6 * BURST), [0.0] * sharers, [0] * sharers
     for _ in range(50 * sharers):
         who = min(range(sharers), key=lambda index: (clocks[index], moved[index]))  # ready first, then longest waiting
         clocks[who] += bucket.take(4096, clocks[who])

@@ -1,6 +1,7 @@
-"""How fast files may move: token buckets for all peers together and for each, up and down.
+"""Bandwidth limits of file transfers: token buckets for all peers together and for each peer, up and down.
 
-They bound the bytes of files. Requests, gossip and headers are not held back: a limited node answers as quickly.
+They limit the bytes of files only; requests, gossip and headers are not delayed. Configured by `open_endpoint` from
+`EndpointSettings.rates`; called by `transfer` for each chunk; the buckets are `token_bucket`'s.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from weakref import WeakKeyDictionary
 
 import anyio
 
+from hypha_net.token_bucket import TokenBucket
+
 if TYPE_CHECKING:
     from hypha_net.endpoint import Endpoint
     from hypha_proto.ids import PeerId
@@ -20,99 +23,81 @@ if TYPE_CHECKING:
 Direction = Literal["sent", "received"]
 
 MIN_RATE: Final = 16 << 10
-"""Bytes a second below which transfers would be taken for dead."""
+"""Bytes a second below which a transfer would be considered stalled; the lowest limit that can be configured."""
 BURST: Final = 0.1
-"""Seconds' worth of bytes that may pass at once after a pause."""
-MAX_PIECE: Final = 256 << 10
-PEERS_REMEMBERED: Final = 4096
+"""Capacity of each bucket, in seconds of its rate."""
+MAX_CHUNK: Final = 256 << 10
+MAX_PEER_BUCKETS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class BandwidthLimits:
-    """Limits in bytes a second; none: no limit."""
+    """Limits in bytes a second; None means unlimited."""
 
     upload: int | None = None
     """To all peers together."""
     download: int | None = None
     """From all peers together."""
     peer_upload: int | None = None
-    """To any one peer."""
+    """To each peer."""
     peer_download: int | None = None
-    """From any one peer."""
-
-
-class Bucket:
-    """A token bucket, first come, first served. Knows no clock: times are passed in, and must not go backwards."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self.burst = rate * BURST
-        self._paid_until = float("-inf")
-
-    def take(self, amount: int, now: float) -> float:
-        """Take `amount` bytes at the time `now`; how many seconds later they may be used.
-
-        Over any span of time no more than `burst` and `rate` times the span become usable.
-        """
-        start = max(self._paid_until, now - self.burst / self.rate)
-        self._paid_until = start + amount / self.rate
-        return max(0.0, self._paid_until - now)
+    """From each peer."""
 
 
 class TransferPacer:
-    """What one transfer may move. Transfers that share a bucket take turns piece by piece, so they share it evenly."""
+    """Delays one transfer. Transfers that share a bucket alternate chunk by chunk, so they share it evenly."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[TokenBucket]) -> None:
         self._buckets = tuple(buckets)
         slowest = min((bucket.rate for bucket in self._buckets), default=float("inf"))
-        self.piece = int(min(MAX_PIECE, slowest * BURST / 2))
+        self.chunk_size = int(min(MAX_CHUNK, slowest * BURST / 2))
         """Most bytes to move between two calls of `wait`."""
 
     async def wait(self, amount: int) -> None:
-        """Wait until `amount` bytes may move; at once where nothing is limited."""
+        """Wait until `amount` bytes may move; return at once if nothing is limited."""
         if self._buckets:
             now = anyio.current_time()
             await anyio.sleep(max(bucket.take(amount, now) for bucket in self._buckets))
 
 
-class Limiter:
-    """The buckets of one endpoint."""
+class BandwidthLimiter:
+    """The token buckets of one endpoint."""
 
-    def __init__(self, rates: BandwidthLimits) -> None:
-        self._all = {"sent": _bucket(rates.upload), "received": _bucket(rates.download)}
-        self._rate_of_peer = {"sent": rates.peer_upload, "received": rates.peer_download}
-        self._of_peer: OrderedDict[tuple[PeerId, Direction], Bucket] = OrderedDict()
+    def __init__(self, limits: BandwidthLimits) -> None:
+        self._shared = {"sent": _bucket(limits.upload), "received": _bucket(limits.download)}
+        self._peer_rate = {"sent": limits.peer_upload, "received": limits.peer_download}
+        self._of_peer: OrderedDict[tuple[PeerId, Direction], TokenBucket] = OrderedDict()
 
-    def pace(self, peer: PeerId, direction: Direction) -> TransferPacer:
-        """The pace of a transfer with `peer` that begins now."""
-        buckets = (self._all[direction], self._peer_bucket(peer, direction))
+    def pacer(self, peer: PeerId, direction: Direction) -> TransferPacer:
+        """Return the pacer of a transfer with `peer` that begins now."""
+        buckets = (self._shared[direction], self._peer_bucket(peer, direction))
         return TransferPacer([bucket for bucket in buckets if bucket is not None])
 
-    def _peer_bucket(self, peer: PeerId, direction: Direction) -> Bucket | None:
-        rate = self._rate_of_peer[direction]
+    def _peer_bucket(self, peer: PeerId, direction: Direction) -> TokenBucket | None:
+        rate = self._peer_rate[direction]
         if rate is None:
             return None
-        bucket = self._of_peer.setdefault((peer, direction), Bucket(rate))
+        bucket = self._of_peer.setdefault((peer, direction), TokenBucket(rate, rate * BURST))
         self._of_peer.move_to_end((peer, direction))
-        if len(self._of_peer) > PEERS_REMEMBERED:
+        if len(self._of_peer) > MAX_PEER_BUCKETS:
             self._of_peer.popitem(last=False)
         return bucket
 
 
-def _bucket(rate: int | None) -> Bucket | None:
-    return None if rate is None else Bucket(rate)
+def _bucket(rate: int | None) -> TokenBucket | None:
+    return None if rate is None else TokenBucket(rate, rate * BURST)
 
 
-_limiters: WeakKeyDictionary[Endpoint, Limiter] = WeakKeyDictionary()
+_limiters: WeakKeyDictionary[Endpoint, BandwidthLimiter] = WeakKeyDictionary()
 _UNLIMITED: Final = TransferPacer(())
 
 
-def limit_bandwidth(endpoint: Endpoint, rates: BandwidthLimits) -> None:
-    """Bound the transfers of `endpoint` that begin from now on; a second call replaces the first."""
-    _limiters[endpoint] = Limiter(rates)
+def limit_bandwidth(endpoint: Endpoint, limits: BandwidthLimits) -> None:
+    """Limit the transfers of `endpoint` that begin from now on; a second call replaces the first."""
+    _limiters[endpoint] = BandwidthLimiter(limits)
 
 
-def pace_of(endpoint: Endpoint, peer: PeerId, direction: Direction) -> TransferPacer:
-    """The pace of a transfer between `endpoint` and `peer`."""
+def pacer_for(endpoint: Endpoint, peer: PeerId, direction: Direction) -> TransferPacer:
+    """Return the pacer of a transfer between `endpoint` and `peer` that begins now."""
     limiter = _limiters.get(endpoint)
-    return _UNLIMITED if limiter is None else limiter.pace(peer, direction)
+    return _UNLIMITED if limiter is None else limiter.pacer(peer, direction)

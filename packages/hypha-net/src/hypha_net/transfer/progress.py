@@ -10,7 +10,7 @@ from typing import Final, Literal
 import anyio
 
 from hypha_net import instrumentation
-from hypha_net.bandwidth import Direction, TransferPacer, pace_of
+from hypha_net.bandwidth import Direction, TransferPacer, pacer_for
 from hypha_net.endpoint import Endpoint
 from hypha_net.events import Transferred
 from hypha_net.transfer.framing import IDLE_TIMEOUT, TransferInterruptedError
@@ -49,7 +49,7 @@ class Progress:
     @property
     def pace(self) -> TransferPacer:
         """How fast this one may go."""
-        return pace_of(self.endpoint, self.peer, self.direction)
+        return pacer_for(self.endpoint, self.peer, self.direction)
 
     def begin(self, done: int, size: int | None) -> None:
         """Bytes begin to move, from `done` on; told once, however often the transfer is taken up again."""

@@ -29,6 +29,7 @@ from hypha_net._libp2p.yamux.stream import YamuxStream
 from hypha_net.errors import StreamClosedError, StreamResetError, TransferError
 from hypha_net.events import Events, GossipDropped
 from hypha_net.per_peer_limiter import PerPeerLimiter
+from hypha_net.token_bucket import KeyedTokenBucket
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
@@ -83,32 +84,6 @@ class SeenMessages:
         return len(self._until)
 
 
-class KeyedTokenBucket:
-    """Token buckets: so many at once, so many a second, for each of a bounded number of keys."""
-
-    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = trio.current_time) -> None:
-        self._rate = rate
-        self._burst = burst
-        self._clock = clock
-        self._buckets: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()
-
-    def left(self, key: PeerId) -> bool:
-        """Whether `key` may have one more."""
-        return self._tokens(key) >= 1
-
-    def take(self, key: PeerId) -> None:
-        """Count one."""
-        tokens = self._tokens(key)
-        while len(self._buckets) >= MAX_ORIGINS and key not in self._buckets:
-            self._buckets.popitem(last=False)
-        self._buckets[key] = (tokens - 1, self._clock())
-        self._buckets.move_to_end(key)
-
-    def _tokens(self, key: PeerId) -> float:
-        tokens, at = self._buckets.get(key, (self._burst, self._clock()))
-        return min(self._burst, tokens + (self._clock() - at) * self._rate)
-
-
 class MessageValidator:
     """Reads and judges what peers say, for one endpoint."""
 
@@ -126,8 +101,8 @@ class MessageValidator:
         self._router = router
         self._events = events
         self._own = PeerId(pubsub.my_id.to_bytes())
-        self._origins = KeyedTokenBucket(ORIGIN_RATE, ORIGIN_BURST)
-        self._forwarders = KeyedTokenBucket(FORWARDER_RATE, FORWARDER_BURST)
+        self._origins = KeyedTokenBucket[PeerId](ORIGIN_RATE, ORIGIN_BURST, MAX_ORIGINS)
+        self._forwarders = KeyedTokenBucket[PeerId](FORWARDER_RATE, FORWARDER_BURST, MAX_ORIGINS)
         self._lost: Counter[DropReason] = Counter()
         self._turns = PerPeerLimiter(STREAMS_AT_ONCE)
         pubsub.seen_messages.stop()  # a thread, and a cache that grows with every message
@@ -231,7 +206,7 @@ class MessageValidator:
             return None, "unsigned"
         if origin == self._own or len(message.seqno) != _NUMBER or len(message.topicIDs) != 1:
             return None, "other"
-        if not self._forwarders.left(forwarder) or not self._origins.left(origin):
+        if not self._forwarders.has_token(forwarder) or not self._origins.has_token(origin):
             return None, "rate"
         self._forwarders.take(forwarder)  # an honest neighbour passes on nothing that it has not verified itself
         if not _is_signed(origin, message):

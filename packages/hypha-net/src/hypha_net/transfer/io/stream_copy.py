@@ -59,7 +59,7 @@ def _read(file: FileIO, block: memoryview, left: int) -> int:
 async def _send(stream: Stream, block: memoryview, progress: Progress, pace: TransferPacer) -> None:
     with anyio.CancelScope() as scope:
         while block:
-            piece, block = block[: pace.piece], block[pace.piece :]
+            piece, block = block[: pace.chunk_size], block[pace.chunk_size :]
             await pace.wait(len(piece))
             _allow_time(scope)
             await stream.send_all(piece)
@@ -172,7 +172,7 @@ class _Block:
         with anyio.CancelScope() as scope:
             while self.count < len(self._wanted):
                 _allow_time(scope)
-                count = await stream.receive_into(self._wanted[self.count : self.count + pace.piece])
+                count = await stream.receive_into(self._wanted[self.count : self.count + pace.chunk_size])
                 if not count:
                     return False
                 self.count += count
