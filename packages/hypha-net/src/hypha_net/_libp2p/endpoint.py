@@ -26,7 +26,7 @@ from libp2p.tools.anyio_service.trio_manager import TrioManager
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.bootstrap.gateways import Gateways
-from hypha_net._libp2p.compat.host import addresses_of, agent_of, check_port_free, make_host, observed_by, protocols_of
+from hypha_net._libp2p.compat.host import check_port_free, make_host
 from hypha_net._libp2p.compat.logging import adopt_library_logs
 from hypha_net._libp2p.compat.notifee import EventNotifee
 from hypha_net._libp2p.dial.connection_pruning import ConnectionPruner
@@ -37,6 +37,7 @@ from hypha_net._libp2p.gossipsub.setup import PROTOCOLS as GOSSIP_PROTOCOLS
 from hypha_net._libp2p.gossipsub.setup import keep_registered, make_pubsub
 from hypha_net._libp2p.gossipsub.stream_migration import StreamMigrator
 from hypha_net._libp2p.gossipsub.subscriptions import Subscriptions
+from hypha_net._libp2p.identify.peer_metadata import agent_version, listen_addresses, observed_host, supported_protocols
 from hypha_net._libp2p.identify.retry import Identifying
 from hypha_net._libp2p.kad import client
 from hypha_net._libp2p.kad.messages import PROTOCOL as KAD_PROTOCOL
@@ -200,9 +201,9 @@ class Libp2pEndpoint:
         certificate = self._certificate(peer)
         return PeerInfo(
             peer,
-            tuple(str(Multiaddr(address)) for address in addresses_of(store, raw)),
-            agent_of(store, raw),
-            protocols_of(store, raw),
+            tuple(str(Multiaddr(address)) for address in listen_addresses(store, raw)),
+            agent_version(store, raw),
+            supported_protocols(store, raw),
             certificate.not_after if certificate else None,
             certificate.role if certificate else None,
         )
@@ -264,13 +265,13 @@ class Libp2pEndpoint:
         """Where a peer behind another NAT might reach this node: as gateways see it, at the port where it listens."""
         bound = () if self._swarm is None else tuple(self._swarm.listeners.values())
         ports = [int(str(address).split("/")[4]) for listener in bound for address in listener.get_addrs()]
-        seen = [observed_by(self._host.peerstore, ID(peer.raw)) for peer in self._gateways.connected()]
+        seen = [observed_host(self._host.peerstore, ID(peer.raw)) for peer in self._gateways.connected()]
         outside = [f"{host}/tcp/{port}" for host in seen if host is not None for port in ports]
         own = [address for address in self._own_addresses() if CIRCUIT not in address]
         return tuple(dict.fromkeys(outside + own)) if ports else ()
 
     def _known_addresses(self, peer: PeerId) -> tuple[bytes, ...]:
-        return addresses_of(self._host.peerstore, ID(peer.raw))
+        return listen_addresses(self._host.peerstore, ID(peer.raw))
 
     async def _accept_circuit(self, circuit: CircuitConnection, source: PeerId) -> None:
         assert self._swarm is not None
@@ -333,7 +334,7 @@ class Libp2pEndpoint:
 
     def _speaks_gossip(self, peer: ID) -> bool:
         """Whether a peer does, as far as identify has told."""
-        known = protocols_of(self._host.peerstore, peer)
+        known = supported_protocols(self._host.peerstore, peer)
         return not known or not known.isdisjoint(GOSSIP_PROTOCOLS)
 
     def topic_peers(self, topic: str) -> frozenset[PeerId]:

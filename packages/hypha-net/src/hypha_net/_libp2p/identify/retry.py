@@ -16,7 +16,7 @@ from libp2p.host.basic_host import BasicHost
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 
-from hypha_net._libp2p.compat.host import identified_at
+from hypha_net._libp2p.identify.peer_metadata import identified_at
 from hypha_net._libp2p.yamux.session import YamuxSession
 from hypha_net.backoff import Backoff
 

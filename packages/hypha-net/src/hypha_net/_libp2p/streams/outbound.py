@@ -11,8 +11,8 @@ from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnError, MuxedStreamError
 
-from hypha_net._libp2p.compat.host import protocols_of
 from hypha_net._libp2p.dial.dialer import Dialer
+from hypha_net._libp2p.identify.peer_metadata import supported_protocols
 from hypha_net._libp2p.streams.inbound import NEGOTIATE_TIMEOUT
 from hypha_net._libp2p.streams.multistream_select import NoMultistreamError, NotSpokenError, propose
 from hypha_net._libp2p.streams.stream import Libp2pStream
@@ -49,7 +49,7 @@ class Outbound:
             muxed = await cast(YamuxSession, connection.muxed_conn).open_stream(announce=False)
         except (MuxedConnError, MuxedStreamError) as error:
             raise UnreachableError(f"{peer}: {error}") from error
-        known = protocols_of(self._peerstore, ID(peer.raw))
+        known = supported_protocols(self._peerstore, ID(peer.raw))
         at_once = request if len(protocols) == 1 and protocols[0] in known else None
         opened = False
         try:
