@@ -101,7 +101,7 @@ def test_a_request_is_taken_from_its_role_only(authority: Any, role: str | None,
                 refused = await anext(events)
             assert isinstance(refused, PeerRejected)
             assert (refused.peer, refused.reason) == (asking.peer_id, "role")
-            assert "RenewLease is for a scheduler to send" in refused.detail
+            assert "RenewLease may be sent by a scheduler only" in refused.detail
             assert (role or "no role") in refused.detail
 
     run(main)
@@ -221,7 +221,7 @@ def test_an_address_that_is_no_gateway_s_is_named_in_the_log(authority: Any, cap
         async with opened(authority, "worker") as (gateway, worker):
             settings = EndpointSettings(gateway_addresses=(worker.addresses[0], gateway.addresses[0]))
             async with open_endpoint(authority.identity("asking"), settings):
-                await until(lambda: "is a worker's; name gateways there" in caplog.text)
-        assert caplog.text.count("name gateways there") == 1
+                await until(lambda: "has the role worker; list gateways only" in caplog.text)
+        assert caplog.text.count("list gateways only") == 1
 
     run(main)

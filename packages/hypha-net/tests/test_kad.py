@@ -181,7 +181,7 @@ def test_many_puts_cost_one_write_and_a_folder_that_is_full_costs_nothing_else(
 
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(gateway.store.keep_saved)
+            tasks.start_soon(gateway.store.save_changes)
             remove()
             gateway.put(PEERS[0], put(b"k", b"0"))
             await until(lambda: "dht-records" in caplog.text)
@@ -206,7 +206,7 @@ def test_a_put_after_a_while_without_is_written_at_once(tmp_path: Path, monkeypa
 
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(gateway.store.keep_saved)
+            tasks.start_soon(gateway.store.save_changes)
             await anyio.sleep(0.1)
             gateway.put(PEERS[0], put(b"k", b"v"))
             await until(lambda: Gateway(tmp_path).get(b"k") is not None, 15)

@@ -13,7 +13,7 @@ from support.waiting import run
 from hypha_net import rpc
 from hypha_net._libp2p.kad.messages import PROTOCOL as KAD
 from hypha_net._libp2p.kad.messages import Kind, Message
-from hypha_net._libp2p.kad.server import STREAMS_AT_ONCE
+from hypha_net._libp2p.kad.server import MAX_STREAMS_PER_PEER
 from hypha_net._libp2p.wire.delimited import write_message
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import RequestTimeoutError, StreamResetError
@@ -80,7 +80,7 @@ def test_a_request_that_does_not_come_to_an_end_is_dropped_with_the_reason(
 def test_half_questions_to_the_directory_hold_up_their_sender_alone(libp2p_opener: Opener) -> None:
     async def main() -> None:
         async with libp2p_opener(3) as (gateway, greedy, other):
-            begun = await begin(greedy, gateway.peer_id, KAD, HALF_A_MESSAGE, STREAMS_AT_ONCE + 8)
+            begun = await begin(greedy, gateway.peer_id, KAD, HALF_A_MESSAGE, MAX_STREAMS_PER_PEER + 8)
             late = await greedy.open_stream(gateway.peer_id, [KAD])
             await write_message(late, Message(type=Kind.FIND_NODE, key=b"k"))
             with anyio.move_on_after(0.5) as waited:
