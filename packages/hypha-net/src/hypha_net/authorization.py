@@ -46,8 +46,6 @@ class RoleCheck:
         detail = f"{what} may be sent by a {allowed} only, and its certificate {has}"
         if (peer, what) not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add((peer, what))
-            _log.warning(
-                "refused %s: %s; issue a certificate with --role, or find out who runs this peer", peer, detail
-            )
+            _log.warning("refused %s: %s; issue a certificate with --role, or find out who runs it", peer, detail)
         self._events.emit(PeerRejected(peer, "role", detail))
         return False

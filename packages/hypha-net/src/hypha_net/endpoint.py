@@ -145,7 +145,7 @@ class Endpoint(Protocol):
         ...
 
     async def connect(self, address: str, *, timeout: float = 10.0) -> PeerId:
-        """Connect to a multiaddr and return its peer; if it ends in ``/p2p/`` and that peer is connected, return at once.
+        """Connect to a multiaddr and return its peer; return at once if it names a peer that is connected.
 
         Raises:
             AddressError: the address is malformed or of an unsupported kind.
@@ -180,7 +180,8 @@ class Endpoint(Protocol):
     def is_authorized(self, peer: PeerId, what: str) -> bool:
         """Return whether a peer's role allows it to send `what` (a name of `ALLOWED_SENDERS`) to this endpoint.
 
-        A refusal is emitted as an event, and logged. Peers without a role may send everything unless roles are required.
+        A refusal is emitted as an event, and logged. Peers without a role may send everything unless roles are
+        required.
         """
         ...
 

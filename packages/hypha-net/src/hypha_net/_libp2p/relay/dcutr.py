@@ -1,10 +1,11 @@
 """DCUtR: replaces a relayed connection by a direct one through NATs, by hole punching.
 
 Implements ``/libp2p/dcutr`` (https://github.com/libp2p/specs/blob/master/relay/DCUtR.md). The node that accepted a
-circuit (`HolePuncher.punch`, called by `endpoint`) first dials the other directly. If that fails, both exchange addresses
-over the circuit and dial at the same moment from their listening ports, so that each NAT takes the other's packets for
-answers (`HolePuncher.serve` is the other side). Streams that are open on the circuit stay there, new ones use the direct
-connection, and `dial.connection_pruning` closes the unused circuit. Where it fails, the circuit stays in use.
+circuit (`HolePuncher.punch`, called by `endpoint`) first dials the other directly. If that fails, both exchange
+addresses over the circuit and dial at the same moment from their listening ports, so that each NAT takes the other's
+packets for answers (`HolePuncher.serve` is the other side). Streams that are open on the circuit stay there, new ones
+use the direct connection, and `dial.connection_pruning` closes the unused circuit. Where it fails, the circuit stays
+in use.
 """
 
 from __future__ import annotations
@@ -174,9 +175,8 @@ class HolePuncher:
         if message is None or message.type != CONNECT:
             raise NetError("a hole punch must begin with CONNECT")
         theirs = self._dialable(bytes(address) for address in message.addresses[:MAX_ADDRESSES])
-        return [
-            address for address in theirs if address.split("/")[1] in ("ip4", "ip6")
-        ]  # a host name may resolve to an excluded address
+        # a host name may resolve to an excluded address
+        return [address for address in theirs if address.split("/")[1] in ("ip4", "ip6")]
 
     def _listening_port(self) -> int | None:
         ports = [int(address.split("/")[4]) for address in self._own_addresses()]
@@ -202,7 +202,7 @@ class HolePuncher:
 
 
 async def _simultaneous_open(address: str, port: int | None) -> trio.SocketStream:
-    """Open a TCP connection from `port`; retry until cancelled when refused, which means that the peer is not ready yet.
+    """Open a TCP connection from `port`; retry until cancelled when refused: the peer is not ready then.
 
     Raises:
         OSError: the address cannot be reached; without a port, also when refused.
