@@ -337,5 +337,5 @@ def test_the_end_of_certificates_and_lists_is_told_early_and_again(authority: An
     assert len(lines) == len(WARN_AT)
     assert [record.levelno for record in lines] == [logging.WARNING] * (len(WARN_AT) - 1) + [logging.ERROR]
     assert "have it renewed for the same key" in lines[0].message
-    assert "the list of 'acme org'" in caplog.text
+    assert "the revocation list of 'acme org'" in caplog.text
     assert os.fspath(identity.crls_pem or "") in caplog.text

@@ -18,7 +18,7 @@ from hypha_net._libp2p.wire.delimited import write_message
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import RequestTimeoutError, StreamResetError
 from hypha_net.per_peer_limiter import PerPeerLimiter
-from hypha_net.rpc import READ_AT_ONCE
+from hypha_net.rpc import MAX_CONCURRENT_READS
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import HEALTH
@@ -47,7 +47,7 @@ def test_half_requests_hold_up_their_sender_alone(opener: Opener) -> None:
     async def main() -> None:
         async with opener(3) as (server, greedy, other):
             rpc.serve(server, HEALTH_CHECK, healthy)
-            begun = await begin(greedy, server.peer_id, HEALTH, bytes(1 << 16), READ_AT_ONCE + 8)
+            begun = await begin(greedy, server.peer_id, HEALTH, bytes(1 << 16), MAX_CONCURRENT_READS + 8)
             with pytest.raises(RequestTimeoutError):
                 await rpc.call(greedy, server.peer_id, HEALTH_CHECK, HealthRequest(), timeout=0.5)
             assert (await rpc.call(other, server.peer_id, HEALTH_CHECK, HealthRequest())).healthy
