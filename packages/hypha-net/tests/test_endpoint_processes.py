@@ -144,7 +144,7 @@ async def leaves(stack: AsyncExitStack, authority: Any, gateway: Gateway, count:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_stopped_gateway_is_noticed_and_its_nodes_are_back_when_it_goes_on(authority: Any) -> None:
+def test_a_suspended_gateway_is_detected_and_nodes_reconnect_when_it_resumes(authority: Any) -> None:
     async def main() -> None:
         async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
             (leaf,) = await leaves(stack, authority, gateway, 1)
@@ -166,7 +166,7 @@ def test_a_stopped_gateway_is_noticed_and_its_nodes_are_back_when_it_goes_on(aut
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_connections_survive_a_gateway_that_is_stopped_for_twenty_seconds(authority: Any) -> None:
+def test_connections_survive_a_gateway_suspended_for_twenty_seconds(authority: Any) -> None:
     async def main() -> None:
         async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
             nodes = await leaves(stack, authority, gateway, 3)
@@ -190,7 +190,7 @@ def test_connections_survive_a_gateway_that_is_stopped_for_twenty_seconds(author
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_gateway_that_is_stopped_while_it_takes_a_node_keeps_it(authority: Any) -> None:
+def test_a_gateway_suspended_while_it_accepts_a_node_keeps_the_connection(authority: Any) -> None:
     async def main() -> None:
         async with gateway_process(authority, "stops") as gateway, AsyncExitStack() as stack:
             (node,) = await leaves(stack, authority, gateway, 1)
@@ -210,7 +210,7 @@ def test_a_gateway_that_is_stopped_while_it_takes_a_node_keeps_it(authority: Any
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_thirty_nodes_are_back_within_five_seconds_of_their_gateway_s_return(authority: Any) -> None:
+def test_thirty_nodes_reconnect_within_five_seconds_of_their_gateways_return(authority: Any) -> None:
     async def main() -> None:
         async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
             nodes = await leaves(stack, authority, gateway, 30)
@@ -264,7 +264,7 @@ async def come_and_go(node: Libp2pEndpoint, gateway: Gateway, times: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-def test_a_thousand_connections_leave_memory_descriptors_and_tasks_as_they_were(
+def test_a_thousand_connections_leak_no_memory_descriptors_or_tasks(
     authority: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # pytest keeps every record of py-libp2p's with its traceback, and all that refers to: that would be measured

@@ -11,7 +11,7 @@ from hypha_proto.ids import PeerId
 PEER = PeerId.from_public_key(bytes(32))
 
 
-def test_a_follower_hears_its_kinds_and_the_end() -> None:
+def test_a_follower_receives_events_of_its_kinds_until_the_end() -> None:
     heard: list[Event] = []
     events = Events()
 
@@ -34,7 +34,7 @@ def test_a_follower_hears_its_kinds_and_the_end() -> None:
     assert heard == [Disconnected(PEER, "first"), Disconnected(PEER, "last")]
 
 
-def test_who_does_not_listen_loses_the_oldest_and_is_told_how_many() -> None:
+def test_a_slow_follower_loses_the_oldest_events_and_their_number_is_counted() -> None:
     events = Events()
 
     async def main() -> None:

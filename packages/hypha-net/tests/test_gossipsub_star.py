@@ -82,7 +82,7 @@ class Network:
 
 
 @pytest.mark.parametrize("gateways", [1, 2])
-def test_a_publish_by_any_reaches_all(authority: Any, tmp_path: Path, gateways: int) -> None:
+def test_a_message_of_any_node_reaches_all(authority: Any, tmp_path: Path, gateways: int) -> None:
     async def main() -> None:
         async with crew(tmp_path / "nodes.log") as start:
             network = Network(authority, start)

@@ -50,7 +50,7 @@ async def gateway_told(authority: Any, *addresses: bytes) -> AsyncIterator[tuple
 
 
 @pytest.mark.parametrize("why", UNREADABLE)
-def test_addresses_that_cannot_be_read_are_left_out_and_harm_nobody(authority: Any, why: str) -> None:
+def test_unprintable_addresses_are_dropped_and_do_no_harm(authority: Any, why: str) -> None:
     async def main() -> None:
         async with gateway_told(authority, UNREADABLE[why], Multiaddr(GOOD).to_bytes()) as (gateway, odd):
             await until(lambda: gateway.connected_peers()[odd.peer_id].addresses == (GOOD,))
@@ -58,7 +58,7 @@ def test_addresses_that_cannot_be_read_are_left_out_and_harm_nobody(authority: A
     run(main)
 
 
-def test_of_very_many_addresses_the_first_are_kept(authority: Any) -> None:
+def test_only_the_first_addresses_of_a_peer_are_kept(authority: Any) -> None:
     many = [Multiaddr(f"/ip4/192.0.2.1/tcp/{port}").to_bytes() for port in range(1, 1000)]
 
     async def main() -> None:
@@ -70,7 +70,7 @@ def test_of_very_many_addresses_the_first_are_kept(authority: Any) -> None:
     run(main)
 
 
-def test_a_peer_that_could_not_be_asked_is_asked_again(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_identify_is_repeated(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ask, asked = BasicHost._identify_peer, list[Any]()
 
     async def fail_at_first(host: BasicHost, peer: Any, *, reason: str) -> None:
@@ -93,7 +93,7 @@ def test_a_peer_that_could_not_be_asked_is_asked_again(authority: Any, monkeypat
     run(main, 60)
 
 
-def test_a_peer_that_is_back_at_once_is_known_again(authority: Any) -> None:
+def test_a_peer_that_reconnects_at_once_is_identified_again(authority: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings((LOOPBACK,), role="gateway")
         async with (

@@ -16,7 +16,7 @@ from hypha_net.log_throttle import MAX_KEPT, LogThrottle, OutageLogSchedule
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
-def test_the_same_is_told_once_a_minute_with_how_often_it_came() -> None:
+def test_a_message_is_logged_once_a_minute_with_the_suppressed_count() -> None:
     now = 1000.0
     repeats = LogThrottle(lambda: now)
     assert [repeats.suppressed_count("a") for _ in range(3)] == [0, None, None]
@@ -31,7 +31,7 @@ def test_the_same_is_told_once_a_minute_with_how_often_it_came() -> None:
     assert len(repeats) == MAX_KEPT
 
 
-def test_what_stays_away_is_told_after_longer_and_longer_intervals() -> None:
+def test_an_outage_is_logged_at_growing_intervals() -> None:
     now = 0.0
     absence = OutageLogSchedule(lambda: now)
     told = []
@@ -46,7 +46,7 @@ def test_what_stays_away_is_told_after_longer_and_longer_intervals() -> None:
     assert absence.seconds == now
 
 
-def test_a_gateway_that_is_down_is_told_once_and_once_when_it_is_back(authority: Any, caplog: Any) -> None:
+def test_an_unreachable_gateway_is_logged_once_and_its_return_once(authority: Any, caplog: Any) -> None:
     address = f"/ip4/127.0.0.1/tcp/{free_port()}"
 
     async def main() -> None:
@@ -68,7 +68,7 @@ def test_a_gateway_that_is_down_is_told_once_and_once_when_it_is_back(authority:
     assert address in back
 
 
-def test_a_peer_that_is_refused_again_and_again_is_told_once_at_each_end(
+def test_repeated_refusals_of_a_peer_are_logged_once_on_each_side(
     authority: Any, foreign_authority: Any, caplog: Any
 ) -> None:
     async def main() -> None:

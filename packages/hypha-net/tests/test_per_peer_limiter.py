@@ -40,7 +40,7 @@ async def begin(node: Endpoint, peer: PeerId, protocol: str, data: bytes, count:
     return streams
 
 
-def test_half_requests_hold_up_their_sender_alone(opener: Opener) -> None:
+def test_partial_requests_delay_only_their_sender(opener: Opener) -> None:
     async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
         return Health(healthy=True)
 
@@ -58,7 +58,7 @@ def test_half_requests_hold_up_their_sender_alone(opener: Opener) -> None:
     run(main)
 
 
-def test_a_request_that_does_not_come_to_an_end_is_dropped_with_the_reason(
+def test_an_incomplete_request_is_dropped_with_a_reason(
     opener: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rpc, "READ_TIMEOUT", 0.2)
@@ -77,7 +77,7 @@ def test_a_request_that_does_not_come_to_an_end_is_dropped_with_the_reason(
     run(main)
 
 
-def test_half_questions_to_the_directory_hold_up_their_sender_alone(libp2p_opener: Opener) -> None:
+def test_partial_dht_requests_delay_only_their_sender(libp2p_opener: Opener) -> None:
     async def main() -> None:
         async with libp2p_opener(3) as (gateway, greedy, other):
             begun = await begin(greedy, gateway.peer_id, KAD, HALF_A_MESSAGE, MAX_STREAMS_PER_PEER + 8)
@@ -95,7 +95,7 @@ def test_half_questions_to_the_directory_hold_up_their_sender_alone(libp2p_opene
     run(main)
 
 
-def test_a_turn_comes_when_one_ends_also_by_an_error_and_nothing_is_kept_of_who_is_gone() -> None:
+def test_a_slot_is_released_on_errors_and_nothing_is_kept_of_idle_peers() -> None:
     turns, log = PerPeerLimiter(1), list[str]()
 
     async def take(peer: PeerId, name: str, goes_on: anyio.Event) -> None:

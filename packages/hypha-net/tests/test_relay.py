@@ -78,7 +78,7 @@ async def ask_hop(node: Libp2pEndpoint, gateway: PeerId, request: Any) -> Any:
     return answer
 
 
-def test_hidden_nodes_talk_and_know_each_other(authority: Any) -> None:
+def test_nodes_without_listeners_communicate_through_the_relay(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         assert two.addresses == (f"{gateway.addresses[0]}/p2p-circuit/p2p/{two.peer_id}",)
         two.handle(ECHO, echo)
@@ -98,7 +98,7 @@ def test_hidden_nodes_talk_and_know_each_other(authority: Any) -> None:
 
 
 @pytest.mark.parametrize("excluded", [(), ("127.0.0.0/8", "10.0.0.0/8")], ids=["all", "loopback excluded"])
-def test_a_circuit_address_can_be_dialled_also_where_the_relay_would_be_excluded(
+def test_a_circuit_address_is_dialled_even_if_the_relays_address_is_excluded(
     authority: Any, excluded: tuple[str, ...]
 ) -> None:
     async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
@@ -109,7 +109,7 @@ def test_a_circuit_address_can_be_dialled_also_where_the_relay_would_be_excluded
     play(authority, case, exclude_cidr=excluded)
 
 
-def test_excluded_addresses_are_not_passed_on_but_circuits_are(authority: Any) -> None:
+def test_excluded_addresses_are_not_shared_but_circuit_addresses_are(authority: Any) -> None:
     async def main() -> None:
         excluded = ("127.0.0.0/8",)
         listening = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", exclude_cidr=excluded)
@@ -156,7 +156,7 @@ def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(autho
     assert target.read_bytes() == source.read_bytes()
 
 
-def test_ends_and_resets_pass_through(authority: Any) -> None:
+def test_a_relay_forwards_half_closes_and_resets(authority: Any) -> None:
     async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         seen: list[str] = []
 
@@ -188,7 +188,7 @@ def test_ends_and_resets_pass_through(authority: Any) -> None:
     play(authority, case)
 
 
-def test_without_a_reservation_there_is_no_circuit(authority: Any) -> None:
+def test_a_circuit_to_a_peer_without_reservation_is_refused(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         assert two.addresses == ()
         with pytest.raises(UnreachableError, match="NO_RESERVATION"):
@@ -199,7 +199,7 @@ def test_without_a_reservation_there_is_no_circuit(authority: Any) -> None:
     play(authority, case, relay_circuit=False)
 
 
-def test_a_hop_answers_what_it_is_asked(authority: Any) -> None:
+def test_the_relay_answers_each_request_with_its_status(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         request = HopMessage(type=HopKind.RESERVE)
         request.peer.id = two.peer_id.raw
@@ -217,7 +217,7 @@ def test_a_hop_answers_what_it_is_asked(authority: Any) -> None:
     play(authority, case)
 
 
-def test_a_node_takes_circuits_from_its_gateways_only(authority: Any) -> None:
+def test_a_node_accepts_circuits_only_from_relays_that_hold_its_reservation(authority: Any) -> None:
     async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         stream = await one.open_stream(two.peer_id, [STOP])
         request = StopMessage(type=StopKind.CONNECT)
@@ -229,7 +229,7 @@ def test_a_node_takes_circuits_from_its_gateways_only(authority: Any) -> None:
     play(authority, case)
 
 
-def test_a_reservation_comes_back_with_the_connection(authority: Any) -> None:
+def test_a_reservation_is_restored_after_reconnection(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         two.handle(ECHO, echo)
         await gateway.disconnect(two.peer_id)
@@ -247,7 +247,7 @@ def test_a_reservation_comes_back_with_the_connection(authority: Any) -> None:
     play(authority, case)
 
 
-def test_a_gateway_forgets_the_connections_of_nodes_that_had_a_place(authority: Any) -> None:
+def test_expired_reservations_do_not_keep_closed_connections_in_memory(authority: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False)
         async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
@@ -283,7 +283,7 @@ class Present:
         raise UnreachableError(f"{peer} is not asked here")
 
 
-def test_a_reservation_is_its_connection_s_and_ends_with_it_or_with_time_that_passes() -> None:
+def test_a_reservation_ends_with_its_connection_or_its_lifetime() -> None:
     clock = [1000.0]
     present = Present()
     hop = RelayServer(present, RelayLimits(reservation_lifetime=60), Events(), lambda: clock[0])
@@ -325,7 +325,7 @@ def test_a_reservation_is_its_connection_s_and_ends_with_it_or_with_time_that_pa
     simulate(main)
 
 
-def test_a_frame_of_a_circuit_is_one_frame_of_the_connection_that_carries_it(authority: Any) -> None:
+def test_a_frame_in_a_circuit_fits_into_one_frame_of_the_outer_connection(authority: Any) -> None:
     """At every size that the link may bring them to."""
     identity = authority.identity("node")
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -344,7 +344,7 @@ def test_a_frame_of_a_circuit_is_one_frame_of_the_connection_that_carries_it(aut
         size //= 2
 
 
-def test_joined_streams_pass_half_closes_on_with_back_pressure() -> None:
+def test_a_circuit_forwards_half_closes_and_applies_back_pressure() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         async with (
@@ -376,7 +376,7 @@ async def circuit(one: Libp2pEndpoint, gateway: Libp2pEndpoint, target: PeerId) 
     return stream, await read_message(stream, HopMessage)
 
 
-def test_limits_are_told_to_both_ends_and_held(authority: Any) -> None:
+def test_circuit_limits_are_sent_to_both_ends_and_enforced(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         told: list[Any] = []
 
@@ -413,7 +413,7 @@ def test_limits_are_told_to_both_ends_and_held(authority: Any) -> None:
     play(authority, case, limits=RelayLimits(max_bytes=100_000, max_duration=1, max_circuits_per_peer=2))
 
 
-def test_who_loses_a_circuit_opens_the_next_stream_on_another(authority: Any) -> None:
+def test_after_losing_a_circuit_the_next_stream_opens_another(authority: Any) -> None:
     async def drop(stream: Stream) -> None:
         while await stream.receive_some():
             pass
@@ -430,7 +430,7 @@ def test_who_loses_a_circuit_opens_the_next_stream_on_another(authority: Any) ->
     play(authority, case, limits=RelayLimits(max_bytes=200_000))
 
 
-def test_places_are_as_many_as_the_operator_says_and_a_renewal_is_never_refused(authority: Any) -> None:
+def test_reservations_are_limited_and_renewals_always_succeed(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         statuses = [
             (await ask_hop(node, gateway.peer_id, HopMessage(type=HopKind.RESERVE))).status
@@ -443,7 +443,7 @@ def test_places_are_as_many_as_the_operator_says_and_a_renewal_is_never_refused(
     play(authority, case, limits=RelayLimits(max_reservations=1), relay_circuit=False)
 
 
-def test_circuits_are_counted_by_how_they_end(authority: Any) -> None:
+def test_circuit_events_report_the_outcome(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         two.handle(ECHO, echo)
         with gateway.events.follow(CircuitEnded) as ended:
@@ -468,7 +468,7 @@ def test_circuits_are_counted_by_how_they_end(authority: Any) -> None:
     play(authority, case)
 
 
-def test_of_two_circuits_to_one_node_one_ends_and_the_other_goes_on(authority: Any) -> None:
+def test_closing_one_of_two_circuits_to_a_node_leaves_the_other_open(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         taken: list[Stream] = []
 
@@ -497,7 +497,7 @@ def test_of_two_circuits_to_one_node_one_ends_and_the_other_goes_on(authority: A
 
 
 @pytest.mark.slow
-def test_a_large_file_arrives_whole_through_the_gateway(authority: Any, tmp_path: Path) -> None:
+def test_a_large_file_is_transferred_through_a_circuit(authority: Any, tmp_path: Path) -> None:
     """64 MiB with its digest; 128 MiB and 10 minutes are no limit that a gateway sets by itself."""
     source, target = tmp_path / "source", tmp_path / "target"
     with source.open("wb") as file:
@@ -519,7 +519,7 @@ def test_a_large_file_arrives_whole_through_the_gateway(authority: Any, tmp_path
     assert target.read_bytes() == source.read_bytes()
 
 
-def test_a_fifth_reservation_and_many_more_are_given_a_place(authority: Any) -> None:
+def test_a_relay_grants_more_than_four_reservations(authority: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
         async with (
@@ -538,7 +538,7 @@ def test_a_fifth_reservation_and_many_more_are_given_a_place(authority: Any) -> 
     run(main)
 
 
-def test_from_a_circuit_a_direct_way_is_found_and_new_streams_take_it(authority: Any) -> None:
+def test_a_circuit_is_upgraded_to_a_direct_connection_for_new_streams(authority: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
         async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
@@ -566,7 +566,7 @@ def test_from_a_circuit_a_direct_way_is_found_and_new_streams_take_it(authority:
     run(main)
 
 
-def test_where_no_direct_way_is_found_the_circuit_stays(authority: Any) -> None:
+def test_the_circuit_stays_in_use_if_no_direct_connection_succeeds(authority: Any) -> None:
     async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         two.handle(ECHO, echo)
         with two.events.follow(HolePunched) as punched:
@@ -590,7 +590,7 @@ def test_where_no_direct_way_is_found_the_circuit_stays(authority: Any) -> None:
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"\x02\x08\x05", b"\x05\xff\xff\xff\xff\xff", b"\x03\x08\xac\x02"])
-def test_a_hole_punch_that_is_none_ends_its_stream(authority: Any, rubbish: bytes, caplog: Any) -> None:
+def test_a_malformed_hole_punch_message_resets_its_stream(authority: Any, rubbish: bytes, caplog: Any) -> None:
     async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         stream = await one.open_stream(two.peer_id, [DCUTR])
         await stream.send_all(rubbish)

@@ -23,7 +23,7 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 @pytest.mark.parametrize(("excluded", "outcome"), [("127.0.0.0/8", "failed"), ("10.0.0.0/8", "direct")])
-def test_a_name_that_a_peer_reports_is_no_way_around_exclude_cidr(
+def test_hole_punching_to_a_host_name_respects_exclude_cidr(
     authority: Any, monkeypatch: pytest.MonkeyPatch, excluded: str, outcome: str
 ) -> None:
     monkeypatch.setattr(dcutr, "PUNCH_TIMEOUT", 0.3)
@@ -60,7 +60,7 @@ class Alone:
         return False
 
 
-def test_a_peer_cannot_have_many_doors_knocked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_can_make_a_node_dial_only_a_few_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of a third party: one request at a time, a few addresses, and less and less often."""
     knocks = 0
     meet = dcutr.trio.socket.socket

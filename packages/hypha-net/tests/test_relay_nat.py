@@ -56,7 +56,9 @@ async def move_in(authority: Any, start: Any, spaces: Namespaces) -> Homes:
     return Homes(gateway, nodes, ids)
 
 
-def test_nodes_behind_two_nats_talk_through_the_gateway_and_heal_after_a_cut(authority: Any, tmp_path: Path) -> None:
+def test_nodes_behind_two_nats_communicate_through_the_gateway_and_recover_from_a_partition(
+    authority: Any, tmp_path: Path
+) -> None:
     async def main() -> None:
         with two_homes() as spaces:
             async with crew(tmp_path / "nodes.log") as start:
@@ -80,7 +82,7 @@ def test_nodes_behind_two_nats_talk_through_the_gateway_and_heal_after_a_cut(aut
 
 
 @pytest.mark.parametrize(("masquerade", "outcome"), [("masquerade", "direct"), ("masquerade random", "failed")])
-def test_a_hole_is_punched_where_the_nat_keeps_ports_and_else_the_relay_goes_on(
+def test_hole_punching_succeeds_if_the_nat_preserves_ports_and_otherwise_the_relay_is_used(
     authority: Any, tmp_path: Path, masquerade: str, outcome: str
 ) -> None:
     async def main() -> None:

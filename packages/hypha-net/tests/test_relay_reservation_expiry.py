@@ -76,14 +76,14 @@ async def hold_a_place(skew: float, lifetime: float, *, ours: bool) -> tuple[int
 
 @pytest.mark.parametrize("skew", [-HOUR, 0.0, HOUR])
 @pytest.mark.parametrize("lifetime", [60.0, 600.0, HOUR])
-def test_at_a_relay_of_ours_clocks_an_hour_apart_change_nothing(skew: float, lifetime: float) -> None:
+def test_clock_skew_does_not_affect_reservations_at_a_hypha_relay(skew: float, lifetime: float) -> None:
     asked, gone = simulate(lambda: hold_a_place(skew, lifetime, ours=True))
     assert gone == 0
     assert asked == pytest.approx(3 * HOUR / (lifetime / 2), abs=1)
 
 
 @pytest.mark.parametrize("skew", [-HOUR, 0.0, HOUR])
-def test_at_another_relay_a_place_of_an_hour_is_held_and_asked_for_twice_a_minute_at_most(skew: float) -> None:
+def test_at_other_relays_clock_skew_costs_at_most_two_renewals_a_minute(skew: float) -> None:
     asked, gone = simulate(lambda: hold_a_place(skew, HOUR, ours=False))
     assert gone == 0
     assert asked <= 3 * HOUR / 30 + 1

@@ -53,7 +53,7 @@ def test_a_request_is_answered() -> None:
     run(case)
 
 
-def test_conversations_share_a_protocol_and_know_their_peer() -> None:
+def test_methods_share_a_protocol_and_receive_the_peer_id() -> None:
     async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         asked: list[tuple[PeerId, uuid.UUID]] = []
 
@@ -79,7 +79,7 @@ def _offer() -> object:
     return WorkerOffer(id=one, request_id=one, price=1.0, resources=Resources(), timeout=Timestamp.of(0))
 
 
-def test_a_handler_that_fails_is_an_error_for_the_asker() -> None:
+def test_a_failing_handler_is_an_error_for_the_client() -> None:
     async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         async def fail(_peer: PeerId, _request: HealthRequest) -> Health:
             raise RuntimeError("broken")
@@ -117,7 +117,7 @@ def test_a_malformed_answer_is_an_error(answer: bytes) -> None:
     run(case)
 
 
-def test_gossip_is_typed_and_drops_what_it_cannot_read() -> None:
+def test_typed_gossip_drops_undecodable_messages() -> None:
     spec = WorkerSpec(resources=Resources(cpu=1.0), executor=())
     said = WorkerRequest(id=uuid.UUID(int=5), spec=spec, timeout=Timestamp.of(1.5), bid=2.0)
 
@@ -147,7 +147,7 @@ def _header(path: Path, size: int, digest: str) -> PushHeader:
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 20, 3_333_333])
 @pytest.mark.parametrize("old", [False, True], ids=["header", "old wire"])
-def test_push_lands_whole(tmp_path: Path, size: int, old: bool) -> None:
+def test_a_push_is_received_complete(tmp_path: Path, size: int, old: bool) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(bytes(range(256)) * (size // 256) + b"x" * (size % 256))
 
@@ -175,7 +175,7 @@ def test_push_lands_whole(tmp_path: Path, size: int, old: bool) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
 
 
-def test_refused_and_corrupt_pushes_leave_nothing(tmp_path: Path) -> None:
+def test_refused_and_corrupt_pushes_leave_no_file(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(b"abc" * 1000)
 
@@ -204,7 +204,7 @@ def test_refused_and_corrupt_pushes_leave_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["header", "old wire"])
-def test_pull_brings_the_file(tmp_path: Path, old: bool) -> None:
+def test_a_pull_receives_the_file(tmp_path: Path, old: bool) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(b"slice" * 500_000)
 
@@ -232,7 +232,7 @@ def test_pull_brings_the_file(tmp_path: Path, old: bool) -> None:
     assert target.read_bytes() == source.read_bytes()
 
 
-def test_a_cut_pull_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_pull_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
     async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         async def cut(stream: Stream) -> None:
             await stream.send_all(b"half of a slice")

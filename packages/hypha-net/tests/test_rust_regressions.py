@@ -23,7 +23,7 @@ PULL, PUSH = "/hypha-tensor-stream/pull", "/hypha-tensor-stream/push"
 
 
 @pytest.mark.parametrize("size", [0, 1, 70_000])
-def test_a_slice_that_is_given_before_another_frame_comes_is_whole(
+def test_a_slice_sent_before_the_requests_last_frame_is_complete(
     authority: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     frames: list[tuple[bytes, int]] = []
@@ -100,9 +100,7 @@ async def old_peer(authority: Any, dropping: Dropping) -> AsyncIterator[tuple[An
 
 
 @pytest.mark.parametrize("drops", [0, 2, 3])
-def test_a_stream_that_an_old_peer_dropped_unread_is_opened_again_twice(
-    authority: Any, tmp_path: Path, drops: int
-) -> None:
+def test_a_stream_dropped_unread_by_an_old_peer_is_reopened_twice(authority: Any, tmp_path: Path, drops: int) -> None:
     async def main() -> None:
         dropping = Dropping(drops)
         async with old_peer(authority, dropping) as (leaf, peer):
@@ -118,7 +116,7 @@ def test_a_stream_that_an_old_peer_dropped_unread_is_opened_again_twice(
 
 
 @pytest.mark.parametrize("drops", [0, 2, 3])
-def test_a_push_is_whole_where_an_old_peer_ends_the_stream_and_not_where_it_drops_it(
+def test_a_push_is_complete_if_an_old_peer_ends_the_stream_but_not_if_it_resets_it(
     authority: Any, tmp_path: Path, drops: int
 ) -> None:
     (tmp_path / "update").write_bytes(b"update")

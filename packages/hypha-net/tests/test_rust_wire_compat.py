@@ -56,7 +56,7 @@ def told(answer: bytes) -> dict[bytes, list[bytes]]:
     return {peer[1][0]: peer.get(2, []) for peer in peers}
 
 
-def test_identify_says_where_the_operator_says_it_is(authority: Any) -> None:
+def test_identify_reports_the_configured_external_addresses(authority: Any) -> None:
     async def main() -> None:
         outside = "/dns4/gateway.example/tcp/4001"
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", external_addresses=(outside,))
@@ -78,7 +78,7 @@ def test_identify_says_where_the_operator_says_it_is(authority: Any) -> None:
 # ------------------------------------------------------------------------------------------------------ the directory
 
 
-def test_a_node_asks_before_it_dials_and_is_never_told_nothing(authority: Any) -> None:
+def test_find_node_before_a_dial_always_returns_the_peer(authority: Any) -> None:
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
             identity = authority.identity("rust", "worker")
@@ -101,7 +101,7 @@ def test_a_node_asks_before_it_dials_and_is_never_told_nothing(authority: Any) -
     run(main)
 
 
-def test_records_are_put_twice_echoed_and_found_with_their_publisher(authority: Any) -> None:
+def test_put_records_are_echoed_and_found_with_their_publisher(authority: Any) -> None:
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
             identity = authority.identity("rust", "data")
@@ -130,7 +130,7 @@ def test_records_are_put_twice_echoed_and_found_with_their_publisher(authority: 
     run(main)
 
 
-def test_several_questions_on_a_stream_that_stays_open(authority: Any) -> None:
+def test_several_requests_on_one_open_stream_are_answered(authority: Any) -> None:
     async def main() -> None:
         async with (
             gateway_and_leaf(authority) as (gateway, leaf),
@@ -153,7 +153,7 @@ async def _publish_again_and_again(node: Libp2pEndpoint) -> None:
         await anyio.sleep(0.2)
 
 
-def test_addresses_are_kept_longer_than_two_hours(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_addresses_are_kept_longer_than_two_hours(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """py-libp2p forgets them after 7,200 s; and gossip, which brings addresses too, must not shorten that again."""
 
     async def main() -> None:
@@ -182,7 +182,7 @@ def connect_to(peer: PeerId) -> bytes:
     return field(1, 1) + field(2, field(1, peer.raw))
 
 
-def test_a_place_at_the_relay_has_addresses_and_lasts_as_long_as_the_connection(authority: Any) -> None:
+def test_a_reservation_has_addresses_and_ends_with_the_connection(authority: Any) -> None:
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
             identity = authority.identity("rust", "worker")
@@ -210,7 +210,7 @@ def test_a_place_at_the_relay_has_addresses_and_lasts_as_long_as_the_connection(
     run(main)
 
 
-def test_a_node_that_only_a_circuit_leads_to_is_reached_and_reaches_others(authority: Any) -> None:
+def test_a_node_behind_a_circuit_is_reachable_and_reaches_others(authority: Any) -> None:
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
             identity = authority.identity("rust", "worker")
@@ -244,7 +244,7 @@ def test_a_node_that_only_a_circuit_leads_to_is_reached_and_reaches_others(autho
     run(main)
 
 
-def test_a_rust_node_s_own_circuit_reaches_a_node_of_ours(authority: Any) -> None:
+def test_a_circuit_opened_by_a_rust_node_reaches_a_hypha_node(authority: Any) -> None:
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
 
@@ -283,7 +283,7 @@ async def old_data_node(stream: Stream, sent: bytes, cut: bool) -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "reset within"])
-def test_a_slice_of_an_old_data_node_is_whole_at_its_end_and_cut_at_a_reset(
+def test_a_slice_of_an_old_data_node_is_complete_at_fin_and_incomplete_at_reset(
     authority: Any, tmp_path: Path, cut: bool
 ) -> None:
     sent = bytes(range(256)) * 300
@@ -311,7 +311,7 @@ def test_a_slice_of_an_old_data_node_is_whole_at_its_end_and_cut_at_a_reset(
     run(main)
 
 
-def test_a_node_that_drops_idle_connections_is_dialled_again(authority: Any) -> None:
+def test_a_peer_that_closed_an_idle_connection_is_dialled_again(authority: Any) -> None:
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
             identity = authority.identity("rust", "worker")
@@ -343,7 +343,7 @@ def test_a_node_that_drops_idle_connections_is_dialled_again(authority: Any) -> 
     run(main)
 
 
-def test_a_gateway_in_no_topic_of_ours_is_gone_around(authority: Any) -> None:
+def test_if_the_gateway_forwards_no_gossip_topic_peers_are_dialled(authority: Any) -> None:
     """A Rust gateway forwards no gossip: it only tells who else is there, and its neighbours are dialled."""
 
     async def main() -> None:
@@ -386,7 +386,9 @@ def test_a_gateway_in_no_topic_of_ours_is_gone_around(authority: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("seconds", [20, 45])
-def test_a_gateway_that_was_stopped_has_lost_nobody_who_stayed(authority: Any, tmp_path: Path, seconds: int) -> None:
+def test_a_suspended_gateway_keeps_the_connections_of_waiting_nodes(
+    authority: Any, tmp_path: Path, seconds: int
+) -> None:
     async def main() -> None:
         async with crew(tmp_path / "nodes.log") as start:
             listening = {"listen_addresses": [LOOPBACK], "role": "gateway"}
@@ -416,7 +418,7 @@ def test_a_gateway_that_was_stopped_has_lost_nobody_who_stayed(authority: Any, t
     run(main, 140)
 
 
-def test_the_script_writes_what_the_formats_say() -> None:
+def test_the_scripted_peer_encodes_the_documented_formats() -> None:
     assert varint(300) == b"\xac\x02"
     assert field(666, b"ab") == b"\xd2\x29\x02ab"
     assert fields(field(777, 3600) + field(2, b"x")) == {777: [3600], 2: [b"x"]}
