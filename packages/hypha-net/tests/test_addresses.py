@@ -1,4 +1,4 @@
-"""Multiaddrs as text: what is none is said to be none, by an error that names it, wherever it came from."""
+"""Multiaddrs as text: malformed ones raise an error that names them, wherever they come from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ODD_NAMES = {
     "a direction that the resolver does not take": "א1",
     "nothing": "",
 }
-"""Names that the multiaddr's codec or the system's resolver refuses, with errors of their own."""
+"""Names that the multiaddr codec or the system's resolver refuses, each with its own errors."""
 
 
 @pytest.mark.parametrize("why", ODD_NAMES)

@@ -1,4 +1,4 @@
-"""What roles let nodes send: taken from the right role and, unless roles are required, from nodes without one."""
+"""Authorization by role: messages are accepted from allowed roles and, unless required, from nodes without one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ANYBODY = {HEALTH_CHECK.name}
 
 @asynccontextmanager
 async def opened(authority: Any, *roles: str | None, **changes: Any) -> AsyncIterator[list[Endpoint]]:
-    """A gateway, then nodes of these roles that have joined by it; all with `changes` to their settings."""
+    """Open a gateway and connected nodes of these roles, all with `changes` to their settings."""
     async with AsyncExitStack() as stack:
         settings = EndpointSettings((LOOPBACK,), role="gateway", **changes)
         gateway = await stack.enter_async_context(open_endpoint(authority.identity("gateway", "gateway"), settings))

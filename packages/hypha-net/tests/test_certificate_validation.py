@@ -1,4 +1,4 @@
-"""Certificates that change while a node runs: renewed, revoked, expired, unusable; and peers that lose their place."""
+"""Certificates that change while a node runs: renewed, revoked, expired, unusable."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUICK = 0.1
 
 @asynccontextmanager
 async def opened(identity: Identity, *gateways: str, **changes: Any) -> AsyncIterator[Libp2pEndpoint]:
-    """A node that looks at its certificates ten times a second."""
+    """Open a node that checks its certificates ten times a second."""
     settings = EndpointSettings((LOOPBACK,), gateway_addresses=gateways, certificate_interval=QUICK, **changes)
     async with open_endpoint(identity, settings) as node:
         yield node
@@ -199,7 +199,7 @@ def test_a_peer_revoked_while_connected_is_disconnected(authority: Any, caplog: 
             assert one._relay_server is not None
             assert not one._relay_server.has_reservation(bad.peer_id)
             assert good.peer_id in one.connected_peers()
-            # it comes back by itself, is refused, and is told why
+            # it reconnects by itself, and is refused with the reason
             await until(lambda: "ours is revoked: ask the organisation" in caplog.text)
             assert bad.peer_id not in one.connected_peers()
 
@@ -296,7 +296,7 @@ def test_a_node_logs_that_its_own_certificate_is_revoked(authority: Any, caplog:
     run(main)
 
 
-# ------------------------------------------------------------------------------------------------------------ verdicts
+# --------------------------------------------------------------------------------------------------------- chain checks
 
 
 def test_a_revocation_list_signed_by_another_key_is_ignored(authority: Any, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""What `Endpoint` promises, checked on both implementations: the one over py-libp2p and the one in memory.
+"""Contract tests of `Endpoint`, run on both implementations: py-libp2p and memory.
 
-The fixture `opener` (see conftest) opens N endpoints that know each other through the first, the gateway.
+The fixture `opener` (see conftest) opens N endpoints; the first is the gateway of the others.
 """
 
 from __future__ import annotations

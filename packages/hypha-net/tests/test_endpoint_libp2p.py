@@ -1,4 +1,4 @@
-"""What only the endpoint over py-libp2p has: certificates, ports, gateways that come and go, what is patched."""
+"""The endpoint over py-libp2p: certificates, ports, gateway restarts, and patched library functions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 
 
 async def check_refusal(server: Any, client: Any, caplog: pytest.LogCaptureFixture) -> RefusedError:
-    """Have `client` dial `server`, which must be refused and leave no connection on either side."""
+    """Dial `server` from `client`: check that it is refused and leaves no connection on either side."""
     settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
     async with open_endpoint(server, settings) as one, open_endpoint(client, EndpointSettings()) as two:
         with pytest.raises(RefusedError) as caught:
@@ -112,7 +112,7 @@ def test_peers_that_are_not_revoked_are_accepted_with_revocation_lists(authority
 def test_a_trust_bundle_may_end_at_the_organisation(authority: Any, revoked: bool | None) -> None:
     def org_only(name: str, crls: Any = None) -> Any:
         cert, key, trust = authority.files(name)
-        cert.write_bytes(cert.read_bytes().replace(authority.org.pem(), b""))  # the node's certificate alone
+        cert.write_bytes(cert.read_bytes().replace(authority.org.pem(), b""))  # the node's certificate only
         trust.write_bytes(authority.org.pem())
         return load_identity(cert, key, trust, crls)
 
@@ -243,7 +243,7 @@ def test_closing_with_open_streams_is_quick(libp2p_opener: Opener) -> None:
     run(main)
 
 
-# what is replaced or relied on in py-libp2p 0.8.1; a change of these is a reason to look, not to adjust the numbers
+# functions of py-libp2p 0.8.1 that are replaced or relied on: if one changes, review it before updating its hash
 PATCHED: dict[str, Any] = {
     "Swarm._handle_inbound_connection": Swarm._handle_inbound_connection,
     "Swarm._do_handle_inbound_connection": Swarm._do_handle_inbound_connection,

@@ -1,4 +1,4 @@
-"""Followers of an endpoint's events: each hears what it asked for, in order, to the end, and holds nobody up."""
+"""Followers of an endpoint's events: each receives its kinds in order, without delaying others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_follower_receives_events_of_its_kinds_until_the_end() -> None:
                 events.emit(Connected(PEER, "inbound"))
                 events.emit(Disconnected(PEER, "first"))
                 await anyio.wait_all_tasks_blocked()
-                events.emit(Disconnected(PEER, "last"))  # before the end, and heard before it
+                events.emit(Disconnected(PEER, "last"))  # emitted before the end, and received
             events.emit(Disconnected(PEER, "after the end"))
 
     run(main)

@@ -1,4 +1,4 @@
-"""What a gateway takes of gossip: signed, small and not too much; a hostile neighbour costs the others nothing."""
+"""Gossip validation: signatures, size and rate limits; a hostile peer does not affect the others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PEER_AWAY = ID(PeerId.from_public_key(bytes(32)).raw)
 
 @dataclass
 class Star:
-    """A gateway, a leaf in good standing, and one that writes what it likes on its gossip stream."""
+    """A gateway, an honest leaf, and a hostile leaf that writes raw RPCs on its gossip stream."""
 
     gateway: Libp2pEndpoint
     good: Libp2pEndpoint
@@ -52,13 +52,13 @@ class Star:
     stream: Stream
     lost: Counter[str] = field(default_factory=Counter)
     topics: set[str] = field(default_factory=set)
-    """Topics by which losses were counted."""
+    """Topics of the dropped messages."""
     heard: list[GossipMessage] = field(default_factory=list)
-    """What the gateway took."""
+    """Messages that the gateway accepted."""
     number: int = 0
 
     def message(self, data: bytes = b"x", **changes: Any) -> Any:
-        """A message that is in order, but for `changes`; signed by the evil leaf's key whatever it says."""
+        """Make a valid message except for `changes`, signed with the hostile leaf's key."""
         self.number += 1
         fields = {
             "from_id": self.evil.peer_id.raw,
@@ -75,7 +75,7 @@ class Star:
         await write_message(self.stream, rpc_pb2.RPC(publish=messages))
 
     async def check_serves(self) -> None:
-        """A message of the good leaf passes."""
+        """Check that a message of the honest leaf is accepted."""
         before = len(self.heard)
         await self.good.publish(TOPIC, b"good")
         await until(lambda: any(message.data == b"good" for message in self.heard[before:]))
@@ -166,7 +166,7 @@ def test_malformed_messages_are_dropped(authority: Any) -> None:
             star.message(from_id=star.gateway.peer_id.raw),
         )
         await until(lambda: star.lost["other"] == 3)
-        await star.say(star.message(topicIDs=["another"]))  # nobody is in it here
+        await star.say(star.message(topicIDs=["another"]))  # the gateway does not subscribe to it
         again = star.message()
         await star.say(again, again)
         await until(lambda: bool(star.heard))
@@ -231,7 +231,7 @@ def test_arbitrary_control_messages_do_no_harm(authority: Any, caplog: Any) -> N
 
 
 def test_gossip_continues_on_a_second_connection_when_the_first_closes(authority: Any) -> None:
-    """As after a gateway was stopped for long: its leaves are back before it notices that they had left."""
+    """As after a long suspension of a gateway: its leaves reconnect before it notices that they had left."""
 
     async def case(star: Star) -> None:
         async with star.good.subscribe(TOPIC) as back:
@@ -299,7 +299,7 @@ def test_a_topic_joined_during_a_peers_registration_is_announced_to_it(authority
                 write = stream.write
 
                 async def write_later(data: bytes) -> None:
-                    tasks.start_soon(hear)  # the list of topics is made by now, without this one
+                    tasks.start_soon(hear)  # the list of topics was made before this one
                     await joined.wait()
                     await write(data)
                     monkeypatch.setattr(stream, "write", write)
@@ -316,7 +316,7 @@ def test_a_topic_joined_during_a_peers_registration_is_announced_to_it(authority
 
 
 async def said_back(star: Star, heard: AsyncIterator[GossipMessage], text: bytes) -> None:
-    """Wait until the gateway's gossip stream is another one, which needs no publish, and what it says is heard."""
+    """Wait until the gateway's gossip stream was replaced, without a publish, and a message on it arrives."""
     router = star.gateway._gossip[0]
     leaf = ID(star.good.peer_id.raw)
     await until(lambda: leaf in router.peers and not router.peers[leaf].muxed_stream.over)  # type: ignore[attr-defined]
@@ -373,7 +373,7 @@ def test_unknown_topics_are_not_remembered(authority: Any) -> None:
 
 
 def test_peers_suggested_in_a_prune_are_not_dialled(authority: Any) -> None:
-    """Their addresses would pass by `exclude_cidr`; whom to meet is the directory's to say."""
+    """Their addresses would bypass `exclude_cidr`; peers are found through the DHT."""
 
     async def case(star: Star) -> None:
         dialled: list[Any] = []

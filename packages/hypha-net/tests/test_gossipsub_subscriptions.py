@@ -1,4 +1,4 @@
-"""Readers of a topic that come and go: the node is in it, for its peers too, as long as it has one."""
+"""Subscribers of a topic that come and go: the node stays in the topic while it has one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identities from files: what is accepted, what is refused, and that the message names file and remedy."""
+"""Loading of identities: accepted and refused files; errors name file and remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DAY = dt.timedelta(days=1)
 
 
 def version_two(key: Ed25519PrivateKey) -> bytes:
-    """A key as the Rust tool writes it: PKCS#8 version 2, with the public key behind."""
+    """Encode a key as the Rust tool does: PKCS#8 version 2, with the public key appended."""
     seed = bytes.fromhex("020101300506032b657004220420") + key.private_bytes_raw()
     body = seed + bytes.fromhex("812100") + key.public_key().public_bytes_raw()
     der = b"\x30" + bytes([len(body)]) + body
@@ -111,7 +111,7 @@ def test_a_key_readable_by_other_users_is_logged_as_a_warning(authority: Any, ca
 
 
 def handshake(server: Identity, client: Identity) -> None:
-    """A handshake in memory. Raises `ssl.SSLError` for whoever refuses."""
+    """Run a TLS handshake in memory. Raises `ssl.SSLError` if one side refuses."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [
         client.client_context().wrap_bio(to_client, to_server),

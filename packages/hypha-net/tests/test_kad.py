@@ -1,4 +1,4 @@
-"""The directory's server: whose records it takes, which wins, whom it tells of, and what survives a restart."""
+"""DHT server and store: accepted records, precedence, closest peers, and persistence."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def put(key: bytes, value: bytes, publisher: PeerId | None = None, ttl: int = 10
 
 
 class Gateway:
-    """A server with a store, a clock and peers that it knows."""
+    """A server with a store, a clock and connected peers."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.now = 1000.0
@@ -46,7 +46,7 @@ class Gateway:
 
     def put(self, peer: PeerId, message: Any) -> None:
         answer = self.server.answer(peer, message)
-        assert answer.record == message.record  # always echoed, also when it is not kept
+        assert answer.record == message.record  # always echoed, even if it is not stored
 
     def get(self, key: bytes) -> tuple[bytes, PeerId, int] | None:
         answer = self.server.answer(PEERS[9], Message(type=Kind.GET_VALUE, key=key))
@@ -95,7 +95,7 @@ def test_records_of_other_publishers_are_refused_and_replicas_are_ignored() -> N
     gateway.put(PEERS[1], put(b"k", b"forged", publisher=PEERS[0]))
     assert gateway.get(b"k") is None
     gateway.put(PEERS[0], put(b"k", b"own", publisher=PEERS[0]))
-    gateway.put(PEERS[1], put(b"k", b"own", publisher=PEERS[0], ttl=9999))  # a replica of what is known here too
+    gateway.put(PEERS[1], put(b"k", b"own", publisher=PEERS[0], ttl=9999))  # a replica of a stored record
     gateway.put(PEERS[1], put(b"k", b"forged", publisher=PEERS[0]))
     assert gateway.get(b"k") == (b"own", PEERS[0], 100)
 
@@ -140,7 +140,7 @@ def test_one_peer_cannot_fill_the_record_store(monkeypatch: pytest.MonkeyPatch) 
 def test_find_node_returns_the_closest_connected_peers_for_any_key(key: bytes) -> None:
     gateway = Gateway()
     asking = PEERS[0]
-    gateway.known.append(KnownPeer(PeerId.from_public_key(b"?" * 32), tuple))  # nothing is known of it yet
+    gateway.known.append(KnownPeer(PeerId.from_public_key(b"?" * 32), tuple))  # its addresses are not known yet
     answer = gateway.server.answer(asking, Message(type=Kind.FIND_NODE, key=key))
     target = int.from_bytes(hashlib.sha256(key).digest(), "big")
     expected = sorted(PEERS[1:], key=lambda p: int.from_bytes(hashlib.sha256(p.raw).digest(), "big") ^ target)
@@ -174,7 +174,7 @@ def test_records_survive_a_restart_and_a_corrupt_file_is_replaced(
 def test_many_puts_cause_one_write_and_a_full_disk_does_not_disturb_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A write for each would let one peer keep a gateway from everything else."""
+    """With one write per put a single peer could keep a gateway busy."""
     monkeypatch.setattr(store, "SAVE_EVERY", 0.05)
     gateway = Gateway(tmp_path)
     make, remove, names = tmp_path.mkdir, tmp_path.rmdir, partial(os.listdir, tmp_path)
@@ -185,7 +185,7 @@ def test_many_puts_cause_one_write_and_a_full_disk_does_not_disturb_the_store(
             remove()
             gateway.put(PEERS[0], put(b"k", b"0"))
             await until(lambda: "dht-records" in caplog.text)
-            await anyio.sleep(0.3)  # it is tried again meanwhile, and not told again
+            await anyio.sleep(0.3)  # it is retried meanwhile, and not logged again
             make()
             for number in range(1000):
                 gateway.put(PEERS[0], put(b"k", b"%d" % number))

@@ -1,4 +1,4 @@
-"""Several publishers of one key: all are found, those that are gone are not, and nobody speaks for another."""
+"""Several publishers of one key: all live ones are found, and records of others cannot be forged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(4)]
 
 @asynccontextmanager
 async def open_nodes(authority: Any, names: str, gateways: int = 1) -> AsyncIterator[list[Libp2pEndpoint]]:
-    """Gateways first, then a node for each letter of `names`, connected to all of them."""
+    """Open the gateways, then a node for each letter of `names`, connected to all gateways."""
     async with anyio.create_task_group() as tasks:
         nodes: list[Libp2pEndpoint] = []
 
@@ -71,7 +71,7 @@ def test_all_live_providers_of_a_dataset_are_found_and_dead_ones_are_not(authori
                 )
                 monkeypatch.setattr(dataset_directory, "RECORD_TTL", 2.0)
             await until(all_told, 15)
-            await anyio.sleep(3)  # longer than an announcement lives: it is renewed
+            await anyio.sleep(3)  # longer than the lifetime of an announcement: it is renewed
             await until(all_told, 15)
             await b._close()
             await until(only_a, 15)
@@ -93,7 +93,7 @@ def test_each_gateway_receives_a_record_once_per_third_of_its_lifetime(authority
 
             monkeypatch.setattr(KadServer, "answer", count)
             await node.put_record(b"k", b"v", ttl=3.0)
-            await anyio.sleep(0.5)  # whoever met a gateway just now puts it there, too
+            await anyio.sleep(0.5)  # a node also puts its records when a gateway connects
             puts.clear()
             began = anyio.current_time()
             await until(lambda: len(puts) >= 2 * 3, 30)  # three times at each; twice if each has it twice
@@ -133,7 +133,7 @@ def test_an_unresponsive_gateway_does_not_delay_look_ups(authority: Any) -> None
 
 
 def test_a_record_without_its_publishers_signature_is_ignored(authority: Any) -> None:
-    """The gateway itself lies: it alone could, as it stores for others only what they themselves put."""
+    """The gateway itself forges the record: other peers cannot, as it accepts records from their publishers only."""
 
     async def main() -> None:
         async with open_nodes(authority, "as") as (gateway, a, s):
@@ -183,8 +183,8 @@ def test_a_gateway_accepts_signed_records_and_providers_only_from_the_peer_itsel
         server.answer(PEERS[1], put(PEERS[1], key, b"v"))
         assert store.get(key) is None
     server.answer(PEERS[1], add_provider(PEERS[0]))
-    assert server.answer(PEERS[0], add_provider(PEERS[0], PEERS[1])) is None  # ADD_PROVIDER is not answered
-    assert providers(server) == []  # neither connected, nor with a heartbeat
+    assert server.answer(PEERS[0], add_provider(PEERS[0], PEERS[1])) is None  # ADD_PROVIDER has no answer
+    assert providers(server) == []  # neither connected nor with a signed record
     for peer in PEERS[:2]:
         server.answer(peer, put(peer, heartbeat_key(peer, b"k"), b"v"))
     assert providers(server) == [PEERS[0]]
@@ -233,7 +233,7 @@ def test_expired_provider_entries_do_not_count_against_a_peer() -> None:
 
 
 def test_a_peer_that_sends_continuously_does_not_starve_others() -> None:
-    """What is not answered is read as fast as it comes: the server itself must let others in between."""
+    """Messages without an answer are read as fast as they arrive: the server itself must yield to other tasks."""
     server = KadServer(lambda: (), RecordStore(None))
     turns = [0]
 
@@ -294,7 +294,7 @@ def test_a_lower_seq_of_the_same_publisher_never_wins(key: bytes) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_killed_or_stopped_processes_do_not_delay_look_ups(authority: Any, tmp_path: Path) -> None:
-    """A data node is killed and a gateway stopped: the one is gone within 30 s, the other is not waited for."""
+    """A killed data node is no longer found after 30 s, and a suspended gateway does not delay look-ups."""
 
     async def main() -> None:
         async with crew(tmp_path / "nodes.log") as start:
@@ -316,7 +316,7 @@ def test_killed_or_stopped_processes_do_not_delay_look_ups(authority: Any, tmp_p
             gateways[0].stop()
             while ids[1] in found:
                 found, took = await look_up(nodes[2])
-                assert took < 5  # five times the second that a look-up may take beside a frozen gateway
+                assert took < 5  # five times the second that a look-up may take with an unresponsive gateway
                 assert time.monotonic() - killed < 5 * 30
                 assert ids[0] in found
                 await anyio.sleep(0.5)
@@ -327,7 +327,7 @@ def test_killed_or_stopped_processes_do_not_delay_look_ups(authority: Any, tmp_p
 
 
 async def look_up(node: Child) -> tuple[set[str], float]:
-    """Who is found to serve the dataset, and how long that took."""
+    """Return the data nodes that are found, and the seconds that took."""
     before, began = len(node.of("found")), time.monotonic()
     await node.do(0, "find", key="digits")
     await until(lambda: len(node.of("found")) > before, 20)

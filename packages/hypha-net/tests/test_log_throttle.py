@@ -1,4 +1,4 @@
-"""What repeats itself is told once, and then now and then: refusals of one peer, a gateway that stays away."""
+"""Repeated log lines are throttled: refusals of one peer, an unreachable gateway."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 def test_a_message_is_logged_once_a_minute_with_the_suppressed_count() -> None:
     now = 1000.0
-    repeats = LogThrottle(lambda: now)
-    assert [repeats.suppressed_count("a") for _ in range(3)] == [0, None, None]
-    assert repeats.suppressed_count("b") == 0
+    throttle = LogThrottle(lambda: now)
+    assert [throttle.suppressed_count("a") for _ in range(3)] == [0, None, None]
+    assert throttle.suppressed_count("b") == 0
     now += 59
-    assert repeats.suppressed_count("a") is None
+    assert throttle.suppressed_count("a") is None
     now += 2
-    assert repeats.suppressed_count("a") == 3
-    assert repeats.suppressed_count("a") is None
+    assert throttle.suppressed_count("a") == 3
+    assert throttle.suppressed_count("a") is None
     for other in range(2 * MAX_KEPT):
-        repeats.suppressed_count(other)
-    assert len(repeats) == MAX_KEPT
+        throttle.suppressed_count(other)
+    assert len(throttle) == MAX_KEPT
 
 
 def test_an_outage_is_logged_at_growing_intervals() -> None:

@@ -1,4 +1,4 @@
-"""A peer that begins much and finishes nothing: what it costs is bounded, and nobody else waits for it."""
+"""Concurrency limits per peer: unfinished operations of one peer are bounded and do not delay others."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from hypha_proto.ids import PeerId
 from hypha_proto.protocols import HEALTH
 
 HALF_A_MESSAGE: Final = b"\xff\xff\x3f" + bytes(1 << 16)
-"""Of the directory: a length of 1 MiB, and 64 KiB."""
+"""Of a DHT message: a length of 1 MiB, and 64 KiB of data."""
 
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in range(2))
 
 
 async def begin(node: Endpoint, peer: PeerId, protocol: str, data: bytes, count: int) -> list[Stream]:
-    """Streams on which a message has begun."""
+    """Open streams and send the first part of a message on each."""
     streams = []
     for _ in range(count):
         stream = await node.open_stream(peer, [protocol])
@@ -96,10 +96,10 @@ def test_partial_dht_requests_delay_only_their_sender(libp2p_opener: Opener) -> 
 
 
 def test_a_slot_is_released_on_errors_and_nothing_is_kept_of_idle_peers() -> None:
-    turns, log = PerPeerLimiter(1), list[str]()
+    limiter, log = PerPeerLimiter(1), list[str]()
 
     async def take(peer: PeerId, name: str, goes_on: anyio.Event) -> None:
-        async with turns.acquire(peer):
+        async with limiter.acquire(peer):
             log.append(name)
             await goes_on.wait()
             raise ValueError(name)
@@ -119,6 +119,6 @@ def test_a_slot_is_released_on_errors_and_nothing_is_kept_of_idle_peers() -> Non
                 first.set()
                 tasks.start_soon(take, A, "again", first)
         assert log == ["first", "other", "again"]
-        assert not turns._peers
+        assert not limiter._peers
 
     run(main)

@@ -1,4 +1,4 @@
-"""Circuits: two nodes that nobody can dial meet through their gateway, and what may not pass does not."""
+"""Circuit relay: nodes without listeners connect through their gateway, within the relay's limits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Case = Callable[[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint], Awaitable[None
 async def hidden_nodes(
     authority: Any, limits: RelayLimits | None = None, **changes: Any
 ) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint]]:
-    """A gateway and two nodes that listen nowhere."""
+    """Open a gateway and two nodes without listeners."""
     settings = EndpointSettings(
         listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False, relay=limits or RelayLimits()
     )
@@ -91,7 +91,7 @@ def test_nodes_without_listeners_communicate_through_the_relay(authority: Any) -
         assert one.peer_id in two.connected_peers()
         assert one.connected_peers()[two.peer_id].role == "worker"
         assert not one.is_direct(two.peer_id)
-        # it tells by identify too, which is what gateways of other implementations go by
+        # identify reports it too, which gateways of other implementations rely on
         await until(lambda: gateway.connected_peers()[two.peer_id].addresses == two.addresses, 15)
 
     play(authority, case)
@@ -267,14 +267,14 @@ def test_expired_reservations_do_not_keep_closed_connections_in_memory(authority
 
 
 class Present:
-    """An endpoint of a relay, of which only presence matters."""
+    """An endpoint of a relay of which only the connected peers matter."""
 
     addresses = (f"/ip4/127.0.0.1/tcp/1/p2p/{PeerId.from_public_key(bytes(32))}",)
 
     def __init__(self) -> None:
         self.peers: set[PeerId] = set()
         self.number = 0
-        """Of the connection: grows when a peer leaves and comes back."""
+        """Number of the connection: grows when a peer reconnects."""
 
     def direct_connections(self, peer: PeerId) -> frozenset[object]:
         return frozenset({(peer, self.number)} if peer in self.peers else ())
@@ -302,13 +302,13 @@ def test_a_reservation_ends_with_its_connection_or_its_lifetime() -> None:
                 answer = await read_message(stream, HopMessage)
                 return int(answer.status)
 
-            assert await reserve(node) == Status.PERMISSION_DENIED  # it came through a relay, or is not there
+            assert await reserve(node) == Status.PERMISSION_DENIED  # connected by a relay, or not at all
             present.peers = {asking.peer_id}
             assert await reserve(node) == Status.OK
             assert hop.has_reservation(asking.peer_id)
             assert not hop.has_reservation(node)
             assert not hop.has_reservation(other)
-            clock[0] += 7200  # somebody has set it
+            clock[0] += 7200  # the wall clock was set
             await anyio.sleep(59)
             assert hop.has_reservation(asking.peer_id)
             await anyio.sleep(2)
@@ -319,14 +319,14 @@ def test_a_reservation_ends_with_its_connection_or_its_lifetime() -> None:
             present.peers = {asking.peer_id}
             assert not hop.has_reservation(asking.peer_id)
             assert await reserve(node) == Status.OK
-            present.number += 1  # it left and came back unseen, and has not asked on its new connection
+            present.number += 1  # it reconnected unnoticed, and has not renewed on its new connection
             assert not hop.has_reservation(asking.peer_id)
 
     simulate(main)
 
 
 def test_a_frame_in_a_circuit_fits_into_one_frame_of_the_outer_connection(authority: Any) -> None:
-    """At every size that the link may bring them to."""
+    """Holds for every frame size that the link estimator may choose."""
     identity = authority.identity("node")
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     dialling = identity.client_context().wrap_bio(back, there)
@@ -338,7 +338,7 @@ def test_a_frame_in_a_circuit_fits_into_one_frame_of_the_outer_connection(author
     size = MAX_FRAME
     assert with_tls(size) == MAX_BODY
     while size >= MIN_FRAME:
-        dialling.write(bytes(HEADER.size))  # as the muxer writes it
+        dialling.write(bytes(HEADER.size))  # as the yamux session writes it
         dialling.write(bytes(size))
         assert size < len(there.read()) <= with_tls(size)
         size //= 2
@@ -368,7 +368,7 @@ def test_a_circuit_forwards_half_closes_and_applies_back_pressure() -> None:
 
 
 async def circuit(one: Libp2pEndpoint, gateway: Libp2pEndpoint, target: PeerId) -> tuple[Stream, Any]:
-    """A bare circuit, before any TLS in it, and the hop's answer."""
+    """Open a circuit without TLS in it; return it with the relay's answer."""
     stream = await one.open_stream(gateway.peer_id, [HOP])
     request = HopMessage(type=HopKind.CONNECT)
     request.peer.id = target.raw
@@ -425,7 +425,7 @@ def test_after_losing_a_circuit_the_next_stream_opens_another(authority: Any) ->
             with pytest.raises(StreamResetError):
                 while True:
                     await stream.send_all(bytes(50_000))
-            # at once, before what was read of the circuit has told its end
+            # at once, before the end of the circuit was read
 
     play(authority, case, limits=RelayLimits(max_bytes=200_000))
 
@@ -498,7 +498,7 @@ def test_closing_one_of_two_circuits_to_a_node_leaves_the_other_open(authority: 
 
 @pytest.mark.slow
 def test_a_large_file_is_transferred_through_a_circuit(authority: Any, tmp_path: Path) -> None:
-    """64 MiB with its digest; 128 MiB and 10 minutes are no limit that a gateway sets by itself."""
+    """64 MiB with its digest: by default a gateway does not limit circuits to 128 MiB or 10 minutes."""
     source, target = tmp_path / "source", tmp_path / "target"
     with source.open("wb") as file:
         for number in range(64):

@@ -1,4 +1,4 @@
-"""What real rust-libp2p was seen to do (tests/interop), held here byte for byte where there is no Rust."""
+"""Behaviour of rust-libp2p that was observed in tests/interop, reproduced byte for byte without Rust."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_slice_sent_before_the_requests_last_frame_is_complete(
     monkeypatch.setattr(Stream, "take", noting)
 
     async def give_at_once(stream: Stream) -> None:
-        """As rust-yamux drops a stream: FIN where the end came with the header, a reset where it did not."""
+        """Drop a stream as rust-yamux does: FIN if the peer's end came with the header, otherwise a reset."""
         length = int.from_bytes(await stream.exactly(8), "little")
         header = await stream.exactly(length)
         [flags] = [flags for data, flags in frames if data.endswith(header)]
@@ -60,7 +60,7 @@ def test_a_slice_sent_before_the_requests_last_frame_is_complete(
 
 
 class Dropping:
-    """As libp2p-stream: streams that come before their time are dropped unread, `drops` of them."""
+    """Behaves as libp2p-stream: the first `drops` streams arrive before they are accepted and are dropped."""
 
     def __init__(self, drops: int) -> None:
         self.drops = drops

@@ -1,4 +1,4 @@
-"""What a Rust node does, byte for byte: a gateway of ours serves it, and nodes of ours work with it."""
+"""Wire compatibility with Rust nodes, byte for byte, in both directions, with a scripted peer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PUT_VALUE, GET_VALUE, ADD_PROVIDER, GET_PROVIDERS, FIND_NODE = range(5)
 
 @asynccontextmanager
 async def gateway_and_leaf(authority: Any, **about: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint]]:
-    """A gateway, and a leaf that it knows."""
+    """Open a gateway and a connected leaf."""
     settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", **about)
     async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
@@ -46,12 +46,12 @@ def multiaddr(text: str) -> bytes:
 
 
 def ask(kind: int, key: bytes, record: bytes = b"") -> bytes:
-    """A Kademlia message as prost writes it: a type of 0 is left out."""
+    """Encode a Kademlia message as prost does: a type of 0 is omitted."""
     return (field(1, kind) if kind else b"") + (field(3, record) if record else b"") + field(2, key) + field(10, 1)
 
 
-def told(answer: bytes) -> dict[bytes, list[bytes]]:
-    """Peers in an answer, and their addresses."""
+def closer_peers(answer: bytes) -> dict[bytes, list[bytes]]:
+    """Return the peers in an answer with their addresses."""
     peers = [fields(peer) for peer in fields(answer).get(8, [])]
     return {peer[1][0]: peer.get(2, []) for peer in peers}
 
@@ -75,7 +75,7 @@ def test_identify_reports_the_configured_external_addresses(authority: Any) -> N
     run(main)
 
 
-# ------------------------------------------------------------------------------------------------------ the directory
+# ------------------------------------------------------------------------------------------------------------------ DHT
 
 
 def test_find_node_before_a_dial_always_returns_the_peer(authority: Any) -> None:
@@ -86,15 +86,15 @@ def test_find_node_before_a_dial_always_returns_the_peer(authority: Any) -> None
             async with speak(await dial(gateway.addresses[0]), identity, addresses=[own]) as rust:
                 for key in (identity.peer_id.raw, leaf.peer_id.raw, b"x", bytes(60), b"k" * 300):
                     answer, rest = await rust.ask(KAD, ask(FIND_NODE, key))
-                    assert rest == b""  # one answer, then the end
-                    assert list(told(answer)) == [leaf.peer_id.raw]  # not the asking one itself
+                    assert rest == b""  # one answer, then the end of the stream
+                    assert list(closer_peers(answer)) == [leaf.peer_id.raw]  # not the requesting peer itself
                     direct = leaf.addresses[0].partition("/p2p/")[0]
-                    addresses = [str(Multiaddr(address)) for address in told(answer)[leaf.peer_id.raw]]
+                    addresses = [str(Multiaddr(address)) for address in closer_peers(answer)[leaf.peer_id.raw]]
                     assert any(address.partition("/p2p/")[0] == direct for address in addresses)
                 await until(lambda: len(gateway._known_peers()) == 2)
                 found = await leaf._directory.find_addresses(identity.peer_id, 5)
                 assert found == [own]
-                await rust.drop()  # as an idle connection is
+                await rust.drop()  # as for an idle connection
             await until(lambda: identity.peer_id not in gateway.connected_peers())
             assert await leaf._directory.find_addresses(identity.peer_id, 5) == []
 
@@ -121,11 +121,11 @@ def test_put_records_are_echoed_and_found_with_their_publisher(authority: Any) -
                         got = fields(fields(answer)[3][0])
                         assert (got[1], got[2], got[666]) == ([key], [value], [identity.peer_id.raw])
                         assert 3590 <= got[777][0] <= 3600
-                        assert told(answer)  # closer peers as well
+                        assert closer_peers(answer)  # closer peers as well
                 stream = await rust.open(KAD)
                 await stream.say(ask(ADD_PROVIDER, b"mnist"))
                 await stream.half_close()
-                assert await stream.read_all() == b""  # not answered
+                assert await stream.read_all() == b""  # no answer
 
     run(main)
 
@@ -139,10 +139,10 @@ def test_several_requests_on_one_open_stream_are_answered(authority: Any) -> Non
             stream = await rust.open(KAD)
             for kind in (FIND_NODE, GET_VALUE, GET_PROVIDERS):
                 await stream.say(ask(kind, b"key"))
-                assert leaf.peer_id.raw in told(await stream.message())
+                assert leaf.peer_id.raw in closer_peers(await stream.message())
             await stream.reset()
             answer, _ = await rust.ask(KAD, ask(FIND_NODE, b"key"))
-            assert told(answer)
+            assert closer_peers(answer)
 
     run(main)
 
@@ -154,14 +154,14 @@ async def _publish_again_and_again(node: Libp2pEndpoint) -> None:
 
 
 def test_peer_addresses_are_kept_longer_than_two_hours(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """py-libp2p forgets them after 7,200 s; and gossip, which brings addresses too, must not shorten that again."""
+    """py-libp2p forgets them after 7,200 s; gossip, which carries addresses too, must not restore that limit."""
 
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf), gateway.subscribe("t") as heard, leaf.subscribe("t"):
             await until(lambda: gateway.peer_id in leaf.topic_peers("t"))
             with anyio.move_on_after(20) as waiting:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_publish_again_and_again, leaf)  # what is said before the mesh stands is lost
+                    tasks.start_soon(_publish_again_and_again, leaf)  # lost until the mesh is built
                     await anext(heard)
                     tasks.cancel_scope.cancel()
             assert not waiting.cancelled_caught
@@ -169,13 +169,13 @@ def test_peer_addresses_are_kept_longer_than_two_hours(authority: Any, monkeypat
             monkeypatch.setattr(time, "time", lambda: now() + 3 * 3600)
             async with speak(await dial(gateway.addresses[0]), authority.identity("rust", "worker")) as rust:
                 answer, _ = await rust.ask(KAD, ask(FIND_NODE, b"key"))
-            assert told(answer)[leaf.peer_id.raw]
+            assert closer_peers(answer)[leaf.peer_id.raw]
             assert gateway.connected_peers()[leaf.peer_id].addresses
 
     run(main)
 
 
-# ---------------------------------------------------------------------------------------------------------- the relay
+# ---------------------------------------------------------------------------------------------------------------- relay
 
 
 def connect_to(peer: PeerId) -> bytes:
@@ -191,7 +191,7 @@ def test_a_reservation_has_addresses_and_ends_with_the_connection(authority: Any
                     began = trio.current_time()
                     answer, rest = await rust.ask(HOP, field(1, 0) + field(2, field(1, leaf.peer_id.raw)))
                     assert trio.current_time() - began < 5
-                    assert rest == b""  # no stray message after it
+                    assert rest == b""  # no further message
                     got = fields(answer)
                     assert (got[1], got[5]) == ([2], [100])
                     reservation = fields(got[3][0])
@@ -270,7 +270,7 @@ def test_a_circuit_opened_by_a_rust_node_reaches_a_hypha_node(authority: Any) ->
 
 
 async def old_data_node(stream: Stream, sent: bytes, cut: bool) -> None:
-    """Give the slice, and drop the stream after the last byte: FIN for who has half-closed, a reset for who has not."""
+    """Send the slice and drop the stream: with FIN if the peer has half-closed it, otherwise with a reset."""
     size = int.from_bytes(await stream.exactly(8), "little")
     assert b'"index"' in await stream.exactly(size)
     await stream.send_all(sent)
@@ -306,7 +306,7 @@ def test_a_slice_of_an_old_data_node_is_complete_at_fin_and_incomplete_at_reset(
                     await transfer.pull(leaf, identity.peer_id, request, tmp_path / "slice")
                     assert (tmp_path / "slice").read_bytes() == sent
                 assert PULL in rust.negotiated
-                assert any(protocol.startswith(f"{PULL}/") for protocol in rust.negotiated)  # ours was offered first
+                assert any(protocol.startswith(f"{PULL}/") for protocol in rust.negotiated)  # offered first
 
     run(main)
 
@@ -344,7 +344,7 @@ def test_a_peer_that_closed_an_idle_connection_is_dialled_again(authority: Any) 
 
 
 def test_if_the_gateway_forwards_no_gossip_topic_peers_are_dialled(authority: Any) -> None:
-    """A Rust gateway forwards no gossip: it only tells who else is there, and its neighbours are dialled."""
+    """A Rust gateway forwards no gossip: the peers that it reports are dialled."""
 
     async def main() -> None:
         identity = authority.identity("rust", "gateway")
@@ -370,7 +370,7 @@ def test_if_the_gateway_forwards_no_gossip_topic_peers_are_dialled(authority: An
                     near.subscribe("t"),
                 ):
                     await until(lambda: far.peer_id in near.topic_peers("t"), 20)
-                    while True:  # what is published before the mesh stands is lost
+                    while True:  # lost until the mesh is built
                         await near.publish("t", b"around")
                         with anyio.move_on_after(0.5):
                             assert (await anext(heard)).data == b"around"
@@ -380,7 +380,7 @@ def test_if_the_gateway_forwards_no_gossip_topic_peers_are_dialled(authority: An
     run(main)
 
 
-# ------------------------------------------------------------------------------------------------- a gateway that stops
+# ---------------------------------------------------------------------------------------------------- suspended gateway
 
 
 @pytest.mark.slow
@@ -410,10 +410,10 @@ def test_a_suspended_gateway_keeps_the_connections_of_waiting_nodes(
                 else:
                     assert any(state["peers"] == 0 for state in leaf.of("state")[before:])
                     print(f"\nback {back:.1f} s after the gateway went on")
-                await anyio.sleep(3)  # a muxer that had counted through the stop would give the peer up now
+                await anyio.sleep(3)  # a session that had counted the suspended time would close now
                 assert not rust.closed.is_set()
                 answer, _ = await rust.ask(KAD, ask(FIND_NODE, b"key"))
-                assert told(answer)
+                assert closer_peers(answer)
 
     run(main, 140)
 
