@@ -209,7 +209,7 @@ def test_what_is_open_on_the_other_connection_stays_to_its_end(authority: Any, s
 def test_what_a_peer_has_dialled_is_the_peer_s_to_close(authority: Any, soon: None) -> None:
     async def main() -> None:
         async with pair(authority) as (smaller, larger):
-            larger._merger._may_go = lambda *_: False  # type: ignore[method-assign]  # as one that keeps what it has
+            larger._pruner._may_go = lambda *_: False  # type: ignore[method-assign]  # as one that keeps what it has
             await dial_each_other(smaller, larger)
             await anyio.sleep(3 * connection_pruning.GRACE)
             assert between(smaller, larger) == between(larger, smaller) == 2
