@@ -84,7 +84,7 @@ def test_each_gateway_receives_a_record_once_per_third_of_its_lifetime(authority
 
     async def main() -> None:
         async with open_nodes(authority, "a", 2) as (*gateways, node):
-            names = {id(gateway._directory._local): gateway.peer_id for gateway in gateways}
+            names = {id(gateway._dht._local): gateway.peer_id for gateway in gateways}
 
             def count(self: KadServer, peer: PeerId, message: Any) -> Any:
                 if message.type == Kind.PUT_VALUE and message.key == b"k":

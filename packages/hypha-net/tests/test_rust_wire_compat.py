@@ -92,11 +92,11 @@ def test_find_node_before_a_dial_always_returns_the_peer(authority: Any) -> None
                     addresses = [str(Multiaddr(address)) for address in closer_peers(answer)[leaf.peer_id.raw]]
                     assert any(address.partition("/p2p/")[0] == direct for address in addresses)
                 await until(lambda: len(gateway._known_peers()) == 2)
-                found = await leaf._directory.find_addresses(identity.peer_id, 5)
+                found = await leaf._dht.find_addresses(identity.peer_id, 5)
                 assert found == [own]
                 await rust.drop()  # as for an idle connection
             await until(lambda: identity.peer_id not in gateway.connected_peers())
-            assert await leaf._directory.find_addresses(identity.peer_id, 5) == []
+            assert await leaf._dht.find_addresses(identity.peer_id, 5) == []
 
     run(main)
 

@@ -87,7 +87,7 @@ class Libp2pEndpoint:
         self._swarm: Swarm | None = None  # the host asks for addresses during its construction
         self._services: list[ManagerAPI] = []
         self._fault: Exception | None = None
-        self._relay = RelayClient(self, self._accept_circuit, self._announce_addresses)
+        self._relay_client = RelayClient(self, self._accept_circuit, self._announce_addresses)
         self._host = make_host(identity, self._records, settings.max_connections, self._own_addresses)
         self._swarm = cast(Swarm, self._host.get_network())
         self._swarm.register_notifee(EventNotifee(self.events))
@@ -100,8 +100,9 @@ class Libp2pEndpoint:
         self._subscriptions = Subscriptions(pubsub, tasks, self.events)
         self._make_dht()
         self._make_relay()
+        self._make_gateways()
         self._pruner = ConnectionPruner(
-            self._swarm, self._dialer, StreamMigrator(pubsub), self._relay, self._relay_server
+            self._swarm, self._dialer, StreamMigrator(pubsub), self._relay_client, self._relay_server
         )
         self._roles = RoleCheck(self.peer_id, self._peers.role, self.events, required=settings.require_roles)
         self._certificates = CertificateWatch(identity, self._peers.live_connections, self._use_identity, self.events)
@@ -115,10 +116,10 @@ class Libp2pEndpoint:
             self._dialer.passes_on,
             may_publish=lambda peer: self.is_authorized(peer, DATASET_RECORD),
         )
-        self._directory = client.KadClient(
+        self._dht = client.KadClient(
             self, lambda: self._gateways.connected(), self._identity.key.sign, server if is_gateway else None
         )
-        self._publisher = RecordPublisher(self._directory)
+        self._publisher = RecordPublisher(self._dht)
         self.handle(KAD_PROTOCOL, server.serve)
 
     def _make_relay(self) -> None:
@@ -126,9 +127,9 @@ class Libp2pEndpoint:
         self._relay_server = RelayServer(self, self._settings.relay, self.events) if is_gateway else None
         if self._relay_server is not None:
             self.handle(HOP, self._relay_server.serve)
-        reserve = self._settings.relay_circuit and self._relay_server is None
-        if reserve:
-            self.handle(STOP, self._relay.serve)
+        self._can_reserve = self._settings.relay_circuit and self._relay_server is None
+        if self._can_reserve:
+            self.handle(STOP, self._relay_client.serve)
         self._puncher = HolePuncher(
             self,
             self.events,
@@ -139,14 +140,20 @@ class Libp2pEndpoint:
             self._upgrade_direct,
         )
         self.handle(DCUTR, self._puncher.serve)
+
+    def _make_gateways(self) -> None:
         self._gateways = Gateways(
-            self._dialer, self._directory, self._publisher, self._subscriptions, self._relay if reserve else None
+            self._dialer,
+            self._dht,
+            self._publisher,
+            self._subscriptions,
+            self._relay_client if self._can_reserve else None,
         )
         self._dialer.routes = Routes(
             known=self._peers.addresses,
-            look_up=lambda peer: self._directory.find_addresses(peer, client.ASK_TIMEOUT),
+            look_up=lambda peer: self._dht.find_addresses(peer, client.ASK_TIMEOUT),
             relays=self._gateways.connected,
-            open_circuit=self._relay.open_circuit,
+            open_circuit=self._relay_client.open_circuit,
         )
 
     # ---------------------------------------------------------------------------------------------- about itself
@@ -164,7 +171,7 @@ class Libp2pEndpoint:
     def _own_addresses(self) -> tuple[str, ...]:
         listeners = () if self._swarm is None else tuple(self._swarm.listeners.values())
         bound = [str(address) for listener in listeners for address in listener.get_addrs()]
-        own = (*self._settings.external_addresses, *expand_wildcards(bound), *self._relay.addresses)
+        own = (*self._settings.external_addresses, *expand_wildcards(bound), *self._relay_client.addresses)
         return tuple(dict.fromkeys(own))
 
     @property
@@ -302,11 +309,11 @@ class Libp2pEndpoint:
 
     async def find_records(self, key: bytes, *, timeout: float = 5.0) -> list[Record]:
         """See `Endpoint.find_records`."""
-        return await self._directory.find(key, timeout)
+        return await self._dht.find(key, timeout)
 
     async def find_peers(self, *, timeout: float = 5.0) -> list[PeerId]:
         """See `Endpoint.find_peers`."""
-        return list(await self._directory.closest_peers(timeout))
+        return list(await self._dht.closest_peers(timeout))
 
     # ------------------------------------------------------------------------------------------------------- life
 

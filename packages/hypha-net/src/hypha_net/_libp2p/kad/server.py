@@ -26,7 +26,7 @@ from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.signed_records import heartbeat_key, publisher_named
 
-_log = logging.getLogger("hypha_net.dataset_directory")
+_log = logging.getLogger("hypha_net.kad")
 
 CLOSEST: Final = 20
 MAX_VALUE: Final = 64 << 10

@@ -24,7 +24,7 @@ import trio
 from hypha_proto.ids import PeerId
 from hypha_proto.signed_records import PREFIX, split_heartbeat
 
-_log = logging.getLogger("hypha_net.dataset_directory")
+_log = logging.getLogger("hypha_net.kad")
 
 MAX_RECORDS: Final = 32_768
 MAX_RECORDS_OF_PEER: Final = 1024

@@ -30,7 +30,7 @@ from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_net.events import Events, HolePunched
 from hypha_proto.ids import PeerId
 
-_log = logging.getLogger("hypha_net.punching")
+_log = logging.getLogger("hypha_net.dcutr")
 
 PROTOCOL: Final = "/libp2p/dcutr"
 CONNECT, SYNC = 100, 300
