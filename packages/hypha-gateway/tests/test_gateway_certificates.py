@@ -122,7 +122,7 @@ def test_sighup_with_unusable_files_keeps_the_old_certificates(gateway: Gateway)
     assert gateway.probe()["healthy"] is True
     certutil("node", "gateway", "--role", "gateway", "--force", "--dir", gateway.folder)  # another key
     gateway.process.send_signal(signal.SIGHUP)
-    gateway.wait_for("restart the node to become it", 5)
+    gateway.wait_for("restart the node to use it", 5)
     assert gateway.probe()["healthy"] is True
 
 

@@ -1,4 +1,4 @@
-"""Certificates and endpoints for this package's tests: an organisation's hierarchy, and networks of either kind."""
+"""Fixtures of this package's tests: a certificate hierarchy, and networks of either endpoint implementation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Issued:
     key: Ed25519PrivateKey
 
     def pem(self) -> bytes:
-        """The certificate as PEM."""
+        """Return the certificate as PEM."""
         return self.certificate.public_bytes(ser.Encoding.PEM)
 
 
@@ -46,7 +46,7 @@ def issue(
     valid: tuple[dt.timedelta, dt.timedelta] = (-DAY, 30 * DAY),
     key: Ed25519PrivateKey | None = None,
 ) -> Issued:
-    """Make a certificate; self-signed without an issuer, for a new key unless one is given."""
+    """Make a certificate: self-signed without an issuer, for a new key unless one is given."""
     key = key or Ed25519PrivateKey.generate()
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = dt.datetime.now(dt.UTC)
@@ -70,7 +70,7 @@ def issue(
 
 @dataclass
 class Authority:
-    """A root and one organisation, whose nodes' files go into `folder`."""
+    """A root CA and one organisation's CA, which write the files of nodes into `folder`."""
 
     folder: Path
     name: str = "acme"
@@ -95,18 +95,18 @@ class Authority:
         return cert, key, trust
 
     def identity(self, name: str, role: str | None = None) -> Identity:
-        """The loaded identity of a new node."""
+        """Make and load the identity of a new node."""
         return load_identity(*self.files(name, role))
 
     def renew(self, name: str, lasting: dt.timedelta, role: str | None = None) -> None:
-        """Write another certificate for the key of a node that has one."""
+        """Write another certificate for the key of an existing node."""
         key = ser.load_pem_private_key((self.folder / f"{name}-key.pem").read_bytes(), None)
         assert isinstance(key, Ed25519PrivateKey)
         node = issue(name, self.org, ca=False, role=role, valid=(-DAY, lasting), key=key)
         (self.folder / f"{name}-cert.pem").write_bytes(node.pem() + self.org.pem())
 
     def revocations(self, *revoked: int, of_root: tuple[int, ...] = ()) -> Path:
-        """Write revocation lists of both CAs: the organisation's with the serials, the root's with `of_root`."""
+        """Write revocation lists of both CAs: the organisation's with `revoked`, the root's with `of_root`."""
         now = dt.datetime.now(dt.UTC)
         data = b""
         for ca, serials in ((self.root, of_root), (self.org, revoked)):
@@ -127,13 +127,13 @@ class Authority:
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    """The organisation that everybody trusts."""
+    """Return the organisation that all nodes trust."""
     return Authority(tmp_path / "acme")
 
 
 @pytest.fixture
 def foreign_authority(tmp_path: Path) -> Authority:
-    """An organisation that nobody else trusts."""
+    """Return an organisation that only its own nodes trust."""
     return Authority(tmp_path / "other", "other")
 
 
@@ -170,11 +170,11 @@ def _libp2p_opener(authority: Authority) -> Opener:
 
 @pytest.fixture(params=["memory", "libp2p"])
 def opener(request: pytest.FixtureRequest, authority: Authority) -> Opener:
-    """Opens N endpoints that know each other through the first, which is the gateway."""
+    """Return a function that opens N endpoints of either implementation; the first is the gateway of the others."""
     return _open_memory if request.param == "memory" else _libp2p_opener(authority)
 
 
 @pytest.fixture
 def libp2p_opener(authority: Authority) -> Opener:
-    """As `opener`, the real one only."""
+    """Return a function as `opener` does, for the py-libp2p implementation only."""
     return _libp2p_opener(authority)

@@ -1,4 +1,4 @@
-"""What roles let nodes send: taken from the right role and, unless roles are required, from nodes without one."""
+"""Authorization by role: messages are accepted from allowed roles and, unless required, from nodes without one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ANYBODY = {HEALTH_CHECK.name}
 
 @asynccontextmanager
 async def opened(authority: Any, *roles: str | None, **changes: Any) -> AsyncIterator[list[Endpoint]]:
-    """A gateway, then nodes of these roles that have joined by it; all with `changes` to their settings."""
+    """Open a gateway and connected nodes of these roles, all with `changes` to their settings."""
     async with AsyncExitStack() as stack:
         settings = EndpointSettings((LOOPBACK,), role="gateway", **changes)
         gateway = await stack.enter_async_context(open_endpoint(authority.identity("gateway", "gateway"), settings))
@@ -54,7 +54,7 @@ async def opened(authority: Any, *roles: str | None, **changes: Any) -> AsyncIte
         yield nodes
 
 
-def test_the_table_names_every_message_that_there_is() -> None:
+def test_the_role_table_contains_every_message() -> None:
     named: set[str] = {DATASET_RECORD}
     for module in pkgutil.iter_modules(hypha_proto.__path__):
         for value in vars(importlib.import_module(f"hypha_proto.{module.name}")).values():
@@ -89,7 +89,9 @@ async def ask_for_renewal(asking: Endpoint, asked: Endpoint) -> None:
         (None, True, False),
     ],
 )
-def test_a_request_is_taken_from_its_role_only(authority: Any, role: str | None, required: bool, taken: bool) -> None:
+def test_a_request_is_accepted_only_from_its_role(
+    authority: Any, role: str | None, required: bool, taken: bool
+) -> None:
     async def main() -> None:
         async with opened(authority, role, "worker", require_roles=required) as (_, asking, worker):
             with worker.events.follow(PeerRejected) as events:
@@ -101,14 +103,14 @@ def test_a_request_is_taken_from_its_role_only(authority: Any, role: str | None,
                 refused = await anext(events)
             assert isinstance(refused, PeerRejected)
             assert (refused.peer, refused.reason) == (asking.peer_id, "role")
-            assert "RenewLease is for a scheduler to send" in refused.detail
+            assert "RenewLease may be sent by a scheduler only" in refused.detail
             assert (role or "no role") in refused.detail
 
     run(main)
 
 
 @pytest.mark.parametrize(("role", "taken"), [("scheduler", True), ("worker", False), (None, True)])
-def test_nodes_in_memory_have_roles_too(role: str | None, taken: bool) -> None:
+def test_memory_endpoints_check_roles(role: str | None, taken: bool) -> None:
     async def main() -> None:
         network = MemoryNetwork()
         async with network.endpoint("asking") as asking, network.endpoint("asked") as asked:
@@ -123,7 +125,7 @@ def test_nodes_in_memory_have_roles_too(role: str | None, taken: bool) -> None:
 
 
 @pytest.mark.parametrize(("role", "taken"), [("worker", True), ("scheduler", True), ("data", False), (None, True)])
-def test_a_file_is_taken_from_whoever_trains(authority: Any, role: str | None, taken: bool) -> None:
+def test_a_push_is_accepted_from_roles_that_train(authority: Any, role: str | None, taken: bool) -> None:
     async def main() -> None:
         async with opened(authority, role, "worker") as (_, sending, worker):
 
@@ -147,7 +149,7 @@ def test_a_file_is_taken_from_whoever_trains(authority: Any, role: str | None, t
 
 
 @pytest.mark.parametrize(("role", "taken"), [("gateway", True), ("worker", False), (None, True)])
-def test_a_circuit_is_offered_by_a_gateway(authority: Any, role: str | None, taken: bool) -> None:
+def test_a_circuit_is_accepted_only_from_a_gateway(authority: Any, role: str | None, taken: bool) -> None:
     async def main() -> None:
         async with opened(authority, role, "worker") as (_, relay, worker):
 
@@ -162,7 +164,7 @@ def test_a_circuit_is_offered_by_a_gateway(authority: Any, role: str | None, tak
     run(main)
 
 
-def test_a_gateway_passes_on_no_advertisement_but_a_scheduler_s(authority: Any) -> None:
+def test_a_gateway_forwards_advertisements_of_schedulers_only(authority: Any) -> None:
     async def main() -> None:
         async with opened(authority, "worker", "scheduler", "worker") as nodes:
             gateway, rogue, scheduler, worker = nodes
@@ -182,7 +184,7 @@ def test_a_gateway_passes_on_no_advertisement_but_a_scheduler_s(authority: Any) 
     run(main)
 
 
-def test_where_roles_are_required_gossip_still_comes_by_way_of_the_gateway(authority: Any) -> None:
+def test_gossip_is_forwarded_by_the_gateway_where_roles_are_required(authority: Any) -> None:
     async def main() -> None:
         async with opened(authority, "scheduler", "worker", require_roles=True) as nodes:
             gateway, scheduler, worker = nodes
@@ -197,7 +199,7 @@ def test_where_roles_are_required_gossip_still_comes_by_way_of_the_gateway(autho
 
 
 @pytest.mark.parametrize(("role", "kept"), [("data", True), ("worker", False), (None, True)])
-def test_a_dataset_is_published_by_a_data_node(authority: Any, role: str | None, kept: bool) -> None:
+def test_datasets_are_accepted_only_from_data_nodes(authority: Any, role: str | None, kept: bool) -> None:
     async def main() -> None:
         async with opened(authority, role, "scheduler") as (_, publisher, asking):
             await publisher.put_record(b"digits", b"{}")
@@ -207,7 +209,7 @@ def test_a_dataset_is_published_by_a_data_node(authority: Any, role: str | None,
     run(main)
 
 
-def test_anybody_gets_a_place_at_the_relay(authority: Any) -> None:
+def test_any_role_gets_a_relay_reservation(authority: Any) -> None:
     async def main() -> None:
         async with opened(authority, "worker", "data", "scheduler", require_roles=True) as nodes:
             for node in nodes[1:]:
@@ -216,12 +218,12 @@ def test_anybody_gets_a_place_at_the_relay(authority: Any) -> None:
     run(main)
 
 
-def test_an_address_that_is_no_gateway_s_is_named_in_the_log(authority: Any, caplog: Any) -> None:
+def test_a_gateway_address_of_another_role_is_logged(authority: Any, caplog: Any) -> None:
     async def main() -> None:
         async with opened(authority, "worker") as (gateway, worker):
             settings = EndpointSettings(gateway_addresses=(worker.addresses[0], gateway.addresses[0]))
             async with open_endpoint(authority.identity("asking"), settings):
-                await until(lambda: "is a worker's; name gateways there" in caplog.text)
-        assert caplog.text.count("name gateways there") == 1
+                await until(lambda: "has the role worker; list gateways only" in caplog.text)
+        assert caplog.text.count("list gateways only") == 1
 
     run(main)

@@ -1,4 +1,4 @@
-"""Certificates that change while a node runs: renewed, revoked, expired, unusable; and peers that lose their place."""
+"""Certificates that change while a node runs: renewed, revoked, expired, unusable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.waiting import run, until
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net._libp2p.security import certificate_monitor
-from hypha_net.certificate_validation import WARN_AT, CertificateVerifier, EndWarnings, chain_of
+from hypha_net.certificate_validation import WARN_AT, CertificateVerifier, ExpiryWarnings, build_chain
 from hypha_net.errors import RefusedError, StreamResetError, UnreachableError
 from hypha_net.events import Disconnected, PeerRejected
 from hypha_net.identity import Identity, load_identity
@@ -31,7 +31,7 @@ QUICK = 0.1
 
 @asynccontextmanager
 async def opened(identity: Identity, *gateways: str, **changes: Any) -> AsyncIterator[Libp2pEndpoint]:
-    """A node that looks at its certificates ten times a second."""
+    """Open a node that checks its certificates ten times a second."""
     settings = EndpointSettings((LOOPBACK,), gateway_addresses=gateways, certificate_interval=QUICK, **changes)
     async with open_endpoint(identity, settings) as node:
         yield node
@@ -40,7 +40,7 @@ async def opened(identity: Identity, *gateways: str, **changes: Any) -> AsyncIte
 # ------------------------------------------------------------------------------------------------------------ reloading
 
 
-def test_a_renewed_certificate_is_shown_to_peers_without_a_restart(authority: Any, caplog: Any) -> None:
+def test_a_renewed_certificate_is_presented_without_a_restart(authority: Any, caplog: Any) -> None:
     async def main() -> None:
         gateway = authority.identity("gateway", "gateway")
         async with opened(gateway, role="gateway") as one, opened(authority.identity("leaf")) as two:
@@ -61,7 +61,7 @@ def test_a_renewed_certificate_is_shown_to_peers_without_a_restart(authority: An
         run(main)
 
 
-def test_files_of_another_key_are_not_taken_and_the_log_says_what_to_do(authority: Any, caplog: Any) -> None:
+def test_files_of_another_key_are_refused_with_a_remedy_in_the_log(authority: Any, caplog: Any) -> None:
     async def main() -> None:
         async with opened(authority.identity("gateway"), role="gateway") as one:
             authority.files("gateway")
@@ -77,7 +77,7 @@ def test_files_of_another_key_are_not_taken_and_the_log_says_what_to_do(authorit
 
 
 @pytest.mark.parametrize("damage", [b"", b"-----BEGIN CERTIFICATE-----\nMIIB", None], ids=["empty", "cut", "gone"])
-def test_files_that_cannot_be_used_change_nothing(authority: Any, caplog: Any, damage: bytes | None) -> None:
+def test_unusable_files_leave_the_identity_unchanged(authority: Any, caplog: Any, damage: bytes | None) -> None:
     async def main() -> None:
         identity = authority.identity("gateway")
         whole = identity.trust_pem.read_bytes()
@@ -96,7 +96,7 @@ def test_files_that_cannot_be_used_change_nothing(authority: Any, caplog: Any, d
         run(main)
 
 
-def test_a_file_that_is_still_being_written_is_waited_for(authority: Any, caplog: Any) -> None:
+def test_a_file_is_read_after_it_has_been_written_completely(authority: Any, caplog: Any) -> None:
     async def main() -> None:
         identity = authority.identity("gateway")
         whole = identity.cert_pem.read_bytes()
@@ -113,7 +113,7 @@ def test_a_file_that_is_still_being_written_is_waited_for(authority: Any, caplog
 
 
 @pytest.mark.parametrize("lists", [False, True])
-def test_where_trust_ends_at_the_organisation_connections_are_judged_by_that(authority: Any, lists: bool) -> None:
+def test_connections_are_checked_against_a_bundle_without_root(authority: Any, lists: bool) -> None:
     def org_only(name: str, crls: Any = None) -> Identity:
         cert, key, trust = authority.files(name)
         trust.write_bytes(cert.read_bytes())  # as the Rust tool writes it: the node's own and the organisation's
@@ -139,7 +139,7 @@ def test_where_trust_ends_at_the_organisation_connections_are_judged_by_that(aut
 
 
 @pytest.mark.parametrize("readable", [True, False], ids=["readable", "not readable"])
-def test_files_that_change_while_they_are_read_are_read_again(
+def test_files_that_change_during_a_reload_are_read_again(
     authority: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, readable: bool
 ) -> None:
     identity = authority.identity("gateway")
@@ -170,7 +170,7 @@ def test_files_that_change_while_they_are_read_are_read_again(
 # ------------------------------------------------------------------------------------------------------- losing trust
 
 
-def test_a_peer_that_is_revoked_while_connected_loses_its_connections(authority: Any, caplog: Any) -> None:
+def test_a_peer_revoked_while_connected_is_disconnected(authority: Any, caplog: Any) -> None:
     async def main() -> None:
         crls = authority.revocations()
         bad = authority.identity("bad")
@@ -196,17 +196,17 @@ def test_a_peer_that_is_revoked_while_connected_loses_its_connections(authority:
             with pytest.raises(StreamResetError):
                 await stream.receive_some()
             await until(lambda: bad.peer_id not in one.connected_peers())
-            assert one._hop is not None
-            assert not one._hop.has_reservation(bad.peer_id)
+            assert one._relay_server is not None
+            assert not one._relay_server.has_reservation(bad.peer_id)
             assert good.peer_id in one.connected_peers()
-            # it comes back by itself, is refused, and is told why
+            # it reconnects by itself, and is refused with the reason
             await until(lambda: "ours is revoked: ask the organisation" in caplog.text)
             assert bad.peer_id not in one.connected_peers()
 
     run(main)
 
 
-def test_a_revoked_peer_loses_relayed_connections_too(authority: Any) -> None:
+def test_a_revoked_peer_is_disconnected_from_circuits(authority: Any) -> None:
     async def main() -> None:
         crls = authority.revocations()
         bad = authority.identity("bad")
@@ -230,7 +230,7 @@ def test_a_revoked_peer_loses_relayed_connections_too(authority: Any) -> None:
     run(main)
 
 
-def test_a_peer_that_expires_while_connected_loses_its_connection(authority: Any) -> None:
+def test_a_peer_whose_certificate_expires_while_connected_is_disconnected(authority: Any) -> None:
     async def main() -> None:
         identity = load_identity(*authority.files("brief", valid=(-DAY, DAY)))
         async with opened(authority.identity("gateway"), role="gateway") as one, opened(identity) as two:
@@ -246,7 +246,7 @@ def test_a_peer_that_expires_while_connected_loses_its_connection(authority: Any
 
 
 @pytest.mark.slow
-def test_a_certificate_that_runs_out_by_the_real_clock_ends_its_connections(authority: Any) -> None:
+def test_a_certificate_that_expires_by_the_real_clock_ends_its_connections(authority: Any) -> None:
     async def main() -> None:
         brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=6))))
         async with (
@@ -265,9 +265,7 @@ def test_a_certificate_that_runs_out_by_the_real_clock_ends_its_connections(auth
     run(main)
 
 
-def test_a_ca_that_is_taken_out_of_the_trust_bundle_takes_its_nodes_along(
-    authority: Any, foreign_authority: Any
-) -> None:
+def test_peers_of_a_ca_removed_from_the_trust_bundle_are_disconnected(authority: Any, foreign_authority: Any) -> None:
     async def main() -> None:
         gateway, leaf = authority.identity("gateway"), authority.identity("leaf")
         stranger = foreign_authority.identity("stranger")
@@ -286,7 +284,7 @@ def test_a_ca_that_is_taken_out_of_the_trust_bundle_takes_its_nodes_along(
     run(main)
 
 
-def test_a_node_is_told_that_its_own_certificate_is_revoked(authority: Any, caplog: Any) -> None:
+def test_a_node_logs_that_its_own_certificate_is_revoked(authority: Any, caplog: Any) -> None:
     async def main() -> None:
         crls = authority.revocations()
         own = load_identity(*authority.files("gateway"), crls)
@@ -298,44 +296,44 @@ def test_a_node_is_told_that_its_own_certificate_is_revoked(authority: Any, capl
     run(main)
 
 
-# ------------------------------------------------------------------------------------------------------------ verdicts
+# --------------------------------------------------------------------------------------------------------- chain checks
 
 
-def test_a_list_that_another_key_signed_revokes_nobody(authority: Any, tmp_path: Path) -> None:
+def test_a_revocation_list_signed_by_another_key_is_ignored(authority: Any, tmp_path: Path) -> None:
     leaf = authority.identity("leaf")
     forger = type(authority)(tmp_path / "forger", authority.name)  # its CAs have the same names
     crls = forger.revocations(leaf.certificate.serial)
     trust = CertificateVerifier(load_identity(*authority.files("judge"), crls))
-    chain = chain_of((*leaf.chain, authority.root.certificate))
-    assert trust.verdict(chain, leaf.certificate.not_before + 1) is None
+    chain = build_chain((*leaf.chain, authority.root.certificate))
+    assert trust.check(chain, leaf.certificate.not_before + 1) is None
     genuine = CertificateVerifier(
         load_identity(*authority.files("judge"), authority.revocations(leaf.certificate.serial))
     )
-    verdict = genuine.verdict(chain, leaf.certificate.not_before + 1)
+    verdict = genuine.check(chain, leaf.certificate.not_before + 1)
     assert verdict is not None
     assert verdict.reason == "revoked"
 
 
-def test_an_intermediate_that_is_revoked_takes_its_nodes_along(authority: Any) -> None:
+def test_certificates_of_a_revoked_intermediate_are_rejected(authority: Any) -> None:
     leaf = authority.identity("leaf")
     crls = authority.revocations(of_root=(authority.org.certificate.serial_number,))
     trust = CertificateVerifier(load_identity(*authority.files("judge"), crls))
-    verdict = trust.verdict(chain_of(leaf.chain), leaf.certificate.not_before + 1)
+    verdict = trust.check(build_chain(leaf.chain), leaf.certificate.not_before + 1)
     assert verdict is not None
     assert (verdict.reason, "acme root" in verdict.detail) == ("revoked", True)
 
 
-def test_the_end_of_certificates_and_lists_is_told_early_and_again(authority: Any, caplog: Any) -> None:
+def test_expiry_of_certificates_and_lists_is_logged_in_advance_and_again(authority: Any, caplog: Any) -> None:
     identity = load_identity(*authority.files("node"), authority.revocations())
-    trust, warnings = CertificateVerifier(identity), EndWarnings()
+    trust, warnings = CertificateVerifier(identity), ExpiryWarnings()
     end = identity.certificate.not_after
     for before in (20 * 86400.0, *(limit - 1 for limit in WARN_AT for _ in range(3))):
-        warnings.tell(trust, end - before)
+        warnings.log_due(trust, end - before)
     lines = [
         record for record in caplog.records if f"cert_pem {identity.cert_pem}: certificate 'node'" in record.message
     ]
     assert len(lines) == len(WARN_AT)
     assert [record.levelno for record in lines] == [logging.WARNING] * (len(WARN_AT) - 1) + [logging.ERROR]
     assert "have it renewed for the same key" in lines[0].message
-    assert "the list of 'acme org'" in caplog.text
+    assert "the revocation list of 'acme org'" in caplog.text
     assert os.fspath(identity.crls_pem or "") in caplog.text

@@ -249,7 +249,7 @@ def test_reservation_moves_before_its_connection_is_closed(authority: Any, short
             [first] = gateway._dialer.connections(leaf.peer_id)
             await dial_tcp(leaf._swarm, without_peer(gateway.addresses[0]), gateway.peer_id)
             await until(lambda: connection_count(gateway, leaf) == 2)
-            assert hop.rests_on(leaf.peer_id, first)
+            assert hop.depends_on_connection(leaf.peer_id, first)
             await until(lambda: first not in gateway._dialer.connections(leaf.peer_id))
             assert connection_count(gateway, leaf) == connection_count(leaf, gateway) == 1
             assert hop.has_reservation(leaf.peer_id)
@@ -270,7 +270,7 @@ def test_connection_stays_when_its_reservation_cannot_be_moved(authority: Any, s
                 await dial_tcp(node._swarm, without_peer(peer.addresses[0]), peer.peer_id)
             await until(lambda: connection_count(gateway, leaf) == connection_count(leaf, gateway) == 3)
             of_gateway = gateway._dialer.connections(leaf.peer_id)
-            assert [hop.rests_on(leaf.peer_id, each) for each in of_gateway] == [True, False, False]
+            assert [hop.depends_on_connection(leaf.peer_id, each) for each in of_gateway] == [True, False, False]
             await anyio.sleep(3 * connection_pruning.GRACE)
             assert first in gateway._dialer.connections(leaf.peer_id)
             assert hop.has_reservation(leaf.peer_id)

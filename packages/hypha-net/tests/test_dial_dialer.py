@@ -298,19 +298,19 @@ def test_backoff_counts_and_forgets_failures() -> None:
     now = 0.0
     backoff: Backoff[str] = Backoff((1.0, 2.0, 4.0), lambda: now)
     for pause in (1.0, 2.0, 4.0, 4.0):
-        backoff.failed("a")
-        assert 0.6 * pause <= backoff.left("a") <= 1.4 * pause
+        backoff.record_failure("a")
+        assert 0.6 * pause <= backoff.remaining("a") <= 1.4 * pause
         now += 6
-        assert backoff.left("a") == 0
-    assert backoff.failed_at("a") == now - 6
-    assert backoff.failed_at("b") == backoff.left("b") == 0
-    backoff.succeeded("a")
-    backoff.failed("a")
-    assert backoff.left("a") <= 1.4
+        assert backoff.remaining("a") == 0
+    assert backoff.last_failure_at("a") == now - 6
+    assert backoff.last_failure_at("b") == backoff.remaining("b") == 0
+    backoff.record_success("a")
+    backoff.record_failure("a")
+    assert backoff.remaining("a") <= 1.4
     now += 61
-    assert backoff.failed_at("a") == 0
+    assert backoff.last_failure_at("a") == 0
     for number in range(2 * MAX_KEPT):
-        backoff.failed(str(number))
+        backoff.record_failure(str(number))
     assert len(backoff) == MAX_KEPT
 
 

@@ -1,6 +1,6 @@
-"""What `Endpoint` promises, checked on both implementations: the one over py-libp2p and the one in memory.
+"""Contract tests of `Endpoint`, run on both implementations: py-libp2p and memory.
 
-The fixture `opener` (see conftest) opens N endpoints that know each other through the first, the gateway.
+The fixture `opener` (see conftest) opens N endpoints; the first is the gateway of the others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def echo(stream: Stream) -> None:
     await stream.send_all(str(stream.peer).encode() + b":" + await read_all(stream))
 
 
-def test_a_stream_carries_bytes_both_ways_and_is_half_closable(opener: Opener) -> None:
+def test_a_stream_is_bidirectional_and_can_be_half_closed(opener: Opener) -> None:
     async def case(nodes: list[Endpoint]) -> None:
         gateway, leaf = nodes
         gateway.handle(ECHO, echo)
@@ -65,7 +65,7 @@ def test_a_stream_carries_bytes_both_ways_and_is_half_closable(opener: Opener) -
     play(opener, 2, case)
 
 
-def test_the_last_bytes_of_a_stream_go_with_its_end(opener: Opener) -> None:
+def test_the_last_bytes_of_a_stream_are_sent_with_its_end(opener: Opener) -> None:
     async def case(nodes: list[Endpoint]) -> None:
         gateway, leaf = nodes
         gateway.handle(ECHO, echo)
@@ -84,7 +84,7 @@ def test_the_last_bytes_of_a_stream_go_with_its_end(opener: Opener) -> None:
     play(opener, 2, case)
 
 
-def test_leaves_reach_each_other_without_being_told_an_address(opener: Opener) -> None:
+def test_nodes_reach_each_other_by_peer_id_alone(opener: Opener) -> None:
     async def case(nodes: list[Endpoint]) -> None:
         _, one, two = nodes
         one.handle(ECHO, echo)
@@ -97,7 +97,7 @@ def test_leaves_reach_each_other_without_being_told_an_address(opener: Opener) -
     play(opener, 3, case)
 
 
-def test_more_than_any_buffer_arrives_whole_although_the_reader_is_late(opener: Opener) -> None:
+def test_data_beyond_all_buffers_arrives_complete_at_a_late_reader(opener: Opener) -> None:
     async def case(nodes: list[Endpoint]) -> None:
         gateway, leaf = nodes
         arrived: list[int] = []
@@ -188,7 +188,7 @@ def test_a_handler_that_fails_resets_its_stream(opener: Opener) -> None:
     play(opener, 2, case)
 
 
-def test_the_first_protocol_that_the_peer_speaks_is_taken(opener: Opener) -> None:
+def test_the_first_protocol_that_the_peer_supports_is_selected(opener: Opener) -> None:
     async def case(nodes: list[Endpoint]) -> None:
         gateway, leaf = nodes
         gateway.handle(ECHO, echo)
@@ -205,7 +205,7 @@ def test_the_first_protocol_that_the_peer_speaks_is_taken(opener: Opener) -> Non
     play(opener, 2, case)
 
 
-def test_a_peer_that_nobody_knows_is_unreachable(opener: Opener) -> None:
+def test_an_unknown_peer_is_unreachable(opener: Opener) -> None:
     async def case(nodes: list[Endpoint]) -> None:
         with pytest.raises(UnreachableError):
             await nodes[1].open_stream(PeerId.from_public_key(bytes(range(32))), [ECHO], timeout=5)
@@ -227,7 +227,7 @@ def test_an_address_that_names_another_peer_is_refused(opener: Opener) -> None:
     play(opener, 3, case)
 
 
-def test_gossip_passes_from_leaf_over_the_gateway_to_leaf(opener: Opener) -> None:
+def test_gossip_is_forwarded_by_the_gateway(opener: Opener) -> None:
     async def case(nodes: list[Endpoint]) -> None:
         gateway, one, two = nodes
         async with gateway.subscribe(TOPIC) as hub, one.subscribe(TOPIC) as of_one, two.subscribe(TOPIC) as of_two:
@@ -275,7 +275,7 @@ def test_two_subscriptions_of_one_topic_get_every_message(opener: Opener) -> Non
     play(opener, 2, case)
 
 
-def test_a_record_is_found_elsewhere_with_its_publisher(opener: Opener) -> None:
+def test_a_record_is_found_by_other_nodes_with_its_publisher(opener: Opener) -> None:
     async def case(nodes: list[Endpoint]) -> None:
         _, one, two = nodes
         assert await two.find_records(b"mnist") == []
@@ -288,7 +288,7 @@ def test_a_record_is_found_elsewhere_with_its_publisher(opener: Opener) -> None:
     play(opener, 3, case)
 
 
-def test_a_disconnect_breaks_streams_on_both_sides_and_a_later_stream_connects_again(opener: Opener) -> None:
+def test_disconnect_resets_streams_on_both_sides_and_a_later_stream_reconnects(opener: Opener) -> None:
     async def case(nodes: list[Endpoint]) -> None:
         _, one, two = nodes
         served: list[Stream] = []
@@ -322,7 +322,7 @@ def test_a_disconnect_breaks_streams_on_both_sides_and_a_later_stream_connects_a
     play(opener, 3, case)
 
 
-def test_an_endpoint_that_shuts_down_breaks_its_streams_and_opens_no_more(opener: Opener) -> None:
+def test_a_closed_endpoint_resets_its_streams_and_opens_no_more(opener: Opener) -> None:
     async def main() -> None:
         begun: list[bytes] = []
         ends: list[str] = []
@@ -352,7 +352,7 @@ def test_an_endpoint_that_shuts_down_breaks_its_streams_and_opens_no_more(opener
     run(main)
 
 
-def test_a_write_to_a_reader_that_has_closed_or_reset_ends(opener: Opener) -> None:
+def test_a_write_ends_when_the_reader_has_closed_or_reset(opener: Opener) -> None:
     async def case(nodes: list[Endpoint]) -> None:
         gateway, leaf = nodes
 
@@ -370,7 +370,7 @@ def test_a_write_to_a_reader_that_has_closed_or_reset_ends(opener: Opener) -> No
     play(opener, 2, case)
 
 
-def test_connections_are_told_as_they_come_and_go(opener: Opener) -> None:
+def test_connects_and_disconnects_emit_events(opener: Opener) -> None:
     async def case(nodes: list[Endpoint]) -> None:
         _, one, two = nodes
         one.handle(ECHO, echo)
@@ -388,7 +388,7 @@ def test_connections_are_told_as_they_come_and_go(opener: Opener) -> None:
     play(opener, 3, case)
 
 
-def test_peers_are_found_that_one_is_not_connected_to(opener: Opener) -> None:
+def test_find_peers_returns_peers_that_are_not_connected(opener: Opener) -> None:
     async def case(nodes: list[Endpoint]) -> None:
         _, one, two = nodes
         assert two.peer_id not in one.connected_peers()

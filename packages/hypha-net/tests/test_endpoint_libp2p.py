@@ -1,4 +1,4 @@
-"""What only the endpoint over py-libp2p has: certificates, ports, gateways that come and go, what is patched."""
+"""The endpoint over py-libp2p: certificates, ports, gateway restarts, and patched library functions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 
 
 async def check_refusal(server: Any, client: Any, caplog: pytest.LogCaptureFixture) -> RefusedError:
-    """Have `client` dial `server`, which must be refused and leave no connection on either side."""
+    """Dial `server` from `client`: check that it is refused and leaves no connection on either side."""
     settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
     async with open_endpoint(server, settings) as one, open_endpoint(client, EndpointSettings()) as two:
         with pytest.raises(RefusedError) as caught:
@@ -53,7 +53,7 @@ async def check_refusal(server: Any, client: Any, caplog: pytest.LogCaptureFixtu
     return caught.value
 
 
-def test_a_certificate_of_another_ca_is_refused_clearly_at_both_ends(
+def test_a_certificate_of_another_ca_is_refused_with_a_clear_error_on_both_sides(
     authority: Any, foreign_authority: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -96,7 +96,7 @@ def test_a_revoked_certificate_is_refused(authority: Any, caplog: pytest.LogCapt
         run(main)
 
 
-def test_with_revocation_lists_others_are_still_taken(authority: Any) -> None:
+def test_peers_that_are_not_revoked_are_accepted_with_revocation_lists(authority: Any) -> None:
     async def main() -> None:
         crls = authority.revocations(4711)
         gateway = load_identity(*authority.files("gateway"), crls)
@@ -112,7 +112,7 @@ def test_with_revocation_lists_others_are_still_taken(authority: Any) -> None:
 def test_a_trust_bundle_may_end_at_the_organisation(authority: Any, revoked: bool | None) -> None:
     def org_only(name: str, crls: Any = None) -> Any:
         cert, key, trust = authority.files(name)
-        cert.write_bytes(cert.read_bytes().replace(authority.org.pem(), b""))  # the node's certificate alone
+        cert.write_bytes(cert.read_bytes().replace(authority.org.pem(), b""))  # the node's certificate only
         trust.write_bytes(authority.org.pem())
         return load_identity(cert, key, trust, crls)
 
@@ -132,7 +132,7 @@ def test_a_trust_bundle_may_end_at_the_organisation(authority: Any, revoked: boo
 
 
 @pytest.mark.parametrize("kind", ["dns", "dns4"])
-def test_a_name_is_looked_up_as_the_system_does(authority: Any, kind: str) -> None:
+def test_host_names_are_resolved_by_the_system(authority: Any, kind: str) -> None:
     async def main() -> None:
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
         async with (
@@ -147,7 +147,7 @@ def test_a_name_is_looked_up_as_the_system_does(authority: Any, kind: str) -> No
     run(main)
 
 
-def test_nobody_listens_there(authority: Any) -> None:
+def test_an_address_without_listener_is_unreachable(authority: Any) -> None:
     async def main() -> None:
         async with open_endpoint(authority.identity("leaf"), EndpointSettings()) as leaf:
             with pytest.raises(UnreachableError):
@@ -156,7 +156,7 @@ def test_nobody_listens_there(authority: Any) -> None:
     run(main)
 
 
-def test_a_peer_is_described_by_what_it_said_and_by_its_certificate(libp2p_opener: Opener) -> None:
+def test_peer_info_contains_identify_and_certificate_data(libp2p_opener: Opener) -> None:
     async def main() -> None:
         async with libp2p_opener(2) as (gateway, leaf):
             await until(lambda: bool(leaf.connected_peers()[gateway.peer_id].agent))
@@ -173,7 +173,7 @@ def test_a_peer_is_described_by_what_it_said_and_by_its_certificate(libp2p_opene
     run(main)
 
 
-def test_a_port_that_is_taken_is_an_error_that_names_it(authority: Any) -> None:
+def test_a_port_in_use_is_an_error_that_names_it(authority: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings(listen_addresses=(f"/ip4/127.0.0.1/tcp/{free_port()}",))
         async with open_endpoint(authority.identity("one"), settings):
@@ -184,7 +184,7 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(authority: Any) -> None:
     run(main)
 
 
-def test_after_a_gateway_s_restart_nodes_are_back_with_their_records_and_topics(authority: Any) -> None:
+def test_nodes_restore_records_and_topics_after_a_gateway_restart(authority: Any) -> None:
     async def main() -> None:
         gateway = authority.identity("gateway", "gateway")
         settings = EndpointSettings(listen_addresses=(f"/ip4/127.0.0.1/tcp/{free_port()}",), role="gateway")
@@ -210,7 +210,7 @@ def test_after_a_gateway_s_restart_nodes_are_back_with_their_records_and_topics(
     run(main)
 
 
-def test_a_restarted_gateway_gets_the_records_again_without_being_asked(authority: Any) -> None:
+def test_records_are_published_again_to_a_restarted_gateway(authority: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings(listen_addresses=(f"/ip4/127.0.0.1/tcp/{free_port()}",), role="gateway")
         node = EndpointSettings(gateway_addresses=settings.listen_addresses)
@@ -225,7 +225,7 @@ def test_a_restarted_gateway_gets_the_records_again_without_being_asked(authorit
     run(main)
 
 
-def test_closing_is_quick_also_with_streams_under_way(libp2p_opener: Opener) -> None:
+def test_closing_with_open_streams_is_quick(libp2p_opener: Opener) -> None:
     async def main() -> None:
         async with libp2p_opener(3) as nodes:
             gateway = nodes[0]
@@ -243,7 +243,7 @@ def test_closing_is_quick_also_with_streams_under_way(libp2p_opener: Opener) -> 
     run(main)
 
 
-# what is replaced or relied on in py-libp2p 0.8.1; a change of these is a reason to look, not to adjust the numbers
+# functions of py-libp2p 0.8.1 that are replaced or relied on: if one changes, review it before updating its hash
 PATCHED: dict[str, Any] = {
     "Swarm._handle_inbound_connection": Swarm._handle_inbound_connection,
     "Swarm._do_handle_inbound_connection": Swarm._do_handle_inbound_connection,
@@ -321,7 +321,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", PATCHED)
-def test_what_is_patched_in_the_library_has_not_changed(name: str) -> None:
+def test_patched_functions_of_the_library_have_not_changed(name: str) -> None:
     source = inspect.getsource(PATCHED[name])
     found = hashlib.sha256(source.encode()).hexdigest()[:16]
     assert found == KNOWN[name], (
@@ -331,7 +331,7 @@ def test_what_is_patched_in_the_library_has_not_changed(name: str) -> None:
 
 
 @pytest.mark.parametrize("service", ["pubsub", "router", "swarm"])
-def test_a_fault_of_the_engine_s_own_ends_the_endpoint_with_an_error(authority: Any, service: str) -> None:
+def test_a_failed_library_service_ends_the_endpoint_with_an_error(authority: Any, service: str) -> None:
     async def fail() -> None:
         raise RuntimeError("a fault of its own")
 
@@ -345,7 +345,7 @@ def test_a_fault_of_the_engine_s_own_ends_the_endpoint_with_an_error(authority: 
         run(main)
 
 
-def test_a_node_may_have_more_peers_than_a_service_of_the_library_has_tasks(authority: Any) -> None:
+def test_a_node_can_have_more_peers_than_the_librarys_task_limit(authority: Any) -> None:
     async def main() -> None:
         async with open_endpoint(authority.identity("node"), EndpointSettings()) as node:
             manager = node._gossip[0].manager

@@ -1,4 +1,4 @@
-"""Links between processes: stopped, killed, gone and back, and a thousand of them one after the other."""
+"""Connections between processes: suspended, killed and restarted peers, and a thousand connections in sequence."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 STATE = "/test/state/1"
 ECHO = "/test/echo/1"
 SILENT = 35.0
-"""Seconds within which a peer that says nothing has to be noticed."""
+"""Seconds within which a silent peer must be detected."""
 KILLED = 1.0
-"""The same for one that was killed."""
+"""Seconds within which a killed peer must be detected."""
 BACK = 5.0
-"""Seconds within which nodes have to be back after their gateway has returned."""
+"""Seconds within which nodes must reconnect after their gateway's return."""
 BUSY = 3
-"""So many times as long it may take on a machine that is busy with other tests."""
+"""Factor for these times on a machine that runs other tests."""
 
 PROGRAM = """
 import gc, json, os, signal, sys
@@ -70,7 +70,7 @@ def stop_when_it_takes_a_node():
     async def stop_first(connection):
         SwarmConn.start = start
         os.kill(os.getpid(), signal.SIGSTOP)
-        await trio.sleep(0)  # what has expired meanwhile ends now
+        await trio.sleep(0)  # expired deadlines take effect now
         await start(connection)
 
     SwarmConn.start = stop_first
@@ -90,7 +90,7 @@ anyio.run(main, *sys.argv[1:], backend="trio")
 
 
 class Gateway:
-    """A gateway in a process of its own, which can be started again at its port."""
+    """A gateway in its own process, which can be restarted at its port."""
 
     def __init__(self, files: tuple[Path, ...], *extra: str) -> None:
         self._files = files
@@ -105,17 +105,17 @@ class Gateway:
         self.address = first_line(self.process)
 
     async def start(self) -> None:
-        """Start it again; returns when it listens."""
+        """Start it again; return when it listens."""
         await anyio.to_thread.run_sync(self._start)
 
     async def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self.process.kill()
         await anyio.to_thread.run_sync(self.process.wait)
 
     @property
     def peer(self) -> PeerId:
-        """Who it is."""
+        """The gateway's peer id."""
         return PeerId.parse(self.address.rpartition("/")[2])
 
 
@@ -131,7 +131,7 @@ async def gateway_process(authority: Any, *extra: str) -> AsyncIterator[Gateway]
 
 
 async def leaves(stack: AsyncExitStack, authority: Any, gateway: Gateway, count: int) -> list[Libp2pEndpoint]:
-    """Nodes of this process that have joined by the gateway."""
+    """Open nodes in this process that are connected to the gateway."""
     settings = EndpointSettings(gateway_addresses=(gateway.address,))
     nodes = [
         await stack.enter_async_context(open_endpoint(authority.identity(f"leaf{index}"), settings))
@@ -145,7 +145,7 @@ async def leaves(stack: AsyncExitStack, authority: Any, gateway: Gateway, count:
 @pytest.mark.slow
 @pytest.mark.concurrent
 @pytest.mark.timeout(180)
-def test_a_stopped_gateway_is_noticed_and_its_nodes_are_back_when_it_goes_on(authority: Any) -> None:
+def test_a_suspended_gateway_is_detected_and_nodes_reconnect_when_it_resumes(authority: Any) -> None:
     async def main() -> None:
         async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
             (leaf,) = await leaves(stack, authority, gateway, 1)
@@ -168,7 +168,7 @@ def test_a_stopped_gateway_is_noticed_and_its_nodes_are_back_when_it_goes_on(aut
 @pytest.mark.slow
 @pytest.mark.concurrent
 @pytest.mark.timeout(120)
-def test_connections_survive_a_gateway_that_is_stopped_for_twenty_seconds(authority: Any) -> None:
+def test_connections_survive_a_gateway_suspended_for_twenty_seconds(authority: Any) -> None:
     async def main() -> None:
         async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
             nodes = await leaves(stack, authority, gateway, 3)
@@ -180,7 +180,7 @@ def test_connections_survive_a_gateway_that_is_stopped_for_twenty_seconds(author
                 gateway.process.send_signal(signal.SIGCONT)
                 for node in nodes:
                     await echo_once(node, gateway)
-                await anyio.sleep(16)  # past the next sign of life that either side asks for
+                await anyio.sleep(16)  # past the next ping of either side
                 for node, events in zip(nodes, followed, strict=True):
                     await echo_once(node, gateway)
                     with anyio.move_on_after(0.1) as scope:
@@ -193,7 +193,7 @@ def test_connections_survive_a_gateway_that_is_stopped_for_twenty_seconds(author
 @pytest.mark.slow
 @pytest.mark.concurrent
 @pytest.mark.timeout(120)
-def test_a_gateway_that_is_stopped_while_it_takes_a_node_keeps_it(authority: Any) -> None:
+def test_a_gateway_suspended_while_it_accepts_a_node_keeps_the_connection(authority: Any) -> None:
     async def main() -> None:
         async with gateway_process(authority, "stops") as gateway, AsyncExitStack() as stack:
             (node,) = await leaves(stack, authority, gateway, 1)
@@ -203,7 +203,7 @@ def test_a_gateway_that_is_stopped_while_it_takes_a_node_keeps_it(authority: Any
                 await anyio.sleep(20)
                 gateway.process.send_signal(signal.SIGCONT)
                 await echo_once(node, gateway)
-                await until(lambda: bool(node.addresses), BUSY * BACK)  # what was asked meanwhile is asked again
+                await until(lambda: bool(node.addresses), BUSY * BACK)  # requests of the meantime are repeated
                 with anyio.move_on_after(0.1) as scope:
                     await anext(events)
                 assert scope.cancelled_caught, "the connection was given up"
@@ -213,13 +213,13 @@ def test_a_gateway_that_is_stopped_while_it_takes_a_node_keeps_it(authority: Any
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_thirty_nodes_are_back_within_five_seconds_of_their_gateway_s_return(authority: Any) -> None:
+def test_thirty_nodes_reconnect_within_five_seconds_of_their_gateways_return(authority: Any) -> None:
     async def main() -> None:
         async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
             nodes = await leaves(stack, authority, gateway, 30)
             await gateway.kill()
             await until(lambda: not any(node.connected_peers() for node in nodes), BUSY * KILLED)
-            await anyio.sleep(15)  # long enough for the pauses between attempts to be at their longest
+            await anyio.sleep(15)  # until the pauses between attempts have their full length
             await gateway.start()
             await until(lambda: all(node.connected_peers() for node in nodes), BUSY * BACK)
             await until(lambda: all(node.addresses for node in nodes), BUSY * BACK)
@@ -228,7 +228,7 @@ def test_thirty_nodes_are_back_within_five_seconds_of_their_gateway_s_return(aut
 
 
 async def state_of(node: Libp2pEndpoint, gateway: Gateway) -> dict[str, int]:
-    """Memory, descriptors and tasks of the gateway's process."""
+    """Return memory, descriptors and tasks of the gateway's process."""
     stream = await node.open_stream(gateway.peer, [STATE])
     await stream.send_eof()
     data = b""
@@ -239,7 +239,7 @@ async def state_of(node: Libp2pEndpoint, gateway: Gateway) -> dict[str, int]:
 
 
 def own_state() -> dict[str, int]:
-    """The same of this process."""
+    """Return memory, descriptors and tasks of this process."""
     gc.collect()
 
     def tasks(task: Any) -> int:
@@ -267,10 +267,10 @@ async def come_and_go(node: Libp2pEndpoint, gateway: Gateway, times: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-def test_a_thousand_connections_leave_memory_descriptors_and_tasks_as_they_were(
+def test_a_thousand_connections_leak_no_memory_descriptors_or_tasks(
     authority: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # pytest keeps every record of py-libp2p's with its traceback, and all that refers to: that would be measured
+    # pytest keeps every log record of py-libp2p with its traceback and locals, which would be measured
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
 
     async def main() -> None:
@@ -282,7 +282,7 @@ def test_a_thousand_connections_leave_memory_descriptors_and_tasks_as_they_were(
             watcher = nodes.pop()
             await watcher.connect(gateway.address)
             states = []
-            for times in (25, 250):  # for each of four: a hundred to get warm, then a thousand
+            for times in (25, 250):  # by each of four nodes: a hundred to warm up, then a thousand
                 async with anyio.create_task_group() as tasks:
                     for node in nodes:
                         tasks.start_soon(come_and_go, node, gateway, times)

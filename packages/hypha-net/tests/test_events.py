@@ -1,4 +1,4 @@
-"""Followers of an endpoint's events: each hears what it asked for, in order, to the end, and holds nobody up."""
+"""Followers of an endpoint's events: each receives its kinds in order, without delaying others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypha_proto.ids import PeerId
 PEER = PeerId.from_public_key(bytes(32))
 
 
-def test_a_follower_hears_its_kinds_and_the_end() -> None:
+def test_a_follower_receives_events_of_its_kinds_until_the_end() -> None:
     heard: list[Event] = []
     events = Events()
 
@@ -27,14 +27,14 @@ def test_a_follower_hears_its_kinds_and_the_end() -> None:
                 events.emit(Connected(PEER, "inbound"))
                 events.emit(Disconnected(PEER, "first"))
                 await anyio.wait_all_tasks_blocked()
-                events.emit(Disconnected(PEER, "last"))  # before the end, and heard before it
+                events.emit(Disconnected(PEER, "last"))  # emitted before the end, and received
             events.emit(Disconnected(PEER, "after the end"))
 
     run(main)
     assert heard == [Disconnected(PEER, "first"), Disconnected(PEER, "last")]
 
 
-def test_who_does_not_listen_loses_the_oldest_and_is_told_how_many() -> None:
+def test_a_slow_follower_loses_the_oldest_events_and_their_number_is_counted() -> None:
     events = Events()
 
     async def main() -> None:

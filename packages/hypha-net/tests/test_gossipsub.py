@@ -1,4 +1,4 @@
-"""What a gateway takes of gossip: signed, small and not too much; a hostile neighbour costs the others nothing."""
+"""Gossip validation: signatures, size and rate limits; a hostile peer does not affect the others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PEER_AWAY = ID(PeerId.from_public_key(bytes(32)).raw)
 
 @dataclass
 class Star:
-    """A gateway, a leaf in good standing, and one that writes what it likes on its gossip stream."""
+    """A gateway, an honest leaf, and a hostile leaf that writes raw RPCs on its gossip stream."""
 
     gateway: Libp2pEndpoint
     good: Libp2pEndpoint
@@ -52,13 +52,13 @@ class Star:
     stream: Stream
     lost: Counter[str] = field(default_factory=Counter)
     topics: set[str] = field(default_factory=set)
-    """Topics by which losses were counted."""
+    """Topics of the dropped messages."""
     heard: list[GossipMessage] = field(default_factory=list)
-    """What the gateway took."""
+    """Messages that the gateway accepted."""
     number: int = 0
 
     def message(self, data: bytes = b"x", **changes: Any) -> Any:
-        """A message that is in order, but for `changes`; signed by the evil leaf's key whatever it says."""
+        """Make a valid message except for `changes`, signed with the hostile leaf's key."""
         self.number += 1
         fields = {
             "from_id": self.evil.peer_id.raw,
@@ -75,7 +75,7 @@ class Star:
         await write_message(self.stream, rpc_pb2.RPC(publish=messages))
 
     async def check_serves(self) -> None:
-        """A message of the good leaf passes."""
+        """Check that a message of the honest leaf is accepted."""
         before = len(self.heard)
         await self.good.publish(TOPIC, b"good")
         await until(lambda: any(message.data == b"good" for message in self.heard[before:]))
@@ -123,7 +123,7 @@ def play(authority: Any, case: Callable[[Star], Awaitable[None]]) -> None:
     run(main)
 
 
-def test_a_flood_from_one_origin_is_dropped_and_counted_and_others_pass(authority: Any) -> None:
+def test_messages_over_a_publishers_rate_are_dropped_and_counted_and_others_accepted(authority: Any) -> None:
     async def case(star: Star) -> None:
         await star.say(star.message())
         await until(lambda: [message.source for message in star.heard] == [star.evil.peer_id])
@@ -137,7 +137,7 @@ def test_a_flood_from_one_origin_is_dropped_and_counted_and_others_pass(authorit
     play(authority, case)
 
 
-def test_what_is_not_its_origin_s_own_is_dropped_and_costs_the_origin_nothing(authority: Any, caplog: Any) -> None:
+def test_forged_messages_are_dropped_without_counting_against_the_publisher(authority: Any, caplog: Any) -> None:
     async def case(star: Star) -> None:
         unsigned = star.message(b"unsigned")
         unsigned.ClearField("signature")
@@ -158,7 +158,7 @@ def test_what_is_not_its_origin_s_own_is_dropped_and_costs_the_origin_nothing(au
     assert len(told) == 4  # the 1st, 10th, 100th and 1000th
 
 
-def test_messages_of_other_shapes_are_dropped(authority: Any) -> None:
+def test_malformed_messages_are_dropped(authority: Any) -> None:
     async def case(star: Star) -> None:
         await star.say(
             star.message(seqno=bytes(1000)),
@@ -166,7 +166,7 @@ def test_messages_of_other_shapes_are_dropped(authority: Any) -> None:
             star.message(from_id=star.gateway.peer_id.raw),
         )
         await until(lambda: star.lost["other"] == 3)
-        await star.say(star.message(topicIDs=["another"]))  # nobody is in it here
+        await star.say(star.message(topicIDs=["another"]))  # the gateway does not subscribe to it
         again = star.message()
         await star.say(again, again)
         await until(lambda: bool(star.heard))
@@ -177,7 +177,7 @@ def test_messages_of_other_shapes_are_dropped(authority: Any) -> None:
     play(authority, case)
 
 
-def test_what_is_too_large_is_dropped_and_whoever_sends_more_is_not_listened_to(authority: Any) -> None:
+def test_oversize_messages_are_dropped_and_an_oversize_rpc_resets_the_stream(authority: Any) -> None:
     async def case(star: Star) -> None:
         await star.say(star.message(bytes(MAX_DATA)), star.message(bytes(MAX_DATA + 1)))
         await until(lambda: star.lost["oversize"] == 1 and len(star.heard) == 1)
@@ -199,7 +199,7 @@ def test_what_is_too_large_is_dropped_and_whoever_sends_more_is_not_listened_to(
 @pytest.mark.parametrize(
     "rubbish", [b"\x05\xff\xff\xff\xff\xff", b"\xff" * 11, os.urandom(600)], ids=["pb", "len", "?"]
 )
-def test_rubbish_ends_that_stream_and_nothing_else(authority: Any, rubbish: bytes, caplog: Any) -> None:
+def test_undecodable_gossip_resets_only_its_stream(authority: Any, rubbish: bytes, caplog: Any) -> None:
     async def case(star: Star) -> None:
         await star.stream.send_all(rubbish)
         await star.stream.send_eof()
@@ -213,7 +213,7 @@ def test_rubbish_ends_that_stream_and_nothing_else(authority: Any, rubbish: byte
     assert "Traceback" not in caplog.text
 
 
-def test_control_of_any_kind_harms_nobody(authority: Any, caplog: Any) -> None:
+def test_arbitrary_control_messages_do_no_harm(authority: Any, caplog: Any) -> None:
     async def case(star: Star) -> None:
         rpc = rpc_pb2.RPC()
         for text in ("", "no such topic", "\0" * 5000):
@@ -230,8 +230,8 @@ def test_control_of_any_kind_harms_nobody(authority: Any, caplog: Any) -> None:
     assert "Traceback" not in caplog.text
 
 
-def test_gossip_goes_on_over_a_second_connection_when_the_first_is_given_up(authority: Any) -> None:
-    """As after a gateway was stopped for long: its leaves are back before it notices that they had left."""
+def test_gossip_continues_on_a_second_connection_when_the_first_closes(authority: Any) -> None:
+    """As after a long suspension of a gateway: its leaves reconnect before it notices that they had left."""
 
     async def case(star: Star) -> None:
         async with star.good.subscribe(TOPIC) as back:
@@ -255,7 +255,7 @@ def test_gossip_goes_on_over_a_second_connection_when_the_first_is_given_up(auth
 
 
 @pytest.mark.slow
-def test_gossip_that_broke_off_or_failed_to_begin_is_set_up_anew(authority: Any, monkeypatch: Any) -> None:
+def test_a_failed_gossip_stream_is_opened_again(authority: Any, monkeypatch: Any) -> None:
     async def case(star: Star) -> None:
         router = star.gateway._gossip[0]
         leaf = ID(star.good.peer_id.raw)
@@ -278,7 +278,7 @@ def test_gossip_that_broke_off_or_failed_to_begin_is_set_up_anew(authority: Any,
     play(authority, case)
 
 
-def test_a_topic_joined_while_a_peer_is_being_registered_is_told_to_it(authority: Any, monkeypatch: Any) -> None:
+def test_a_topic_joined_during_a_peers_registration_is_announced_to_it(authority: Any, monkeypatch: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
         async with (
@@ -299,7 +299,7 @@ def test_a_topic_joined_while_a_peer_is_being_registered_is_told_to_it(authority
                 write = stream.write
 
                 async def write_later(data: bytes) -> None:
-                    tasks.start_soon(hear)  # the list of topics is made by now, without this one
+                    tasks.start_soon(hear)  # the list of topics was made before this one
                     await joined.wait()
                     await write(data)
                     monkeypatch.setattr(stream, "write", write)
@@ -316,14 +316,16 @@ def test_a_topic_joined_while_a_peer_is_being_registered_is_told_to_it(authority
 
 
 async def said_back(star: Star, heard: AsyncIterator[GossipMessage], text: bytes) -> None:
-    """Wait until the gateway's gossip stream is another one, which needs no publish, and what it says is heard."""
+    """Wait until the gateway's gossip stream was replaced, without a publish, and a message on it arrives."""
     router = star.gateway._gossip[0]
     leaf = ID(star.good.peer_id.raw)
     await until(lambda: leaf in router.peers and not router.peers[leaf].muxed_stream.is_finished)  # type: ignore[attr-defined]
     await publish_until_heard(star.gateway, TOPIC, text, heard)
 
 
-def test_made_up_origins_count_against_who_brings_them(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_invented_publishers_count_against_the_forwarder(
+    authority: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(validation, "FORWARDER_BURST", 20.0)
     monkeypatch.setattr(validation, "FORWARDER_RATE", 1.0)
 
@@ -336,7 +338,7 @@ def test_made_up_origins_count_against_who_brings_them(authority: Any, monkeypat
     play(authority, case)
 
 
-def test_forgeries_cost_who_brings_them_and_are_not_even_looked_at_when_there_are_many(
+def test_forged_messages_count_against_the_forwarder_and_over_its_rate_are_not_verified(
     authority: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validation, "FORWARDER_BURST", 20.0)
@@ -351,7 +353,7 @@ def test_forgeries_cost_who_brings_them_and_are_not_even_looked_at_when_there_ar
     play(authority, case)
 
 
-def test_nothing_is_remembered_of_topics_that_are_made_up(authority: Any) -> None:
+def test_unknown_topics_are_not_remembered(authority: Any) -> None:
     async def case(star: Star) -> None:
         rpc = rpc_pb2.RPC()
         for number in range(1000):
@@ -370,8 +372,8 @@ def test_nothing_is_remembered_of_topics_that_are_made_up(authority: Any) -> Non
     play(authority, case)
 
 
-def test_peers_named_in_a_prune_are_not_dialled(authority: Any) -> None:
-    """Their addresses would pass by `exclude_cidr`; whom to meet is the directory's to say."""
+def test_peers_suggested_in_a_prune_are_not_dialled(authority: Any) -> None:
+    """Their addresses would bypass `exclude_cidr`; peers are found through the DHT."""
 
     async def case(star: Star) -> None:
         dialled: list[Any] = []
@@ -400,7 +402,7 @@ def made_up(number: int) -> Any:
     return made
 
 
-def test_a_message_that_cannot_be_read_is_told() -> None:
+def test_an_undecodable_message_emits_an_event() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         async with network.endpoint("a") as a, network.endpoint("b") as b:
@@ -416,7 +418,7 @@ def test_a_message_that_cannot_be_read_is_told() -> None:
     run(main)
 
 
-def test_a_slow_reader_s_losses_are_told() -> None:
+def test_messages_dropped_for_a_slow_subscriber_emit_events() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         async with network.endpoint("a") as a:
@@ -446,7 +448,7 @@ def open_streams(node: Libp2pEndpoint, peer: PeerId) -> int:
     return sum(len(cast(YamuxSession, each.muxed_conn)._streams) for each in node._dialer.connections(peer))
 
 
-def test_a_peer_that_says_nonsense_time_and_again_leaves_no_streams_behind(authority: Any) -> None:
+def test_repeated_protocol_errors_of_a_peer_leave_no_open_streams(authority: Any) -> None:
     async def case(star: Star) -> None:
         evil, gateway = star.evil, star.gateway
         await star.check_serves()
@@ -464,7 +466,7 @@ def test_a_peer_that_says_nonsense_time_and_again_leaves_no_streams_behind(autho
     play(authority, case)
 
 
-def test_a_peer_that_does_not_answer_has_one_registration_that_waits(authority: Any) -> None:
+def test_an_unresponsive_peer_has_one_pending_registration(authority: Any) -> None:
     async def case(star: Star) -> None:
         router, peer = star.gateway._gossip[0], ID(star.evil.peer_id.raw)
         waiting: list[ID] = []
@@ -488,7 +490,7 @@ def test_a_peer_that_does_not_answer_has_one_registration_that_waits(authority: 
     play(authority, case)
 
 
-def test_a_stream_that_was_left_and_breaks_off_takes_nothing_with_it(authority: Any) -> None:
+def test_the_failure_of_a_replaced_stream_does_not_remove_the_peer(authority: Any) -> None:
     async def case(star: Star) -> None:
         router, peer = star.gateway._gossip[0], ID(star.good.peer_id.raw)
         await until(lambda: peer in router.peers)

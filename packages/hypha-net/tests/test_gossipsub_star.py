@@ -1,4 +1,4 @@
-"""Sixty leaves, ten to a process, around one gateway or two: what one says all hear, also after a gateway's death."""
+"""Sixty leaves, ten per process, around one or two gateways: every message reaches all, also after a restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROCESSES, EACH = 6, 10
 ALL = PROCESSES * EACH
 SOON = 5 * 1.0
-"""Five times the second within which a publish must reach all."""
+"""Five times the second within which a message must reach all."""
 AGAIN = 5 * 5.0
 """Five times the five seconds after a gateway's return."""
 
@@ -32,7 +32,7 @@ class Network:
         self.leaves: list[Child] = []
 
     async def up(self, gateways: int) -> None:
-        """Start everything, and wait until every gateway knows every leaf."""
+        """Start all processes, and wait until every gateway knows every leaf."""
         self._files = [self._authority.files(f"gateway-{n}", "gateway") for n in range(gateways)]
         for n in range(gateways):
             self.gateways.append(await self._gateway(n, "/ip4/127.0.0.1/tcp/0"))
@@ -64,16 +64,16 @@ class Network:
         assert missing() == []
 
     async def restart(self, n: int) -> float:
-        """Start gateway `n` again where it was; gives the time at which it listens."""
+        """Start gateway `n` again at its address; return the time at which it listens."""
         self.gateways[n] = await self._gateway(n, self.addresses[n].partition("/p2p/")[0])
         return float((await self.gateways[n].opened())["at"])
 
     def heard(self, text: str) -> int:
-        """How many leaves have heard something."""
+        """Return how many leaves received a message."""
         return sum(child.heard[text] for child in self.leaves)
 
     async def reaches_all(self, process: int, text: str, within: float) -> float:
-        """Publish; gives the seconds until the last leaf has heard it."""
+        """Publish; return the seconds until the last leaf received it."""
         child = self.leaves[process]
         await child.do(process % EACH, "publish", text=text)
         await until(lambda: self.heard(text) == ALL - 1, within)
@@ -82,7 +82,7 @@ class Network:
 
 
 @pytest.mark.parametrize("gateways", [1, 2])
-def test_a_publish_by_any_reaches_all(authority: Any, tmp_path: Path, gateways: int) -> None:
+def test_a_message_of_any_node_reaches_all(authority: Any, tmp_path: Path, gateways: int) -> None:
     async def main() -> None:
         async with crew(tmp_path / "nodes.log") as start:
             network = Network(authority, start)
@@ -103,7 +103,7 @@ async def three_publishers_lose_nothing(network: Network) -> None:
     with anyio.move_on_after(count / 3 + 40):
         await until(lambda: sum(map(network.heard, wanted)) >= len(wanted) * (ALL - 1), count / 3 + 60)
     await anyio.sleep(1)
-    assert {text: network.heard(text) for text in wanted if network.heard(text) != ALL - 1} == {}  # nor anything twice
+    assert {text: network.heard(text) for text in wanted if network.heard(text) != ALL - 1} == {}  # and none twice
 
 
 async def after_a_kill(network: Network, gateways: int) -> None:

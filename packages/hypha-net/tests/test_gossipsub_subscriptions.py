@@ -1,4 +1,4 @@
-"""Readers of a topic that come and go: the node is in it, for its peers too, as long as it has one."""
+"""Subscribers of a topic that come and go: the node stays in the topic while it has one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
 
 
-def test_a_reader_that_comes_while_the_last_one_leaves_is_known_to_peers(authority: Any) -> None:
+def test_a_subscription_during_the_last_ones_end_is_announced_to_peers(authority: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings((LOOPBACK,), role="gateway")
         async with (
@@ -44,7 +44,7 @@ def test_a_reader_that_comes_while_the_last_one_leaves_is_known_to_peers(authori
     run(main)
 
 
-def test_what_a_peer_asks_for_is_no_part_of_the_trace_that_its_connection_was_dialled_in(authority: Any) -> None:
+def test_a_peers_request_is_not_part_of_the_trace_of_the_dial(authority: Any) -> None:
     served: list[str | None] = []
 
     async def handle(_stream: Stream) -> None:

@@ -1,4 +1,4 @@
-"""What peers say of themselves by identify is kept as far as it can be read, and nothing of it is in anybody's way."""
+"""Identify: valid data of peers is kept, malformed data is dropped, and failed requests are repeated."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ UNREADABLE = {
 
 
 @asynccontextmanager
-async def gateway_told(authority: Any, *addresses: bytes) -> AsyncIterator[tuple[Any, Any]]:
-    """A gateway, and a node that says by identify that it is at `addresses`."""
+async def gateway_and_reporter(authority: Any, *addresses: bytes) -> AsyncIterator[tuple[Any, Any]]:
+    """Open a gateway, and a node that reports `addresses` by identify."""
     said = Identify(listen_addrs=addresses, agent_version="odd")
 
     async def identify(stream: INetStream) -> None:
@@ -50,19 +50,22 @@ async def gateway_told(authority: Any, *addresses: bytes) -> AsyncIterator[tuple
 
 
 @pytest.mark.parametrize("why", UNREADABLE)
-def test_addresses_that_cannot_be_read_are_left_out_and_harm_nobody(authority: Any, why: str) -> None:
+def test_unprintable_addresses_are_dropped_and_do_no_harm(authority: Any, why: str) -> None:
     async def main() -> None:
-        async with gateway_told(authority, UNREADABLE[why], Multiaddr(GOOD).to_bytes()) as (gateway, odd):
+        async with gateway_and_reporter(authority, UNREADABLE[why], Multiaddr(GOOD).to_bytes()) as (
+            gateway,
+            odd,
+        ):
             await until(lambda: gateway.connected_peers()[odd.peer_id].addresses == (GOOD,))
 
     run(main)
 
 
-def test_of_very_many_addresses_the_first_are_kept(authority: Any) -> None:
+def test_only_the_first_addresses_of_a_peer_are_kept(authority: Any) -> None:
     many = [Multiaddr(f"/ip4/192.0.2.1/tcp/{port}").to_bytes() for port in range(1, 1000)]
 
     async def main() -> None:
-        async with gateway_told(authority, *many) as (gateway, odd):
+        async with gateway_and_reporter(authority, *many) as (gateway, odd):
             await until(lambda: bool(gateway.connected_peers()[odd.peer_id].addresses))
             kept = gateway._host.peerstore.addrs(odd._host.get_id())
             assert [str(address) for address in kept] == [f"/ip4/192.0.2.1/tcp/{port}" for port in range(1, 33)]
@@ -70,7 +73,7 @@ def test_of_very_many_addresses_the_first_are_kept(authority: Any) -> None:
     run(main)
 
 
-def test_a_peer_that_could_not_be_asked_is_asked_again(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_identify_is_repeated(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ask, asked = BasicHost._identify_peer, list[Any]()
 
     async def fail_at_first(host: BasicHost, peer: Any, *, reason: str) -> None:
@@ -93,7 +96,7 @@ def test_a_peer_that_could_not_be_asked_is_asked_again(authority: Any, monkeypat
     run(main, 60)
 
 
-def test_a_peer_that_is_back_at_once_is_known_again(authority: Any) -> None:
+def test_a_peer_that_reconnects_at_once_is_identified_again(authority: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings((LOOPBACK,), role="gateway")
         async with (

@@ -1,4 +1,4 @@
-"""Identities from files: what is accepted, what is refused, and that the message names file and remedy."""
+"""Loading of identities: accepted and refused files; errors name file and remedy."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ DAY = dt.timedelta(days=1)
 
 
 def version_two(key: Ed25519PrivateKey) -> bytes:
-    """A key as the Rust tool writes it: PKCS#8 version 2, with the public key behind."""
+    """Encode a key as the Rust tool does: PKCS#8 version 2, with the public key appended."""
     seed = bytes.fromhex("020101300506032b657004220420") + key.private_bytes_raw()
     body = seed + bytes.fromhex("812100") + key.public_key().public_bytes_raw()
     der = b"\x30" + bytes([len(body)]) + body
     return b"-----BEGIN PRIVATE KEY-----\n" + base64.encodebytes(der) + b"-----END PRIVATE KEY-----\n"
 
 
-def test_an_identity_tells_its_peer_role_and_end(authority: Any) -> None:
+def test_an_identity_has_peer_id_role_and_expiry(authority: Any) -> None:
     identity = load_identity(*authority.files("w1", "worker"))
     assert str(identity.peer_id).startswith("12D3KooW")
     assert (identity.certificate.subject, identity.certificate.role) == ("w1", "worker")
@@ -39,7 +39,7 @@ def test_an_identity_tells_its_peer_role_and_end(authority: Any) -> None:
     assert "PRIVATE" not in repr(identity)
 
 
-def test_a_key_of_the_rust_tool_is_the_same_identity(authority: Any) -> None:
+def test_a_key_in_the_rust_tools_format_gives_the_same_identity(authority: Any) -> None:
     cert, key, trust = authority.files("w1")
     plain = load_identity(cert, key, trust)
     key.write_bytes(version_two(plain.key))
@@ -61,7 +61,7 @@ def test_contexts_speak_tls_1_3_with_certificates_on_both_sides(authority: Any) 
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "cert_pem"), (1, "key_pem"), (2, "trust_pem")])
-def test_a_missing_file_is_named_with_its_key(authority: Any, index: int, name: str) -> None:
+def test_a_missing_file_is_named_with_its_configuration_key(authority: Any, index: int, name: str) -> None:
     files = authority.files("w1")
     files[index].unlink()
     with pytest.raises(IdentityError, match=f"{name} .*{files[index].name}"):
@@ -76,7 +76,7 @@ def test_another_kind_of_key_is_refused(authority: Any) -> None:
         load_identity(cert, key, trust)
 
 
-def test_a_key_that_is_not_the_certificate_s_is_refused(authority: Any) -> None:
+def test_a_key_that_does_not_match_the_certificate_is_refused(authority: Any) -> None:
     cert, _, trust = authority.files("w1")
     _, key, _ = authority.files("w2")
     with pytest.raises(IdentityError, match="does not belong"):
@@ -84,14 +84,14 @@ def test_a_key_that_is_not_the_certificate_s_is_refused(authority: Any) -> None:
 
 
 @pytest.mark.parametrize(("valid", "words"), [((-10 * DAY, -DAY), "expired"), ((DAY, 10 * DAY), "not valid before")])
-def test_a_certificate_out_of_its_time_is_refused(
+def test_a_certificate_outside_its_validity_is_refused(
     authority: Any, valid: tuple[dt.timedelta, dt.timedelta], words: str
 ) -> None:
     with pytest.raises(IdentityError, match=words):
         load_identity(*authority.files("w1", valid=valid))
 
 
-def test_rubbish_is_refused_with_the_file_s_name(authority: Any, tmp_path: Path) -> None:
+def test_malformed_files_are_refused_with_their_name(authority: Any, tmp_path: Path) -> None:
     cert, key, trust = authority.files("w1")
     rubbish = tmp_path / "rubbish.pem"
     rubbish.write_bytes(b"no PEM")
@@ -102,7 +102,7 @@ def test_rubbish_is_refused_with_the_file_s_name(authority: Any, tmp_path: Path)
         load_identity(cert, key, trust, rubbish)
 
 
-def test_a_key_that_others_can_read_is_a_warning(authority: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_readable_by_other_users_is_logged_as_a_warning(authority: Any, caplog: pytest.LogCaptureFixture) -> None:
     files = authority.files("w1")
     files[1].chmod(0o644)
     with caplog.at_level(logging.WARNING):
@@ -111,7 +111,7 @@ def test_a_key_that_others_can_read_is_a_warning(authority: Any, caplog: pytest.
 
 
 def handshake(server: Identity, client: Identity) -> None:
-    """A handshake in memory. Raises `ssl.SSLError` for whoever refuses."""
+    """Run a TLS handshake in memory. Raises `ssl.SSLError` if one side refuses."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [
         client.client_context().wrap_bio(to_client, to_server),
@@ -125,7 +125,7 @@ def handshake(server: Identity, client: Identity) -> None:
 
 
 @pytest.mark.parametrize("with_root", [True, False])
-def test_revocation_lists_stop_the_revoked_and_nobody_else(authority: Any, with_root: bool) -> None:
+def test_revocation_lists_reject_only_revoked_certificates(authority: Any, with_root: bool) -> None:
     def load(name: str, crls: Path | None = None) -> Identity:
         cert, key, trust = authority.files(name)
         if not with_root:  # as the Rust tool writes it: the node's own certificate and the organisation's CA
@@ -151,7 +151,7 @@ def test_nodes_of_another_authority_do_not_verify(authority: Any, foreign_author
         handshake(load_identity(cert, key, trust), load_identity(*foreign_authority.files("stranger")))
 
 
-def test_the_key_is_not_left_on_disk_or_open(authority: Any) -> None:
+def test_the_key_is_left_neither_on_disk_nor_open(authority: Any) -> None:
     identity = load_identity(*authority.files("w1"))
     before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
     identity.server_context()

@@ -1,4 +1,4 @@
-"""The directory's server: whose records it takes, which wins, whom it tells of, and what survives a restart."""
+"""DHT server and store: accepted records, precedence, closest peers, and persistence."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def put(key: bytes, value: bytes, publisher: PeerId | None = None, ttl: int = 10
 
 
 class Gateway:
-    """A server with a store, a clock and peers that it knows."""
+    """A server with a store, a clock and connected peers."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.now = 1000.0
@@ -46,7 +46,7 @@ class Gateway:
 
     def put(self, peer: PeerId, message: Any) -> None:
         answer = self.server.answer(peer, message)
-        assert answer.record == message.record  # always echoed, also when it is not kept
+        assert answer.record == message.record  # always echoed, even if it is not stored
 
     def get(self, key: bytes) -> tuple[bytes, PeerId, int] | None:
         answer = self.server.answer(PEERS[9], Message(type=Kind.GET_VALUE, key=key))
@@ -57,7 +57,7 @@ class Gateway:
         return answer.record.value, PeerId(answer.record.publisher), answer.record.ttl
 
 
-def test_a_record_is_kept_with_its_publisher_until_its_end() -> None:
+def test_a_record_is_stored_with_its_publisher_until_it_expires() -> None:
     gateway = Gateway()
     assert gateway.get(b"mnist") is None
     gateway.put(PEERS[0], put(b"mnist", b"{}"))
@@ -72,7 +72,7 @@ def test_a_record_is_kept_with_its_publisher_until_its_end() -> None:
     assert gateway.get(b"mnist") == (b"{}", PEERS[0], server.DEFAULT_TTL)
 
 
-def test_the_newest_wins_and_within_a_publisher_the_highest_seq() -> None:
+def test_the_newest_record_wins_and_for_one_publisher_the_highest_seq() -> None:
     gateway = Gateway()
     for peer, value, winner in (
         (0, b'{"seq": 5}', (b'{"seq": 5}', 0)),
@@ -90,18 +90,18 @@ def test_the_newest_wins_and_within_a_publisher_the_highest_seq() -> None:
         assert found[:2] == (winner[0], PEERS[winner[1]])
 
 
-def test_nobody_publishes_for_another_and_replicas_change_nothing() -> None:
+def test_records_of_other_publishers_are_refused_and_replicas_are_ignored() -> None:
     gateway = Gateway()
     gateway.put(PEERS[1], put(b"k", b"forged", publisher=PEERS[0]))
     assert gateway.get(b"k") is None
     gateway.put(PEERS[0], put(b"k", b"own", publisher=PEERS[0]))
-    gateway.put(PEERS[1], put(b"k", b"own", publisher=PEERS[0], ttl=9999))  # a replica of what is known here too
+    gateway.put(PEERS[1], put(b"k", b"own", publisher=PEERS[0], ttl=9999))  # a replica of a stored record
     gateway.put(PEERS[1], put(b"k", b"forged", publisher=PEERS[0]))
     assert gateway.get(b"k") == (b"own", PEERS[0], 100)
 
 
 @pytest.mark.parametrize("spoil", ["key", "empty", "long key", "long value"])
-def test_a_record_that_does_not_fit_is_not_kept(spoil: str) -> None:
+def test_a_record_beyond_the_limits_is_not_stored(spoil: str) -> None:
     gateway = Gateway()
     message = put(b"k", b"v")
     if spoil == "key":
@@ -117,7 +117,7 @@ def test_a_record_that_does_not_fit_is_not_kept(spoil: str) -> None:
     assert gateway.get(bytes(message.record.key)) is None
 
 
-def test_one_peer_cannot_fill_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_peer_cannot_fill_the_record_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_RECORDS_OF_PEER", 3)
     monkeypatch.setattr(store, "MAX_STORED", 1000)
     gateway = Gateway()
@@ -137,10 +137,10 @@ def test_one_peer_cannot_fill_the_directory(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("key", [b"", b"x", bytes(60), PEERS[3].raw])
-def test_find_node_tells_the_closest_connected_peers_for_any_key(key: bytes) -> None:
+def test_find_node_returns_the_closest_connected_peers_for_any_key(key: bytes) -> None:
     gateway = Gateway()
     asking = PEERS[0]
-    gateway.known.append(KnownPeer(PeerId.from_public_key(b"?" * 32), tuple))  # nothing is known of it yet
+    gateway.known.append(KnownPeer(PeerId.from_public_key(b"?" * 32), tuple))  # its addresses are not known yet
     answer = gateway.server.answer(asking, Message(type=Kind.FIND_NODE, key=key))
     target = int.from_bytes(hashlib.sha256(key).digest(), "big")
     expected = sorted(PEERS[1:], key=lambda p: int.from_bytes(hashlib.sha256(p.raw).digest(), "big") ^ target)
@@ -150,7 +150,7 @@ def test_find_node_tells_the_closest_connected_peers_for_any_key(key: bytes) -> 
         assert answer.closer_peers[0].id == key
 
 
-def test_records_survive_a_restart_and_a_spoilt_file_is_begun_anew(
+def test_records_survive_a_restart_and_a_corrupt_file_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = Gateway(tmp_path)
@@ -171,21 +171,21 @@ def test_records_survive_a_restart_and_a_spoilt_file_is_begun_anew(
         assert Gateway(tmp_path).get(b"k") is not None
 
 
-def test_many_puts_cost_one_write_and_a_folder_that_is_full_costs_nothing_else(
+def test_many_puts_cause_one_write_and_a_full_disk_does_not_disturb_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A write for each would let one peer keep a gateway from everything else."""
+    """With one write per put a single peer could keep a gateway busy."""
     monkeypatch.setattr(store, "SAVE_EVERY", 0.05)
     gateway = Gateway(tmp_path)
     make, remove, names = tmp_path.mkdir, tmp_path.rmdir, partial(os.listdir, tmp_path)
 
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(gateway.store.keep_saved)
+            tasks.start_soon(gateway.store.save_changes)
             remove()
             gateway.put(PEERS[0], put(b"k", b"0"))
             await until(lambda: "dht-records" in caplog.text)
-            await anyio.sleep(0.3)  # it is tried again meanwhile, and not told again
+            await anyio.sleep(0.3)  # it is retried meanwhile, and not logged again
             make()
             for number in range(1000):
                 gateway.put(PEERS[0], put(b"k", b"%d" % number))
@@ -200,13 +200,13 @@ def test_many_puts_cost_one_write_and_a_folder_that_is_full_costs_nothing_else(
     assert sum("dht-records" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_put_after_a_while_without_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_after_a_pause_is_saved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "SAVE_EVERY", 60.0)
     gateway = Gateway(tmp_path)
 
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(gateway.store.keep_saved)
+            tasks.start_soon(gateway.store.save_changes)
             await anyio.sleep(0.1)
             gateway.put(PEERS[0], put(b"k", b"v"))
             await until(lambda: Gateway(tmp_path).get(b"k") is not None, 15)
@@ -215,7 +215,7 @@ def test_a_put_after_a_while_without_is_written_at_once(tmp_path: Path, monkeypa
     run(main)
 
 
-def test_a_node_that_is_no_gateway_tells_peers_and_keeps_nothing() -> None:
+def test_a_node_that_is_not_a_gateway_returns_peers_and_stores_nothing() -> None:
     kad_node = KadServer(lambda: [KnownPeer(PEERS[1], lambda: ADDRESS)], None)
     kad_node.answer(PEERS[0], put(b"k", b"v"))
     answer = kad_node.answer(PEERS[0], Message(type=Kind.GET_VALUE, key=b"k"))
@@ -224,7 +224,7 @@ def test_a_node_that_is_no_gateway_tells_peers_and_keeps_nothing() -> None:
     assert kad_node.answer(PEERS[0], Message(type=Kind.ADD_PROVIDER, key=b"k")) is None
 
 
-def test_several_questions_on_one_stream_and_rubbish_on_the_next() -> None:
+def test_several_requests_on_one_stream_and_malformed_bytes_on_another() -> None:
     gateway = Gateway()
 
     async def main() -> None:
@@ -247,7 +247,7 @@ def test_several_questions_on_one_stream_and_rubbish_on_the_next() -> None:
     run(main)
 
 
-def test_a_length_over_the_limit_is_refused_before_it_is_read() -> None:
+def test_a_message_over_the_size_limit_is_refused_before_it_is_read() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         async with network.endpoint("a") as a, network.endpoint("b") as b:
@@ -266,7 +266,7 @@ def test_a_length_over_the_limit_is_refused_before_it_is_read() -> None:
     run(main)
 
 
-def test_many_messages_in_one_piece_and_one_in_many() -> None:
+def test_messages_are_parsed_independently_of_chunk_boundaries() -> None:
     messages = [Message(type=Kind.FIND_NODE, key=bytes(n)) for n in (0, 1, 200, 70_000)]
 
     async def main() -> None:

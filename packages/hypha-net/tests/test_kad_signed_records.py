@@ -1,4 +1,4 @@
-"""Several publishers of one key: all are found, those that are gone are not, and nobody speaks for another."""
+"""Several publishers of one key: all live ones are found, and records of others cannot be forged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(4)]
 
 @asynccontextmanager
 async def open_nodes(authority: Any, names: str, gateways: int = 1) -> AsyncIterator[list[Libp2pEndpoint]]:
-    """Gateways first, then a node for each letter of `names`, connected to all of them."""
+    """Open the gateways, then a node for each letter of `names`, connected to all gateways."""
     async with anyio.create_task_group() as tasks:
         nodes: list[Libp2pEndpoint] = []
 
@@ -50,7 +50,7 @@ async def open_nodes(authority: Any, names: str, gateways: int = 1) -> AsyncIter
         tasks.cancel_scope.cancel()
 
 
-def test_all_who_serve_a_dataset_are_found_and_one_that_dies_is_not(authority: Any, monkeypatch: Any) -> None:
+def test_all_live_providers_of_a_dataset_are_found_and_dead_ones_are_not(authority: Any, monkeypatch: Any) -> None:
     async def main() -> None:
         async with open_nodes(authority, "abs") as (gateway, a, b, s):
 
@@ -71,7 +71,7 @@ def test_all_who_serve_a_dataset_are_found_and_one_that_dies_is_not(authority: A
                 )
                 monkeypatch.setattr(dataset_directory, "RECORD_TTL", 2.0)
             await until(all_told, 15)
-            await anyio.sleep(3)  # longer than an announcement lives: it is renewed
+            await anyio.sleep(3)  # longer than the lifetime of an announcement: it is renewed
             await until(all_told, 15)
             await b._close()
             await until(only_a, 15)
@@ -79,12 +79,12 @@ def test_all_who_serve_a_dataset_are_found_and_one_that_dies_is_not(authority: A
     run(main)
 
 
-def test_each_of_two_gateways_gets_a_record_once_in_each_third_of_its_life(authority: Any, monkeypatch: Any) -> None:
+def test_each_gateway_receives_a_record_once_per_third_of_its_lifetime(authority: Any, monkeypatch: Any) -> None:
     answer, puts = KadServer.answer, list[tuple[PeerId, float]]()
 
     async def main() -> None:
         async with open_nodes(authority, "a", 2) as (*gateways, node):
-            names = {id(gateway._directory._local): gateway.peer_id for gateway in gateways}
+            names = {id(gateway._dht._local): gateway.peer_id for gateway in gateways}
 
             def count(self: KadServer, peer: PeerId, message: Any) -> Any:
                 if message.type == Kind.PUT_VALUE and message.key == b"k":
@@ -93,7 +93,7 @@ def test_each_of_two_gateways_gets_a_record_once_in_each_third_of_its_life(autho
 
             monkeypatch.setattr(KadServer, "answer", count)
             await node.put_record(b"k", b"v", ttl=3.0)
-            await anyio.sleep(0.5)  # whoever met a gateway just now puts it there, too
+            await anyio.sleep(0.5)  # a node also puts its records when a gateway connects
             puts.clear()
             began = anyio.current_time()
             await until(lambda: len(puts) >= 2 * 3, 30)  # three times at each; twice if each has it twice
@@ -103,7 +103,7 @@ def test_each_of_two_gateways_gets_a_record_once_in_each_third_of_its_life(autho
     run(main)
 
 
-def test_an_update_is_seen_beside_another_publisher(authority: Any) -> None:
+def test_an_update_is_found_although_another_publisher_uses_the_key(authority: Any) -> None:
     async def main() -> None:
         async with open_nodes(authority, "abs", gateways=2) as (_, _, a, b, s):
             for seq in range(1, 4):
@@ -115,7 +115,7 @@ def test_an_update_is_seen_beside_another_publisher(authority: Any) -> None:
     run(main)
 
 
-def test_a_frozen_gateway_holds_no_look_up_up(authority: Any) -> None:
+def test_an_unresponsive_gateway_does_not_delay_look_ups(authority: Any) -> None:
     async def main() -> None:
         async with open_nodes(authority, "as", gateways=2) as (frozen, _, a, s):
             await a.put_record(b"digits", b"{}")
@@ -132,8 +132,8 @@ def test_a_frozen_gateway_holds_no_look_up_up(authority: Any) -> None:
     run(main)
 
 
-def test_a_heartbeat_that_its_publisher_has_not_signed_is_not_believed(authority: Any) -> None:
-    """The gateway itself lies: it alone could, as it stores for others only what they themselves put."""
+def test_a_record_without_its_publishers_signature_is_ignored(authority: Any) -> None:
+    """The gateway itself forges the record: other peers cannot, as it accepts records from their publishers only."""
 
     async def main() -> None:
         async with open_nodes(authority, "as") as (gateway, a, s):
@@ -176,21 +176,21 @@ def providers(server: KadServer, key: bytes = b"k") -> list[PeerId]:
     return [PeerId(peer.id) for peer in answer.provider_peers]
 
 
-def test_a_gateway_takes_heartbeats_and_providers_for_nobody_but_themselves() -> None:
+def test_a_gateway_accepts_signed_records_and_providers_only_from_the_peer_itself() -> None:
     store = RecordStore(None)
     server = KadServer(lambda: (), store)
     for key in (heartbeat_key(PEERS[0], b"k"), b"/hypha/heartbeat/0.1.0/", b"/hypha/heartbeat/0.1.0/nobody/k"):
         server.answer(PEERS[1], put(PEERS[1], key, b"v"))
         assert store.get(key) is None
     server.answer(PEERS[1], add_provider(PEERS[0]))
-    assert server.answer(PEERS[0], add_provider(PEERS[0], PEERS[1])) is None  # ADD_PROVIDER is not answered
-    assert providers(server) == []  # neither connected, nor with a heartbeat
+    assert server.answer(PEERS[0], add_provider(PEERS[0], PEERS[1])) is None  # ADD_PROVIDER has no answer
+    assert providers(server) == []  # neither connected nor with a signed record
     for peer in PEERS[:2]:
         server.answer(peer, put(peer, heartbeat_key(peer, b"k"), b"v"))
     assert providers(server) == [PEERS[0]]
 
 
-def test_a_provider_is_named_while_it_is_connected_or_its_heartbeat_goes_on() -> None:
+def test_a_provider_is_listed_while_connected_or_while_its_signed_record_is_renewed() -> None:
     now = [1000.0]
     known: list[KnownPeer] = []
     server = KadServer(lambda: known, RecordStore(None, lambda: now[0]))
@@ -206,7 +206,7 @@ def test_a_provider_is_named_while_it_is_connected_or_its_heartbeat_goes_on() ->
     ]
 
 
-def test_providers_are_bounded_and_end() -> None:
+def test_providers_are_bounded_in_number_and_expire() -> None:
     now = [0.0]
     store = ProviderStore(lambda: now[0])
     crowd = [PeerId.from_public_key(n.to_bytes(32, "big")) for n in range(MAX_PROVIDERS + 1)]
@@ -221,7 +221,7 @@ def test_providers_are_bounded_and_end() -> None:
     assert store.get(b"k") == []
 
 
-def test_keys_that_a_peer_provided_once_take_no_room_after_their_time() -> None:
+def test_expired_provider_entries_do_not_count_against_a_peer() -> None:
     now = [0.0]
     store = ProviderStore(lambda: now[0])
     assert all(store.add(b"%d" % n, PEERS[0]) for n in range(MAX_RECORDS_OF_PEER))
@@ -232,8 +232,8 @@ def test_keys_that_a_peer_provided_once_take_no_room_after_their_time() -> None:
     assert store.get(b"0") == []
 
 
-def test_a_peer_that_sends_without_a_pause_leaves_others_their_turn() -> None:
-    """What is not answered is read as fast as it comes: the server itself must let others in between."""
+def test_a_peer_that_sends_continuously_does_not_starve_others() -> None:
+    """Messages without an answer are read as fast as they arrive: the server itself must yield to other tasks."""
     server = KadServer(lambda: (), RecordStore(None))
     turns = [0]
 
@@ -272,7 +272,7 @@ def framed(message: Any) -> bytes:
     return bytes([len(data)]) + data
 
 
-def test_short_lived_records_are_not_written_to_the_disk(tmp_path: Any) -> None:
+def test_short_lived_records_are_not_saved_to_disk(tmp_path: Any) -> None:
     store = RecordStore(tmp_path)
     store.put(b"k", b"v", PEERS[0].raw, 25)
     store.put(b"lasting", b"v", PEERS[0].raw, 3600)
@@ -283,7 +283,7 @@ def test_short_lived_records_are_not_written_to_the_disk(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("key", [b"k", heartbeat_key(PEERS[0], b"k")])
-def test_an_older_number_of_the_same_publisher_never_wins(key: bytes) -> None:
+def test_a_lower_seq_of_the_same_publisher_never_wins(key: bytes) -> None:
     before = bytes(64) if key != b"k" else b""
     store = RecordStore(None)
     assert store.put(key, before + b'{"seq": 5}', PEERS[0].raw, 20)
@@ -294,8 +294,8 @@ def test_an_older_number_of_the_same_publisher_never_wins(key: bytes) -> None:
 @pytest.mark.slow
 @pytest.mark.concurrent
 @pytest.mark.timeout(150)
-def test_processes_that_are_killed_or_stopped_hold_nobody_up(authority: Any, tmp_path: Path) -> None:
-    """A data node is killed and a gateway stopped: the one is gone within 30 s, the other is not waited for."""
+def test_killed_or_stopped_processes_do_not_delay_look_ups(authority: Any, tmp_path: Path) -> None:
+    """A killed data node is no longer found after 30 s, and a suspended gateway does not delay look-ups."""
 
     async def main() -> None:
         async with crew(tmp_path / "nodes.log") as start:
@@ -317,7 +317,7 @@ def test_processes_that_are_killed_or_stopped_hold_nobody_up(authority: Any, tmp
             gateways[0].stop()
             while ids[1] in found:
                 found, took = await look_up(nodes[2])
-                assert took < 5  # five times the second that a look-up may take beside a frozen gateway
+                assert took < 5  # five times the second that a look-up may take with an unresponsive gateway
                 assert time.monotonic() - killed < 5 * 30
                 assert ids[0] in found
                 await anyio.sleep(0.5)
@@ -328,7 +328,7 @@ def test_processes_that_are_killed_or_stopped_hold_nobody_up(authority: Any, tmp
 
 
 async def look_up(node: Child) -> tuple[set[str], float]:
-    """Who is found to serve the dataset, and how long that took."""
+    """Return the data nodes that are found, and the seconds that took."""
     before, began = len(node.of("found")), time.monotonic()
     await node.do(0, "find", key="digits")
     await until(lambda: len(node.of("found")) > before, 20)

@@ -1,4 +1,4 @@
-"""What repeats itself is told once, and then now and then: refusals of one peer, a gateway that stays away."""
+"""Repeated log lines are throttled: refusals of one peer, an unreachable gateway."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hypha_net.log_throttle import MAX_KEPT, LogThrottle, OutageLogSchedule
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
-def test_the_same_is_told_once_a_minute_with_how_often_it_came() -> None:
+def test_a_message_is_logged_once_a_minute_with_the_suppressed_count() -> None:
     now = 1000.0
-    repeats = LogThrottle(lambda: now)
-    assert [repeats.since_told("a") for _ in range(3)] == [0, None, None]
-    assert repeats.since_told("b") == 0
+    throttle = LogThrottle(lambda: now)
+    assert [throttle.suppressed_count("a") for _ in range(3)] == [0, None, None]
+    assert throttle.suppressed_count("b") == 0
     now += 59
-    assert repeats.since_told("a") is None
+    assert throttle.suppressed_count("a") is None
     now += 2
-    assert repeats.since_told("a") == 3
-    assert repeats.since_told("a") is None
+    assert throttle.suppressed_count("a") == 3
+    assert throttle.suppressed_count("a") is None
     for other in range(2 * MAX_KEPT):
-        repeats.since_told(other)
-    assert len(repeats) == MAX_KEPT
+        throttle.suppressed_count(other)
+    assert len(throttle) == MAX_KEPT
 
 
-def test_what_stays_away_is_told_after_longer_and_longer_intervals() -> None:
+def test_an_outage_is_logged_at_growing_intervals() -> None:
     now = 0.0
     absence = OutageLogSchedule(lambda: now)
     told = []
@@ -46,7 +46,7 @@ def test_what_stays_away_is_told_after_longer_and_longer_intervals() -> None:
     assert absence.seconds == now
 
 
-def test_a_gateway_that_is_down_is_told_once_and_once_when_it_is_back(authority: Any, caplog: Any) -> None:
+def test_an_unreachable_gateway_is_logged_once_and_its_return_once(authority: Any, caplog: Any) -> None:
     address = f"/ip4/127.0.0.1/tcp/{free_port()}"
 
     async def main() -> None:
@@ -68,7 +68,7 @@ def test_a_gateway_that_is_down_is_told_once_and_once_when_it_is_back(authority:
     assert address in back
 
 
-def test_a_peer_that_is_refused_again_and_again_is_told_once_at_each_end(
+def test_repeated_refusals_of_a_peer_are_logged_once_on_each_side(
     authority: Any, foreign_authority: Any, caplog: Any
 ) -> None:
     async def main() -> None:

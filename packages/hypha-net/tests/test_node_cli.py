@@ -81,7 +81,7 @@ def test_check_warns_of_missing_identity_files_and_passes(file: Path) -> None:
     for key, name, remedy in (
         ("key_pem", "worker-key.pem", "hypha-certutil node"),
         ("trust_pem", "worker-trust.pem", "hypha-certutil node"),
-        ("crls_pem", "crls.pem", "leave crls_pem out"),
+        ("crls_pem", "crls.pem", "remove crls_pem"),
     ):
         [line] = [line for line in checked.stderr.splitlines() if key in line.split(" does not exist")[0]]
         assert f"{key} {file.parent / name} does not exist" in line

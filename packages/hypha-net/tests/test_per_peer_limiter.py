@@ -1,4 +1,4 @@
-"""A peer that begins much and finishes nothing: what it costs is bounded, and nobody else waits for it."""
+"""Concurrency limits per peer: unfinished operations of one peer are bounded and do not delay others."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from support.waiting import run
 from hypha_net import rpc
 from hypha_net._libp2p.kad.messages import PROTOCOL as KAD
 from hypha_net._libp2p.kad.messages import Kind, Message
-from hypha_net._libp2p.kad.server import STREAMS_AT_ONCE
+from hypha_net._libp2p.kad.server import MAX_STREAMS_PER_PEER
 from hypha_net._libp2p.wire.delimited import write_message
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import RequestTimeoutError, StreamResetError
 from hypha_net.per_peer_limiter import PerPeerLimiter
-from hypha_net.rpc import READ_AT_ONCE
+from hypha_net.rpc import MAX_CONCURRENT_READS
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import HEALTH
 
 HALF_A_MESSAGE: Final = b"\xff\xff\x3f" + bytes(1 << 16)
-"""Of the directory: a length of 1 MiB, and 64 KiB."""
+"""Of a DHT message: a length of 1 MiB, and 64 KiB of data."""
 
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in range(2))
 
 
 async def begin(node: Endpoint, peer: PeerId, protocol: str, data: bytes, count: int) -> list[Stream]:
-    """Streams on which a message has begun."""
+    """Open streams and send the first part of a message on each."""
     streams = []
     for _ in range(count):
         stream = await node.open_stream(peer, [protocol])
@@ -40,14 +40,14 @@ async def begin(node: Endpoint, peer: PeerId, protocol: str, data: bytes, count:
     return streams
 
 
-def test_half_requests_hold_up_their_sender_alone(opener: Opener) -> None:
+def test_partial_requests_delay_only_their_sender(opener: Opener) -> None:
     async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
         return Health(healthy=True)
 
     async def main() -> None:
         async with opener(3) as (server, greedy, other):
             rpc.serve(server, HEALTH_CHECK, healthy)
-            begun = await begin(greedy, server.peer_id, HEALTH, bytes(1 << 16), READ_AT_ONCE + 8)
+            begun = await begin(greedy, server.peer_id, HEALTH, bytes(1 << 16), MAX_CONCURRENT_READS + 8)
             with pytest.raises(RequestTimeoutError):
                 await rpc.call(greedy, server.peer_id, HEALTH_CHECK, HealthRequest(), timeout=0.5)
             assert (await rpc.call(other, server.peer_id, HEALTH_CHECK, HealthRequest())).healthy
@@ -58,7 +58,7 @@ def test_half_requests_hold_up_their_sender_alone(opener: Opener) -> None:
     run(main)
 
 
-def test_a_request_that_does_not_come_to_an_end_is_dropped_with_the_reason(
+def test_an_incomplete_request_is_dropped_with_a_reason(
     opener: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rpc, "READ_TIMEOUT", 0.2)
@@ -77,10 +77,10 @@ def test_a_request_that_does_not_come_to_an_end_is_dropped_with_the_reason(
     run(main)
 
 
-def test_half_questions_to_the_directory_hold_up_their_sender_alone(libp2p_opener: Opener) -> None:
+def test_partial_dht_requests_delay_only_their_sender(libp2p_opener: Opener) -> None:
     async def main() -> None:
         async with libp2p_opener(3) as (gateway, greedy, other):
-            begun = await begin(greedy, gateway.peer_id, KAD, HALF_A_MESSAGE, STREAMS_AT_ONCE + 8)
+            begun = await begin(greedy, gateway.peer_id, KAD, HALF_A_MESSAGE, MAX_STREAMS_PER_PEER + 8)
             late = await greedy.open_stream(gateway.peer_id, [KAD])
             await write_message(late, Message(type=Kind.FIND_NODE, key=b"k"))
             with anyio.move_on_after(0.5) as waited:
@@ -95,11 +95,11 @@ def test_half_questions_to_the_directory_hold_up_their_sender_alone(libp2p_opene
     run(main)
 
 
-def test_a_turn_comes_when_one_ends_also_by_an_error_and_nothing_is_kept_of_who_is_gone() -> None:
-    turns, log = PerPeerLimiter(1), list[str]()
+def test_a_slot_is_released_on_errors_and_nothing_is_kept_of_idle_peers() -> None:
+    limiter, log = PerPeerLimiter(1), list[str]()
 
     async def take(peer: PeerId, name: str, goes_on: anyio.Event) -> None:
-        async with turns.acquire(peer):
+        async with limiter.acquire(peer):
             log.append(name)
             await goes_on.wait()
             raise ValueError(name)
@@ -119,6 +119,6 @@ def test_a_turn_comes_when_one_ends_also_by_an_error_and_nothing_is_kept_of_who_
                 first.set()
                 tasks.start_soon(take, A, "again", first)
         assert log == ["first", "other", "again"]
-        assert not turns._peers
+        assert not limiter._peers
 
     run(main)

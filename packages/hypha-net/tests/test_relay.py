@@ -1,4 +1,4 @@
-"""Circuits: two nodes that nobody can dial meet through their gateway, and what may not pass does not."""
+"""Circuit relay: nodes without listeners connect through their gateway, within the relay's limits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from support.waiting import run, until
 from hypha_net import EndpointSettings, open_endpoint, transfer
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net._libp2p.relay.circuit import CircuitRelay
-from hypha_net._libp2p.relay.client import SWEEP_EVERY, RelayHop
 from hypha_net._libp2p.relay.dcutr import PROTOCOL as DCUTR
 from hypha_net._libp2p.relay.messages import HOP, STOP, HopKind, HopMessage, Status, StopKind, StopMessage
+from hypha_net._libp2p.relay.server import SWEEP_EVERY, RelayServer
 from hypha_net._libp2p.wire.delimited import read_message, write_message
 from hypha_net._libp2p.yamux.buffer_pool import MAX_POOLED_BODY
 from hypha_net._libp2p.yamux.frames import HEADER, size_with_tls
@@ -44,7 +44,7 @@ Case = Callable[[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint], Awaitable[None
 async def hidden_nodes(
     authority: Any, limits: RelayLimits | None = None, **changes: Any
 ) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint]]:
-    """A gateway and two nodes that listen nowhere."""
+    """Open a gateway and two nodes without listeners."""
     settings = EndpointSettings(
         listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False, relay=limits or RelayLimits()
     )
@@ -78,7 +78,7 @@ async def ask_hop(node: Libp2pEndpoint, gateway: PeerId, request: Any) -> Any:
     return answer
 
 
-def test_hidden_nodes_talk_and_know_each_other(authority: Any) -> None:
+def test_nodes_without_listeners_communicate_through_the_relay(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         assert two.addresses == (f"{gateway.addresses[0]}/p2p-circuit/p2p/{two.peer_id}",)
         two.handle(ECHO, echo)
@@ -91,14 +91,14 @@ def test_hidden_nodes_talk_and_know_each_other(authority: Any) -> None:
         assert one.peer_id in two.connected_peers()
         assert one.connected_peers()[two.peer_id].role == "worker"
         assert not one.is_direct(two.peer_id)
-        # it tells by identify too, which is what gateways of other implementations go by
+        # identify reports it too, which gateways of other implementations rely on
         await until(lambda: gateway.connected_peers()[two.peer_id].addresses == two.addresses, 15)
 
     play(authority, case)
 
 
 @pytest.mark.parametrize("excluded", [(), ("127.0.0.0/8", "10.0.0.0/8")], ids=["all", "loopback excluded"])
-def test_a_circuit_address_can_be_dialled_also_where_the_relay_would_be_excluded(
+def test_a_circuit_address_is_dialled_even_if_the_relays_address_is_excluded(
     authority: Any, excluded: tuple[str, ...]
 ) -> None:
     async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
@@ -109,7 +109,7 @@ def test_a_circuit_address_can_be_dialled_also_where_the_relay_would_be_excluded
     play(authority, case, exclude_cidr=excluded)
 
 
-def test_excluded_addresses_are_not_passed_on_but_circuits_are(authority: Any) -> None:
+def test_excluded_addresses_are_not_shared_but_circuit_addresses_are(authority: Any) -> None:
     async def main() -> None:
         excluded = ("127.0.0.0/8",)
         listening = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", exclude_cidr=excluded)
@@ -156,7 +156,7 @@ def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(autho
     assert target.read_bytes() == source.read_bytes()
 
 
-def test_ends_and_resets_pass_through(authority: Any) -> None:
+def test_a_relay_forwards_half_closes_and_resets(authority: Any) -> None:
     async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         seen: list[str] = []
 
@@ -188,7 +188,7 @@ def test_ends_and_resets_pass_through(authority: Any) -> None:
     play(authority, case)
 
 
-def test_without_a_reservation_there_is_no_circuit(authority: Any) -> None:
+def test_a_circuit_to_a_peer_without_reservation_is_refused(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         assert two.addresses == ()
         with pytest.raises(UnreachableError, match="NO_RESERVATION"):
@@ -199,7 +199,7 @@ def test_without_a_reservation_there_is_no_circuit(authority: Any) -> None:
     play(authority, case, relay_circuit=False)
 
 
-def test_a_hop_answers_what_it_is_asked(authority: Any) -> None:
+def test_the_relay_answers_each_request_with_its_status(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         request = HopMessage(type=HopKind.RESERVE)
         request.peer.id = two.peer_id.raw
@@ -217,7 +217,7 @@ def test_a_hop_answers_what_it_is_asked(authority: Any) -> None:
     play(authority, case)
 
 
-def test_a_node_takes_circuits_from_its_gateways_only(authority: Any) -> None:
+def test_a_node_accepts_circuits_only_from_relays_that_hold_its_reservation(authority: Any) -> None:
     async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         stream = await one.open_stream(two.peer_id, [STOP])
         request = StopMessage(type=StopKind.CONNECT)
@@ -229,7 +229,7 @@ def test_a_node_takes_circuits_from_its_gateways_only(authority: Any) -> None:
     play(authority, case)
 
 
-def test_a_reservation_comes_back_with_the_connection(authority: Any) -> None:
+def test_a_reservation_is_restored_after_reconnection(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         two.handle(ECHO, echo)
         await gateway.disconnect(two.peer_id)
@@ -247,7 +247,7 @@ def test_a_reservation_comes_back_with_the_connection(authority: Any) -> None:
     play(authority, case)
 
 
-def test_a_gateway_forgets_the_connections_of_nodes_that_had_a_place(authority: Any) -> None:
+def test_expired_reservations_do_not_keep_closed_connections_in_memory(authority: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False)
         async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
@@ -267,14 +267,14 @@ def test_a_gateway_forgets_the_connections_of_nodes_that_had_a_place(authority: 
 
 
 class Present:
-    """An endpoint of a relay, of which only presence matters."""
+    """An endpoint of a relay of which only the connected peers matter."""
 
     addresses = (f"/ip4/127.0.0.1/tcp/1/p2p/{PeerId.from_public_key(bytes(32))}",)
 
     def __init__(self) -> None:
         self.peers: set[PeerId] = set()
         self.number = 0
-        """Of the connection: grows when a peer leaves and comes back."""
+        """Number of the connection: grows when a peer reconnects."""
 
     def direct_connections(self, peer: PeerId) -> frozenset[object]:
         return frozenset({(peer, self.number)} if peer in self.peers else ())
@@ -283,10 +283,10 @@ class Present:
         raise UnreachableError(f"{peer} is not asked here")
 
 
-def test_a_reservation_is_its_connection_s_and_ends_with_it_or_with_time_that_passes() -> None:
+def test_a_reservation_ends_with_its_connection_or_its_lifetime() -> None:
     clock = [1000.0]
     present = Present()
-    hop = RelayHop(present, RelayLimits(reservation_lifetime=60), Events(), lambda: clock[0])
+    hop = RelayServer(present, RelayLimits(reservation_lifetime=60), Events(), lambda: clock[0])
     node, other = (PeerId.from_public_key(bytes([n]) * 32) for n in (1, 2))
 
     async def main() -> None:
@@ -302,13 +302,13 @@ def test_a_reservation_is_its_connection_s_and_ends_with_it_or_with_time_that_pa
                 answer = await read_message(stream, HopMessage)
                 return int(answer.status)
 
-            assert await reserve(node) == Status.PERMISSION_DENIED  # it came through a relay, or is not there
+            assert await reserve(node) == Status.PERMISSION_DENIED  # connected by a relay, or not at all
             present.peers = {asking.peer_id}
             assert await reserve(node) == Status.OK
             assert hop.has_reservation(asking.peer_id)
             assert not hop.has_reservation(node)
             assert not hop.has_reservation(other)
-            clock[0] += 7200  # somebody has set it
+            clock[0] += 7200  # the wall clock was set
             await anyio.sleep(59)
             assert hop.has_reservation(asking.peer_id)
             await anyio.sleep(2)
@@ -319,14 +319,14 @@ def test_a_reservation_is_its_connection_s_and_ends_with_it_or_with_time_that_pa
             present.peers = {asking.peer_id}
             assert not hop.has_reservation(asking.peer_id)
             assert await reserve(node) == Status.OK
-            present.number += 1  # it left and came back unseen, and has not asked on its new connection
+            present.number += 1  # it reconnected unnoticed, and has not renewed on its new connection
             assert not hop.has_reservation(asking.peer_id)
 
     simulate(main)
 
 
-def test_a_frame_of_a_circuit_is_one_frame_of_the_connection_that_carries_it(authority: Any) -> None:
-    """At every size that the link may bring them to."""
+def test_a_frame_in_a_circuit_fits_into_one_frame_of_the_outer_connection(authority: Any) -> None:
+    """Holds for every frame size that the link estimator may choose."""
     identity = authority.identity("node")
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     dialling = identity.client_context().wrap_bio(back, there)
@@ -338,13 +338,13 @@ def test_a_frame_of_a_circuit_is_one_frame_of_the_connection_that_carries_it(aut
     size = MAX_FRAME
     assert size_with_tls(size) == MAX_POOLED_BODY
     while size >= MIN_FRAME:
-        dialling.write(bytes(HEADER.size))  # as the muxer writes it
+        dialling.write(bytes(HEADER.size))  # as the yamux session writes it
         dialling.write(bytes(size))
         assert size < len(there.read()) <= size_with_tls(size)
         size //= 2
 
 
-def test_joined_streams_pass_half_closes_on_with_back_pressure() -> None:
+def test_a_circuit_forwards_half_closes_and_applies_back_pressure() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         async with (
@@ -355,7 +355,7 @@ def test_joined_streams_pass_half_closes_on_with_back_pressure() -> None:
             right.handle(ECHO, echo)
 
             async def carry(stream: Stream) -> None:
-                await CircuitRelay(stream, await relay.open_stream(right.peer_id, [ECHO])).carry()
+                await CircuitRelay(stream, await relay.open_stream(right.peer_id, [ECHO])).run()
 
             relay.handle(ECHO, carry)
             stream = await left.open_stream(relay.peer_id, [ECHO])
@@ -368,7 +368,7 @@ def test_joined_streams_pass_half_closes_on_with_back_pressure() -> None:
 
 
 async def circuit(one: Libp2pEndpoint, gateway: Libp2pEndpoint, target: PeerId) -> tuple[Stream, Any]:
-    """A bare circuit, before any TLS in it, and the hop's answer."""
+    """Open a circuit without TLS in it; return it with the relay's answer."""
     stream = await one.open_stream(gateway.peer_id, [HOP])
     request = HopMessage(type=HopKind.CONNECT)
     request.peer.id = target.raw
@@ -376,7 +376,7 @@ async def circuit(one: Libp2pEndpoint, gateway: Libp2pEndpoint, target: PeerId) 
     return stream, await read_message(stream, HopMessage)
 
 
-def test_limits_are_told_to_both_ends_and_held(authority: Any) -> None:
+def test_circuit_limits_are_sent_to_both_ends_and_enforced(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         told: list[Any] = []
 
@@ -407,13 +407,13 @@ def test_limits_are_told_to_both_ends_and_held(authority: Any) -> None:
                 with pytest.raises(StreamResetError):
                     await each.receive_some()
                 assert await anext(ends) == CircuitEnded(one.peer_id, two.peer_id, "duration")
-            assert gateway._hop is not None
-            assert not gateway._hop._circuits
+            assert gateway._relay_server is not None
+            assert not gateway._relay_server._circuits
 
     play(authority, case, limits=RelayLimits(max_bytes=100_000, max_duration=1, max_circuits_per_peer=2))
 
 
-def test_who_loses_a_circuit_opens_the_next_stream_on_another(authority: Any) -> None:
+def test_after_losing_a_circuit_the_next_stream_opens_another(authority: Any) -> None:
     async def drop(stream: Stream) -> None:
         while await stream.receive_some():
             pass
@@ -425,12 +425,12 @@ def test_who_loses_a_circuit_opens_the_next_stream_on_another(authority: Any) ->
             with pytest.raises(StreamResetError):
                 while True:
                     await stream.send_all(bytes(50_000))
-            # at once, before what was read of the circuit has told its end
+            # at once, before the end of the circuit was read
 
     play(authority, case, limits=RelayLimits(max_bytes=200_000))
 
 
-def test_places_are_as_many_as_the_operator_says_and_a_renewal_is_never_refused(authority: Any) -> None:
+def test_reservations_are_limited_and_renewals_always_succeed(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         statuses = [
             (await ask_hop(node, gateway.peer_id, HopMessage(type=HopKind.RESERVE))).status
@@ -443,7 +443,7 @@ def test_places_are_as_many_as_the_operator_says_and_a_renewal_is_never_refused(
     play(authority, case, limits=RelayLimits(max_reservations=1), relay_circuit=False)
 
 
-def test_circuits_are_counted_by_how_they_end(authority: Any) -> None:
+def test_circuit_events_report_the_outcome(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         two.handle(ECHO, echo)
         with gateway.events.follow(CircuitEnded) as ended:
@@ -468,7 +468,7 @@ def test_circuits_are_counted_by_how_they_end(authority: Any) -> None:
     play(authority, case)
 
 
-def test_of_two_circuits_to_one_node_one_ends_and_the_other_goes_on(authority: Any) -> None:
+def test_closing_one_of_two_circuits_to_a_node_leaves_the_other_open(authority: Any) -> None:
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         taken: list[Stream] = []
 
@@ -497,8 +497,8 @@ def test_of_two_circuits_to_one_node_one_ends_and_the_other_goes_on(authority: A
 
 
 @pytest.mark.slow
-def test_a_large_file_arrives_whole_through_the_gateway(authority: Any, tmp_path: Path) -> None:
-    """64 MiB with its digest; 128 MiB and 10 minutes are no limit that a gateway sets by itself."""
+def test_a_large_file_is_transferred_through_a_circuit(authority: Any, tmp_path: Path) -> None:
+    """64 MiB with its digest: by default a gateway does not limit circuits to 128 MiB or 10 minutes."""
     source, target = tmp_path / "source", tmp_path / "target"
     with source.open("wb") as file:
         for number in range(64):
@@ -519,7 +519,7 @@ def test_a_large_file_arrives_whole_through_the_gateway(authority: Any, tmp_path
     assert target.read_bytes() == source.read_bytes()
 
 
-def test_a_fifth_reservation_and_many_more_are_given_a_place(authority: Any) -> None:
+def test_a_relay_grants_more_than_four_reservations(authority: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
         async with (
@@ -538,7 +538,7 @@ def test_a_fifth_reservation_and_many_more_are_given_a_place(authority: Any) -> 
     run(main)
 
 
-def test_from_a_circuit_a_direct_way_is_found_and_new_streams_take_it(authority: Any) -> None:
+def test_a_circuit_is_upgraded_to_a_direct_connection_for_new_streams(authority: Any) -> None:
     async def main() -> None:
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
         async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
@@ -566,7 +566,7 @@ def test_from_a_circuit_a_direct_way_is_found_and_new_streams_take_it(authority:
     run(main)
 
 
-def test_where_no_direct_way_is_found_the_circuit_stays(authority: Any) -> None:
+def test_the_circuit_stays_in_use_if_no_direct_connection_succeeds(authority: Any) -> None:
     async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         two.handle(ECHO, echo)
         with two.events.follow(HolePunched) as punched:
@@ -590,7 +590,7 @@ def test_where_no_direct_way_is_found_the_circuit_stays(authority: Any) -> None:
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"\x02\x08\x05", b"\x05\xff\xff\xff\xff\xff", b"\x03\x08\xac\x02"])
-def test_a_hole_punch_that_is_none_ends_its_stream(authority: Any, rubbish: bytes, caplog: Any) -> None:
+def test_a_malformed_hole_punch_message_resets_its_stream(authority: Any, rubbish: bytes, caplog: Any) -> None:
     async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         stream = await one.open_stream(two.peer_id, [DCUTR])
         await stream.send_all(rubbish)

@@ -1,4 +1,4 @@
-"""Direct ways past a relay lead to no place that the operator has excluded, whatever a peer calls it."""
+"""Hole punching: excluded addresses are not dialled, and a peer cannot make a node dial many addresses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 @pytest.mark.parametrize(("excluded", "outcome"), [("127.0.0.0/8", "failed"), ("10.0.0.0/8", "direct")])
-def test_a_name_that_a_peer_reports_is_no_way_around_exclude_cidr(
+def test_hole_punching_to_a_host_name_respects_exclude_cidr(
     authority: Any, monkeypatch: pytest.MonkeyPatch, excluded: str, outcome: str
 ) -> None:
     monkeypatch.setattr(dcutr, "PUNCH_TIMEOUT", 0.3)
@@ -54,14 +54,14 @@ def test_a_name_that_a_peer_reports_is_no_way_around_exclude_cidr(
 
 
 class Alone:
-    """An endpoint that nobody is connected to."""
+    """An endpoint without connections."""
 
     def is_direct(self, _peer: Any) -> bool:
         return False
 
 
-def test_a_peer_cannot_have_many_doors_knocked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of a third party: one request at a time, a few addresses, and less and less often."""
+def test_a_peer_can_make_a_node_dial_only_a_few_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request at a time, a few addresses each, with growing pauses: third parties cannot be flooded."""
     knocks = 0
     meet = dcutr.trio.socket.socket
 
@@ -94,7 +94,7 @@ def test_a_peer_cannot_have_many_doors_knocked_at(monkeypatch: pytest.MonkeyPatc
                 node.handle(PROTOCOL, puncher.serve)
 
                 async def ask() -> bool:
-                    """Whether it is done as asked, as far as the peer sees."""
+                    """Return whether the request was served, as far as the peer can see."""
                     stream = await peer.open_stream(node.peer_id, [PROTOCOL])
                     try:
                         await write_message(stream, HolePunch(type=CONNECT, addresses=[Multiaddr(victim).to_bytes()]))

@@ -1,4 +1,4 @@
-"""Nodes behind two NATs, in network namespaces: they meet through a gateway, and find together again after a cut."""
+"""Nodes behind two NATs, in network namespaces: they connect through a gateway, and recover from a partition."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from support.waiting import run, until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs_namespaces]
 
 HEALED = 5 * 10.0
-"""Five times the ten seconds after a cut within which the two talk again."""
+"""Five times the ten seconds after a partition within which the two must communicate again."""
 
 
 class Homes:
-    """A gateway, and a node in either home."""
+    """A gateway, and a node behind each NAT."""
 
     def __init__(self, gateway: Child, nodes: dict[str, Child], ids: dict[str, str]) -> None:
         self.gateway = gateway
@@ -30,19 +30,19 @@ class Homes:
         self.ids = ids
 
     async def talk(self, source: str, target: str, text: str, within: float) -> None:
-        """A message from one home to the other, over gossip; and a stream."""
+        """Send a message from one node to the other by gossip, and open a stream."""
         await self.nodes[source].do(0, "publish", text=text)
         await until(lambda: self.nodes[target].heard[text] == 1, within)
 
     async def reach(self, source: str, target: str) -> dict[str, Any]:
-        """Open a stream to the other home's node; how it went."""
+        """Open a stream to the other node; return the outcome."""
         before = len(self.nodes[source].of("reached"))
         await self.nodes[source].do(0, "reach", peer=self.ids[target])
         await until(lambda: len(self.nodes[source].of("reached")) > before, 30)
         return self.nodes[source].of("reached")[-1]
 
 
-async def move_in(authority: Any, start: Any, spaces: Namespaces) -> Homes:
+async def start_nodes(authority: Any, start: Any, spaces: Namespaces) -> Homes:
     files = authority.files("gateway", "gateway")
     settings = {"listen_addresses": [f"/ip4/{WAN}/tcp/4001"], "role": "gateway"}
     gateway = await start([files], settings, spaces.words("wan"))
@@ -57,12 +57,14 @@ async def move_in(authority: Any, start: Any, spaces: Namespaces) -> Homes:
 
 
 @pytest.mark.concurrent
-def test_nodes_behind_two_nats_talk_through_the_gateway_and_heal_after_a_cut(authority: Any, tmp_path: Path) -> None:
+def test_nodes_behind_two_nats_communicate_through_the_gateway_and_recover_from_a_partition(
+    authority: Any, tmp_path: Path
+) -> None:
     async def main() -> None:
         with two_homes() as spaces:
             async with crew(tmp_path / "nodes.log") as start:
-                homes = await move_in(authority, start, spaces)
-                nobody_dials_in(spaces)
+                homes = await start_nodes(authority, start, spaces)
+                check_nodes_cannot_be_dialled(spaces)
                 for source, target in (("a", "b"), ("b", "a")):
                     reached = await homes.reach(source, target)
                     assert reached["answer"] == homes.ids[source], reached
@@ -75,23 +77,21 @@ def test_nodes_behind_two_nats_talk_through_the_gateway_and_heal_after_a_cut(aut
                 while "answer" not in (reached := await homes.reach("b", "a")):
                     assert time.monotonic() - mended < HEALED, reached
                 print(f"\na stream again {time.monotonic() - mended:.1f} s after the cut")
-                await said_again(homes, mended)
+                await communicates_again(homes, mended)
 
     run(main, 220)
 
 
-@pytest.mark.parametrize(
-    ("masquerade", "outcome"),
-    [("masquerade", "direct"), pytest.param("masquerade random", "failed", marks=pytest.mark.concurrent)],
-)
-def test_a_hole_is_punched_where_the_nat_keeps_ports_and_else_the_relay_goes_on(
+@pytest.mark.concurrent
+@pytest.mark.parametrize(("masquerade", "outcome"), [("masquerade", "direct"), ("masquerade random", "failed")])
+def test_hole_punching_succeeds_if_the_nat_preserves_ports_and_otherwise_the_relay_is_used(
     authority: Any, tmp_path: Path, masquerade: str, outcome: str
 ) -> None:
     async def main() -> None:
         with two_homes(masquerade) as spaces:
             async with crew(tmp_path / "nodes.log") as start:
-                homes = await move_in(authority, start, spaces)
-                nobody_dials_in(spaces)
+                homes = await start_nodes(authority, start, spaces)
+                check_nodes_cannot_be_dialled(spaces)
                 reached = await homes.reach("a", "b")
                 assert reached["answer"] == homes.ids["a"], reached
                 punched = homes.nodes["b"]
@@ -102,15 +102,15 @@ def test_a_hole_is_punched_where_the_nat_keeps_ports_and_else_the_relay_goes_on(
                 assert reached["answer"] == homes.ids["a"]
                 assert reached["direct"] is (outcome == "direct")
                 if outcome == "direct":
-                    await the_circuit_goes(homes)
+                    await circuit_is_closed(homes)
                 else:
                     assert not homes.gateway.of("circuit")
 
     run(main, 220)
 
 
-async def the_circuit_goes(homes: Homes) -> None:
-    """Nothing is open on it any more; what the two say to each other passes by the gateway from then on."""
+async def circuit_is_closed(homes: Homes) -> None:
+    """Wait until the unused circuit is closed; the nodes' messages no longer pass the gateway."""
     gone = await until(lambda: bool(homes.gateway.of("circuit")), 30)
     print(f"the circuit ended after {gone:.1f} s more: {homes.gateway.of('circuit')}")
     assert [each["outcome"] for each in homes.gateway.of("circuit")] == ["done"]
@@ -121,7 +121,7 @@ async def the_circuit_goes(homes: Homes) -> None:
         await homes.talk(source, target, f"{source} to {target} without a circuit", 5)
 
 
-async def said_again(homes: Homes, mended: float) -> None:
+async def communicates_again(homes: Homes, mended: float) -> None:
     for attempt in range(200):
         await homes.nodes["a"].do(0, "publish", text=f"again-{attempt}")
         await anyio.sleep(0.3)
@@ -131,8 +131,8 @@ async def said_again(homes: Homes, mended: float) -> None:
         assert time.monotonic() - mended < HEALED
 
 
-def nobody_dials_in(spaces: Namespaces) -> None:
-    """What makes this test one of NAT: neither home can be dialled from outside."""
+def check_nodes_cannot_be_dialled(spaces: Namespaces) -> None:
+    """Check the precondition of the test: neither node can be dialled from outside."""
     code = "import json, socket, sys\nfor host in json.loads(sys.argv[1]):\n"
     code += "    try: socket.create_connection((host, 4100), 1)\n    except OSError: continue\n    sys.exit(1)"
     hosts = json.dumps(["10.77.0.2", "10.77.0.3", "192.168.1.2", "192.168.2.2"])

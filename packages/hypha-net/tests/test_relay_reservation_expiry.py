@@ -1,4 +1,4 @@
-"""A place at a relay is renewed in time, and not more often than it takes, whatever the clocks of both nodes say."""
+"""Relay reservations are renewed in time, and not more often than necessary, even with skewed clocks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from hypha_net._libp2p.relay.circuit import CircuitConnection
-from hypha_net._libp2p.relay.client import RelayClient, RelayEndpoint, RelayHop
+from hypha_net._libp2p.relay.circuit import CircuitConnection, RelayEndpoint
+from hypha_net._libp2p.relay.client import RelayClient
 from hypha_net._libp2p.relay.messages import HOP, HopMessage
+from hypha_net._libp2p.relay.server import RelayServer
 from hypha_net._libp2p.wire.delimited import read_message, write_message
 from hypha_net.endpoint import Stream
 from hypha_net.errors import UnreachableError
@@ -24,7 +25,7 @@ NOW = 1_800_000_000.0
 
 
 class Everywhere:
-    """An endpoint of a relay to which everybody is connected."""
+    """An endpoint of a relay to which every peer is connected."""
 
     addresses = (f"/ip4/127.0.0.1/tcp/1/p2p/{PeerId.from_public_key(bytes(32))}",)
 
@@ -39,13 +40,13 @@ async def no_circuit(_circuit: CircuitConnection, _source: PeerId) -> None:
     raise AssertionError("nobody is called")
 
 
-async def told(_gateway: PeerId) -> None:
-    """Addresses may be told."""
+async def ignore_announcement(_gateway: PeerId) -> None:
+    """Announce nothing."""
 
 
-async def hold_a_place(skew: float, lifetime: float, *, ours: bool) -> tuple[int, int]:
-    """Hold a place for three hours; how often it was asked for, and how many times a minute it was not there."""
-    hop = RelayHop(
+async def hold_reservation(skew: float, lifetime: float, *, ours: bool) -> tuple[int, int]:
+    """Hold a reservation for three hours; return the number of requests, and of minutes without reservation."""
+    hop = RelayServer(
         Everywhere(), RelayLimits(reservation_lifetime=lifetime), Events(), lambda: NOW + anyio.current_time()
     )
     asked, gone = 0, 0
@@ -63,7 +64,7 @@ async def hold_a_place(skew: float, lifetime: float, *, ours: bool) -> tuple[int
 
         relay.handle(HOP, serve)
         clock = lambda: NOW + skew + anyio.current_time()  # noqa: E731
-        client = RelayClient(cast(RelayEndpoint, node), no_circuit, told, clock)
+        client = RelayClient(cast(RelayEndpoint, node), no_circuit, ignore_announcement, clock)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(client.keep_reservation, relay.peer_id)
             for _ in range(180):
@@ -75,14 +76,14 @@ async def hold_a_place(skew: float, lifetime: float, *, ours: bool) -> tuple[int
 
 @pytest.mark.parametrize("skew", [-HOUR, 0.0, HOUR])
 @pytest.mark.parametrize("lifetime", [60.0, 600.0, HOUR])
-def test_at_a_relay_of_ours_clocks_an_hour_apart_change_nothing(skew: float, lifetime: float) -> None:
-    asked, gone = simulate(lambda: hold_a_place(skew, lifetime, ours=True))
+def test_clock_skew_does_not_affect_reservations_at_a_hypha_relay(skew: float, lifetime: float) -> None:
+    asked, gone = simulate(lambda: hold_reservation(skew, lifetime, ours=True))
     assert gone == 0
     assert asked == pytest.approx(3 * HOUR / (lifetime / 2), abs=1)
 
 
 @pytest.mark.parametrize("skew", [-HOUR, 0.0, HOUR])
-def test_at_another_relay_a_place_of_an_hour_is_held_and_asked_for_twice_a_minute_at_most(skew: float) -> None:
-    asked, gone = simulate(lambda: hold_a_place(skew, HOUR, ours=False))
+def test_at_other_relays_clock_skew_costs_at_most_two_renewals_a_minute(skew: float) -> None:
+    asked, gone = simulate(lambda: hold_reservation(skew, HOUR, ours=False))
     assert gone == 0
     assert asked <= 3 * HOUR / 30 + 1

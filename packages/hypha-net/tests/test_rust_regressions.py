@@ -1,4 +1,4 @@
-"""What real rust-libp2p was seen to do (tests/interop), held here byte for byte where there is no Rust."""
+"""Behaviour of rust-libp2p that was observed in tests/interop, reproduced byte for byte without Rust."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PULL, PUSH = "/hypha-tensor-stream/pull", "/hypha-tensor-stream/push"
 
 
 @pytest.mark.parametrize("size", [0, 1, 70_000])
-def test_a_slice_that_is_given_before_another_frame_comes_is_whole(
+def test_a_slice_sent_before_the_requests_last_frame_is_complete(
     authority: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     frames: list[tuple[bytes, int]] = []
@@ -36,7 +36,7 @@ def test_a_slice_that_is_given_before_another_frame_comes_is_whole(
     monkeypatch.setattr(Stream, "take", noting)
 
     async def give_at_once(stream: Stream) -> None:
-        """As rust-yamux drops a stream: FIN where the end came with the header, a reset where it did not."""
+        """Drop a stream as rust-yamux does: FIN if the peer's end came with the header, otherwise a reset."""
         length = int.from_bytes(await stream.exactly(8), "little")
         header = await stream.exactly(length)
         [flags] = [flags for data, flags in frames if data.endswith(header)]
@@ -60,7 +60,7 @@ def test_a_slice_that_is_given_before_another_frame_comes_is_whole(
 
 
 class Dropping:
-    """As libp2p-stream: streams that come before their time are dropped unread, `drops` of them."""
+    """Behaves as libp2p-stream: the first `drops` streams arrive before they are accepted and are dropped."""
 
     def __init__(self, drops: int) -> None:
         self.drops = drops
@@ -100,9 +100,7 @@ async def old_peer(authority: Any, dropping: Dropping) -> AsyncIterator[tuple[An
 
 
 @pytest.mark.parametrize("drops", [0, 2, 3])
-def test_a_stream_that_an_old_peer_dropped_unread_is_opened_again_twice(
-    authority: Any, tmp_path: Path, drops: int
-) -> None:
+def test_a_stream_dropped_unread_by_an_old_peer_is_reopened_twice(authority: Any, tmp_path: Path, drops: int) -> None:
     async def main() -> None:
         dropping = Dropping(drops)
         async with old_peer(authority, dropping) as (leaf, peer):
@@ -118,7 +116,7 @@ def test_a_stream_that_an_old_peer_dropped_unread_is_opened_again_twice(
 
 
 @pytest.mark.parametrize("drops", [0, 2, 3])
-def test_a_push_is_whole_where_an_old_peer_ends_the_stream_and_not_where_it_drops_it(
+def test_a_push_is_complete_if_an_old_peer_ends_the_stream_but_not_if_it_resets_it(
     authority: Any, tmp_path: Path, drops: int
 ) -> None:
     (tmp_path / "update").write_bytes(b"update")

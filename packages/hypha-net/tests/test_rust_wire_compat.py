@@ -1,4 +1,4 @@
-"""What a Rust node does, byte for byte: a gateway of ours serves it, and nodes of ours work with it."""
+"""Wire compatibility with Rust nodes, byte for byte, in both directions, with a scripted peer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PUT_VALUE, GET_VALUE, ADD_PROVIDER, GET_PROVIDERS, FIND_NODE = range(5)
 
 @asynccontextmanager
 async def gateway_and_leaf(authority: Any, **about: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint]]:
-    """A gateway, and a leaf that it knows."""
+    """Open a gateway and a connected leaf."""
     settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", **about)
     async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
@@ -46,17 +46,17 @@ def multiaddr(text: str) -> bytes:
 
 
 def ask(kind: int, key: bytes, record: bytes = b"") -> bytes:
-    """A Kademlia message as prost writes it: a type of 0 is left out."""
+    """Encode a Kademlia message as prost does: a type of 0 is omitted."""
     return (field(1, kind) if kind else b"") + (field(3, record) if record else b"") + field(2, key) + field(10, 1)
 
 
-def told(answer: bytes) -> dict[bytes, list[bytes]]:
-    """Peers in an answer, and their addresses."""
+def closer_peers(answer: bytes) -> dict[bytes, list[bytes]]:
+    """Return the peers in an answer with their addresses."""
     peers = [fields(peer) for peer in fields(answer).get(8, [])]
     return {peer[1][0]: peer.get(2, []) for peer in peers}
 
 
-def test_identify_says_where_the_operator_says_it_is(authority: Any) -> None:
+def test_identify_reports_the_configured_external_addresses(authority: Any) -> None:
     async def main() -> None:
         outside = "/dns4/gateway.example/tcp/4001"
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", external_addresses=(outside,))
@@ -75,10 +75,10 @@ def test_identify_says_where_the_operator_says_it_is(authority: Any) -> None:
     run(main)
 
 
-# ------------------------------------------------------------------------------------------------------ the directory
+# ------------------------------------------------------------------------------------------------------------------ DHT
 
 
-def test_a_node_asks_before_it_dials_and_is_never_told_nothing(authority: Any) -> None:
+def test_find_node_before_a_dial_always_returns_the_peer(authority: Any) -> None:
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
             identity = authority.identity("rust", "worker")
@@ -86,22 +86,22 @@ def test_a_node_asks_before_it_dials_and_is_never_told_nothing(authority: Any) -
             async with speak(await dial(gateway.addresses[0]), identity, addresses=[own]) as rust:
                 for key in (identity.peer_id.raw, leaf.peer_id.raw, b"x", bytes(60), b"k" * 300):
                     answer, rest = await rust.ask(KAD, ask(FIND_NODE, key))
-                    assert rest == b""  # one answer, then the end
-                    assert list(told(answer)) == [leaf.peer_id.raw]  # not the asking one itself
+                    assert rest == b""  # one answer, then the end of the stream
+                    assert list(closer_peers(answer)) == [leaf.peer_id.raw]  # not the requesting peer itself
                     direct = leaf.addresses[0].partition("/p2p/")[0]
-                    addresses = [str(Multiaddr(address)) for address in told(answer)[leaf.peer_id.raw]]
+                    addresses = [str(Multiaddr(address)) for address in closer_peers(answer)[leaf.peer_id.raw]]
                     assert any(address.partition("/p2p/")[0] == direct for address in addresses)
                 await until(lambda: len(gateway._known_peers()) == 2)
-                found = await leaf._directory.find_addresses(identity.peer_id, 5)
+                found = await leaf._dht.find_addresses(identity.peer_id, 5)
                 assert found == [own]
-                await rust.drop()  # as an idle connection is
+                await rust.drop()  # as for an idle connection
             await until(lambda: identity.peer_id not in gateway.connected_peers())
-            assert await leaf._directory.find_addresses(identity.peer_id, 5) == []
+            assert await leaf._dht.find_addresses(identity.peer_id, 5) == []
 
     run(main)
 
 
-def test_records_are_put_twice_echoed_and_found_with_their_publisher(authority: Any) -> None:
+def test_put_records_are_echoed_and_found_with_their_publisher(authority: Any) -> None:
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
             identity = authority.identity("rust", "data")
@@ -121,16 +121,16 @@ def test_records_are_put_twice_echoed_and_found_with_their_publisher(authority: 
                         got = fields(fields(answer)[3][0])
                         assert (got[1], got[2], got[666]) == ([key], [value], [identity.peer_id.raw])
                         assert 3590 <= got[777][0] <= 3600
-                        assert told(answer)  # closer peers as well
+                        assert closer_peers(answer)  # closer peers as well
                 stream = await rust.open(KAD)
                 await stream.say(ask(ADD_PROVIDER, b"mnist"))
                 await stream.half_close()
-                assert await stream.read_all() == b""  # not answered
+                assert await stream.read_all() == b""  # no answer
 
     run(main)
 
 
-def test_several_questions_on_a_stream_that_stays_open(authority: Any) -> None:
+def test_several_requests_on_one_open_stream_are_answered(authority: Any) -> None:
     async def main() -> None:
         async with (
             gateway_and_leaf(authority) as (gateway, leaf),
@@ -139,10 +139,10 @@ def test_several_questions_on_a_stream_that_stays_open(authority: Any) -> None:
             stream = await rust.open(KAD)
             for kind in (FIND_NODE, GET_VALUE, GET_PROVIDERS):
                 await stream.say(ask(kind, b"key"))
-                assert leaf.peer_id.raw in told(await stream.message())
+                assert leaf.peer_id.raw in closer_peers(await stream.message())
             await stream.reset()
             answer, _ = await rust.ask(KAD, ask(FIND_NODE, b"key"))
-            assert told(answer)
+            assert closer_peers(answer)
 
     run(main)
 
@@ -153,15 +153,15 @@ async def _publish_again_and_again(node: Libp2pEndpoint) -> None:
         await anyio.sleep(0.2)
 
 
-def test_addresses_are_kept_longer_than_two_hours(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """py-libp2p forgets them after 7,200 s; and gossip, which brings addresses too, must not shorten that again."""
+def test_peer_addresses_are_kept_longer_than_two_hours(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """py-libp2p forgets them after 7,200 s; gossip, which carries addresses too, must not restore that limit."""
 
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf), gateway.subscribe("t") as heard, leaf.subscribe("t"):
             await until(lambda: gateway.peer_id in leaf.topic_peers("t"))
             with anyio.move_on_after(20) as waiting:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_publish_again_and_again, leaf)  # what is said before the mesh stands is lost
+                    tasks.start_soon(_publish_again_and_again, leaf)  # lost until the mesh is built
                     await anext(heard)
                     tasks.cancel_scope.cancel()
             assert not waiting.cancelled_caught
@@ -169,20 +169,20 @@ def test_addresses_are_kept_longer_than_two_hours(authority: Any, monkeypatch: p
             monkeypatch.setattr(time, "time", lambda: now() + 3 * 3600)
             async with speak(await dial(gateway.addresses[0]), authority.identity("rust", "worker")) as rust:
                 answer, _ = await rust.ask(KAD, ask(FIND_NODE, b"key"))
-            assert told(answer)[leaf.peer_id.raw]
+            assert closer_peers(answer)[leaf.peer_id.raw]
             assert gateway.connected_peers()[leaf.peer_id].addresses
 
     run(main)
 
 
-# ---------------------------------------------------------------------------------------------------------- the relay
+# ---------------------------------------------------------------------------------------------------------------- relay
 
 
 def connect_to(peer: PeerId) -> bytes:
     return field(1, 1) + field(2, field(1, peer.raw))
 
 
-def test_a_place_at_the_relay_has_addresses_and_lasts_as_long_as_the_connection(authority: Any) -> None:
+def test_a_reservation_has_addresses_and_ends_with_the_connection(authority: Any) -> None:
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
             identity = authority.identity("rust", "worker")
@@ -191,26 +191,26 @@ def test_a_place_at_the_relay_has_addresses_and_lasts_as_long_as_the_connection(
                     began = trio.current_time()
                     answer, rest = await rust.ask(HOP, field(1, 0) + field(2, field(1, leaf.peer_id.raw)))
                     assert trio.current_time() - began < 5
-                    assert rest == b""  # no stray message after it
+                    assert rest == b""  # no further message
                     got = fields(answer)
                     assert (got[1], got[5]) == ([2], [100])
                     reservation = fields(got[3][0])
                     assert multiaddr(gateway.addresses[0]) in reservation[2]
                     assert reservation[1][0] > time.time() + 1800
                     assert 4 not in got  # no limit
-                assert gateway._hop is not None
-                assert gateway._hop.has_reservation(identity.peer_id)
+                assert gateway._relay_server is not None
+                assert gateway._relay_server.has_reservation(identity.peer_id)
                 await rust.drop()
-            await until(lambda: not gateway._hop.has_reservation(identity.peer_id))  # type: ignore[union-attr]
+            await until(lambda: not gateway._relay_server.has_reservation(identity.peer_id))  # type: ignore[union-attr]
             async with speak(await dial(gateway.addresses[0]), identity) as rust:
-                assert not gateway._hop.has_reservation(identity.peer_id)
+                assert not gateway._relay_server.has_reservation(identity.peer_id)
                 answer, rest = await rust.ask(HOP, connect_to(identity.peer_id))
                 assert (fields(answer)[5], rest) == ([204], b"")
 
     run(main)
 
 
-def test_a_node_that_only_a_circuit_leads_to_is_reached_and_reaches_others(authority: Any) -> None:
+def test_a_node_behind_a_circuit_is_reachable_and_reaches_others(authority: Any) -> None:
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
             identity = authority.identity("rust", "worker")
@@ -244,7 +244,7 @@ def test_a_node_that_only_a_circuit_leads_to_is_reached_and_reaches_others(autho
     run(main)
 
 
-def test_a_rust_node_s_own_circuit_reaches_a_node_of_ours(authority: Any) -> None:
+def test_a_circuit_opened_by_a_rust_node_reaches_a_hypha_node(authority: Any) -> None:
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
 
@@ -270,7 +270,7 @@ def test_a_rust_node_s_own_circuit_reaches_a_node_of_ours(authority: Any) -> Non
 
 
 async def old_data_node(stream: Stream, sent: bytes, cut: bool) -> None:
-    """Give the slice, and drop the stream after the last byte: FIN for who has half-closed, a reset for who has not."""
+    """Send the slice and drop the stream: with FIN if the peer has half-closed it, otherwise with a reset."""
     size = int.from_bytes(await stream.exactly(8), "little")
     assert b'"index"' in await stream.exactly(size)
     await stream.send_all(sent)
@@ -283,7 +283,7 @@ async def old_data_node(stream: Stream, sent: bytes, cut: bool) -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "reset within"])
-def test_a_slice_of_an_old_data_node_is_whole_at_its_end_and_cut_at_a_reset(
+def test_a_slice_of_an_old_data_node_is_complete_at_fin_and_incomplete_at_reset(
     authority: Any, tmp_path: Path, cut: bool
 ) -> None:
     sent = bytes(range(256)) * 300
@@ -306,12 +306,12 @@ def test_a_slice_of_an_old_data_node_is_whole_at_its_end_and_cut_at_a_reset(
                     await transfer.pull(leaf, identity.peer_id, request, tmp_path / "slice")
                     assert (tmp_path / "slice").read_bytes() == sent
                 assert PULL in rust.negotiated
-                assert any(protocol.startswith(f"{PULL}/") for protocol in rust.negotiated)  # ours was offered first
+                assert any(protocol.startswith(f"{PULL}/") for protocol in rust.negotiated)  # offered first
 
     run(main)
 
 
-def test_a_node_that_drops_idle_connections_is_dialled_again(authority: Any) -> None:
+def test_a_peer_that_closed_an_idle_connection_is_dialled_again(authority: Any) -> None:
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
             identity = authority.identity("rust", "worker")
@@ -343,8 +343,8 @@ def test_a_node_that_drops_idle_connections_is_dialled_again(authority: Any) -> 
     run(main)
 
 
-def test_a_gateway_in_no_topic_of_ours_is_gone_around(authority: Any) -> None:
-    """A Rust gateway forwards no gossip: it only tells who else is there, and its neighbours are dialled."""
+def test_if_the_gateway_forwards_no_gossip_topic_peers_are_dialled(authority: Any) -> None:
+    """A Rust gateway forwards no gossip: the peers that it reports are dialled."""
 
     async def main() -> None:
         identity = authority.identity("rust", "gateway")
@@ -370,7 +370,7 @@ def test_a_gateway_in_no_topic_of_ours_is_gone_around(authority: Any) -> None:
                     near.subscribe("t"),
                 ):
                     await until(lambda: far.peer_id in near.topic_peers("t"), 20)
-                    while True:  # what is published before the mesh stands is lost
+                    while True:  # lost until the mesh is built
                         await near.publish("t", b"around")
                         with anyio.move_on_after(0.5):
                             assert (await anext(heard)).data == b"around"
@@ -380,14 +380,16 @@ def test_a_gateway_in_no_topic_of_ours_is_gone_around(authority: Any) -> None:
     run(main)
 
 
-# ------------------------------------------------------------------------------------------------- a gateway that stops
+# ---------------------------------------------------------------------------------------------------- suspended gateway
 
 
 @pytest.mark.slow
 @pytest.mark.concurrent
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("seconds", [20, 45])
-def test_a_gateway_that_was_stopped_has_lost_nobody_who_stayed(authority: Any, tmp_path: Path, seconds: int) -> None:
+def test_a_suspended_gateway_keeps_the_connections_of_waiting_nodes(
+    authority: Any, tmp_path: Path, seconds: int
+) -> None:
     async def main() -> None:
         async with crew(tmp_path / "nodes.log") as start:
             listening = {"listen_addresses": [LOOPBACK], "role": "gateway"}
@@ -409,15 +411,15 @@ def test_a_gateway_that_was_stopped_has_lost_nobody_who_stayed(authority: Any, t
                 else:
                     assert any(state["peers"] == 0 for state in leaf.of("state")[before:])
                     print(f"\nback {back:.1f} s after the gateway went on")
-                await anyio.sleep(3)  # a muxer that had counted through the stop would give the peer up now
+                await anyio.sleep(3)  # a session that had counted the suspended time would close now
                 assert not rust.closed.is_set()
                 answer, _ = await rust.ask(KAD, ask(FIND_NODE, b"key"))
-                assert told(answer)
+                assert closer_peers(answer)
 
     run(main, 140)
 
 
-def test_the_script_writes_what_the_formats_say() -> None:
+def test_the_scripted_peer_encodes_the_documented_formats() -> None:
     assert varint(300) == b"\xac\x02"
     assert field(666, b"ab") == b"\xd2\x29\x02ab"
     assert fields(field(777, 3600) + field(2, b"x")) == {777: [3600], 2: [b"x"]}

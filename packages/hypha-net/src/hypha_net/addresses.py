@@ -1,4 +1,8 @@
-"""Multiaddrs as text: what can be dialled, what a listener's wildcard stands for, what the operator excludes."""
+"""Multiaddrs as text: parsing, wildcards of listeners, and excluded networks.
+
+See https://github.com/multiformats/multiaddr. Called by the dialer, the endpoint and the configuration; imports nothing
+of py-libp2p.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +14,30 @@ from typing import Final
 import psutil
 
 from hypha_net.errors import AddressError
-from hypha_net.hostnames import check_host_name
+from hypha_net.hostnames import validate_host_name
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
 DNSADDR: Final = "/dnsaddr/"
-"""What an address begins with that stands for those in a name's TXT records."""
+"""Prefix of addresses that are resolved through a name's TXT records."""
 _HOSTS: Final = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
 _PORT_DIGITS: Final = 5
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def split_peer(address: str) -> tuple[str, PeerId | None]:
-    """Split ``/ip4/…/tcp/…/p2p/<id>`` into the transport's part and the peer; ``/dnsaddr/<name>`` needs no port.
+    """Split ``/ip4/…/tcp/…/p2p/<id>`` into transport address and peer id; ``/dnsaddr/<name>`` needs no port.
 
     Raises:
-        AddressError: it is not a TCP multiaddr, or its peer id is not one.
+        AddressError: it is not a TCP multiaddr, or its peer id is malformed.
     """
     transport, found, peer = address.partition("/p2p/")
     parts = transport.split("/")
     if transport.startswith(DNSADDR) and len(parts) == 3:
-        parts += ["tcp", "0"]  # whoever has the name's records says where it listens
+        parts += ["tcp", "0"]  # the port is in the name's records
     if len(parts) != 5 or parts[0] or parts[1] not in _HOSTS or parts[3] != "tcp":
         raise AddressError(f"{address!r} is not an address such as /ip4/203.0.113.5/tcp/4001 or /dns4/host/tcp/4001")
-    _check_host(address, parts[1], parts[2])
+    _validate_host(address, parts[1], parts[2])
     port = parts[4]
     if not (port.isascii() and port.isdigit() and len(port) <= _PORT_DIGITS and int(port) <= 65535):
         raise AddressError(f"{address!r}: port {port!r} is not a number up to 65535")
@@ -45,31 +49,31 @@ def split_peer(address: str) -> tuple[str, PeerId | None]:
         raise AddressError(f"{address!r}: {error}") from None
 
 
-def _check_host(address: str, kind: str, host: str) -> None:
+def _validate_host(address: str, kind: str, host: str) -> None:
     try:
         if kind == "ip4":
             ipaddress.IPv4Address(host)
         elif kind == "ip6":
             ipaddress.IPv6Address(host)
             if "%" in host:
-                raise ValueError("an address within one link only, which a multiaddr does not hold")
+                raise ValueError("a zone index (%) is not supported in a multiaddr")
         else:
-            check_host_name(host)
+            validate_host_name(host)
     except ValueError as error:
         raise AddressError(f"{address!r}: {error}") from None
 
 
 def expand_wildcards(addresses: Iterable[str]) -> tuple[str, ...]:
     """Replace ``0.0.0.0`` and ``::`` by the addresses of this machine's interfaces."""
-    made: dict[str, None] = {}
+    expanded: dict[str, None] = {}
     for address in addresses:
         parts = address.split("/")
         if parts[2] in ("0.0.0.0", "::"):
             for host in _interface_hosts(socket.AF_INET if parts[1] == "ip4" else socket.AF_INET6):
-                made["/".join((*parts[:2], host, *parts[3:]))] = None
+                expanded["/".join((*parts[:2], host, *parts[3:]))] = None
         else:
-            made[address] = None
-    return tuple(made)
+            expanded[address] = None
+    return tuple(expanded)
 
 
 def _interface_hosts(family: socket.AddressFamily) -> list[str]:
@@ -84,13 +88,13 @@ def _interface_hosts(family: socket.AddressFamily) -> list[str]:
 
 
 def is_excluded(address: str, excluded: Sequence[Network]) -> bool:
-    """Whether an address that a peer reported lies in a network that is not to be dialled."""
+    """Return whether an address is in an excluded network (`exclude_cidr`), which is not dialled."""
     parts = address.split("/")
     return len(parts) > 2 and parts[1] in ("ip4", "ip6") and is_excluded_host(parts[2], excluded)
 
 
 def is_excluded_host(host: str, excluded: Sequence[Network]) -> bool:
-    """The same for an IP address alone; an IPv4 address written as IPv6 (``::ffff:10.0.0.1``) is the IPv4 one."""
+    """Return whether an IP address is excluded; an IPv4-mapped IPv6 address counts as the IPv4 address."""
     found = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
         found = found.ipv4_mapped

@@ -1,8 +1,8 @@
-"""Who may send what: a message is refused when its sender's certificate names a role that does not send such messages.
+"""Authorization by role: which roles may send which messages.
 
-The table is `hypha_proto.protocols.SENDERS`. A certificate without a role passes, so that a network without roles
-works, unless the node requires roles. `requests`, the endpoint's handlers, gossip and the directory ask here before
-they act.
+The table is `hypha_proto.protocols.ALLOWED_SENDERS`; the role is in the sender's certificate. A certificate without a
+role may send everything, so that a network without roles works, unless the node sets `require_roles`. Called by `rpc`,
+by both endpoints before a handler runs, by gossipsub and by the DHT server.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from hypha_proto.protocols import ALLOWED_SENDERS
 
 _log = logging.getLogger(__name__)
 
-_MAX_TOLD: Final = 4096
+_MAX_LOGGED: Final = 4096
 
 
 class RoleCheck:
-    """Decides for one endpoint."""
+    """Authorizes the peers of one endpoint."""
 
     def __init__(
         self, own: PeerId, role_of: Callable[[PeerId], str | None], events: Events, *, required: bool = False
     ) -> None:
         self._own = own
         self._role_of = role_of
-        """The role in a connected peer's certificate, if there is one."""
+        """Returns the role in a connected peer's certificate, if it has one."""
         self._events = events
         self._required = required
-        self._told: set[tuple[PeerId, str]] = set()
+        self._logged: set[tuple[PeerId, str]] = set()
 
     def is_authorized(self, peer: PeerId, what: str) -> bool:
-        """Whether `peer` may send `what`, a name of `SENDERS`; a refusal is told as an event, and logged once."""
+        """Return whether `peer` may send `what`, a name of `ALLOWED_SENDERS`; emit a refusal, and log it once."""
         senders = ALLOWED_SENDERS.get(what)
         if senders is None or peer == self._own:
             return True
         role = self._role_of(peer)
         if role in senders or (role is None and not self._required):
             return True
-        has = "names no role, and require_roles is set here" if role is None else f"names the role {role}"
+        has = "has no role, and require_roles is set here" if role is None else f"has the role {role}"
         allowed = " or a ".join("data node" if each == "data" else each for each in sorted(senders))
-        detail = f"{what} is for a {allowed} to send, and its certificate {has}"
-        if (peer, what) not in self._told and len(self._told) < _MAX_TOLD:
-            self._told.add((peer, what))
-            _log.warning("refused %s: %s; issue a certificate with --role, or look who that is", peer, detail)
+        detail = f"{what} may be sent by a {allowed} only, and its certificate {has}"
+        if (peer, what) not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add((peer, what))
+            _log.warning("refused %s: %s; issue a certificate with --role, or find out who runs it", peer, detail)
         self._events.emit(PeerRejected(peer, "role", detail))
         return False

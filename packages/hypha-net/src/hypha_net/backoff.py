@@ -1,4 +1,9 @@
-"""How long to leave alone what has failed: longer with each failure, another time on each node, until a success."""
+"""Backoff with jitter, shared by every retry loop of the package.
+
+`jittered` gives the pause of a loop that retries one thing (gateways, relay reservations); `Backoff` remembers failures
+of many things by key (peers and addresses to dial, peers to identify). Jitter keeps nodes that failed together from
+retrying together.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,8 @@ from typing import Final, Generic, TypeVar
 import trio
 
 JITTER: Final = (0.6, 1.4)
-"""Pauses are between these shares of what is given, so that nodes which failed together do not come back together."""
-FORGET: Final = 60.0
+"""Bounds of the factor by which each pause is multiplied."""
+FORGET_AFTER: Final = 60.0
 """Seconds after which a failure is forgotten."""
 MAX_KEPT: Final = 4096
 
@@ -19,40 +24,40 @@ K = TypeVar("K")
 
 
 def jittered(pauses: Sequence[float], failures: int) -> float:
-    """The pause after so many earlier failures, seconds; the last of `pauses` repeats."""
+    """Return the pause in seconds after `failures` earlier failures, with jitter; the last of `pauses` repeats."""
     return pauses[min(failures, len(pauses) - 1)] * random.uniform(*JITTER)
 
 
 class Backoff(Generic[K]):
-    """Failures by key, of which a bounded number is kept."""
+    """Backoff by key; keeps at most `MAX_KEPT` keys and drops the one whose last failure is oldest."""
 
     def __init__(self, pauses: Sequence[float], clock: Callable[[], float] = trio.current_time) -> None:
         self._pauses = pauses
         self._clock = clock
-        self._failed: OrderedDict[K, tuple[int, float, float]] = OrderedDict()
-        """How often, when last, and until when it is left alone."""
+        self._failures: OrderedDict[K, tuple[int, float, float]] = OrderedDict()
+        """Number of failures, time of the last, and end of the pause."""
 
     def __len__(self) -> int:
-        return len(self._failed)
+        return len(self._failures)
 
-    def failed(self, key: K) -> None:
-        """It did not work."""
-        count, last, _ = self._failed.pop(key, (0, 0.0, 0.0))
+    def record_failure(self, key: K) -> None:
+        """Count a failure and begin a pause."""
+        count, last, _ = self._failures.pop(key, (0, 0.0, 0.0))
         now = self._clock()
-        count = count if now - last < FORGET else 0
-        while len(self._failed) >= MAX_KEPT:
-            self._failed.popitem(last=False)
-        self._failed[key] = (count + 1, now, now + jittered(self._pauses, count))
+        count = count if now - last < FORGET_AFTER else 0
+        while len(self._failures) >= MAX_KEPT:
+            self._failures.popitem(last=False)
+        self._failures[key] = (count + 1, now, now + jittered(self._pauses, count))
 
-    def succeeded(self, key: K) -> None:
-        """It worked: there is nothing to wait for any more."""
-        self._failed.pop(key, None)
+    def record_success(self, key: K) -> None:
+        """Forget the failures of `key`."""
+        self._failures.pop(key, None)
 
-    def left(self, key: K) -> float:
-        """Seconds for which it is still left alone; 0 when it is not."""
-        return max(0.0, self._failed.get(key, (0, 0.0, 0.0))[2] - self._clock())
+    def remaining(self, key: K) -> float:
+        """Return the seconds left of the pause; 0 when there is none."""
+        return max(0.0, self._failures.get(key, (0, 0.0, 0.0))[2] - self._clock())
 
-    def failed_at(self, key: K) -> float:
-        """When it failed last; 0 if it has not, or not lately."""
-        at = self._failed.get(key, (0, 0.0, 0.0))[1]
-        return at if self._clock() - at < FORGET else 0.0
+    def last_failure_at(self, key: K) -> float:
+        """Return when `key` last failed, by the clock; 0 if it has not failed within `FORGET_AFTER` seconds."""
+        at = self._failures.get(key, (0, 0.0, 0.0))[1]
+        return at if self._clock() - at < FORGET_AFTER else 0.0

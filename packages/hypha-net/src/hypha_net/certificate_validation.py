@@ -1,8 +1,8 @@
-"""Which certificates still hold: a chain that was verified once, judged anew by lists, trust bundle and clock.
+"""Validates certificate chains of live connections: revocation lists, trust bundle and expiry, after the handshake.
 
-OpenSSL verifies a peer's chain in the handshake and never again. `Trust` is what a node's files say now; the watch in
-`hypha_net._libp2p.security.certificate_monitor` asks it about every live connection, and about this node's own
-certificate.
+OpenSSL verifies a peer's chain once, in the handshake. `CertificateVerifier` holds the current content of a node's
+files; `hypha_net._libp2p.security.certificate_monitor` checks every live connection and this node's own certificate
+with it. Certificates and lists are those of RFC 5280.
 """
 
 from __future__ import annotations
@@ -23,139 +23,140 @@ _log = logging.getLogger("hypha_net.certificates")
 
 DAY: Final = 86400.0
 WARN_AT: Final = (14 * DAY, 7 * DAY, 3 * DAY, DAY, 6 * 3600.0, 3600.0, 0.0)
-"""Seconds that a certificate or list has left when its end is told."""
+"""Remaining seconds at which the expiry of a certificate or revocation list is logged, each once."""
 
 Anchor = tuple[bytes, bytes]
-"""Subject and key: what makes a CA the same one although its certificate was renewed."""
+"""Subject and key of a CA: they stay the same when its certificate is renewed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """A certificate of a chain, with what is compared of it every few seconds made once."""
+class ChainLink:
+    """A certificate of a chain, with the values that every check compares."""
 
     certificate: x509.Certificate
     issuer: bytes
     serial: int
-    end: float
+    expires: float
     anchor: Anchor
 
     @classmethod
-    def of(cls, certificate: x509.Certificate) -> Link:
-        """Raises `ValueError` when a field does not parse."""
-        end = certificate.not_valid_after_utc.timestamp()
-        return cls(certificate, certificate.issuer.public_bytes(), certificate.serial_number, end, _anchor(certificate))
+    def from_certificate(cls, certificate: x509.Certificate) -> ChainLink:
+        """Extract the compared values. Raises `ValueError` when a field is malformed."""
+        expires = certificate.not_valid_after_utc.timestamp()
+        issuer, serial = certificate.issuer.public_bytes(), certificate.serial_number
+        return cls(certificate, issuer, serial, expires, _anchor(certificate))
 
 
-Chain = tuple[Link, ...]
+Chain = tuple[ChainLink, ...]
 """A verified chain, the node's certificate first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Why a chain does not hold any more."""
+    """Why a chain is no longer valid."""
 
     reason: Literal["revoked", "expired", "untrusted"]
     detail: str
 
 
-def read_chain(encoded: Iterable[bytes]) -> Chain:
-    """The chain in certificates as TLS gives them. Raises `ValueError` for what is none."""
-    return chain_of(x509.load_der_x509_certificate(der) for der in encoded)
+def parse_chain(encoded: Iterable[bytes]) -> Chain:
+    """Parse a chain of DER certificates, as TLS provides it. Raises `ValueError` when one is malformed."""
+    return build_chain(x509.load_der_x509_certificate(der) for der in encoded)
 
 
-def chain_of(certificates: Iterable[x509.Certificate]) -> Chain:
-    """Certificates, a node's own first, to be judged. Raises `ValueError` when a field does not parse."""
-    return tuple(Link.of(certificate) for certificate in certificates)
+def build_chain(certificates: Iterable[x509.Certificate]) -> Chain:
+    """Make a chain of certificates, the node's own first. Raises `ValueError` when a field is malformed."""
+    return tuple(ChainLink.from_certificate(certificate) for certificate in certificates)
 
 
 class CertificateVerifier:
-    """What an identity's files say about chains."""
+    """Checks chains against the trust bundle and revocation lists of an identity."""
 
     def __init__(self, identity: Identity) -> None:
-        """Raises `ValueError` when a list does not parse."""
+        """Index the identity's files. Raises `ValueError` when a revocation list is malformed."""
         self._identity = identity
-        self._own = chain_of(identity.chain)
+        self._own = build_chain(identity.chain)
         self._anchors = {_anchor(certificate) for certificate in identity.trusted}
-        self._issued: dict[Anchor, bool] = {}
-        """Ends of chains that are no anchors themselves, and whether one has issued them."""
-        self._listing: dict[tuple[bytes, int], list[x509.CertificateRevocationList]] = {}
-        """Issuer and serial that stand in a list, and in which; genuine or not."""
+        self._issued_cache: dict[Anchor, bool] = {}
+        """Cache: whether an anchor issued the last certificate of a chain."""
+        self._revoking_lists: dict[tuple[bytes, int], list[x509.CertificateRevocationList]] = {}
+        """The lists that contain an issuer and serial; their signatures are verified when needed."""
         for crl in identity.revocations:
             issuer = crl.issuer.public_bytes()
             for entry in crl:
-                self._listing.setdefault((issuer, entry.serial_number), []).append(crl)
+                self._revoking_lists.setdefault((issuer, entry.serial_number), []).append(crl)
 
-    def verdict(self, chain: Chain, now: float) -> Rejection | None:
-        """What is wrong with a chain at a time (seconds since the epoch); none if nothing is."""
-        for place, link in enumerate(chain):
-            if now > link.end:
-                ended = _time(link.certificate.not_valid_after_utc)
-                return Rejection("expired", f"{_named(link.certificate)} expired on {ended}")
-            if self._is_revoked(link, chain[place + 1 : place + 2]):
+    def check(self, chain: Chain, now: float) -> Rejection | None:
+        """Return why a chain is invalid at `now` (seconds since the epoch), or None if it is valid."""
+        for depth, link in enumerate(chain):
+            if now > link.expires:
+                expired_on = _time(link.certificate.not_valid_after_utc)
+                return Rejection("expired", f"{_named(link.certificate)} expired on {expired_on}")
+            if self._is_revoked(link, chain[depth + 1 : depth + 2]):
                 issuer = common_name(link.certificate.issuer)
-                return Rejection("revoked", f"{_named(link.certificate)} is in the list of {issuer!r}")
+                return Rejection("revoked", f"{_named(link.certificate)} is in the revocation list of {issuer!r}")
         if not self._is_anchored(chain):
-            return Rejection("untrusted", f"trust_pem holds no CA of {_named(chain[0].certificate)} any more")
+            return Rejection("untrusted", f"trust_pem no longer contains a CA of {_named(chain[0].certificate)}")
         return None
 
-    def own_verdict(self, now: float) -> Rejection | None:
-        """What is wrong with this node's own chain, which its peers judge alike."""
-        return self.verdict(self._own, now)
+    def check_own(self, now: float) -> Rejection | None:
+        """Return why this node's own chain is invalid; its peers come to the same result."""
+        return self.check(self._own, now)
 
     def _is_anchored(self, chain: Chain) -> bool:
-        """Whether the bundle vouches for a chain: for its end, or for any part where bundles end below the root."""
+        """Return whether the bundle trusts a chain: its end, or any part of it if the bundle contains no root."""
         ends = chain[-1:] if self._identity.trust_has_root else chain
         if any(link.anchor in self._anchors for link in ends):
             return True
         last = chain[-1]
-        if last.anchor not in self._issued:
-            self._issued[last.anchor] = any(_has_issued(ca, last.certificate) for ca in self._identity.trusted)
-        return self._issued[last.anchor]
+        if last.anchor not in self._issued_cache:
+            self._issued_cache[last.anchor] = any(_has_issued(ca, last.certificate) for ca in self._identity.trusted)
+        return self._issued_cache[last.anchor]
 
-    def _is_revoked(self, link: Link, above: Chain) -> bool:
-        """Whether a list holds a certificate that is its issuer's by signature: a name alone says nothing."""
-        listing = self._listing.get((link.issuer, link.serial))
-        if listing is None:
+    def _is_revoked(self, link: ChainLink, above: Chain) -> bool:
+        """Return whether a certificate is in a list that its issuer signed; an issuer name alone proves nothing."""
+        lists = self._revoking_lists.get((link.issuer, link.serial))
+        if lists is None:
             return False
         issuers = [*(each.certificate for each in above), *self._identity.trusted]
-        return any(_has_signed(ca, crl) for crl in listing for ca in issuers if ca.subject == crl.issuer)
+        return any(_has_signed(ca, crl) for crl in lists for ca in issuers if ca.subject == crl.issuer)
 
-    def ends(self) -> Iterator[tuple[str, datetime, str]]:
-        """What of this node's own files ends: its name, when, and what happens then and how that is avoided."""
+    def expiries(self) -> Iterator[tuple[str, datetime, str]]:
+        """Yield name, expiry time, and consequence with remedy, of each of this node's certificates and lists."""
         cert, crls = self._identity.cert_pem, self._identity.crls_pem
         for certificate in self._identity.chain:
             what = f"cert_pem {cert}: {_named(certificate)}"
             yield what, certificate.not_valid_after_utc, "then peers refuse this node: have it renewed for the same key"
         for crl in self._identity.revocations:
             if crl.next_update_utc is not None:
-                what = f"crls_pem {crls}: the list of {common_name(crl.issuer)!r}"
+                what = f"crls_pem {crls}: the revocation list of {common_name(crl.issuer)!r}"
                 yield what, crl.next_update_utc, "then every new connection is refused: have the list renewed"
 
 
-class EndWarnings:
-    """Tells early, and again as the end comes nearer, what of a node's own files runs out."""
+class ExpiryWarnings:
+    """Logs the expiry of a node's own files in advance, repeatedly as it comes nearer."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[str, datetime], int] = {}
+        self._stage: dict[tuple[str, datetime], int] = {}
 
-    def tell(self, trust: CertificateVerifier, now: float) -> None:
-        """Log each end once a stage of `WARN_AT` is reached that was not told yet."""
-        for what, end, remedy in trust.ends():
+    def log_due(self, verifier: CertificateVerifier, now: float) -> None:
+        """Log each expiry that has reached a further stage of `WARN_AT`."""
+        for what, end, remedy in verifier.expiries():
             left = end.timestamp() - now
             stage = sum(left <= limit for limit in WARN_AT)
-            if stage <= self._told.get((what, end), 0):
+            if stage <= self._stage.get((what, end), 0):
                 continue
-            self._told[(what, end)] = stage
+            self._stage[(what, end)] = stage
             if left <= 0:
-                _log.error("%s has expired on %s: %s", what, _time(end), remedy.removeprefix("then "))
+                _log.error("%s expired on %s: %s", what, _time(end), remedy.removeprefix("then "))
             else:
-                _log.warning("%s ends on %s: %s", what, _time(end), remedy)
+                _log.warning("%s expires on %s: %s", what, _time(end), remedy)
 
 
 def _has_signed(ca: x509.Certificate, crl: x509.CertificateRevocationList) -> bool:
     try:
         return crl.is_signature_valid(ca.public_key())  # type: ignore[arg-type]
-    except (TypeError, ValueError, InvalidSignature):  # a key that signs nothing
+    except (TypeError, ValueError, InvalidSignature):  # a key that cannot sign
         return False
 
 

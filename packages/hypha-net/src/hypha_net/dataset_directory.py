@@ -1,4 +1,8 @@
-"""Find: datasets by name, in the DHT. The record's publisher is the data node that serves the dataset."""
+"""Datasets by name, in the DHT: the publisher of a dataset's record is the data node that serves it.
+
+Called by data nodes (`announce_dataset`) and schedulers (`find_dataset`); built on `Endpoint.put_record` and
+`find_records`.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ _log = logging.getLogger(__name__)
 
 MAX_RECORD: Final = 64 << 10
 RECORD_TTL: Final = 25.0
-"""Seconds that an announcement outlives its data node; the endpoint renews it as long as it is open."""
+"""Lifetime of an announcement in seconds; the endpoint renews it while it is open."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundDataset:
-    """A dataset and who serves it."""
+    """A dataset and the data node that serves it."""
 
     provider: PeerId
     record: DatasetRecord
@@ -31,16 +35,16 @@ async def announce_dataset(endpoint: Endpoint, name: str, record: DatasetRecord)
     """Publish that this endpoint serves the dataset `name`.
 
     Raises:
-        UnreachableError: no directory server took it.
+        UnreachableError: no gateway stored the record.
     """
     await endpoint.put_record(name.encode(), to_json(DatasetRecord, record), ttl=RECORD_TTL)
 
 
 async def find_dataset(endpoint: Endpoint, name: str, *, timeout: float = 5.0) -> list[FoundDataset]:
-    """Who serves the dataset `name`; empty when nobody is known to.
+    """Find the data nodes that serve the dataset `name`; empty when none is known.
 
     Raises:
-        UnreachableError: no directory server could be asked.
+        UnreachableError: no gateway answered.
     """
     records = await endpoint.find_records(name.encode(), timeout=timeout)
     return [found for record in records if (found := _read(name, record)) is not None]
@@ -48,10 +52,10 @@ async def find_dataset(endpoint: Endpoint, name: str, *, timeout: float = 5.0) -
 
 def _read(name: str, record: Record) -> FoundDataset | None:
     if record.publisher is None:
-        _log.warning("record of dataset %s names no publisher and is left out", name)
+        _log.warning("record of dataset %s ignored: it names no publisher", name)
         return None
     try:
         return FoundDataset(record.publisher, from_json(DatasetRecord, record.value, MAX_RECORD))
     except DecodeError as error:
-        _log.warning("record of dataset %s by %s is left out: %s", name, record.publisher, error)
+        _log.warning("record of dataset %s by %s ignored: %s", name, record.publisher, error)
         return None

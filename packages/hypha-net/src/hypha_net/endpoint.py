@@ -1,10 +1,10 @@
-"""A peer among peers: the one interface through which everything above talks to the network.
+"""`Endpoint`: the one interface through which everything above uses the network.
 
-Two implementations stand behind it: py-libp2p over mutual TLS (`hypha_net._libp2p`, opened by `open_endpoint`) and
-`hypha_net.testing.MemoryEndpoint`, the same behaviour in memory. Both pass one set of contract tests.
+Two implementations: py-libp2p over mutual TLS (`hypha_net._libp2p`, opened by `open_endpoint`), and
+`hypha_net.testing.MemoryEndpoint`, the same behaviour in memory. One set of contract tests runs on both.
 
-An endpoint knows bytes only. What the bytes mean is the business of the rooms beside this one: `requests` (ask one),
-`gossip` (tell many), `directory` (find) and `transfer` (move files), which are built on this interface alone.
+An endpoint carries bytes only. Messages and files are built on this interface alone: `rpc` (requests), `pubsub` (typed
+gossip), `dataset_directory` (datasets by name) and `transfer` (files).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hypha_proto.ids import PeerId
 
 
 class Stream(Protocol):
-    """One bidirectional byte stream to one peer, half-closable."""
+    """A bidirectional byte stream to one peer that can be half-closed."""
 
     @property
     def peer(self) -> PeerId:
@@ -32,7 +32,7 @@ class Stream(Protocol):
         ...
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Send all of `data`; waits as long as the peer does not read.
+        """Send all of `data`; wait while the peer does not read.
 
         Raises:
             StreamClosedError: this side has ended or closed the stream.
@@ -41,16 +41,16 @@ class Stream(Protocol):
         ...
 
     async def receive_some(self, max_bytes: int = 65536) -> bytes:
-        """Receive 1 to `max_bytes` bytes; ``b""`` only after the peer's clean end of stream.
+        """Receive 1 to `max_bytes` bytes; return ``b""`` only after the peer's clean end of stream.
 
         Raises:
             StreamClosedError: this side closed the stream.
-            StreamResetError: the peer reset the stream, or its connection broke off.
+            StreamResetError: the peer reset the stream, or its connection is lost.
         """
         ...
 
     async def receive_into(self, buffer: bytearray | memoryview) -> int:
-        """Receive at least 1 byte and at most as many as fit into `buffer`; 0 only after the peer's clean end.
+        """Receive into `buffer` and return the number of bytes; 0 only after the peer's clean end of stream.
 
         Raises: as `receive_some`.
         """
@@ -59,42 +59,42 @@ class Stream(Protocol):
     async def send_eof(self, last: bytes = b"") -> None:
         """End the sending side cleanly; receiving goes on. Idempotent without `last`.
 
-        The end goes with the last byte of `last`: a peer that has seen the one has seen the other.
+        The end is sent together with the last byte of `last`.
 
         Raises: as `send_all`, for `last`.
         """
         ...
 
     async def reset(self) -> None:
-        """Break the stream off at once; the peer sees `StreamResetError`. Idempotent, never raises."""
+        """Abort the stream at once; the peer sees `StreamResetError`. Idempotent, never raises."""
         ...
 
     async def aclose(self) -> None:
-        """Close both sides: cleanly if sending has ended or nothing is wrong. Idempotent, never raises."""
+        """Close both sides, cleanly unless the stream has failed. Idempotent, never raises."""
         ...
 
 
 StreamHandler = Callable[[Stream], Awaitable[None]]
-"""Serves one incoming stream. The endpoint closes the stream when it returns and resets it when it raises."""
+"""Serves one incoming stream. The endpoint closes the stream when the handler returns and resets it when it raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class GossipMessage:
-    """One message of a topic, signature verified."""
+    """A message of a topic; its signature is verified."""
 
     source: PeerId
-    """Who published it (not who forwarded it)."""
+    """The publisher, not the peer that forwarded it."""
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A value found in the directory."""
+    """A record found in the DHT."""
 
     key: bytes
     value: bytes
     publisher: PeerId | None
-    """Who put it there, if the record says so."""
+    """The peer that put it, if the record names one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,11 @@ class PeerInfo:
 
 
 class Endpoint(Protocol):
-    """A node's presence in the network. Methods may be called from any task of the event loop that opened it."""
+    """A node's interface to the network. Methods may be called from any task of the event loop that opened it."""
 
     @property
     def peer_id(self) -> PeerId:
-        """Who this endpoint is."""
+        """The peer id of this endpoint."""
         ...
 
     @property
@@ -141,16 +141,16 @@ class Endpoint(Protocol):
 
     @property
     def events(self) -> Events:
-        """What happens to this endpoint, for whoever follows."""
+        """The events of this endpoint, for subscribers."""
         ...
 
     async def connect(self, address: str, *, timeout: float = 10.0) -> PeerId:
-        """Connect to a multiaddr, with or without ``/p2p/``; at once if a named peer is connected already.
+        """Connect to a multiaddr and return its peer; return at once if it names a peer that is connected.
 
         Raises:
-            AddressError: the address cannot be dialled by any node.
-            RefusedError: TLS or the peer id does not fit; the message says which certificate and why.
-            UnreachableError: nobody answered there within `timeout` seconds.
+            AddressError: the address is malformed or of an unsupported kind.
+            RefusedError: TLS failed or the peer id differs; the message names the certificate and the reason.
+            UnreachableError: no peer answered there within `timeout` seconds.
         """
         ...
 
@@ -159,17 +159,17 @@ class Endpoint(Protocol):
         ...
 
     def connected_peers(self) -> Mapping[PeerId, PeerInfo]:
-        """The peers connected right now."""
+        """Return the peers that are connected now."""
         ...
 
     async def open_stream(
         self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0, request: bytes | None = None
     ) -> Stream:
-        """Open a stream to `peer`, connecting first if need be (direct, from what the DHT knows, or by relay).
+        """Open a stream to `peer`; connect first if necessary (to known addresses, those in the DHT, or by relay).
 
-        `protocols` are offered in order; the stream's `protocol` is the first that the peer speaks. A `request` is all
-        that this side has to say: it is sent, and its sending side ended, without waiting for the peer to agree where
-        it is known to speak the protocol.
+        `protocols` are offered in order; the stream's `protocol` is the first that the peer speaks. With a `request`,
+        that is all this side sends: the stream is half-closed after it, and where the peer is known to speak the
+        protocol, the request is sent without waiting for the negotiation.
 
         Raises:
             UnreachableError: the peer cannot be reached within `timeout` seconds.
@@ -178,56 +178,57 @@ class Endpoint(Protocol):
         ...
 
     def is_authorized(self, peer: PeerId, what: str) -> bool:
-        """Whether a peer of that role may send `what` (a name of `hypha_proto.protocols.SENDERS`) to this endpoint.
+        """Return whether a peer's role allows it to send `what` (a name of `ALLOWED_SENDERS`) to this endpoint.
 
-        A refusal is told as an event, and logged. Peers without a role may send everything unless roles are required.
+        A refusal is emitted as an event, and logged. Peers without a role may send everything unless roles are
+        required.
         """
         ...
 
     def handle(self, protocol: str, handler: StreamHandler) -> None:
-        """Serve incoming streams of `protocol` with `handler`; a second call for one protocol replaces the first."""
+        """Serve incoming streams of `protocol` with `handler`; replaces an earlier handler of the protocol."""
         ...
 
     def unhandle(self, protocol: str) -> None:
-        """Stop serving `protocol`; streams that are open stay. No error if it was not served."""
+        """Stop serving `protocol`; open streams stay open. No error if it was not served."""
         ...
 
     async def publish(self, topic: str, data: bytes) -> None:
-        """Tell everyone who subscribes to `topic`. Delivery is at most once, and none if no peer is in the topic."""
+        """Publish to the subscribers of `topic`. Each receives the message at most once."""
         ...
 
     def subscribe(self, topic: str) -> AbstractAsyncContextManager[AsyncIterator[GossipMessage]]:
-        """Receive what others publish on `topic` while the context is open (own messages do not come back).
+        """Receive what others publish on `topic` while the context is open (own messages are not delivered).
 
         The topic is joined on entering. Messages wait in a bounded queue (1,024); when it is full the oldest are
-        dropped and counted in the log.
+        dropped, and their number is logged.
         """
         ...
 
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
-        """Connected peers that are known to subscribe to `topic`."""
+        """Return the connected peers that are known to subscribe to `topic`."""
         ...
 
     async def put_record(self, key: bytes, value: bytes, *, ttl: float = 3600.0) -> None:
-        """Store a record in the directory with this endpoint as its publisher; a newer put replaces an older.
+        """Store a record in the DHT with this endpoint as its publisher; it replaces the previous one of this key.
 
         Raises:
-            UnreachableError: no directory server took it.
+            UnreachableError: no gateway stored it.
         """
         ...
 
     async def find_records(self, key: bytes, *, timeout: float = 5.0) -> list[Record]:
-        """Look a key up; best answer first, empty when nobody knows it.
+        """Look up a key: one record per publisher, the newest first; empty when there is none.
 
         Raises:
-            UnreachableError: no directory server could be asked.
+            UnreachableError: no gateway answered.
         """
         ...
 
     async def find_peers(self, *, timeout: float = 5.0) -> list[PeerId]:
-        """Some peers of the network, connected to this endpoint or not: up to 20 of each directory server's.
+        """Return peers of the network, connected to this endpoint or not: up to 20 from each gateway.
 
         Raises:
-            UnreachableError: no directory server could be asked.
+            UnreachableError: no gateway answered.
         """
         ...

@@ -1,4 +1,4 @@
-"""What can go wrong between two nodes. Errors of the engine below are translated to these at its seam."""
+"""Errors of this package. Errors of py-libp2p and of the system are translated to these in `_libp2p`."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ class IdentityError(NetError):
 
 
 class AddressError(NetError, ValueError):
-    """A multiaddr is malformed or of a kind that Hypha does not dial."""
+    """A multiaddr is malformed or of an unsupported kind."""
 
 
 class UnreachableError(NetError):
-    """A peer could not be reached at any address: no route, refused, or timed out."""
+    """A peer could not be reached at any address: no route, connection refused, or timeout."""
 
 
 class RefusedError(UnreachableError):
-    """A peer was reached, but one side refused the other: wrong CA, revoked, wrong peer id, no shared protocol."""
+    """A peer was reached, but one side rejected the other: wrong CA, revoked, wrong peer id, no common protocol."""
 
 
 class StreamDroppedError(UnreachableError):
-    """A connected peer reset a stream before it said which protocol it takes: it may take the next one."""
+    """A connected peer reset a stream during protocol negotiation; another attempt may succeed."""
 
 
 class UnsupportedProtocolError(NetError):
-    """The peer speaks none of the protocols that were offered."""
+    """The peer speaks none of the offered protocols."""
 
 
 class StreamClosedError(NetError):
-    """This side closed the stream, or the endpoint was shut down."""
+    """This side closed the stream, or the endpoint was closed."""
 
 
 class StreamResetError(NetError):
-    """The stream or its connection broke off: what was read so far is not complete."""
+    """The stream was reset or its connection lost: the data received so far is incomplete."""
 
 
 class RequestError(NetError):
-    """A request got no usable answer."""
+    """A request got no valid answer."""
 
 
 class RequestTimeoutError(RequestError):
@@ -48,15 +48,15 @@ class RequestTimeoutError(RequestError):
 
 
 class MessageTooLargeError(RequestError):
-    """A message is over the limit of its protocol."""
+    """A message exceeds the size limit of its protocol."""
 
 
 class TransferError(NetError):
-    """A file did not arrive whole: cut, wrong length, wrong digest, or no room."""
+    """A file was not transferred: interrupted, wrong length, wrong digest, or no space left."""
 
 
 class TransferRefusedError(TransferError):
-    """The other side does not take or give this file; `reason` is its own word."""
+    """The peer does not accept or provide this file; `reason` is the text it sent."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"refused by the peer: {reason}")

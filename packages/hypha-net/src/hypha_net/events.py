@@ -1,7 +1,7 @@
-"""What happens to an endpoint, told as it happens: connections, dials, transfers, lost gossip, circuits.
+"""Events of an endpoint: connections, dials, transfers, dropped gossip, circuits.
 
-`Endpoint.events` has one of these. Whoever makes something happen emits it here once; telemetry counts it, and whoever
-follows gets it in a bounded queue of its own, so that a slow follower never holds the network up.
+`Endpoint.events` is an `Events`. The module in which something happens emits it once; telemetry counts it, and every
+follower gets it in a bounded queue of its own, so that a slow follower never delays the network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger(__name__)
 
 QUEUE: Final = 1024
-"""Events that wait for one follower; when there are more the oldest are dropped, and it is told how many."""
+"""Events that wait for one follower; when there are more, the oldest are dropped and counted."""
 
 _CONNECTIONS: Final = instrumentation.Counter("hypha.connections", "{connection}", "Connections that began or ended.")
 _DIALS: Final = instrumentation.Counter("hypha.dials", "{dial}", "Attempts to reach a peer, by outcome and route.")
@@ -39,7 +39,7 @@ _PUNCHED: Final = instrumentation.Counter(
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A connection to `peer` is up."""
+    """A connection to `peer` was established."""
 
     peer: PeerId
     direction: Literal["inbound", "outbound"]
@@ -48,7 +48,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A connection to `peer` is gone; there may be others."""
+    """A connection to `peer` was closed; there may be others."""
 
     peer: PeerId
     reason: str = ""
@@ -59,7 +59,7 @@ class DialFinished:
     """An attempt to reach a peer ended."""
 
     address: str
-    """The multiaddr, or the peer id when the dialler chose the address."""
+    """The multiaddr, or the peer id if the dialer chose the address."""
     outcome: Literal["connected", "refused", "unreachable", "timeout"]
     seconds: float
     relayed: bool = False
@@ -68,7 +68,7 @@ class DialFinished:
 
 @dataclass(frozen=True, slots=True)
 class PeerRejected:
-    """This node refused a peer, or ended its connection, for what it is: revoked, expired, of the wrong role."""
+    """This node refused a peer or its message, or closed its connection: revoked, expired, wrong role and so on."""
 
     peer: PeerId | None
     reason: Literal["revoked", "expired", "untrusted", "role", "limit", "protocol", "other"]
@@ -77,22 +77,22 @@ class PeerRejected:
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """A file on its way: told when it begins, at most every second while it moves, and when it ends."""
+    """Progress of a file transfer: emitted when it begins, at most every second while it runs, and when it ends."""
 
     peer: PeerId
     name: str
     direction: Literal["sent", "received"]
     state: Literal["begun", "moving", "done", "failed"]
     done: int
-    """Bytes moved so far, those of earlier attempts included."""
+    """Bytes transferred so far, those of earlier attempts included."""
     size: int | None = None
-    """Bytes in all, where they are known."""
+    """Total bytes, if known."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class GossipDropped:
-    """Gossip messages were dropped here."""
+    """This node dropped gossip messages."""
 
     topic: str
     reason: Literal["queue", "oversize", "unsigned", "rate", "undecodable", "role", "other"]
@@ -102,7 +102,7 @@ class GossipDropped:
 
 @dataclass(frozen=True, slots=True)
 class CircuitEnded:
-    """A circuit that this node relayed, or refused to relay, is over."""
+    """A circuit that this node relayed ended, or was refused."""
 
     source: PeerId
     target: PeerId | None
@@ -125,30 +125,30 @@ Event = (
 )
 
 
-class Followed:
-    """The events of one follower, in order; ends when its context does."""
+class EventFollower:
+    """The events of one follower, in order; the iteration ends after `Events.follow` has ended."""
 
     def __init__(self, kinds: tuple[type[Event], ...]) -> None:
         self._kinds = kinds
         self._waiting: deque[Event] = deque(maxlen=QUEUE)
-        self._arrived = anyio.Event()
+        self._changed = anyio.Event()
         self._ended = False
         self.dropped = 0
-        """Events that came while the queue was full."""
+        """Number of events dropped because the queue was full."""
 
     def put(self, event: Event) -> None:
-        """Add an event, if it is of a kind that is followed; never waits."""
+        """Queue an event of a followed kind; never waits."""
         if self._kinds and not isinstance(event, self._kinds):
             return
         if len(self._waiting) == QUEUE:
             self.dropped += 1
         self._waiting.append(event)
-        self._arrived.set()
+        self._changed.set()
 
     def end(self) -> None:
-        """There are no more: who iterates gets those that wait, and then the end."""
+        """End the iteration once the queued events are consumed."""
         self._ended = True
-        self._arrived.set()
+        self._changed.set()
 
     def __aiter__(self) -> AsyncIterator[Event]:
         return self
@@ -157,27 +157,27 @@ class Followed:
         while not self._waiting:
             if self._ended:
                 raise StopAsyncIteration
-            self._arrived = anyio.Event()
-            await self._arrived.wait()
+            self._changed = anyio.Event()
+            await self._changed.wait()
         return self._waiting.popleft()
 
 
 class Events:
-    """Where an endpoint's events go: telemetry, and whoever follows."""
+    """Distributes an endpoint's events to telemetry and to followers."""
 
     def __init__(self) -> None:
-        self._followers: list[Followed] = []
+        self._followers: list[EventFollower] = []
 
     def emit(self, event: Event) -> None:
-        """Count an event and hand it to every follower; never waits, never raises."""
+        """Count an event and queue it for every follower; never waits, never raises."""
         _count(event)
         for follower in self._followers:
             follower.put(event)
 
     @contextmanager
-    def follow(self, *kinds: type[Event]) -> Iterator[Followed]:
-        """Receive events while the context is open: those of `kinds`, or all."""
-        follower = Followed(kinds)
+    def follow(self, *kinds: type[Event]) -> Iterator[EventFollower]:
+        """Receive events of `kinds`, by default all, while the context is open."""
+        follower = EventFollower(kinds)
         self._followers.append(follower)
         try:
             yield follower

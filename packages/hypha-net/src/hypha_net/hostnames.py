@@ -1,22 +1,22 @@
-"""Which host names may stand in a multiaddr: those that its own codec and the system's resolver both take.
+"""Validates host names in multiaddrs: valid for the multiaddr codec and for the system's resolver.
 
-Each of the two has errors of its own, so names are checked where addresses come in: `node.config_address` for what an
-operator writes, `addresses` for what peers report.
+Both would raise errors of their own, later. Called for addresses that an operator writes (`node.config.address_types`)
+and for those that peers report (`addresses`).
 """
 
 from __future__ import annotations
 
 
-def check_host_name(name: str) -> None:
-    """Check a name that is to be looked up, and look nothing up.
+def validate_host_name(name: str) -> None:
+    """Check the syntax of a host name, without a look-up.
 
     Raises:
-        ValueError: nobody can have that name; the message says why.
+        ValueError: the name is not valid; the message says why.
     """
-    import idna  # here: most addresses hold numbers, and a command line should not wait for it
+    import idna  # imported late: most addresses are numeric, and the import would slow down every command
 
     try:
         idna.encode(name, uts46=True)
-        name.encode("idna")  # what the resolver does first, by rules that are older and stricter in places
+        name.encode("idna")  # the resolver's encoding: IDNA 2003, which is stricter in places
     except UnicodeError as error:
-        raise ValueError(f"{name[:80]!r} is no host name ({error}): letters, digits and inner hyphens are") from None
+        raise ValueError(f"{name[:80]!r} is not a host name ({error}): use letters, digits and inner hyphens") from None

@@ -1,8 +1,8 @@
-"""Who am I: a node's certificate, key and trust, and the TLS contexts made of them.
+"""Identity of a node: certificate, key, trust bundle and revocation lists, and the TLS contexts made from them.
 
-A node has one identity, the Ed25519 key of its certificate; its peer id follows from that. Files may come from
-`hypha-certutil` or from the Rust network's tool, whose keys are PKCS#8 version 2 and whose trust bundles end at an
-intermediate CA.
+A node has one identity, the Ed25519 key of its certificate, from which its peer id is derived. Files may come from
+`hypha-certutil` or from the Rust network's tool, whose keys are PKCS#8 version 2 (RFC 5958) and whose trust bundles end
+at an intermediate CA. Called by every daemon at its start, and by the certificate monitor when files change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 ROLE_PREFIX: Final = "hypha://role/"
 _NAME_LIMIT: Final = 200
-"""Letters that are shown of a name in a certificate, which nobody may have verified."""
+"""Characters that are shown of a name in a certificate, which may be unverified."""
 _UNREADABLE: Final = (
     ValueError,
     UnsupportedAlgorithm,
@@ -41,19 +41,19 @@ _UNREADABLE: Final = (
     x509.DuplicateExtension,
     x509.UnsupportedGeneralNameType,
 )
-"""What `cryptography` raises for certificates that OpenSSL has let through, at once or when a field is asked for."""
+"""Errors of `cryptography` for certificates that OpenSSL accepted, on parsing or on access to a field."""
 # PKCS#8: version 0 or 1, algorithm 1.3.101.112 (Ed25519), then an octet string that wraps the 32-byte seed
 _ED25519_PKCS8: Final = re.compile(rb"\x02\x01[\x00\x01]\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20(.{32})", re.DOTALL)
 _PEM_KEY: Final = re.compile(rb"-----BEGIN PRIVATE KEY-----(.+?)-----END PRIVATE KEY-----", re.DOTALL)
 
 
 FileState = tuple[tuple[int, int, int, int] | None, ...]
-"""What tells that a file has changed, for each: device, inode, size, time of change; none where there is no file."""
+"""Device, inode, size and modification time of each file, to detect changes; None where there is no file."""
 
 
 @dataclass(frozen=True, slots=True)
 class CertificateInfo:
-    """What a certificate says, for people and for role checks."""
+    """The fields of a certificate that are displayed, and its role."""
 
     subject: str
     issuer: str
@@ -85,23 +85,23 @@ class Identity:
     trusted: tuple[x509.Certificate, ...] = field(repr=False)
     revocations: tuple[x509.CertificateRevocationList, ...] = field(repr=False)
     trust_has_root: bool
-    """Whether every chain of the trust bundle ends at a root in it; the Rust tool's end at the organisation."""
+    """Whether every chain of the trust bundle ends at a root in it; the Rust tool's bundles end at the organisation."""
     read_from: FileState = field(repr=False)
-    """The files as they were when they were read."""
+    """State of the files when they were read."""
 
     @property
     def seed(self) -> bytes:
-        """The private key's 32 bytes."""
+        """The 32 bytes of the private key."""
         return self.key.private_bytes_raw()
 
     def server_context(self) -> ssl.SSLContext:
-        """A fresh context for the accepting side. Raises `IdentityError`."""
+        """Make a TLS context for the accepting side. Raises `IdentityError`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0
         return self._load(context)
 
     def client_context(self) -> ssl.SSLContext:
-        """A fresh context for the dialling side. Raises `IdentityError`."""
+        """Make a TLS context for the dialling side. Raises `IdentityError`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         return self._load(context)
@@ -111,8 +111,8 @@ class Identity:
         context.verify_mode = ssl.CERT_REQUIRED
         # certificates of the Rust tool lack key identifiers
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-        # a chain may end below the root only where there is no root: it ends there always then, and the list that
-        # could revoke its last CA cannot be checked
+        # partial chains only where the bundle has no root: with them OpenSSL always stops at the first trusted CA, and
+        # does not check the list that could revoke it
         if self.trust_has_root:
             context.verify_flags &= ~ssl.VERIFY_X509_PARTIAL_CHAIN
         else:
@@ -123,10 +123,10 @@ class Identity:
             context.load_verify_locations(self.trust_pem)
             if self.crls_pem is not None:
                 context.load_verify_locations(self.crls_pem)
-                whole = self.trust_has_root
-                context.verify_flags |= ssl.VERIFY_CRL_CHECK_CHAIN if whole else ssl.VERIFY_CRL_CHECK_LEAF
+                full_chain = self.trust_has_root
+                context.verify_flags |= ssl.VERIFY_CRL_CHECK_CHAIN if full_chain else ssl.VERIFY_CRL_CHECK_LEAF
         except (ssl.SSLError, OSError) as error:
-            raise IdentityError(f"TLS does not take {self.cert_pem}, {self.trust_pem}: {error}") from error
+            raise IdentityError(f"TLS cannot use {self.cert_pem}, {self.trust_pem}: {error}") from error
         return context
 
 
@@ -136,8 +136,8 @@ def load_identity(cert_pem: Path, key_pem: Path, trust_pem: Path, crls_pem: Path
     Args:
         cert_pem: the node's certificate, then its intermediates.
         key_pem: its Ed25519 key, PKCS#8 version 1 or 2.
-        trust_pem: CAs whose nodes are trusted.
-        crls_pem: revocation lists, of every CA in the chain.
+        trust_pem: the CAs whose nodes are trusted.
+        crls_pem: the revocation lists of every CA in the chain.
 
     Raises:
         IdentityError: a file is missing or unusable; the message names the configuration key, the file and the remedy.
@@ -148,7 +148,7 @@ def load_identity(cert_pem: Path, key_pem: Path, trust_pem: Path, crls_pem: Path
     info = describe_certificate(chain[0], f"cert_pem {cert_pem}")
     if key.public_key().public_bytes_raw() != info.peer_id.public_key:
         raise IdentityError(
-            f"key_pem {key_pem} does not belong to cert_pem {cert_pem}: name the pair that was made together"
+            f"key_pem {key_pem} does not belong to cert_pem {cert_pem}: configure the key of this certificate"
         )
     _check_time(info, cert_pem)
     trusted = _certificates(_read("trust_pem", trust_pem), "trust_pem", trust_pem)
@@ -173,29 +173,29 @@ def load_identity(cert_pem: Path, key_pem: Path, trust_pem: Path, crls_pem: Path
 def _check_mode(key_pem: Path) -> None:
     try:
         if os.name == "posix" and key_pem.stat().st_mode & 0o077:
-            _log.warning("key_pem %s can be read by others: chmod 600 it", key_pem)
+            _log.warning("key_pem %s can be read by other users: run chmod 600 on it", key_pem)
     except OSError as error:
         raise IdentityError(f"key_pem {key_pem} cannot be read: {error.strerror or error}") from error
 
 
 def reload_identity(identity: Identity) -> Identity:
-    """Read the files of an identity again; it stays the same peer.
+    """Read the files of an identity again; the peer id must stay the same.
 
     Raises:
-        IdentityError: as `load_identity`, or the files are of another key by now.
+        IdentityError: as `load_identity`, or the files contain another key now.
     """
     fresh = load_identity(identity.cert_pem, identity.key_pem, identity.trust_pem, identity.crls_pem)
     if fresh.peer_id != identity.peer_id:
         raise IdentityError(
-            f"cert_pem {identity.cert_pem} and key_pem {identity.key_pem} are of another key now, which makes another "
-            f"peer ({fresh.peer_id}, and this node is {identity.peer_id}): restart the node to become it, "
-            "or have the certificate renewed for the key that it had"
+            f"cert_pem {identity.cert_pem} and key_pem {identity.key_pem} contain another key now, and so another peer "
+            f"id ({fresh.peer_id}; this node is {identity.peer_id}): restart the node to use it, or have the "
+            "certificate renewed for the previous key"
         )
     return fresh
 
 
 def file_state(identity: Identity) -> FileState:
-    """The files of an identity as they are now."""
+    """Return the current state of an identity's files."""
     return _file_state(identity.cert_pem, identity.key_pem, identity.trust_pem, identity.crls_pem)
 
 
@@ -212,10 +212,10 @@ def _state_of(path: Path | None) -> tuple[int, int, int, int] | None:
 
 
 def read_certificate(encoded: bytes, what: str = "certificate") -> CertificateInfo:
-    """What a certificate says that came as DER, from anybody.
+    """Describe a DER certificate of an untrusted source.
 
     Raises:
-        IdentityError: as `describe_certificate`, or it is no certificate.
+        IdentityError: as `describe_certificate`, or it is not a certificate.
     """
     try:
         certificate = x509.load_der_x509_certificate(encoded)
@@ -225,10 +225,10 @@ def read_certificate(encoded: bytes, what: str = "certificate") -> CertificateIn
 
 
 def describe_certificate(certificate: x509.Certificate, what: str = "certificate") -> CertificateInfo:
-    """What a certificate says.
+    """Describe a certificate.
 
     Raises:
-        IdentityError: its key is not Ed25519, or a part of it makes no sense.
+        IdentityError: its key is not Ed25519, or a field is malformed.
     """
     try:
         return _describe(certificate, what)
@@ -255,7 +255,7 @@ def _describe(certificate: x509.Certificate, what: str) -> CertificateInfo:
 
 
 def common_name(name: x509.Name) -> str:
-    """A certificate's name for people: the common name, or all of it where there is none; cut where it is too long."""
+    """Return a name for display: its common name, or the whole name if it has none, cut to `_NAME_LIMIT`."""
     found = name.get_attributes_for_oid(NameOID.COMMON_NAME)
     return (str(found[0].value) if found else name.rfc4514_string())[:_NAME_LIMIT]
 
@@ -278,10 +278,10 @@ def _read(key: str, path: Path) -> bytes:
 
 
 def remedy_for(key: str) -> str:
-    """What to do where the file that the configuration names at `key` is missing."""
+    """Return the remedy for a missing file that is configured as `key`."""
     if key == "crls_pem":
-        return "copy the authorities' revocation lists there, or leave crls_pem out"
-    return "make it with hypha-certutil node NAME, or name the file that it wrote"
+        return "copy the authorities' revocation lists there, or remove crls_pem"
+    return "make it with hypha-certutil node NAME, or configure the path of the file that it wrote"
 
 
 def _certificates(data: bytes, key: str, path: Path) -> list[x509.Certificate]:
@@ -334,7 +334,7 @@ def _read_crls(data: bytes, path: Path) -> list[x509.CertificateRevocationList]:
 
 @contextmanager
 def _key_file(key: Ed25519PrivateKey) -> Iterator[str]:
-    """The key as a file, because `ssl` loads keys from files only: in memory on Linux, private elsewhere."""
+    """Provide the key as a file, because `ssl` loads keys from files only: in memory on Linux, private elsewhere."""
     data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     if hasattr(os, "memfd_create"):
         handle = os.memfd_create("hypha-key")

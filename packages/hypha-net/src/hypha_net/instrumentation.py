@@ -1,8 +1,8 @@
-"""Spans and metrics for every room, without OpenTelemetry: calls that cost next to nothing until a recorder is there.
+"""Spans and metrics without OpenTelemetry: calls that cost almost nothing until a recorder is installed.
 
-`node.telemetry` installs the recorder when a collector is configured, and is the only place that imports the SDK. The
-trace that work belongs to travels as a W3C ``traceparent``: `requests`, `gossip` and `transfer` write it into messages
-and take it up on the other side, so rooms only name what they do.
+`node.telemetry.sdk` installs the recorder when a collector is configured; only that package imports the OpenTelemetry
+SDK. The trace context travels as a W3C ``traceparent`` (https://www.w3.org/TR/trace-context/): `rpc`, `pubsub` and
+`transfer` add it to messages and continue the trace on the other side. Called by every module that measures something.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ M = TypeVar("M")
 
 
 class OpenSpan(Protocol):
-    """A span that a recorder has begun."""
+    """A span that a recorder has started."""
 
     @property
     def traceparent(self) -> str:
-        """The span as the parent of others."""
+        """The ``traceparent`` for child spans."""
         ...
 
     def set(self, attributes: Attributes) -> None:
@@ -42,38 +42,38 @@ class OpenSpan(Protocol):
         ...
 
     def end(self, error: str | None, kind: str | None, ago: float = 0.0) -> None:
-        """Finish, `ago` seconds before now; with `error` and its `kind` when what it tells of failed."""
+        """End the span, `ago` seconds before now; with `error` and its `kind` if the operation failed."""
         ...
 
 
 class Recorder(Protocol):
-    """Where spans and measurements go."""
+    """Receives spans and measurements."""
 
     def start_span(self, name: str, kind: SpanKind, parent: str | None, attributes: Attributes, ago: float) -> OpenSpan:
-        """Begin a span, `ago` seconds before now, under a valid ``traceparent`` or as a trace of its own."""
+        """Start a span, `ago` seconds before now, under a valid ``traceparent`` or as a new trace."""
         ...
 
     def measure(self, metric: Metric, value: float, attributes: Attributes) -> None:
-        """Take one measurement: an amount for a counter, a value for anything else."""
+        """Record one measurement: an amount for a counter, a value for any other metric."""
         ...
 
     def forget(self, metric: Metric, attributes: Attributes) -> None:
-        """Export a gauge's or level's value under these attributes no more."""
+        """Stop exporting the value of a gauge or level with these attributes."""
         ...
 
 
 _recorder: Recorder | None = None
-_here: ContextVar[str | None] = ContextVar("traceparent", default=None)
+_current: ContextVar[str | None] = ContextVar("traceparent", default=None)
 
 
 def install(recorder: Recorder | None) -> None:
-    """Send everything to `recorder` from now on; none turns it off."""
+    """Send everything to `recorder` from now on; None turns recording off."""
     global _recorder
     _recorder = recorder
 
 
 def enabled() -> bool:
-    """Whether anybody listens: what costs something to measure is measured only then."""
+    """Return whether a recorder is installed; expensive measurements depend on it."""
     return _recorder is not None
 
 
@@ -81,19 +81,19 @@ def enabled() -> bool:
 
 
 class Span:
-    """A piece of work. Begins when it is made; as a context it is the parent of what happens inside, and then ends.
+    """A span; starts when it is made. As a context manager it is the parent of spans inside, and ends on exit.
 
-    Without a recorder it only passes on the trace that it is part of.
+    Without a recorder it only propagates the trace it is part of.
     """
 
     __slots__ = ("_entered", "_open", "traceparent")
 
     def __init__(self, name: str, attributes: Attributes, parent: str | None, kind: SpanKind, ago: float) -> None:
-        above = parent if parent is not None and _TRACEPARENT.fullmatch(parent) else _here.get()
-        self._open = _recorder.start_span(name, kind, above, attributes, ago) if _recorder is not None else None
+        outer = parent if parent is not None and _TRACEPARENT.fullmatch(parent) else _current.get()
+        self._open = _recorder.start_span(name, kind, outer, attributes, ago) if _recorder is not None else None
         self._entered: Token[str | None] | None = None
-        self.traceparent: str | None = above if self._open is None else self._open.traceparent
-        """This span as the parent of others, in this process or another."""
+        self.traceparent: str | None = outer if self._open is None else self._open.traceparent
+        """The ``traceparent`` for child spans, in this process or another."""
 
     def set(self, attributes: Attributes) -> None:
         """Add attributes."""
@@ -101,7 +101,7 @@ class Span:
             self._open.set(attributes)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Finish it, for one that is not used as a context."""
+        """End a span that is not used as a context manager."""
         if self._open is None:
             return
         opened, self._open = self._open, None
@@ -113,14 +113,14 @@ class Span:
         opened.end(None, None)
 
     def __enter__(self) -> Span:
-        self._entered = _here.set(self.traceparent)
+        self._entered = _current.set(self.traceparent)
         return self
 
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         if self._entered is not None:
-            _here.reset(self._entered)
+            _current.reset(self._entered)
         self.end(error)
 
 
@@ -132,11 +132,11 @@ def span(
     kind: SpanKind = "internal",
     ago: float = 0.0,
 ) -> Span:
-    """Begin a span.
+    """Start a span.
 
     Args:
         parent: ``traceparent`` of another process; by default, and if it is malformed, the span around this call.
-        ago: seconds for which the work has been going on already.
+        ago: seconds since the operation began.
     """
     return Span(name, attributes, parent, kind, ago)
 
@@ -144,16 +144,16 @@ def span(
 def record(
     name: str, attributes: Attributes, *, parent: str | None, ago: float, seconds: float, error: str | None = None
 ) -> str | None:
-    """Tell of work that is over already, done by somebody who has no recorder: an executor.
+    """Record a span for work that has ended, on behalf of a process without a recorder: an executor.
 
     Args:
-        parent: ``traceparent`` of what it was part of; without a valid one nothing is recorded.
-        ago: seconds since it began.
-        seconds: for which it lasted.
+        parent: ``traceparent`` of the parent; without a valid one nothing is recorded.
+        ago: seconds since the work began.
+        seconds: its duration.
         error: why it failed.
 
     Returns:
-        It as the parent of others.
+        The ``traceparent`` for child spans.
     """
     if parent is None or not _TRACEPARENT.fullmatch(parent) or _recorder is None:
         return parent
@@ -163,30 +163,30 @@ def record(
 
 
 def same_trace(first: str | None, second: str | None) -> bool:
-    """Whether two ``traceparent``s are well formed and of one trace."""
+    """Return whether two ``traceparent`` values are well formed and belong to one trace."""
     both = [text for text in (first, second) if text is not None and _TRACEPARENT.fullmatch(text)]
     return len(both) == 2 and both[0].split("-")[1] == both[1].split("-")[1]
 
 
 def current_traceparent() -> str | None:
-    """The span around this call, for a message or an environment; none outside of any trace."""
-    return _here.get()
+    """Return the ``traceparent`` of the current span, for a message or an environment; None outside of a trace."""
+    return _current.get()
 
 
 @contextmanager
 def attached(traceparent: str | None) -> Iterator[None]:
-    """Do what happens inside as part of a trace that is known by its ``traceparent``; none: as part of no trace."""
+    """Run the body as part of the trace of a ``traceparent``, or of no trace if that is None or malformed."""
     valid = traceparent if traceparent is not None and _TRACEPARENT.fullmatch(traceparent) else None
-    token = _here.set(valid)
+    token = _current.set(valid)
     try:
         yield
     finally:
-        _here.reset(token)
+        _current.reset(token)
 
 
 def with_trace(message: M) -> M:
-    """A message of the wire that names the span around this call, when it has a place for that and names none yet."""
-    here = _here.get()
+    """Return a message with the current ``traceparent``, if it has such a field and it is empty."""
+    here = _current.get()
     if here is None or not isinstance(message, msgspec.Struct) or getattr(message, "traceparent", "") is not None:
         return message
     named: M = msgspec.structs.replace(message, traceparent=here)
@@ -194,15 +194,15 @@ def with_trace(message: M) -> M:
 
 
 def trace_of(message: object) -> str | None:
-    """The span that a message of the wire names, if it is well formed."""
+    """Return the ``traceparent`` of a message, if it has a well-formed one."""
     named = getattr(message, "traceparent", None)
     return named if isinstance(named, str) and _TRACEPARENT.fullmatch(named) else None
 
 
 def serving(name: str, message: object, attributes: Attributes = _NONE) -> AbstractContextManager[object]:
-    """A span for what a peer's message asks for, when that names a span; otherwise the work is part of no trace.
+    """Return a context for serving a peer's message: a span in the trace of the message, or no trace if it has none.
 
-    Not of the one around this call either: a task that serves a connection's streams is one of whatever had it dialled.
+    The current trace is not continued: the task that serves a connection belongs to whatever caused the dial.
     """
     parent = trace_of(message)
     return attached(None) if parent is None else span(name, attributes, parent=parent, kind="server")
@@ -213,7 +213,7 @@ def serving(name: str, message: object, attributes: Attributes = _NONE) -> Abstr
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What is measured. Made once, by the room that measures it."""
+    """Name and kind of a metric; made once, by the module that measures it."""
 
     name: str
     kind: MetricKind
@@ -222,55 +222,55 @@ class Metric:
 
 
 class Counter:
-    """Grows only; rates follow from it."""
+    """A monotonic counter."""
 
     def __init__(self, name: str, unit: str, description: str) -> None:
         self.metric = Metric(name, "counter", unit, description)
 
     def add(self, amount: float = 1, attributes: Attributes = _NONE) -> None:
-        """Count."""
+        """Add to the counter."""
         if _recorder is not None:
             _recorder.measure(self.metric, amount, attributes)
 
 
 class UpDownCounter(Counter):
-    """Counts what comes and goes."""
+    """A counter that can decrease."""
 
     def __init__(self, name: str, unit: str, description: str) -> None:
         self.metric = Metric(name, "up_down_counter", unit, description)
 
 
 class Histogram:
-    """How values are distributed: durations above all."""
+    """A distribution of values, such as durations."""
 
     def __init__(self, name: str, unit: str, description: str) -> None:
         self.metric = Metric(name, "histogram", unit, description)
 
     def record(self, value: float, attributes: Attributes = _NONE) -> None:
-        """Take a value."""
+        """Record a value."""
         if _recorder is not None:
             _recorder.measure(self.metric, value, attributes)
 
 
 class Gauge:
-    """A value that is what it is until it is set again or forgotten, such as a share."""
+    """A value that stays until it is set again or forgotten, such as a share."""
 
     def __init__(self, name: str, unit: str, description: str) -> None:
         self.metric = Metric(name, "gauge", unit, description)
 
     def set(self, value: float, attributes: Attributes = _NONE) -> None:
-        """It is `value` from now on."""
+        """Set the value."""
         if _recorder is not None:
             _recorder.measure(self.metric, value, attributes)
 
     def forget(self, attributes: Attributes = _NONE) -> None:
-        """What it told of is gone."""
+        """Stop exporting the value."""
         if _recorder is not None:
             _recorder.forget(self.metric, attributes)
 
 
 class Level(Gauge):
-    """Like a gauge, of something that adds up over nodes and jobs, such as bytes in use."""
+    """A gauge whose values can be added up over nodes and jobs, such as bytes in use."""
 
     def __init__(self, name: str, unit: str, description: str) -> None:
         self.metric = Metric(name, "level", unit, description)

@@ -1,6 +1,7 @@
-"""What repeats itself is told once, and then now and then: a peer that stays refused, a gateway that stays away.
+"""Limits repeated log lines: a peer that keeps being refused, a gateway that stays unreachable.
 
-Before this room: `security` and `gateways`, which meet such things every few seconds. After it: the log.
+Called by `security.tls` (`LogThrottle`) and `bootstrap.gateways` (`OutageLogSchedule`), which meet the same error every
+few seconds.
 """
 
 from __future__ import annotations
@@ -11,58 +12,58 @@ from typing import Final
 
 import trio
 
-QUIET: Final = 60.0
-"""Seconds for which the same thing is not told again."""
+INTERVAL: Final = 60.0
+"""Seconds for which the same message is suppressed."""
 MAX_KEPT: Final = 1024
-"""Things that are remembered as told; the one that was longest not met goes first."""
+"""Keys that are remembered; the least recently used is dropped first."""
 REMINDERS: Final = (60.0, 300.0, 900.0, 3600.0)
-"""Seconds from one line on something that stays away to the next; the last repeats."""
+"""Seconds between two lines about one outage; the last repeats."""
 
 
 class LogThrottle:
-    """Tells each thing at most once in `QUIET` seconds, with how often it came meanwhile."""
+    """Allows each message once in `INTERVAL` seconds, and counts those in between."""
 
     def __init__(self, clock: Callable[[], float] = trio.current_time) -> None:
         self._clock = clock
-        self._told: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
-        """When it was last told, and how often it came since."""
+        self._logged: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
+        """When a key was last logged, and how often it was suppressed since."""
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._logged)
 
-    def since_told(self, key: Hashable) -> int | None:
-        """It happened: none if it is not to be told now, else how often it happened untold since the last time."""
+    def suppressed_count(self, key: Hashable) -> int | None:
+        """Return how many messages were suppressed since the last one, or None if this one is to be suppressed."""
         now = self._clock()
-        at, untold = self._told.pop(key, (None, 0))
-        if at is not None and now - at < QUIET:
-            self._told[key] = (at, untold + 1)
+        at, suppressed = self._logged.pop(key, (None, 0))
+        if at is not None and now - at < INTERVAL:
+            self._logged[key] = (at, suppressed + 1)
             return None
-        while len(self._told) >= MAX_KEPT:
-            self._told.popitem(last=False)
-        self._told[key] = (now, 0)
-        return untold
+        while len(self._logged) >= MAX_KEPT:
+            self._logged.popitem(last=False)
+        self._logged[key] = (now, 0)
+        return suppressed
 
 
 class OutageLogSchedule:
-    """Says when to tell that something is still away: at once, then after longer and longer intervals."""
+    """Decides when to log an outage: at once, then after growing intervals."""
 
     def __init__(self, clock: Callable[[], float] = trio.current_time) -> None:
-        """It is away from now on."""
+        """Begin the outage."""
         self._clock = clock
         self._began = clock()
-        self._ways: dict[str, tuple[int, float]] = {}
-        """How often it was told, and when it is again; by way, as one may come between the lines on the other."""
+        self._kinds: dict[str, tuple[int, float]] = {}
+        """How often each kind of failure was logged, and when it is due again; the kinds may alternate."""
 
     @property
     def seconds(self) -> float:
-        """How long it has been away."""
+        """Duration of the outage so far."""
         return self._clock() - self._began
 
-    def is_due(self, way: str) -> bool:
-        """Whether to tell now that it is away in this `way`, of which the caller has few."""
+    def is_due(self, kind: str) -> bool:
+        """Return whether to log a failure of this `kind` now; callers use few kinds."""
         now = self._clock()
-        count, due = self._ways.get(way, (0, now))
+        count, due = self._kinds.get(kind, (0, now))
         if now < due:
             return False
-        self._ways[way] = (count + 1, now + REMINDERS[min(count, len(REMINDERS) - 1)])
+        self._kinds[kind] = (count + 1, now + REMINDERS[min(count, len(REMINDERS) - 1)])
         return True

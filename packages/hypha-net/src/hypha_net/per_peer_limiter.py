@@ -1,7 +1,8 @@
-"""How much of one peer is served at a time: what it begins beyond that waits for its turn, and holds up nobody else.
+"""Concurrency limit per peer: further operations of one peer wait, and do not delay other peers.
 
-A transfer costs a thread, an open file and two blocks of memory, and half a message the memory for what has come of it,
-for as long as the peer likes to take. What waits here costs no more than the muxer's buffers, which are bounded.
+A transfer costs a thread, an open file and two blocks of memory, and a partial message the memory of its bytes, for as
+long as the peer takes. What waits here costs only the yamux receive buffers, which are bounded. Called by `rpc`,
+`transfer`, the DHT server and gossipsub.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from hypha_proto.ids import PeerId
 class _Entry:
     limiter: anyio.CapacityLimiter
     users: int = 0
-    """Those that have their turn or wait for it."""
+    """Tasks that hold a slot or wait for one."""
 
 
 class PerPeerLimiter:
-    """So many at once of each peer, first come, first served."""
+    """Limits the concurrent operations of each peer; they wait in order of arrival."""
 
-    def __init__(self, at_once: int) -> None:
-        self._at_once = at_once
+    def __init__(self, max_concurrent: int) -> None:
+        self._max_concurrent = max_concurrent
         self._peers: dict[PeerId, _Entry] = {}
 
     @asynccontextmanager
     async def acquire(self, peer: PeerId) -> AsyncIterator[None]:
-        """Wait for a turn of `peer`'s, and have it while the context is open."""
-        entry = self._peers.setdefault(peer, _Entry(anyio.CapacityLimiter(self._at_once)))
+        """Wait for a slot of `peer`, and hold it while the context is open."""
+        entry = self._peers.setdefault(peer, _Entry(anyio.CapacityLimiter(self._max_concurrent)))
         entry.users += 1
         try:
             async with entry.limiter:

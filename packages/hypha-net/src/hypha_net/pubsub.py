@@ -1,4 +1,8 @@
-"""Tell many: typed messages on a topic. What cannot be decoded is dropped, counted and logged."""
+"""Typed publish/subscribe over gossipsub: encodes and decodes the messages of a `Topic`.
+
+Messages that cannot be decoded are dropped, counted and logged. Called by schedulers and workers; built on
+`Endpoint.publish` and `subscribe`.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,13 @@ T = TypeVar("T")
 
 
 async def publish(endpoint: Endpoint, topic: Topic[T], message: T) -> None:
-    """Tell everyone who subscribes to `topic`. Raises `EncodeError` for a message that is not the topic's."""
+    """Publish a message to the subscribers of `topic`. Raises `EncodeError` if it is not of the topic's type."""
     await endpoint.publish(topic.name, topic.encode(instrumentation.with_trace(message)))
 
 
 @asynccontextmanager
 async def subscribe(endpoint: Endpoint, topic: Topic[T]) -> AsyncIterator[AsyncIterator[tuple[PeerId, T]]]:
-    """Receive what others say on `topic`, as (who published it, message), while the context is open."""
+    """Receive the messages of others on `topic`, as (publisher, message), while the context is open."""
     async with endpoint.subscribe(topic.name) as messages:
         yield _decoded(endpoint, messages, topic)
 

@@ -1,7 +1,7 @@
-"""Ask one peer: one message there, one back, over a stream of its own, with a deadline and size limits.
+"""Request and response: one CBOR message each way over a stream of its own, with a deadline and size limits.
 
-The sender writes one CBOR value and ends its sending side; the answer ends the stream. Which messages exist is
-`hypha_proto`'s business; this room moves them over any `Endpoint`.
+The client writes its request and half-closes the stream; the response ends it. The messages are defined in
+`hypha_proto.protocols` as `RpcMethod`. Called by all daemons; works over any `Endpoint`.
 """
 
 from __future__ import annotations
@@ -34,62 +34,58 @@ Resp = TypeVar("Resp")
 Handler = Callable[[PeerId, Req], Awaitable[Resp]]
 
 READ_TIMEOUT: Final = 30.0
-"""Seconds within which a peer that asks must have written its request, and later have taken the answer."""
-READ_AT_ONCE: Final = 32
-"""Requests of one peer and protocol of which a part has come; the others wait."""
+"""Seconds for a peer to send its request, and later to receive the response."""
+MAX_CONCURRENT_READS: Final = 32
+"""Requests of one peer and protocol that are read at once; further ones wait."""
 
 
 async def call(
-    endpoint: Endpoint, peer: PeerId, conversation: RpcMethod[Req, Resp], message: Req, *, timeout: float = 10.0
+    endpoint: Endpoint, peer: PeerId, method: RpcMethod[Req, Resp], message: Req, *, timeout: float = 10.0
 ) -> Resp:
-    """Ask `peer` and wait for its answer, `timeout` seconds in all.
+    """Send a request to `peer` and return its response, within `timeout` seconds in all.
 
     Raises:
         UnreachableError: the peer cannot be reached.
-        UnsupportedProtocolError: it does not speak the conversation's protocol.
-        RequestTimeoutError: no whole answer came in time.
-        MessageTooLargeError: the request or the answer is over the conversation's limit.
-        RequestError: the stream broke off, or the answer is not what the conversation says.
+        UnsupportedProtocolError: it does not speak the method's protocol.
+        RequestTimeoutError: no complete response arrived in time.
+        MessageTooLargeError: the request or the response exceeds the method's limit.
+        RequestError: the stream was reset, or the response is malformed.
     """
     if instrumentation.current_traceparent() is None:
-        return await _call(endpoint, peer, conversation, message, timeout)
-    with instrumentation.span(_name(conversation), _about(conversation, peer), kind="client"):
-        return await _call(endpoint, peer, conversation, instrumentation.with_trace(message), timeout)
+        return await _call(endpoint, peer, method, message, timeout)
+    with instrumentation.span(_span_name(method), _span_attributes(method, peer), kind="client"):
+        return await _call(endpoint, peer, method, instrumentation.with_trace(message), timeout)
 
 
-def _name(conversation: RpcMethod[Any, Any]) -> str:
-    return conversation.variant or conversation.protocol.split("/")[1]
+def _span_name(method: RpcMethod[Any, Any]) -> str:
+    return method.variant or method.protocol.split("/")[1]
 
 
-def _about(conversation: RpcMethod[Any, Any], peer: PeerId) -> instrumentation.Attributes:
-    return {"rpc.system": "libp2p", "rpc.method": _name(conversation), "hypha.peer.id": str(peer)}
+def _span_attributes(method: RpcMethod[Any, Any], peer: PeerId) -> instrumentation.Attributes:
+    return {"rpc.system": "libp2p", "rpc.method": _span_name(method), "hypha.peer.id": str(peer)}
 
 
-async def _call(
-    endpoint: Endpoint, peer: PeerId, conversation: RpcMethod[Req, Resp], message: Req, timeout: float
-) -> Resp:
-    data = conversation.encode_request(message)
-    what = conversation.variant or conversation.protocol
-    if len(data) > conversation.max_request:
-        raise MessageTooLargeError(
-            f"{what}: a request of {len(data)} bytes is over the limit, {conversation.max_request}"
-        )
+async def _call(endpoint: Endpoint, peer: PeerId, method: RpcMethod[Req, Resp], message: Req, timeout: float) -> Resp:
+    data = method.encode_request(message)
+    what = method.variant or method.protocol
+    if len(data) > method.max_request:
+        raise MessageTooLargeError(f"{what}: a request of {len(data)} bytes exceeds the limit, {method.max_request}")
     try:
         with anyio.fail_after(timeout):
-            stream = await endpoint.open_stream(peer, [conversation.protocol], timeout=timeout, request=data)
-            answer = await _read_answer(stream, conversation.max_response)
+            stream = await endpoint.open_stream(peer, [method.protocol], timeout=timeout, request=data)
+            answer = await _read_answer(stream, method.max_response)
     except TimeoutError:
         raise RequestTimeoutError(f"{what} to {peer}: no answer within {timeout:g} s") from None
     except (StreamResetError, StreamClosedError) as error:
-        raise RequestError(f"{what} to {peer}: {error or 'the stream broke off before an answer'}") from error
+        raise RequestError(f"{what} to {peer}: {error or 'the stream ended before a response'}") from error
     try:
-        return conversation.decode_response(answer)
+        return method.decode_response(answer)
     except DecodeError as error:
         raise RequestError(f"{what} to {peer}: the answer is malformed: {error}") from error
 
 
 async def _read_answer(stream: Stream, limit: int) -> bytes:
-    """Read the answer; the stream is gone in every case."""
+    """Read the response; close the stream in every case."""
     done = False
     try:
         answer = await read_to_end(stream, limit)
@@ -101,18 +97,18 @@ async def _read_answer(stream: Stream, limit: int) -> bytes:
 
 
 async def read_to_end(stream: Stream, limit: int) -> bytes:
-    """Read until the peer ends its side.
+    """Read until the peer half-closes the stream.
 
     Raises:
-        MessageTooLargeError: more than `limit` bytes came.
-        StreamResetError: the stream broke off.
+        MessageTooLargeError: more than `limit` bytes arrived.
+        StreamResetError: the stream was reset.
     """
     parts: list[bytes] = []
     size = 0
     while part := await stream.receive_some(min(65536, limit + 1)):
         size += len(part)
         if size > limit:
-            raise MessageTooLargeError(f"a message from {stream.peer} on {stream.protocol} is over {limit} bytes")
+            raise MessageTooLargeError(f"a message from {stream.peer} on {stream.protocol} exceeds {limit} bytes")
         parts.append(part)
     return b"".join(parts)
 
@@ -121,63 +117,63 @@ _Served = dict[str | None, tuple[RpcMethod[Any, Any], Handler[Any, Any]]]
 _served: WeakKeyDictionary[Endpoint, dict[str, _Served]] = WeakKeyDictionary()
 
 
-def serve(endpoint: Endpoint, conversation: RpcMethod[Req, Resp], handler: Handler[Req, Resp]) -> None:
-    """Answer a conversation with `handler(peer, request)`; a second call replaces the first handler.
+def serve(endpoint: Endpoint, method: RpcMethod[Req, Resp], handler: Handler[Req, Resp]) -> None:
+    """Serve a method with `handler(peer, request)`; replaces an earlier handler of the method.
 
-    A handler that raises leaves the asking peer with a broken stream, which is a `RequestError` there; a request that
-    cannot be decoded, or that is not for a peer of that role to make (`SENDERS`), never reaches it and is reset.
+    When the handler raises, the stream is reset, which is a `RequestError` for the client. A request that cannot be
+    decoded, or that the peer's role may not send (`ALLOWED_SENDERS`), is reset without calling the handler.
     """
     protocols = _served.setdefault(endpoint, {})
-    if conversation.protocol not in protocols:
-        protocols[conversation.protocol] = {}
-        endpoint.handle(conversation.protocol, _answer_with(endpoint, protocols[conversation.protocol]))
-    protocols[conversation.protocol][conversation.variant] = (conversation, handler)
+    if method.protocol not in protocols:
+        protocols[method.protocol] = {}
+        endpoint.handle(method.protocol, _stream_handler(endpoint, protocols[method.protocol]))
+    protocols[method.protocol][method.variant] = (method, handler)
 
 
-def _answer_with(endpoint: Endpoint, served: _Served) -> Callable[[Stream], Awaitable[None]]:
-    turns = PerPeerLimiter(READ_AT_ONCE)
+def _stream_handler(endpoint: Endpoint, served: _Served) -> Callable[[Stream], Awaitable[None]]:
+    limiter = PerPeerLimiter(MAX_CONCURRENT_READS)
 
     async def read(stream: Stream) -> bytes:
-        async with turns.acquire(stream.peer):
+        async with limiter.acquire(stream.peer):
             with anyio.fail_after(READ_TIMEOUT):
                 return await read_to_end(stream, max(entry[0].max_request for entry in served.values()))
 
     async def answer(stream: Stream) -> None:
         try:
             data = await read(stream)
-            conversation, handler = _find(served, data)
-            if not endpoint.is_authorized(stream.peer, conversation.name):
+            method, handler = _find_handler(served, data)
+            if not endpoint.is_authorized(stream.peer, method.name):
                 await stream.reset()
                 return
-            request = conversation.decode_request(data)
+            request = method.decode_request(data)
         except (DecodeError, MessageTooLargeError, TimeoutError, StreamResetError) as error:
             _log.warning("request from %s on %s dropped: %s", stream.peer, stream.protocol, str(error) or "too slow")
             await stream.reset()
             return
-        response = conversation.encode_response(await _handle(conversation, handler, stream.peer, request))
+        response = method.encode_response(await _call_handler(method, handler, stream.peer, request))
         try:
             with anyio.fail_after(READ_TIMEOUT):
                 await stream.send_eof(response)
         except (StreamResetError, TimeoutError):
-            _log.info("%s asked on %s and did not wait for the answer", stream.peer, stream.protocol)
+            _log.info("%s did not wait for its response on %s", stream.peer, stream.protocol)
             await stream.reset()
 
     return answer
 
 
-async def _handle(
-    conversation: RpcMethod[Any, Any], handler: Handler[Any, Any], peer: PeerId, request: object
+async def _call_handler(
+    method: RpcMethod[Any, Any], handler: Handler[Any, Any], peer: PeerId, request: object
 ) -> object:
-    """Let the handler answer, as part of the trace that the request names."""
-    with instrumentation.serving(_name(conversation), request, _about(conversation, peer)):
+    """Call the handler, as part of the request's trace."""
+    with instrumentation.serving(_span_name(method), request, _span_attributes(method, peer)):
         return await handler(peer, request)
 
 
-def _find(served: _Served, data: bytes) -> tuple[RpcMethod[Any, Any], Handler[Any, Any]]:
+def _find_handler(served: _Served, data: bytes) -> tuple[RpcMethod[Any, Any], Handler[Any, Any]]:
     if None in served:
         return served[None]
     limit = max(entry[0].max_request for entry in served.values())
     name, _ = split_variant(data, limit)
     if name not in served:
-        raise DecodeError(f"{name[:60]!r} is not asked of this node")
+        raise DecodeError(f"{name[:60]!r} is not served by this node")
     return served[name]

@@ -1,4 +1,8 @@
-"""Settings of an endpoint; imports nothing of the libp2p implementation, so that both sides may import it."""
+"""Settings of an endpoint: `EndpointSettings` and `RelayLimits`.
+
+Imports nothing of `_libp2p`, so that both the daemons' configuration and the endpoint can import it. Filled from the
+configuration by `node.lifecycle`.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,23 @@ from hypha_net.bandwidth import BandwidthLimits
 
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
-    """How much a gateway carries for nodes that nobody can dial."""
+    """Limits of a gateway as a relay."""
 
     max_reservations: int = 1024
     max_circuits: int = 4096
     max_circuits_per_peer: int = 128
-    """Circuits that one peer has asked for."""
+    """Circuits that one peer has opened."""
     max_bytes: int | None = None
-    """Bytes of a circuit in each direction; none: as many as it takes."""
+    """Bytes of a circuit in each direction; None means unlimited."""
     max_duration: float | None = None
-    """Seconds that a circuit lasts; none: as long as both ends keep it."""
+    """Seconds that a circuit lasts; None means unlimited."""
     reservation_lifetime: float = 3600.0
-    """Seconds after which a place has to be asked for again; it ends before that when its peer leaves."""
+    """Seconds after which a reservation expires unless renewed; it ends earlier when its peer disconnects."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointSettings:
-    """How an endpoint is present in the network; the keys of a daemon's configuration."""
+    """Settings of an endpoint, named like the keys of a daemon's configuration."""
 
     listen_addresses: tuple[str, ...] = ()
     external_addresses: tuple[str, ...] = ()
@@ -37,15 +41,15 @@ class EndpointSettings:
     role: Literal["gateway", "node"] = "node"
     max_connections: int = 1024
     state_dir: Path | None = None
-    """Where a gateway keeps the directory's records over restarts."""
+    """Folder in which a gateway saves DHT records, to restore them after a restart."""
     relay: RelayLimits = RelayLimits()
-    """What a gateway carries at most."""
+    """Limits of a gateway as a relay."""
     rates: BandwidthLimits = field(default_factory=BandwidthLimits)
-    """How fast files may move."""
+    """Bandwidth limits of file transfers."""
     name_servers: tuple[tuple[str, int], ...] = ()
-    """Address and port of those that are asked what a ``/dnsaddr`` stands for; none: the system's."""
+    """Address and port of the DNS servers that resolve ``/dnsaddr``; empty: the system's."""
     require_roles: bool = False
-    """Whether a peer whose certificate names no role is refused what only some roles may send."""
+    """Whether peers without a role in their certificate may not send what is restricted to some roles."""
     certificate_interval: float = 5.0
-    """Seconds between looks at the certificate files and at the chains of live connections. A change of the files
-    counts when they look the same twice."""
+    """Seconds between two checks of the certificate files and of live connections' chains. Changed files are read once
+    two checks in a row found them unchanged."""

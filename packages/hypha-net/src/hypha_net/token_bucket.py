@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-import trio
+import anyio
 
 K = TypeVar("K", bound=Hashable)
 
@@ -45,7 +45,7 @@ class KeyedTokenBucket(Generic[K]):
     """A token bucket for each of at most `max_keys` keys; drops the one that was used longest ago."""
 
     def __init__(
-        self, rate: float, burst: float, max_keys: int, clock: Callable[[], float] = trio.current_time
+        self, rate: float, burst: float, max_keys: int, clock: Callable[[], float] = anyio.current_time
     ) -> None:
         self._rate = rate
         self._burst = burst

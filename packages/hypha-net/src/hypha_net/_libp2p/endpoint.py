@@ -1,7 +1,9 @@
-"""`Libp2pEndpoint`: the `Endpoint` that nodes talk through, made of the rooms beside it.
+"""`Libp2pEndpoint`: the `Endpoint` over py-libp2p, assembled from the sub-packages beside it.
 
-An outgoing stream: `outbound` → `dialer` → `connections` → `security` → `muxer`, then `negotiation`, then `streams`. An
-incoming one: py-libp2p's swarm accepts (`connections`), `inbound` negotiates, and `handle` wraps the handler.
+An outgoing stream: `streams.outbound` → `dial.dialer` → `dial.upgrade` → `security.tls` → `yamux.session`, then
+`streams.multistream_select` and `streams.stream`. An incoming one: py-libp2p's swarm accepts the connection
+(`dial.upgrade`), `streams.inbound` negotiates, and `Libp2pEndpoint.handle` runs the handler. Opened by
+`hypha_net.open_endpoint`.
 """
 
 from __future__ import annotations
@@ -26,39 +28,43 @@ from libp2p.tools.anyio_service.trio_manager import TrioManager
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.bootstrap.gateways import Gateways
-from hypha_net._libp2p.compat.host import addresses_of, agent_of, check_port_free, make_host, observed_by, protocols_of
+from hypha_net._libp2p.bootstrap.record_publisher import RecordPublisher
+from hypha_net._libp2p.compat.host import check_port_free, make_host
 from hypha_net._libp2p.compat.logging import adopt_library_logs
 from hypha_net._libp2p.compat.notifee import EventNotifee
+from hypha_net._libp2p.connected_peers import ConnectedPeers
 from hypha_net._libp2p.dial.connection_pruning import ConnectionPruner
 from hypha_net._libp2p.dial.dialer import CIRCUIT, Dialer, Routes, is_direct
-from hypha_net._libp2p.dial.dnsaddr import TextRecords
-from hypha_net._libp2p.dial.upgrade import secured, upgrade
-from hypha_net._libp2p.gossipsub.setup import PROTOCOLS as GOSSIP_PROTOCOLS
-from hypha_net._libp2p.gossipsub.setup import keep_registered, make_pubsub
+from hypha_net._libp2p.dial.dnsaddr import DnsaddrResolver
+from hypha_net._libp2p.dial.upgrade import upgrade
+from hypha_net._libp2p.gossipsub.setup import make_pubsub, retry_registrations
 from hypha_net._libp2p.gossipsub.stream_migration import StreamMigrator
 from hypha_net._libp2p.gossipsub.subscriptions import Subscriptions
-from hypha_net._libp2p.identify.retry import Identifying
+from hypha_net._libp2p.identify.retry import IdentifyRetrier
 from hypha_net._libp2p.kad import client
 from hypha_net._libp2p.kad.messages import PROTOCOL as KAD_PROTOCOL
 from hypha_net._libp2p.kad.server import KadServer, KnownPeer
 from hypha_net._libp2p.kad.store import RecordStore
 from hypha_net._libp2p.relay.circuit import CircuitConnection
-from hypha_net._libp2p.relay.client import RelayClient, RelayHop
+from hypha_net._libp2p.relay.client import RelayClient
 from hypha_net._libp2p.relay.dcutr import PROTOCOL as DCUTR
 from hypha_net._libp2p.relay.dcutr import HolePuncher
 from hypha_net._libp2p.relay.messages import HOP, STOP
-from hypha_net._libp2p.security.certificate_monitor import CertificateWatch, LiveConnection
-from hypha_net._libp2p.security.tls import SecurityRecords, TlsContexts
-from hypha_net._libp2p.streams.inbound import OwnHandler
-from hypha_net._libp2p.streams.outbound import Outbound
+from hypha_net._libp2p.relay.server import RelayServer
+from hypha_net._libp2p.security.certificate_monitor import CertificateMonitor
+from hypha_net._libp2p.security.contexts import TlsContexts
+from hypha_net._libp2p.security.tls import SecurityState
+from hypha_net._libp2p.streams.inbound import ProtocolHandler
+from hypha_net._libp2p.streams.outbound import OutboundStreams
 from hypha_net._libp2p.streams.stream import Libp2pStream
 from hypha_net._libp2p.yamux.session import YamuxSession
 from hypha_net.addresses import expand_wildcards, split_peer
 from hypha_net.authorization import RoleCheck
 from hypha_net.endpoint import GossipMessage, PeerInfo, Record, Stream, StreamHandler, Traffic
+from hypha_net.error_causes import first_leaf_error
 from hypha_net.errors import NetError, StreamClosedError, StreamResetError, UnreachableError
 from hypha_net.events import Events
-from hypha_net.identity import CertificateInfo, Identity
+from hypha_net.identity import Identity
 from hypha_net.settings import EndpointSettings
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import DATASET_RECORD
@@ -78,64 +84,79 @@ class Libp2pEndpoint:
         self._tasks = tasks
         self.events = Events()
         """See `Endpoint.events`."""
-        self._records = SecurityRecords(TlsContexts(identity), self.events)
-        self._swarm: Swarm | None = None  # its host asks for addresses while it is made
+        self._records = SecurityState(TlsContexts(identity), self.events)
+        self._swarm: Swarm | None = None  # the host asks for addresses during its construction
         self._services: list[ManagerAPI] = []
         self._fault: Exception | None = None
-        self._relay = RelayClient(self, self._accept_circuit, self._announce_addresses)
+        self._relay_client = RelayClient(self, self._accept_circuit, self._announce_addresses)
         self._host = make_host(identity, self._records, settings.max_connections, self._own_addresses)
         self._swarm = cast(Swarm, self._host.get_network())
         self._swarm.register_notifee(EventNotifee(self.events))
         excluded = [ipaddress.ip_network(entry, strict=False) for entry in settings.exclude_cidr]
-        self._dialer = Dialer(self._swarm, excluded, self.events, TextRecords(settings.name_servers))
-        self._outbound = Outbound(self._dialer, self._host.peerstore)
-        pubsub, router = make_pubsub(self._host, self.events, self._may_speak)
+        self._dialer = Dialer(self._swarm, excluded, self.events, DnsaddrResolver(settings.name_servers))
+        self._peers = ConnectedPeers(self._host, self._dialer)
+        self._outbound = OutboundStreams(self._dialer, self._host.peerstore)
+        pubsub, router = make_pubsub(self._host, self.events, self._may_publish)
         self._gossip = (pubsub, router)
         self._subscriptions = Subscriptions(pubsub, tasks, self.events)
-        self._make_directory()
+        self._make_dht()
         self._make_relay()
-        self._merger = ConnectionPruner(self._swarm, self._dialer, StreamMigrator(pubsub), self._relay, self._hop)
-        self._roles = RoleCheck(self.peer_id, self._role_of, self.events, required=settings.require_roles)
-        self._certificates = CertificateWatch(identity, self._live_connections, self._adopt, self.events)
+        self._make_gateways()
+        self._pruner = ConnectionPruner(
+            self._swarm, self._dialer, StreamMigrator(pubsub), self._relay_client, self._relay_server
+        )
+        self._roles = RoleCheck(self.peer_id, self._peers.role, self.events, required=settings.require_roles)
+        self._certificates = CertificateMonitor(identity, self._peers.live_connections, self._use_identity, self.events)
 
-    def _make_directory(self) -> None:
+    def _make_dht(self) -> None:
         is_gateway = self._settings.role == "gateway"
         store = self._record_store = RecordStore(self._settings.state_dir) if is_gateway else None
         server = KadServer(
             self._known_peers,
             store,
-            self._dialer.passes_on,
+            self._dialer.is_shareable,
             may_publish=lambda peer: self.is_authorized(peer, DATASET_RECORD),
         )
-        self._directory = client.KadClient(
+        self._dht = client.KadClient(
             self, lambda: self._gateways.connected(), self._identity.key.sign, server if is_gateway else None
         )
+        self._publisher = RecordPublisher(self._dht)
         self.handle(KAD_PROTOCOL, server.serve)
 
     def _make_relay(self) -> None:
         is_gateway = self._settings.role == "gateway"
-        self._hop = RelayHop(self, self._settings.relay, self.events) if is_gateway else None
-        if self._hop is not None:
-            self.handle(HOP, self._hop.serve)
-        reserve = self._settings.relay_circuit and self._hop is None
-        if reserve:
-            self.handle(STOP, self._relay.serve)
+        self._relay_server = RelayServer(self, self._settings.relay, self.events) if is_gateway else None
+        if self._relay_server is not None:
+            self.handle(HOP, self._relay_server.serve)
+        self._can_reserve = self._settings.relay_circuit and self._relay_server is None
+        if self._can_reserve:
+            self.handle(STOP, self._relay_client.serve)
         self._puncher = HolePuncher(
             self,
             self.events,
-            self._candidates,
-            self._known_addresses,
-            self._dialer.dialable,
-            self._dialer.dial_known,
-            self._take_direct,
+            self._hole_punch_addresses,
+            self._peers.addresses,
+            self._dialer.filter_dialable,
+            self._dialer.dial_known_addresses,
+            self._upgrade_direct,
         )
         self.handle(DCUTR, self._puncher.serve)
-        self._gateways = Gateways(self._dialer, self._directory, self._subscriptions, self._relay if reserve else None)
-        self._dialer.routes = Routes(
-            known=self._known_addresses,
-            look_up=lambda peer: self._directory.find_addresses(peer, client.ASK_TIMEOUT),
-            relays=self._gateways.connected,
-            open_circuit=self._relay.open_circuit,
+
+    def _make_gateways(self) -> None:
+        self._gateways = Gateways(
+            self._dialer,
+            self._dht,
+            self._publisher,
+            self._subscriptions,
+            self._relay_client if self._can_reserve else None,
+        )
+        self._dialer.set_routes(
+            Routes(
+                known=self._peers.addresses,
+                look_up=lambda peer: self._dht.find_addresses(peer, client.ASK_TIMEOUT),
+                relays=self._gateways.connected,
+                open_circuit=self._relay_client.open_circuit,
+            )
         )
 
     # ---------------------------------------------------------------------------------------------- about itself
@@ -153,7 +174,7 @@ class Libp2pEndpoint:
     def _own_addresses(self) -> tuple[str, ...]:
         listeners = () if self._swarm is None else tuple(self._swarm.listeners.values())
         bound = [str(address) for listener in listeners for address in listener.get_addrs()]
-        own = (*self._settings.external_addresses, *expand_wildcards(bound), *self._relay.addresses)
+        own = (*self._settings.external_addresses, *expand_wildcards(bound), *self._relay_client.addresses)
         return tuple(dict.fromkeys(own))
 
     @property
@@ -175,106 +196,74 @@ class Libp2pEndpoint:
             await connection.close()
 
     def is_direct(self, peer: PeerId) -> bool:
-        """Whether there is a connection to `peer` that is not relayed."""
+        """Return whether there is a connection to `peer` that is not relayed."""
         connection = self._dialer.connection(peer)
         return connection is not None and is_direct(connection)
 
     def direct_connections(self, peer: PeerId) -> frozenset[object]:
-        """The connections to `peer` that are not relayed."""
+        """Return the connections to `peer` that are not relayed."""
         return frozenset(filter(is_direct, self._dialer.connections(peer)))
 
     def connected_peers(self) -> Mapping[PeerId, PeerInfo]:
         """See `Endpoint.connected_peers`."""
-        return {peer: self._describe(peer) for peer in self._alive()}
-
-    def _alive(self) -> list[PeerId]:
-        assert self._swarm is not None
-        peers = [PeerId(raw.to_bytes()) for raw in list(self._swarm.connections)]
-        return [peer for peer in peers if self._dialer.connection(peer) is not None]
-
-    def _describe(self, peer: PeerId) -> PeerInfo:
-        store, raw = self._host.peerstore, ID(peer.raw)
-        certificate = self._certificate(peer)
-        return PeerInfo(
-            peer,
-            tuple(str(Multiaddr(address)) for address in addresses_of(store, raw)),
-            agent_of(store, raw),
-            protocols_of(store, raw),
-            certificate.not_after if certificate else None,
-            certificate.role if certificate else None,
-        )
-
-    def _certificate(self, peer: PeerId) -> CertificateInfo | None:
-        connection = self._dialer.connection(peer)
-        return None if connection is None else secured(connection).certificate
-
-    def _role_of(self, peer: PeerId) -> str | None:
-        certificate = self._certificate(peer)
-        return None if certificate is None else certificate.role
+        return {peer: self._peers.info(peer) for peer in self._peers.ids()}
 
     def is_authorized(self, peer: PeerId, what: str) -> bool:
         """See `Endpoint.is_authorized`."""
         return self._roles.is_authorized(peer, what)
 
-    def _may_speak(self, publisher: PeerId, topic: str) -> bool:
-        """Whether a publisher's gossip is taken; one that is not connected was judged by the gateway that it has."""
-        return self._certificate(publisher) is None or self.is_authorized(publisher, topic)
+    def _may_publish(self, publisher: PeerId, topic: str) -> bool:
+        """Return whether a publisher's gossip is accepted; one that is not connected was checked by its gateway."""
+        return self._peers.certificate(publisher) is None or self.is_authorized(publisher, topic)
 
-    def _live_connections(self) -> list[LiveConnection]:
-        pairs = [(peer, connection) for peer in self._alive() for connection in self._dialer.connections(peer)]
-        return [LiveConnection(peer, secured(each).chain, each.close) for peer, each in pairs]
-
-    def _adopt(self, identity: Identity, contexts: TlsContexts) -> None:
-        self._identity, self._records.contexts = identity, contexts
-        self._gateways.try_now()
+    def _use_identity(self, identity: Identity, contexts: TlsContexts) -> None:
+        """Switch to a reloaded identity."""
+        self._identity = identity
+        self._records.replace_contexts(contexts)
+        self._gateways.retry_now()
 
     async def reload_certificates(self) -> bool:
-        """Read certificate, trust bundle and lists again, now; false if the old stay in use, as the log says.
+        """Read certificate, trust bundle and revocation lists now; return False if the old ones stay in use.
 
-        Files that change are read again by themselves. Whoever is not trusted any more loses its connections.
+        Changed files are also read without this call. Peers that are no longer trusted are disconnected.
         """
         return await self._certificates.reload()
 
     def _known_peers(self) -> list[KnownPeer]:
-        """Connected peers for the directory, with the circuits that lead to them through here."""
-        return [KnownPeer(peer, partial(self._told, peer)) for peer in self._alive()]
+        """Return the connected peers for the DHT server."""
+        return [KnownPeer(peer, partial(self._shared_addresses, peer)) for peer in self._peers.ids()]
 
-    def _told(self, peer: PeerId) -> tuple[bytes, ...]:
-        own = self._known_addresses(peer)
-        if not self._is_reserved(peer):
+    def _shared_addresses(self, peer: PeerId) -> tuple[bytes, ...]:
+        """Return a peer's addresses for others, with circuits through this node if it has a reservation here."""
+        own = self._peers.addresses(peer)
+        if self._relay_server is None or not self._relay_server.has_reservation(peer):
             return own
         circuits = (Multiaddr(f"{address}/p2p-circuit").to_bytes() for address in self.addresses[:8])
         return tuple(dict.fromkeys((*own, *circuits)))
-
-    def _is_reserved(self, peer: PeerId) -> bool:
-        return self._hop is not None and self._hop.has_reservation(peer)
 
     async def _announce_addresses(self, peer: PeerId) -> None:
         with anyio.move_on_after(ANNOUNCE_TIMEOUT):
             await push_identify_to_peer(self._host, ID(peer.raw))
 
-    async def _take_direct(self, raw: IRawConnection, peer: PeerId) -> None:
+    async def _upgrade_direct(self, raw: IRawConnection, peer: PeerId) -> None:
         assert self._swarm is not None
         await upgrade(self._swarm, raw, expected=peer)
 
-    def _candidates(self) -> tuple[str, ...]:
-        """Where a peer behind another NAT might reach this node: as gateways see it, at the port where it listens."""
-        bound = () if self._swarm is None else tuple(self._swarm.listeners.values())
-        ports = [int(str(address).split("/")[4]) for listener in bound for address in listener.get_addrs()]
-        seen = [observed_by(self._host.peerstore, ID(peer.raw)) for peer in self._gateways.connected()]
-        outside = [f"{host}/tcp/{port}" for host in seen if host is not None for port in ports]
+    def _hole_punch_addresses(self) -> tuple[str, ...]:
+        """Return where a peer behind another NAT might reach this node: observed hosts at the listening ports first."""
+        listeners = () if self._swarm is None else tuple(self._swarm.listeners.values())
+        ports = [int(str(address).split("/")[4]) for listener in listeners for address in listener.get_addrs()]
+        hosts = [self._peers.observed_host(gateway) for gateway in self._gateways.connected()]
+        observed = [f"{host}/tcp/{port}" for host in hosts if host is not None for port in ports]
         own = [address for address in self._own_addresses() if CIRCUIT not in address]
-        return tuple(dict.fromkeys(outside + own)) if ports else ()
-
-    def _known_addresses(self, peer: PeerId) -> tuple[bytes, ...]:
-        return addresses_of(self._host.peerstore, ID(peer.raw))
+        return tuple(dict.fromkeys(observed + own)) if ports else ()
 
     async def _accept_circuit(self, circuit: CircuitConnection, source: PeerId) -> None:
         assert self._swarm is not None
         try:
             connection = await upgrade(self._swarm, circuit, expected=source)
         except UnreachableError as error:
-            _log.debug("circuit from %s not taken: %s", source, error)
+            _log.debug("circuit from %s not accepted: %s", source, error)
             return
         self._tasks.start_soon(self._puncher.punch, source)
         await cast(YamuxSession, connection.muxed_conn).event_closed.wait()
@@ -291,28 +280,12 @@ class Libp2pEndpoint:
         """See `Endpoint.handle`."""
 
         async def serve(stream: Libp2pStream) -> None:
-            if not self.is_authorized(stream.peer, protocol):
-                await stream.reset()
-                return
-            try:
-                await handler(stream)
-            except (StreamResetError, StreamClosedError) as error:
-                _log.debug("%s with %s ended early: %s", protocol, stream.peer, error)
-                await stream.reset()
-            except NetError as error:
-                _log.warning("%s with %s ended: %s", protocol, stream.peer, error)
-                await stream.reset()
-            except Exception:  # noqa: BLE001 - a handler's fault breaks its stream, never the node
-                _log.exception("serving %s for %s failed", protocol, stream.peer)
-                await stream.reset()
-            except BaseException:
-                with anyio.CancelScope(shield=True):
-                    await stream.reset()
-                raise
+            if self.is_authorized(stream.peer, protocol):
+                await _run_handler(handler, stream)
             else:
-                await stream.aclose()
+                await stream.reset()
 
-        self._host.set_stream_handler(TProtocol(protocol), OwnHandler(serve))
+        self._host.set_stream_handler(TProtocol(protocol), ProtocolHandler(serve))
 
     def unhandle(self, protocol: str) -> None:
         """See `Endpoint.unhandle`."""
@@ -328,11 +301,6 @@ class Libp2pEndpoint:
         """See `Endpoint.subscribe`."""
         return self._subscriptions.subscribe(topic)
 
-    def _speaks_gossip(self, peer: ID) -> bool:
-        """Whether a peer does, as far as identify has told."""
-        known = protocols_of(self._host.peerstore, peer)
-        return not known or not known.isdisjoint(GOSSIP_PROTOCOLS)
-
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
         """See `Endpoint.topic_peers`."""
         return self._subscriptions.peers(topic)
@@ -340,35 +308,35 @@ class Libp2pEndpoint:
     # -------------------------------------------------------------------------------------------------- directory
 
     async def put_record(self, key: bytes, value: bytes, *, ttl: float = 3600.0) -> None:
-        """See `Endpoint.put_record`; put again whenever a gateway is met anew."""
-        await self._gateways.records.put(key, value, ttl)
+        """See `Endpoint.put_record`; `bootstrap.record_publisher` renews the record."""
+        await self._publisher.publish(key, value, ttl)
 
     async def find_records(self, key: bytes, *, timeout: float = 5.0) -> list[Record]:
         """See `Endpoint.find_records`."""
-        return await self._directory.find(key, timeout)
+        return await self._dht.find(key, timeout)
 
     async def find_peers(self, *, timeout: float = 5.0) -> list[PeerId]:
         """See `Endpoint.find_peers`."""
-        return list(await self._directory.neighbours(timeout))
+        return list(await self._dht.closest_peers(timeout))
 
     # ------------------------------------------------------------------------------------------------------- life
 
     async def wait_for_gateway(self, timeout: float | None = None) -> None:
-        """Wait until a gateway is connected; at once if the settings name none.
+        """Wait until a gateway is connected; return at once if the settings name none.
 
         Raises:
-            UnreachableError: none was within `timeout` seconds.
+            UnreachableError: no gateway was connected within `timeout` seconds.
         """
         if not self._settings.gateway_addresses:
             return
         with anyio.move_on_after(timeout):
-            await self._gateways.wait()
+            await self._gateways.wait_connected()
             return
         raise UnreachableError(f"no gateway within {timeout:g} s: {', '.join(self._settings.gateway_addresses)}")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Listen and keep the gateways while the context is open."""
+        """Listen, and stay connected to the gateways, while the context is open."""
         assert self._swarm is not None
         listen = [Multiaddr(split_peer(address)[0]) for address in self._settings.listen_addresses]
         pubsub, router = self._gossip
@@ -380,15 +348,15 @@ class Libp2pEndpoint:
             for service in (router, pubsub):
                 self._services.append(await stack.enter_async_context(background_trio_service(service)))
             await pubsub.wait_until_ready()
-            self._tasks.start_soon(keep_registered, pubsub, self._speaks_gossip)
-            self._tasks.start_soon(self._merger.run)
-            self._tasks.start_soon(Identifying(self._host).run)
+            self._tasks.start_soon(retry_registrations, pubsub, self._peers.may_speak_gossip)
+            self._tasks.start_soon(self._pruner.run)
+            self._tasks.start_soon(IdentifyRetrier(self._host).run)
             self._tasks.start_soon(self._gateways.renew_records)
             for address in self._settings.gateway_addresses:
-                self._tasks.start_soon(self._gateways.keep, address)
+                self._tasks.start_soon(self._gateways.keep_connected, address)
             self._tasks.start_soon(self._certificates.run, self._settings.certificate_interval)
             if self._record_store is not None:
-                self._tasks.start_soon(self._record_store.keep_saved)
+                self._tasks.start_soon(self._record_store.save_changes)
             try:
                 yield
             finally:
@@ -396,25 +364,25 @@ class Libp2pEndpoint:
 
     @property
     def fault(self) -> Exception | None:
-        """What ended this endpoint, if a service of py-libp2p's failed; the end of the others swallows it."""
+        """The error that ended this endpoint, if a py-libp2p service failed; py-libp2p itself does not raise it."""
         return self._fault
 
     async def _close(self) -> None:
         services = (*self._services, cast(Swarm, self._host.get_network()).manager)
         faults = [error for service in services for _, error, _ in cast(TrioManager, service)._errors]
         self._fault = next((fault for fault in faults if isinstance(fault, Exception)), None)
-        self._dialer.closed = True
+        self._dialer.close()
         self._tasks.cancel_scope.cancel()
         with anyio.move_on_after(CLOSE_TIMEOUT, shield=True):
             async with anyio.create_task_group() as tasks:
-                for peer in self._alive():
+                for peer in self._peers.ids():
                     tasks.start_soon(self.disconnect, peer)
         with anyio.move_on_after(CLOSE_TIMEOUT, shield=True):
             await self._host.close()
 
 
 @asynccontextmanager
-async def run_engine(identity: Identity, settings: EndpointSettings) -> AsyncIterator[Libp2pEndpoint]:
+async def run_endpoint(identity: Identity, settings: EndpointSettings) -> AsyncIterator[Libp2pEndpoint]:
     """See `hypha_net.open_endpoint`."""
     for address in (*settings.gateway_addresses, *settings.external_addresses):
         split_peer(address)
@@ -429,7 +397,7 @@ async def run_engine(identity: Identity, settings: EndpointSettings) -> AsyncIte
             async with endpoint.running():
                 try:
                     yield endpoint
-                except Exception as error:  # noqa: BLE001 - raised again below, out of the engine's task groups
+                except Exception as error:  # noqa: BLE001 - raised again below, outside the endpoint's task groups
                     failure = error
     except ExceptionGroup:
         if endpoint is None or endpoint.fault is None:
@@ -437,9 +405,25 @@ async def run_engine(identity: Identity, settings: EndpointSettings) -> AsyncIte
     if failure is not None:
         raise failure
     if endpoint is not None and endpoint.fault is not None:
-        raise NetError(f"the network engine failed: {_first(endpoint.fault)!r}") from endpoint.fault
+        raise NetError(f"the network engine failed: {first_leaf_error(endpoint.fault)!r}") from endpoint.fault
 
 
-def _first(error: Exception) -> Exception:
-    """The first error of a group."""
-    return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
+async def _run_handler(handler: StreamHandler, stream: Libp2pStream) -> None:
+    """Run a stream handler; close the stream when it returns and reset it when it raises, without raising itself."""
+    try:
+        await handler(stream)
+    except (StreamResetError, StreamClosedError) as error:
+        _log.debug("%s with %s ended early: %s", stream.protocol, stream.peer, error)
+        await stream.reset()
+    except NetError as error:
+        _log.warning("%s with %s failed: %s", stream.protocol, stream.peer, error)
+        await stream.reset()
+    except Exception:  # noqa: BLE001 - an error of a handler resets its stream; the node goes on
+        _log.exception("handler of %s failed for %s", stream.protocol, stream.peer)
+        await stream.reset()
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await stream.reset()
+        raise
+    else:
+        await stream.aclose()

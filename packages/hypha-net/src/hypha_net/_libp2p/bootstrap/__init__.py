@@ -1,1 +1,1 @@
-"""Staying connected to the gateways and published in their directories."""
+"""Connections to the gateways, and the records that are published there."""

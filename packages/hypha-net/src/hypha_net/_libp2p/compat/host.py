@@ -10,25 +10,22 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, Final, cast
 
-import trio
-from libp2p.abc import IPeerStore
 from libp2p.custom_types import TProtocol
 from libp2p.host import basic_host
 from libp2p.host.basic_host import BasicHost
 from libp2p.identity.identify import identify as identify_module
-from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.identity.identify_push import identify_push as push_module
-from libp2p.identity.update import update_peerstore_from_identify
 from libp2p.network.config import ConnectionConfig
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
-from libp2p.peer.peerstore import PeerStore, PeerStoreError
+from libp2p.peer.peerstore import PeerStore
 from libp2p.transport.tcp.tcp import TCP
 from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.compat.multiselect_limits import limit_multiselect_lines
 from hypha_net._libp2p.compat.swarm import YamuxMultistream, patch_swarm
+from hypha_net._libp2p.identify.peer_metadata import store_identify
 from hypha_net._libp2p.security.tls import TLS_PROTOCOL, SecurityState, TlsTransport, libp2p_key_pair
 from hypha_net._libp2p.streams.inbound import NEGOTIATE_TIMEOUT, InboundStreams
 from hypha_net._libp2p.yamux.session import PROTOCOL, YamuxSession
@@ -39,14 +36,6 @@ from hypha_net.identity import Identity
 from hypha_proto.protocols import IDENTIFY_VERSION
 
 _LISTEN: Final = "/ip4/0.0.0.0/tcp/4001"
-_AGENT: Final = "agent_version"
-_OBSERVED: Final = "observed_address"
-_IDENTIFIED_AT: Final = "identified_at"
-_MAX_OBSERVED: Final = 64
-_MAX_ADDRESSES: Final = 32
-_MAX_TOLD: Final = 256
-"""Addresses in one identify message that are looked at."""
-_FOR_GOOD: Final = 10 * 365 * 86400
 
 
 def make_host(
@@ -54,7 +43,7 @@ def make_host(
 ) -> BasicHost:
     """Make a host that speaks mutual TLS and our yamux, and reports `own_addresses` (without ``/p2p/``) to peers."""
     for module in (basic_host, push_module):
-        vars(module)["update_peerstore_from_identify"] = _remember_identify
+        vars(module)["update_peerstore_from_identify"] = store_identify
     identify_module.PROTOCOL_VERSION = IDENTIFY_VERSION
     identify_module.AGENT_VERSION = f"hypha-python/{version('hypha-net')}"
     swarm = _build_swarm(identity, records, max_connections)
@@ -96,71 +85,6 @@ def _prepare(swarm: Swarm, events: Events, inbound: InboundStreams) -> None:
 
 async def _dial_nobody() -> None:
     """Replace the auto-connector, which dials every peer in the peerstore."""
-
-
-async def _remember_identify(peerstore: IPeerStore, peer: ID, message: Identify) -> None:
-    """What py-libp2p keeps of an identify message, for as long as it is not replaced, and the agent, which it drops.
-
-    Addresses that cannot be read are left out: whoever shows addresses would fail at them, later and for every peer.
-    """
-    peerstore.put(peer, _AGENT, message.agent_version[:200])
-    peerstore.put(peer, _IDENTIFIED_AT, trio.current_time())
-    peerstore.put(peer, _OBSERVED, message.observed_addr[:_MAX_OBSERVED].hex())
-    await update_peerstore_from_identify(peerstore, peer, message)
-    try:
-        told = peerstore.addrs(peer)[:_MAX_TOLD]
-    except PeerStoreError:
-        told = []
-    peerstore.clear_addrs(peer)
-    peerstore.add_addrs(peer, [address for address in told if _is_readable(address)][:_MAX_ADDRESSES], _FOR_GOOD)
-
-
-def _is_readable(address: Multiaddr) -> bool:
-    try:
-        return bool(str(address))
-    except ValueError:
-        return False
-
-
-def observed_by(peerstore: IPeerStore, peer: ID) -> str | None:
-    """This node's own host as a peer sees it, such as ``/ip4/203.0.113.7``; none where the peer has not said."""
-    try:
-        parts = str(Multiaddr(bytes.fromhex(str(peerstore.get(peer, _OBSERVED))))).split("/")
-    except (PeerStoreError, KeyError, ValueError):
-        return None
-    return "/".join(parts[:3]) if len(parts) > 3 and parts[1] in ("ip4", "ip6") else None
-
-
-def identified_at(peerstore: IPeerStore, peer: ID) -> float:
-    """When a peer last said who it is, by the local monotonic clock; long ago before it has."""
-    try:
-        return cast(float, peerstore.get(peer, _IDENTIFIED_AT))
-    except (PeerStoreError, KeyError):
-        return float("-inf")
-
-
-def agent_of(peerstore: IPeerStore, peer: ID) -> str:
-    """The agent version of a peer; empty before identify."""
-    try:
-        return str(peerstore.get(peer, _AGENT))
-    except (PeerStoreError, KeyError):
-        return ""
-
-
-def protocols_of(peerstore: IPeerStore, peer: ID) -> frozenset[str]:
-    """The protocols a peer speaks; none before identify."""
-    try:
-        return frozenset(peerstore.get_protocols(peer))
-    except (PeerStoreError, KeyError):
-        return frozenset()
-
-
-def addresses_of(peerstore: IPeerStore, peer: ID) -> tuple[bytes, ...]:
-    """Where a peer says it listens, as multiaddr bytes; nothing before identify."""
-    try:
-        return tuple(address.to_bytes() for address in peerstore.addrs(peer)[:_MAX_ADDRESSES])
-    except (PeerStoreError, KeyError):
-        return ()
 
 
 def check_port_free(address: str) -> None:

@@ -24,7 +24,8 @@ from libp2p.peer.id import ID
 
 from hypha_net._libp2p.dial.dialer import Dialer, is_direct
 from hypha_net._libp2p.gossipsub.stream_migration import StreamMigrator
-from hypha_net._libp2p.relay.client import RelayClient, RelayHop
+from hypha_net._libp2p.relay.client import RelayClient
+from hypha_net._libp2p.relay.server import RelayServer
 from hypha_net._libp2p.yamux.session import PING_INTERVAL, YamuxSession
 from hypha_net.errors import NetError
 from hypha_proto.ids import PeerId
@@ -43,7 +44,7 @@ class ConnectionPruner:
     """Prunes the connections of one endpoint."""
 
     def __init__(
-        self, swarm: Swarm, dialer: Dialer, gossip: StreamMigrator, relay: RelayClient, hop: RelayHop | None
+        self, swarm: Swarm, dialer: Dialer, gossip: StreamMigrator, relay: RelayClient, hop: RelayServer | None
     ) -> None:
         self._swarm = swarm
         self._dialer = dialer
@@ -77,7 +78,7 @@ class ConnectionPruner:
     async def _refresh_reservation(self, peer: PeerId) -> bool:
         """Return whether no reservation of ours at `peer` depends on one of its connections alone."""
         try:
-            await self._relay.settle(peer)
+            await self._relay.refresh_reservation(peer)
         except NetError as error:
             _log.debug("the reservation at %s stays on its connection: %s", peer, error)
             return False
@@ -93,7 +94,7 @@ class ConnectionPruner:
             and now - session.last_received_at >= GRACE
             and now - cast(YamuxSession, kept.muxed_conn).last_received_at <= ALIVE_WITHIN
             and not is_used(connection)
-            and not (self._hop is not None and self._hop.rests_on(peer, connection))
+            and not (self._hop is not None and self._hop.depends_on_connection(peer, connection))
         )
 
 

@@ -159,9 +159,9 @@ class Dialer:
             else:
                 await self._dial_not_excluded(transport, peer)
         except NetError:
-            self._addresses.failed(transport)
+            self._addresses.record_failure(transport)
             raise
-        self._addresses.succeeded(transport)
+        self._addresses.record_success(transport)
 
     async def _dial_not_excluded(self, transport: str, peer: PeerId | None) -> PeerId:
         """Dial an address unless a name in it resolves to excluded addresses only; return who answers."""
@@ -278,19 +278,19 @@ class Dialer:
 
     async def _wait_for_backoff(self, peer: PeerId) -> None:
         """Wait until a peer that has just failed may be tried again, or has connected to this node."""
-        while self.connection(peer) is None and self._peers.left(peer):  # noqa: ASYNC110 - there is no event for it
-            await anyio.sleep(min(POLL_INTERVAL, self._peers.left(peer)))
+        while self.connection(peer) is None and self._peers.remaining(peer):  # noqa: ASYNC110 - there is no event for it
+            await anyio.sleep(min(POLL_INTERVAL, self._peers.remaining(peer)))
 
     async def _connect_with_backoff(self, peer: PeerId) -> None:
         try:
             await self._race(peer)
         except NetError:
-            self._peers.failed(peer)
+            self._peers.record_failure(peer)
             raise
         if self.connection(peer) is None:  # it was closed at once
-            self._peers.failed(peer)
+            self._peers.record_failure(peer)
         else:
-            self._peers.succeeded(peer)
+            self._peers.record_success(peer)
 
     async def _race(self, peer: PeerId) -> None:
         """Race direct dials against relays, and against a connection that the peer makes."""
@@ -352,7 +352,7 @@ class Dialer:
         async def attempt(address: str) -> None:
             await race.run(self._dial_advertised(address, peer))
 
-        oldest_failure_first = sorted(addresses, key=self._addresses.failed_at)
+        oldest_failure_first = sorted(addresses, key=self._addresses.last_failure_at)
         await run_staggered([partial(attempt, address) for address in oldest_failure_first], ATTEMPT_DELAY)
 
     async def _race_relays(self, peer: PeerId, race: Race) -> None:

@@ -1,9 +1,9 @@
-"""Moves what this node says by gossip to a peer from one connection to another, without a message lost.
+"""Moves the outgoing gossip stream of a peer from one connection to another without losing a message.
 
-Before it: `merging`, which chooses the connection. py-libp2p keeps the stream that it opened first for as long as its
-connection lives. Here a stream is opened on the other connection before the first is given up: what waits leaves by the
-old one, what is said from then on goes by the new one, and the router, its mesh and what the peer subscribes to are not
-touched. Each side moves the stream that it writes on; the other reads both to their ends.
+py-libp2p writes on the stream that it opened first for as long as its connection lives. Here a stream is opened on the
+other connection first: queued messages leave by the old stream, later ones by the new one, and the router, its mesh and
+the peer's subscriptions stay as they are. Each side moves the stream it writes on; the other reads both to their ends.
+Called by `dial.connection_pruning`, which chooses the connection.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger("hypha_net.pubsub")
 
 TIMEOUT: Final = 5.0
-"""Seconds within which a peer must have agreed to the new stream; it is asked again later."""
+"""Seconds for the negotiation of the new stream; the caller tries again later."""
 _FAILURES: Final = (BaseLibp2pError, IOException, MuxedStreamError, MuxedConnUnavailable, trio.TooSlowError)
 
 
 class StreamMigrator:
-    """The gossip streams that one endpoint writes on."""
+    """The outgoing gossip streams of one endpoint."""
 
     def __init__(self, pubsub: Pubsub) -> None:
         self._pubsub = pubsub
-        self._left: WeakSet[RpcQueue] = WeakSet()
-        """Queues that take nothing more; their streams end with the last message."""
+        self._draining: WeakSet[RpcQueue] = WeakSet()
+        """Closed queues whose streams end after the last queued message."""
         vars(pubsub)["handle_sending_messages"] = self._send
 
     async def _send(self, peer: ID, stream: INetStream, queue: RpcQueue) -> None:
-        """Write what is said to a peer on its stream, and end that where the peer's gossip has moved on.
+        """Write a peer's queue to its stream, and close the stream where the queue was replaced.
 
-        py-libp2p gives the peer up with any stream that breaks off, also with one that was left already.
+        Replaces py-libp2p's function, which removes the peer when any stream fails, even one that was replaced already.
         """
         try:
             while (rpc := await queue.pop()) is not None:
                 await stream.write(encode_varint_prefixed(rpc.SerializeToString()))
-            if queue in self._left:
+            if queue in self._draining:
                 await stream.close()
                 await cast(YamuxStream, cast(NetStream, stream).muxed_stream).discard()
         except _FAILURES as error:
-            _log.debug("a gossip stream to %s broke off: %s", PeerId(peer.to_bytes()), error)
-        except Exception:  # noqa: BLE001 - what cannot be said to one peer ends its stream, never the node
-            _log.exception("gossip to %s is given up", PeerId(peer.to_bytes()))
+            _log.debug("gossip stream to %s failed: %s", PeerId(peer.to_bytes()), error)
+        except Exception:  # noqa: BLE001 - an error with one peer ends its stream; the node goes on
+            _log.exception("gossip stream to %s failed", PeerId(peer.to_bytes()))
         else:
             return
         if self._pubsub.peers.get(peer) is stream:
             self._pubsub._handle_dead_peer(peer)
 
     async def follow(self, peer: ID, connection: SwarmConn) -> None:
-        """Have what is said to `peer` go over `connection`, on which streams to it are opened; if need be, later."""
+        """Move the gossip to `peer` to `connection`, which the dialer prefers; on failure leave it where it is."""
         old = self._pubsub.peers.get(peer)
         if old is None or old.muxed_conn is connection.muxed_conn:
             return
@@ -72,24 +72,24 @@ class StreamMigrator:
             with trio.fail_after(TIMEOUT):
                 new = await self._pubsub.host.new_stream(peer, list(self._pubsub.protocols))
         except _FAILURES as error:
-            _log.debug("gossip with %s stays where it is: %s", PeerId(peer.to_bytes()), str(error) or "too slow")
+            _log.debug("gossip stream to %s was not moved: %s", PeerId(peer.to_bytes()), str(error) or "too slow")
             return
-        moved = False
+        is_moved = False
         try:
-            moved = new.muxed_conn is connection.muxed_conn and self._pubsub.peers.get(peer) is old
-            if moved:
+            is_moved = new.muxed_conn is connection.muxed_conn and self._pubsub.peers.get(peer) is old
+            if is_moved:
                 self._swap(peer, new)
         finally:
-            if not moved:
+            if not is_moved:
                 with trio.CancelScope(shield=True):
                     await new.reset()
 
     def _swap(self, peer: ID, stream: INetStream) -> None:
-        """At once: nothing is said in between."""
+        """Replace queue and stream without a checkpoint: no message may be queued in between."""
         queue = RpcQueue()
         queue.push(self._pubsub.get_hello_packet(), priority=True)
-        left = self._pubsub.peer_queues[peer]
+        old_queue = self._pubsub.peer_queues[peer]
         self._pubsub.peers[peer], self._pubsub.peer_queues[peer] = stream, queue
         self._pubsub.manager.run_task(self._pubsub.handle_sending_messages, peer, stream, queue)
-        self._left.add(left)
-        left.close()
+        self._draining.add(old_queue)
+        old_queue.close()

@@ -1,4 +1,7 @@
-"""Topics: several local subscribers of one topic, and who else is in it."""
+"""Topic subscriptions of one endpoint: several local subscribers may share a topic.
+
+Called by `endpoint` for `Endpoint.subscribe` and `publish`, and by `bootstrap.gateways`.
+"""
 
 from __future__ import annotations
 
@@ -24,58 +27,58 @@ _log = logging.getLogger("hypha_net.pubsub")
 
 
 class Subscriptions:
-    """The topics of one endpoint."""
+    """The topic subscriptions of one endpoint."""
 
     def __init__(self, pubsub: Pubsub, tasks: anyio.abc.TaskGroup, events: Events) -> None:
         self._pubsub = pubsub
         self._events = events
         self._tasks = tasks
-        self._inboxes: dict[str, list[SubscriptionQueue]] = {}
-        self._turns: dict[str, anyio.Lock] = {}
+        self._queues: dict[str, list[SubscriptionQueue]] = {}
+        self._locks: dict[str, anyio.Lock] = {}
         self._own: bytes = pubsub.my_id.to_bytes()
 
     def topics(self) -> list[str]:
-        """Topics that this endpoint is in."""
-        return [topic for topic, inboxes in self._inboxes.items() if inboxes]
+        """Return the topics with local subscribers."""
+        return [topic for topic, queues in self._queues.items() if queues]
 
     def peers(self, topic: str) -> frozenset[PeerId]:
-        """Connected peers that are in a topic."""
+        """Return the connected peers that subscribe to a topic."""
         found = self._pubsub.peer_topics.get(topic, set())
         return frozenset(PeerId(peer.to_bytes()) for peer in found if peer in self._pubsub.peers)
 
-    def heard_from(self, peer: PeerId) -> bool:
-        """Whether the peer has said which topics it is in."""
+    def has_announced_topics(self, peer: PeerId) -> bool:
+        """Return whether the peer has announced a subscription."""
         raw = ID(peer.raw)
         return raw in self._pubsub.peers and any(raw in peers for peers in self._pubsub.peer_topics.values())
 
     async def publish(self, topic: str, data: bytes) -> None:
-        """Publish to everyone in the topic. Raises `MessageTooLargeError` for what every peer would drop."""
+        """Publish to the topic. Raises `MessageTooLargeError` for a message that every peer would drop."""
         if len(data) > MAX_DATA:
-            raise MessageTooLargeError(f"{len(data)} bytes are over the limit of gossip, {MAX_DATA}")
+            raise MessageTooLargeError(f"{len(data)} bytes exceed the limit of a gossip message, {MAX_DATA}")
         await self._pubsub.publish(topic, data)
 
     @asynccontextmanager
     async def subscribe(self, topic: str) -> AsyncIterator[SubscriptionQueue]:
-        """Join a topic, if this endpoint is not in it yet, and receive its messages."""
-        inbox = SubscriptionQueue(topic, self._events)
-        inboxes = self._inboxes.setdefault(topic, [])
-        inboxes.append(inbox)
+        """Receive the messages of a topic; the first local subscriber joins it, the last leaves it."""
+        queue = SubscriptionQueue(topic, self._events)
+        queues = self._queues.setdefault(topic, [])
+        queues.append(queue)
         try:
             await self._join_or_leave(topic)
-            yield inbox
+            yield queue
         finally:
-            inboxes.remove(inbox)
+            queues.remove(queue)
             with anyio.move_on_after(1, shield=True):
                 await self._join_or_leave(topic)
 
     async def _join_or_leave(self, topic: str) -> None:
-        """Be in a topic as long as it has readers.
+        """Subscribe to a topic while it has local subscribers.
 
-        One change at a time: of two that overlap peers could hear the older last, and would tell this node nothing.
+        Changes are serialized: of two at once peers could receive the older last, and would send this node nothing.
         """
-        async with self._turns.setdefault(topic, anyio.Lock()):
-            wanted, joined = bool(self._inboxes[topic]), topic in self._pubsub.topic_ids
-            with anyio.CancelScope(shield=True):  # nothing in it waits for a peer
+        async with self._locks.setdefault(topic, anyio.Lock()):
+            wanted, joined = bool(self._queues[topic]), topic in self._pubsub.topic_ids
+            with anyio.CancelScope(shield=True):  # does not wait for peers
                 if wanted and not joined:
                     subscription = await self._pubsub.subscribe(topic)
                     self._tasks.start_soon(self._distribute, topic, subscription)
@@ -87,9 +90,9 @@ class Subscriptions:
             if message.from_id == self._own:
                 continue
             try:
-                made = GossipMessage(PeerId(message.from_id), bytes(message.data))
+                received = GossipMessage(PeerId(message.from_id), bytes(message.data))
             except InvalidIdError as error:
-                _log.warning("gossip of an unknown kind of peer dropped: %s", error)
+                _log.warning("gossip dropped: publisher id is not supported: %s", error)
                 continue
-            for inbox in self._inboxes.get(topic, []):
-                inbox.put(made)
+            for queue in self._queues.get(topic, []):
+                queue.put(received)

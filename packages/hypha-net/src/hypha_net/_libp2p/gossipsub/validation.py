@@ -1,8 +1,9 @@
-"""What of others' gossip comes in: new messages that their origin has signed, not too large and not too many.
+"""Validates incoming gossip: new messages, signed by their publisher, within size and rate limits.
 
-Between a peer's gossip stream and py-libp2p's router, which passes on what is taken here: `read` stands in for
-`Pubsub.continuously_read_stream` (a task for each message, without bound) and `take` for `Pubsub.push_msg` (a cache of
-seen messages without bound, no limits). Whatever is dropped is counted, told as an event, and logged now and then.
+Sits between a peer's gossip stream and py-libp2p's router, which forwards what is accepted here. `read_stream` replaces
+`Pubsub.continuously_read_stream`, which starts a task for each message without a bound, and `accept` replaces
+`Pubsub.push_msg`, whose cache of seen messages is unbounded and which has no limits. Dropped messages are counted,
+emitted as events, and logged with decreasing frequency.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ DropReason = Literal["queue", "oversize", "unsigned", "rate", "undecodable", "ro
 MAX_DATA: Final = 64 << 10
 """Bytes of one message's data."""
 MAX_RPC: Final = 1 << 20
-"""Bytes of messages and control that a peer may send at once."""
+"""Bytes of one RPC, messages and control together."""
 MAX_IDS: Final = 5000
-"""Message ids in the control part of one such."""
+"""Message ids in the control part of one RPC."""
 MAX_SEEN: Final = 65_536
 ORIGIN_RATE, ORIGIN_BURST = 64.0, 512.0
-"""Messages a second, and at once, that are taken of one origin."""
+"""Messages a second, and burst, that are accepted of one publisher."""
 FORWARDER_RATE, FORWARDER_BURST = 1024.0, 4096.0
-"""The same of one neighbour, forgeries included, whoever they are of: ids of origins cost nothing to make."""
+"""The same per forwarding peer, forged messages included: publisher ids cost nothing to make."""
 MAX_ORIGINS: Final = 4096
-STREAMS_AT_ONCE: Final = 8
-"""Gossip streams of one peer that are read: one a connection; the others wait."""
-_IN_A_ROW: Final = 32
-"""Messages that are judged before others have their turn: a signature takes a tenth of a millisecond."""
-_NUMBER: Final = 8
+MAX_STREAMS_PER_PEER: Final = 8
+"""Gossip streams of one peer that are read, one per connection; further ones wait."""
+_MESSAGES_PER_CHECKPOINT: Final = 32
+"""Messages that are validated between two checkpoints: a signature takes a tenth of a millisecond."""
+_SEQNO_SIZE: Final = 8
 """Bytes of a message's sequence number."""
 
 
 class SeenMessages:
-    """Ids of messages of the last while, at most `MAX_SEEN`; stands in for py-libp2p's `LastSeenCache`."""
+    """Ids of recent messages, at most `MAX_SEEN`; replaces py-libp2p's `LastSeenCache`, with its interface."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = trio.current_time) -> None:
         self._seconds = seconds
@@ -66,7 +67,7 @@ class SeenMessages:
         self._until: OrderedDict[bytes, float] = OrderedDict()
 
     def add(self, key: bytes) -> bool:
-        """Note an id; false if it is known."""
+        """Add an id; return False if it is known already."""
         if self.has(key):
             return False
         now = self._clock()
@@ -76,16 +77,16 @@ class SeenMessages:
         return True
 
     def has(self, key: bytes) -> bool:
-        """Whether an id was noted not long ago."""
+        """Return whether an id was added within the last `seconds`."""
         return self._until.get(key, 0.0) > self._clock()
 
     def length(self) -> int:
-        """How many ids are kept."""
+        """Return how many ids are kept."""
         return len(self._until)
 
 
 class MessageValidator:
-    """Reads and judges what peers say, for one endpoint."""
+    """Reads and validates the gossip of all peers, for one endpoint."""
 
     def __init__(
         self,
@@ -93,31 +94,31 @@ class MessageValidator:
         router: GossipSub,
         events: Events,
         seen_seconds: float,
-        may_speak: Callable[[PeerId, str], bool],
+        may_publish: Callable[[PeerId, str], bool],
     ) -> None:
         self._pubsub = pubsub
-        self._may_speak = may_speak
-        """Whether an origin's role lets it publish on a topic."""
+        self._may_publish = may_publish
+        """Tells whether a publisher's role allows it to publish on a topic."""
         self._router = router
         self._events = events
         self._own = PeerId(pubsub.my_id.to_bytes())
-        self._origins = KeyedTokenBucket[PeerId](ORIGIN_RATE, ORIGIN_BURST, MAX_ORIGINS)
-        self._forwarders = KeyedTokenBucket[PeerId](FORWARDER_RATE, FORWARDER_BURST, MAX_ORIGINS)
-        self._lost: Counter[DropReason] = Counter()
-        self._turns = PerPeerLimiter(STREAMS_AT_ONCE)
-        pubsub.seen_messages.stop()  # a thread, and a cache that grows with every message
+        self._publisher_rate = KeyedTokenBucket[PeerId](ORIGIN_RATE, ORIGIN_BURST, MAX_ORIGINS)
+        self._forwarder_rate = KeyedTokenBucket[PeerId](FORWARDER_RATE, FORWARDER_BURST, MAX_ORIGINS)
+        self._drop_counts: Counter[DropReason] = Counter()
+        self._stream_limiter = PerPeerLimiter(MAX_STREAMS_PER_PEER)
+        pubsub.seen_messages.stop()  # it runs a thread, and grows with every message
         vars(pubsub).update(
-            seen_messages=SeenMessages(seen_seconds), continuously_read_stream=self.read, push_msg=self.take
+            seen_messages=SeenMessages(seen_seconds), continuously_read_stream=self.read_stream, push_msg=self.accept
         )
-        self._drop = router._handle_dropped_rpc
-        vars(router)["_handle_dropped_rpc"] = self._dropped
+        self._router_drop = router._handle_dropped_rpc
+        vars(router)["_handle_dropped_rpc"] = self._on_queue_full
 
-    async def read(self, net_stream: INetStream) -> None:
-        """Read a peer's gossip until its stream ends; one that breaks the rules is not listened to any longer."""
+    async def read_stream(self, net_stream: INetStream) -> None:
+        """Read a peer's gossip until its stream ends; reset the stream when it violates the protocol."""
         stream = Libp2pStream(
             cast(YamuxStream, cast(NetStream, net_stream).muxed_stream), str(net_stream.get_protocol())
         )
-        async with self._turns.acquire(stream.peer):
+        async with self._stream_limiter.acquire(stream.peer):
             await self._read(stream)
 
     async def _read(self, stream: Libp2pStream) -> None:
@@ -126,25 +127,27 @@ class MessageValidator:
         try:
             while (rpc := await messages.next()) is not None:
                 await self._handle(peer, rpc)
-                await trio.lowlevel.checkpoint()  # thousands may have come at once
+                await trio.lowlevel.checkpoint()  # thousands may be buffered
         except TransferError as error:
-            self.lose("", "oversize" if isinstance(error, TooLongError) else "undecodable", stream.peer, stream.peer)
-            _log.warning("gossip of %s is not listened to any more: %s", stream.peer, error)
+            self._count_drop(
+                "", "oversize" if isinstance(error, TooLongError) else "undecodable", stream.peer, stream.peer
+            )
+            _log.warning("gossip stream of %s was reset: %s", stream.peer, error)
             await stream.reset()
             self._pubsub._handle_dead_peer(peer)
         except (StreamResetError, StreamClosedError) as error:
             _log.debug("gossip of %s ended: %s", stream.peer, error)
-        except Exception:  # noqa: BLE001 - what a peer says breaks its stream, never the node
-            _log.exception("gossip of %s is not listened to any more", stream.peer)
+        except Exception:  # noqa: BLE001 - an error with one peer ends its stream; the node goes on
+            _log.exception("gossip stream of %s was reset", stream.peer)
             await stream.reset()
             self._pubsub._handle_dead_peer(peer)
 
     async def _handle(self, peer: ID, rpc: Any) -> None:
-        _check_text(rpc)
+        _check_topics(rpc)
         for number, message in enumerate(rpc.publish):
-            if number % _IN_A_ROW == _IN_A_ROW - 1:
+            if number % _MESSAGES_PER_CHECKPOINT == _MESSAGES_PER_CHECKPOINT - 1:
                 await trio.lowlevel.checkpoint()
-            await self.take(peer, message)
+            await self.accept(peer, message)
         if len(rpc.subscriptions) <= self._pubsub.max_subscriptions_per_rpc:
             for subscription in rpc.subscriptions:
                 self._pubsub.handle_subscription(peer, subscription)
@@ -154,17 +157,18 @@ class MessageValidator:
         ids = sum(len(each.messageIDs) for part in (control.ihave, control.iwant, control.idontwant) for each in part)
         entries = len(control.graft) + len(control.prune) + len(control.ihave) + len(control.iwant)
         if ids + entries > MAX_IDS:
-            self.lose("", "oversize", None, PeerId(peer.to_bytes()))
+            self._count_drop("", "oversize", None, PeerId(peer.to_bytes()))
             return
-        # where peers are is identify's to say; py-libp2p forgets addresses from here after two hours
+        # identify is the source of addresses; py-libp2p forgets addresses from here after two hours
         rpc.ClearField("senderRecord")
         self._keep_known_topics(control)
         await self._router.handle_rpc(rpc, peer)
 
     def _keep_known_topics(self, control: Any) -> None:
-        """Leave of a peer's PRUNEs what concerns topics here, and no peers to dial.
+        """Remove unknown topics and suggested peers from PRUNE messages.
 
-        py-libp2p remembers every topic that it reads there for ever, and dials who is named, whatever is excluded.
+        py-libp2p remembers every topic that it reads there for ever, and dials the suggested peers without regard to
+        `exclude_cidr`.
         """
         known = [each for each in control.prune if each.topicID in self._pubsub.topic_ids]
         for each in known:
@@ -173,8 +177,8 @@ class MessageValidator:
         del control.prune[:]
         control.prune.extend(kept)
 
-    async def take(self, forwarder: ID, message: Any) -> None:
-        """Judge one message, and hand it to subscribers and to the router that passes it on."""
+    async def accept(self, forwarder: ID, message: Any) -> None:
+        """Validate one message; deliver it to local subscribers and forward it through the router."""
         key = message.from_id + message.seqno
         if forwarder.to_bytes() == self._own.raw:
             self._pubsub.seen_messages.add(key)
@@ -182,74 +186,76 @@ class MessageValidator:
             return
         if not self._pubsub._is_subscribed_to_msg(message) or self._pubsub.seen_messages.has(key):
             return
-        neighbour = PeerId(forwarder.to_bytes())
-        origin, loss = self._judge(neighbour, message)
-        if loss is not None:
-            topic = message.topicIDs[0] if len(message.topicIDs) == 1 else ""  # one that this node is in
-            self.lose(topic[:80], loss, origin, neighbour)
+        forwarding = PeerId(forwarder.to_bytes())
+        publisher, reason = self._validate(forwarding, message)
+        if reason is not None:
+            topic = message.topicIDs[0] if len(message.topicIDs) == 1 else ""  # this node subscribes to it
+            self._count_drop(topic[:80], reason, publisher, forwarding)
             return
         self._pubsub.seen_messages.add(key)
         self._pubsub.notify_subscriptions(message)
         await self._router.publish(forwarder, message)
 
-    def _judge(self, forwarder: PeerId, message: Any) -> tuple[PeerId | None, DropReason | None]:
-        """Who a message is of, once that is proven, and why it is not taken, if it is not.
+    def _validate(self, forwarder: PeerId, message: Any) -> tuple[PeerId | None, DropReason | None]:
+        """Return the publisher, once its signature is verified, and the reason to drop the message, if there is one.
 
-        Only what is proven counts against an origin: else whoever forges its name could silence it. Against the
-        neighbour everything counts that it makes this node verify.
+        Only verified messages count against a publisher's rate: otherwise forged messages could silence it. Against the
+        forwarder's rate every verification counts.
         """
         if len(message.data) > MAX_DATA:
             return None, "oversize"
         try:
-            origin = PeerId(message.from_id)
+            publisher = PeerId(message.from_id)
         except InvalidIdError:
             return None, "unsigned"
-        if origin == self._own or len(message.seqno) != _NUMBER or len(message.topicIDs) != 1:
+        if publisher == self._own or len(message.seqno) != _SEQNO_SIZE or len(message.topicIDs) != 1:
             return None, "other"
-        if not self._forwarders.has_token(forwarder) or not self._origins.has_token(origin):
+        if not self._forwarder_rate.has_token(forwarder) or not self._publisher_rate.has_token(publisher):
             return None, "rate"
-        self._forwarders.take(forwarder)  # an honest neighbour passes on nothing that it has not verified itself
-        if not _is_signed(origin, message):
+        self._forwarder_rate.take(forwarder)  # an honest peer forwards only messages that it has verified
+        if not _is_signed(publisher, message):
             return None, "unsigned"
-        self._origins.take(origin)
-        return origin, None if self._may_speak(origin, message.topicIDs[0]) else "role"
+        self._publisher_rate.take(publisher)
+        return publisher, None if self._may_publish(publisher, message.topicIDs[0]) else "role"
 
-    def lose(self, topic: str, reason: DropReason, source: PeerId | None, forwarder: PeerId) -> None:
-        """Count a message that is dropped; the log tells the first, the tenth, the hundredth and so on."""
-        self._lost[reason] += 1
+    def _count_drop(self, topic: str, reason: DropReason, source: PeerId | None, forwarder: PeerId) -> None:
+        """Count a dropped message; log the first, the tenth, the hundredth and so on of each reason."""
+        self._drop_counts[reason] += 1
         self._events.emit(GossipDropped(topic, reason, source))
-        count = self._lost[reason]
+        count = self._drop_counts[reason]
         if str(count).rstrip("0") == "1":
-            _log.warning("gossip dropped (%s), %d so far; this one came from %s", reason, count, forwarder)
+            _log.warning("gossip dropped (%s), %d so far; the last was forwarded by %s", reason, count, forwarder)
 
-    def _dropped(self, peer: ID, rpc: Any, reason: str) -> None:
-        """A peer takes messages more slowly than they come: those that found no room in its queue are lost for it."""
+    def _on_queue_full(self, peer: ID, rpc: Any, reason: str) -> None:
+        """Count messages that a peer misses because its outgoing queue is full; installed as `_handle_dropped_rpc`."""
         for message in rpc.publish:
-            self.lose(message.topicIDs[0][:80] if message.topicIDs else "", "queue", None, PeerId(peer.to_bytes()))
-        self._drop(peer, rpc, reason)
+            self._count_drop(
+                message.topicIDs[0][:80] if message.topicIDs else "", "queue", None, PeerId(peer.to_bytes())
+            )
+        self._router_drop(peer, rpc, reason)
 
 
-def _check_text(rpc: Any) -> None:
-    """Topics are text; protobuf hands other bytes out as they are, and fails where they are written again.
+def _check_topics(rpc: Any) -> None:
+    """Check that topics are text: protobuf decodes other bytes as bytes, and fails where they are encoded again.
 
     Raises:
-        TransferError: one is not.
+        TransferError: a topic is not text.
     """
     control = rpc.control
     topics = [each.topicid for each in rpc.subscriptions]
     topics += [each.topicID for part in (control.graft, control.prune, control.ihave) for each in part]
     topics += [topic for message in rpc.publish for topic in message.topicIDs]
     if not all(isinstance(topic, str) for topic in topics):
-        raise TransferError("a topic that is not text")
+        raise TransferError("a topic is not text")
 
 
-def _is_signed(origin: PeerId, message: Any) -> bool:
-    bare = rpc_pb2.Message(
+def _is_signed(publisher: PeerId, message: Any) -> bool:
+    unsigned = rpc_pb2.Message(
         from_id=message.from_id, data=message.data, seqno=message.seqno, topicIDs=message.topicIDs
     ).SerializeToString()
     try:
-        key = Ed25519PublicKey.from_public_bytes(origin.public_key)
-        key.verify(message.signature, PUBSUB_SIGNING_PREFIX.encode() + bare)
+        key = Ed25519PublicKey.from_public_bytes(publisher.public_key)
+        key.verify(message.signature, PUBSUB_SIGNING_PREFIX.encode() + unsigned)
     except (InvalidSignature, ValueError):
         return False
     return True

@@ -1,1 +1,2 @@
-"""The identify protocol: what peers report of themselves, and asking again."""
+"""Identify: what peers report about themselves, and repeated requests
+(https://github.com/libp2p/specs/blob/master/identify/README.md)."""

@@ -1,8 +1,10 @@
-"""The directory's asking half: a look-up is one question to each gateway, so a frozen peer elsewhere costs nothing.
+"""Client side of the Kademlia DHT: every look-up is one question to each gateway.
 
-A record is put under its plain key, where every peer finds the newest, and once more, signed, as a heartbeat under a
-key of its own (`hypha_proto.signed_records`): several publishers of one key are all found, and those that are gone are
-not. What answers is `kad_server`, at gateways with what `kad_store` keeps.
+Implements https://github.com/libp2p/specs/blob/master/kad-dht/README.md without iterative look-ups: gateways know every
+node, so an unresponsive peer elsewhere delays nothing. A record is put under its plain key, where every implementation
+finds the newest, and a second time, signed, under a key of its publisher (`hypha_proto.signed_records`), with the
+publisher as provider of the plain key: that way all publishers of a key are found, and only live ones. Called by
+`endpoint` and `bootstrap`; answered by `server`.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ from hypha_proto.signed_records import heartbeat_key, signed_bytes, split_heartb
 
 ASK_TIMEOUT: Final = 5.0
 GRACE: Final = 0.5
-"""Seconds that the other gateways have once one has answered."""
+"""Seconds to wait for the other gateways once one has answered."""
 
 Answers = Mapping[PeerId, Any]
+"""Answers by gateway; None for a message that has no answer."""
 
 
 class KadClient:
-    """Asks gateways."""
+    """Puts and finds records and peers at the gateways."""
 
     def __init__(
         self,
@@ -44,19 +47,19 @@ class KadClient:
         self._endpoint = endpoint
         self._gateways = gateways
         self._sign = sign
-        """Signs with the key of which this node's peer id is made."""
+        """Signs with the key that belongs to this node's peer id."""
         self._local = local
-        """A gateway's own part of the directory."""
+        """The DHT server of a gateway, which is asked like the other gateways."""
 
-    async def put(self, key: bytes, value: bytes, ttl: float, among: Sequence[PeerId] | None = None) -> None:
-        """Store a record at every gateway, or at those `among` them. Raises `UnreachableError` when none took it."""
+    async def put(self, key: bytes, value: bytes, ttl: float, gateways: Sequence[PeerId] | None = None) -> None:
+        """Store a record at `gateways`, by default all. Raises `UnreachableError` when none stored it."""
         own = self._endpoint.peer_id
         signature = self._sign(signed_bytes(own, key, value))
-        await self._ask_all(self._record(key, value, ttl), ASK_TIMEOUT, among)
+        await self._ask_all(self._record(key, value, ttl), ASK_TIMEOUT, gateways)
         provider = Message(type=Kind.ADD_PROVIDER, key=key)
         provider.provider_peers.add(id=own.raw)
-        await self._ask_all(provider, ASK_TIMEOUT, among)
-        await self._ask_all(self._record(heartbeat_key(own, key), signature + value, ttl), ASK_TIMEOUT, among)
+        await self._ask_all(provider, ASK_TIMEOUT, gateways)
+        await self._ask_all(self._record(heartbeat_key(own, key), signature + value, ttl), ASK_TIMEOUT, gateways)
 
     def _record(self, key: bytes, value: bytes, ttl: float) -> Any:
         message = Message(type=Kind.PUT_VALUE, key=key)
@@ -65,13 +68,16 @@ class KadClient:
         return message
 
     async def find(self, key: bytes, timeout: float) -> list[Record]:
-        """Records of a key, one a publisher, highest `seq` first. Raises `UnreachableError` when no gateway answered.
+        """Find the records of a key, one per publisher, highest `seq` first.
 
-        What a publisher says in its heartbeat counts more than what stands under the plain key in its name.
+        A publisher's signed record replaces the one under the plain key.
+
+        Raises:
+            UnreachableError: no gateway answered.
         """
         deadline = anyio.current_time() + timeout
         found: dict[PeerId | None, Record] = {}
-        heard: dict[PeerId | None, Record] = {}
+        signed: dict[PeerId | None, Record] = {}
 
         async def find_plain() -> None:
             answers = await self._ask_all(Message(type=Kind.GET_VALUE, key=key), timeout)
@@ -81,33 +87,33 @@ class KadClient:
                 if old is None or sequence(old.value) < sequence(record.value):
                     found[publisher] = Record(key, bytes(record.value), publisher)
 
-        async def find_heartbeats() -> None:
+        async def find_signed() -> None:
             try:
                 answers = await self._ask_all(Message(type=Kind.GET_PROVIDERS, key=key), timeout)
             except UnreachableError:
-                return  # the other question fails as well, and says so
+                return  # find_plain raises the same error
             providers = _providers(answers)
             async with anyio.create_task_group() as tasks:
                 for provider in list(providers)[:MAX_PROVIDERS]:
                     left = max(0.1, deadline - anyio.current_time())
-                    tasks.start_soon(self._hear, provider, key, left, list(answers), heard)
+                    tasks.start_soon(self._find_signed_record, provider, key, left, list(answers), signed)
 
         failure: UnreachableError | None = None
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(find_heartbeats)
+            tasks.start_soon(find_signed)
             try:
                 await find_plain()
             except UnreachableError as error:
                 failure = error
         if failure is not None:
             raise failure
-        found.update(heard)
+        found.update(signed)
         return sorted(found.values(), key=lambda record: -sequence(record.value))
 
-    async def _hear(
-        self, provider: PeerId, key: bytes, timeout: float, gateways: list[PeerId], heard: dict[PeerId | None, Record]
+    async def _find_signed_record(
+        self, provider: PeerId, key: bytes, timeout: float, gateways: list[PeerId], found: dict[PeerId | None, Record]
     ) -> None:
-        """What a provider's heartbeat says, if it goes on and is the provider's own."""
+        """Add a provider's newest signed record to `found`, if there is one with a valid signature."""
         wanted = heartbeat_key(provider, key)
         try:
             answers = await self._ask_all(Message(type=Kind.GET_VALUE, key=wanted), timeout, gateways)
@@ -117,12 +123,12 @@ class KadClient:
             signature, value = split_heartbeat(bytes(record.value))
             if not _is_signed(provider, key, value, signature):
                 continue
-            old = heard.get(provider)
+            old = found.get(provider)
             if old is None or sequence(old.value) < sequence(value):
-                heard[provider] = Record(key, value, provider)
+                found[provider] = Record(key, value, provider)
 
     async def find_addresses(self, peer: PeerId, timeout: float) -> list[bytes]:
-        """Addresses of a peer, as multiaddr bytes, from what gateways know."""
+        """Return the addresses of a peer that gateways know, as multiaddr bytes."""
         answers = await self._ask_all(Message(type=Kind.FIND_NODE, key=peer.raw), timeout)
         found: dict[bytes, None] = {}
         for answer in answers.values():
@@ -131,8 +137,8 @@ class KadClient:
                     found.update(dict.fromkeys(bytes(address) for address in closer.addrs[:32]))
         return list(found)
 
-    async def neighbours(self, timeout: float) -> dict[PeerId, list[bytes]]:
-        """Peers near this node that gateways know, with their addresses."""
+    async def closest_peers(self, timeout: float) -> dict[PeerId, list[bytes]]:
+        """Return the peers closest to this node, with their addresses as multiaddr bytes."""
         answers = await self._ask_all(Message(type=Kind.FIND_NODE, key=self._endpoint.peer_id.raw), timeout)
         found: dict[PeerId, list[bytes]] = {}
         for answer in answers.values():
@@ -141,8 +147,8 @@ class KadClient:
                     found.setdefault(peer, [bytes(address) for address in closer.addrs[:32]])
         return found
 
-    async def _ask_all(self, message: Any, timeout: float, among: Iterable[PeerId] | None = None) -> Answers:
-        """Ask every gateway, or those `among` them; gives the answers, none being one to what is not answered."""
+    async def _ask_all(self, message: Any, timeout: float, gateways: Iterable[PeerId] | None = None) -> Answers:
+        """Send a message to `gateways`, by default all that are connected; return their answers."""
         answers: dict[PeerId, Any] = {}
         failures: list[str] = []
         own = self._endpoint.peer_id
@@ -157,12 +163,12 @@ class KadClient:
                 return
             tasks.cancel_scope.deadline = min(tasks.cancel_scope.deadline, anyio.current_time() + GRACE)
 
-        gateways = [peer for peer in (self._gateways() if among is None else among) if peer != own]
+        others = [peer for peer in (self._gateways() if gateways is None else gateways) if peer != own]
         async with anyio.create_task_group() as tasks:
             tasks.cancel_scope.deadline = anyio.current_time() + timeout
-            for gateway in gateways:
+            for gateway in others:
                 tasks.start_soon(ask, gateway)
-        failures += [f"{gateway}: no answer within {timeout:g} s" for gateway in gateways if gateway not in answers]
+        failures += [f"{gateway}: no answer within {timeout:g} s" for gateway in others if gateway not in answers]
         if not answers:
             raise UnreachableError("no gateway answered: " + ("; ".join(failures) or "none is connected"))
         return answers
@@ -179,7 +185,7 @@ class KadClient:
             with anyio.CancelScope(shield=True):
                 await stream.aclose()
         if answer is None or answer.type != message.type:
-            raise StreamResetError("the gateway's answer makes no sense")
+            raise StreamResetError("unexpected answer of the gateway")
         return answer
 
 

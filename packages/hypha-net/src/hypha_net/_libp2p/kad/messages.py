@@ -1,4 +1,8 @@
-"""Messages of ``/ipfs/kad/1.0.0``, with the record's publisher and ttl that py-libp2p's generated classes lack."""
+"""Messages of ``/ipfs/kad/1.0.0`` (https://github.com/libp2p/specs/blob/master/kad-dht/README.md#rpc-messages).
+
+Built here because py-libp2p's generated classes lack the record's `publisher` and `ttl`, fields that rust-libp2p adds.
+Used by `client` and `server`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ PROTOCOL: Final = "/ipfs/kad/1.0.0"
 
 
 class Kind(IntEnum):
-    """What a message asks for."""
+    """Types of requests and their answers."""
 
     PUT_VALUE = 0
     GET_VALUE = 1

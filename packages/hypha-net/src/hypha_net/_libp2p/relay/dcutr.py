@@ -1,10 +1,11 @@
-"""A direct way past NAT for two nodes that a relay has brought together: ``/libp2p/dcutr``.
+"""DCUtR: replaces a relayed connection by a direct one through NATs, by hole punching.
 
-After `relay`: the node that took a circuit (`punch`) first dials the other directly; when that fails both tell each
-other where they might be reached, and dial at the same moment from the ports that they listen on, so that each NAT
-takes the other's packets for answers (`serve` is the other half). What is open on the circuit stays there; streams
-opened later take the direct way, and a circuit that nothing uses any more is closed (`merging`). Where it does not
-work, everything goes on through the relay.
+Implements ``/libp2p/dcutr`` (https://github.com/libp2p/specs/blob/master/relay/DCUtR.md). The node that accepted a
+circuit (`HolePuncher.punch`, called by `endpoint`) first dials the other directly. If that fails, both exchange
+addresses over the circuit and dial at the same moment from their listening ports, so that each NAT takes the other's
+packets for answers (`HolePuncher.serve` is the other side). Streams that are open on the circuit stay there, new ones
+use the direct connection, and `dial.connection_pruning` closes the unused circuit. Where it fails, the circuit stays
+in use.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_net.events import Events, HolePunched
 from hypha_proto.ids import PeerId
 
-_log = logging.getLogger("hypha_net.punching")
+_log = logging.getLogger("hypha_net.dcutr")
 
 PROTOCOL: Final = "/libp2p/dcutr"
 CONNECT, SYNC = 100, 300
@@ -37,14 +38,16 @@ MAX_MESSAGE: Final = 4096
 ATTEMPTS: Final = 3
 MAX_ADDRESSES: Final = 8
 TIMEOUT: Final = 10.0
-"""Seconds for a message of the other side."""
+"""Seconds within which the other side must have sent its message."""
 IDENTIFY_TIMEOUT: Final = 2.0
 DIRECT_TIMEOUT: Final = 2.0
 PUNCH_TIMEOUT: Final = 4.0
-"""Seconds in which packets sent at the same moment meet, or do not: time for two of the kernel's repetitions."""
+"""Seconds for the simultaneous open: time for two SYN retransmissions of the kernel."""
 REFUSED_PAUSE: Final = 0.02
-"""Seconds after which a closed door is knocked at again: half as long again each time, up to `LONGEST_PAUSE`."""
-LONGEST_PAUSE: Final = 0.5
+"""Seconds after which a refused connection is tried again; 1.5 times as long each time, up to `MAX_REFUSED_PAUSE`.
+
+Without jitter, unlike other retries: both sides must dial at the same time."""
+MAX_REFUSED_PAUSE: Final = 0.5
 HolePunch: Any = message_classes(
     "hypha.dcutr", "proto2", {"HolePunch": [("type", 1, INT32, False, ""), ("addresses", 2, BYTES, True, "")]}
 )["HolePunch"]
@@ -55,10 +58,10 @@ Upgrade = Callable[[IRawConnection, PeerId], Awaitable[None]]
 
 
 class DcutrEndpoint(Protocol):
-    """What punching needs of the endpoint."""
+    """The part of the endpoint that hole punching uses."""
 
     def is_direct(self, peer: PeerId) -> bool:
-        """Whether there is a connection to `peer` that is not relayed."""
+        """Return whether there is a connection to `peer` that is not relayed."""
         ...
 
     async def open_stream(self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0) -> Stream:
@@ -67,7 +70,7 @@ class DcutrEndpoint(Protocol):
 
 
 class HolePuncher:
-    """Both halves, for one endpoint."""
+    """Both sides of DCUtR, for one endpoint."""
 
     def __init__(
         self,
@@ -82,28 +85,28 @@ class HolePuncher:
         self._endpoint = endpoint
         self._events = events
         self._candidates = candidates
-        """Where others might reach this node, as multiaddrs; the first have the port to punch from."""
+        """Multiaddrs at which others might reach this node; the first have the port to dial from."""
         self._known = known
-        """Where a peer says that it listens, once identify has told."""
+        """The addresses that a peer reported by identify."""
         self._dialable = dialable
-        """Those of a peer's addresses that may be dialled."""
+        """Filters a peer's addresses for those that may be dialled."""
         self._dial_known = dial_known
-        """Dials those, names included. Raises `NetError` when nobody answers."""
+        """Dials the reported addresses, host names included. Raises `NetError` when none answers."""
         self._upgrade = upgrade
         self._serving: set[PeerId] = set()
 
     async def punch(self, peer: PeerId) -> None:
-        """Find a direct way to `peer`, to which there is a relayed connection; tells how it went."""
+        """Try to connect directly to `peer`, to which there is a relayed connection; emit the outcome."""
         began = anyio.current_time()
-        with anyio.move_on_after(IDENTIFY_TIMEOUT):  # there is no event for it
+        with anyio.move_on_after(IDENTIFY_TIMEOUT):  # py-libp2p has no event for identify
             while not self._known(peer):  # noqa: ASYNC110
                 await anyio.sleep(0.05)
-        outcome = await self._try(peer)
+        outcome = await self._connect_directly(peer)
         if outcome is not None:
             self._events.emit(HolePunched(peer, outcome, anyio.current_time() - began))
-            _log.info("a direct way to %s: %s", peer, outcome)
+            _log.info("direct connection to %s: %s", peer, outcome)
 
-    async def _try(self, peer: PeerId) -> Outcome | None:
+    async def _connect_directly(self, peer: PeerId) -> Outcome | None:
         if self._endpoint.is_direct(peer):
             return None
         with anyio.move_on_after(DIRECT_TIMEOUT), suppress(NetError):
@@ -112,80 +115,81 @@ class HolePuncher:
             if self._endpoint.is_direct(peer):
                 return "direct"
             try:
-                theirs, half_way = await self._exchange(peer)
+                theirs, delay = await self._exchange(peer)
             except UnsupportedProtocolError:
                 return "unsupported"
             except (NetError, TimeoutError) as error:
-                _log.debug("no addresses exchanged with %s: %s", peer, str(error) or "no answer")
+                _log.debug("addresses were not exchanged with %s: %s", peer, str(error) or "no answer")
                 return "failed"
-            await anyio.sleep(half_way)
-            # the one that took the circuit plays the listener: of two that both dial, one must
-            await self._dial_all(theirs, peer, self._port(), False, PUNCH_TIMEOUT)
+            await anyio.sleep(delay)
+            # after a simultaneous open one side must be the TLS server: the one that accepted the circuit
+            await self._dial_all(theirs, peer, self._listening_port(), False, PUNCH_TIMEOUT)
         return "direct" if self._endpoint.is_direct(peer) else "failed"
 
     async def _exchange(self, peer: PeerId) -> tuple[list[str], float]:
-        """Tell our addresses, hear theirs, and give the word; with the seconds that it is on its way."""
+        """Exchange addresses and send SYNC; return theirs, and half the round-trip time in seconds."""
         stream = await self._endpoint.open_stream(peer, [PROTOCOL], timeout=TIMEOUT)
         try:
             with anyio.fail_after(TIMEOUT):
                 sent = anyio.current_time()
-                await write_message(stream, self._connect())
-                theirs = self._read(await read_message(stream, HolePunch, MAX_MESSAGE))
-                travel = anyio.current_time() - sent
+                await write_message(stream, self._connect_message())
+                theirs = self._parse_connect(await read_message(stream, HolePunch, MAX_MESSAGE))
+                round_trip = anyio.current_time() - sent
                 await write_message(stream, HolePunch(type=SYNC))
         finally:
             with anyio.CancelScope(shield=True):
                 await stream.aclose()
-        return theirs, travel / 2
+        return theirs, round_trip / 2
 
     async def serve(self, stream: Stream) -> None:
-        """The other half: tell our addresses, and dial at the word."""
+        """Serve the other side: exchange addresses, and dial when SYNC arrives."""
         peer = stream.peer
-        if peer in self._serving:  # one at a time: each knocks at doors that the peer names
+        if peer in self._serving:  # one at a time: each makes this node dial addresses that the peer names
             await stream.reset()
             return
         self._serving.add(peer)
         try:
             await self._serve(stream, peer)
         except (NetError, TimeoutError) as error:
-            _log.info("no hole punch with %s: %s", peer, str(error) or "too slow")
+            _log.info("hole punch with %s failed: %s", peer, str(error) or "too slow")
             await stream.reset()
         finally:
             self._serving.discard(peer)
 
     async def _serve(self, stream: Stream, peer: PeerId) -> None:
         with anyio.fail_after(TIMEOUT):
-            theirs = self._read(await read_message(stream, HolePunch, MAX_MESSAGE))
-            await write_message(stream, self._connect())
-            word = await read_message(stream, HolePunch, MAX_MESSAGE)
-        if word is not None and word.type == SYNC and not self._endpoint.is_direct(peer):
-            await self._dial_all(theirs, peer, self._port(), True, PUNCH_TIMEOUT)
+            theirs = self._parse_connect(await read_message(stream, HolePunch, MAX_MESSAGE))
+            await write_message(stream, self._connect_message())
+            sync = await read_message(stream, HolePunch, MAX_MESSAGE)
+        if sync is not None and sync.type == SYNC and not self._endpoint.is_direct(peer):
+            await self._dial_all(theirs, peer, self._listening_port(), True, PUNCH_TIMEOUT)
 
-    def _connect(self) -> Any:
-        own = [Multiaddr(address).to_bytes() for address in self._own()[:MAX_ADDRESSES]]
+    def _connect_message(self) -> Any:
+        own = [Multiaddr(address).to_bytes() for address in self._own_addresses()[:MAX_ADDRESSES]]
         return HolePunch(type=CONNECT, addresses=own)
 
-    def _own(self) -> list[str]:
+    def _own_addresses(self) -> list[str]:
         return [address for address in self._candidates() if address.split("/")[1] in ("ip4", "ip6")]
 
-    def _read(self, message: Any) -> list[str]:
+    def _parse_connect(self, message: Any) -> list[str]:
         if message is None or message.type != CONNECT:
-            raise NetError("a hole punch begins with CONNECT")
+            raise NetError("a hole punch must begin with CONNECT")
         theirs = self._dialable(bytes(address) for address in message.addresses[:MAX_ADDRESSES])
-        return [address for address in theirs if address.split("/")[1] in ("ip4", "ip6")]  # a name may lead anywhere
+        # a host name may resolve to an excluded address
+        return [address for address in theirs if address.split("/")[1] in ("ip4", "ip6")]
 
-    def _port(self) -> int | None:
-        ports = [int(address.split("/")[4]) for address in self._own()]
+    def _listening_port(self) -> int | None:
+        ports = [int(address.split("/")[4]) for address in self._own_addresses()]
         return ports[0] if ports else None
 
     async def _dial_all(
         self, addresses: Sequence[str], peer: PeerId, port: int | None, initiator: bool, timeout: float
     ) -> None:
-        """Dial all at once; returns when one has become a connection, or after `timeout` seconds."""
+        """Dial all addresses at once; return when one is connected, or after `timeout` seconds."""
 
         async def attempt(address: str) -> None:
             try:
-                stream = await _meet(address, port)
+                stream = await _simultaneous_open(address, port)
                 await self._upgrade(RawConnection(TrioTCPStream(stream), initiator), peer)
                 tasks.cancel_scope.cancel()
             except (OSError, NetError) as error:
@@ -197,11 +201,11 @@ class HolePuncher:
                     tasks.start_soon(attempt, address)
 
 
-async def _meet(address: str, port: int | None) -> trio.SocketStream:
-    """A TCP connection from `port`; who is refused has come too early, and tries again until cancelled.
+async def _simultaneous_open(address: str, port: int | None) -> trio.SocketStream:
+    """Open a TCP connection from `port`; retry until cancelled when refused: the peer is not ready then.
 
     Raises:
-        OSError: nobody can be reached there from here; without a port, also when refused.
+        OSError: the address cannot be reached; without a port, also when refused.
     """
     _, kind, host, _, remote = address.split("/")[:5]
     family = trio.socket.AF_INET6 if kind == "ip6" else trio.socket.AF_INET
@@ -225,4 +229,4 @@ async def _meet(address: str, port: int | None) -> trio.SocketStream:
             if not connected:
                 sock.close()
         await anyio.sleep(pause)
-        pause = min(1.5 * pause, LONGEST_PAUSE)
+        pause = min(1.5 * pause, MAX_REFUSED_PAUSE)

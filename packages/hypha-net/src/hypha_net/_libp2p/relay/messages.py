@@ -1,6 +1,7 @@
 """Messages of circuit relay v2 (https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md).
 
-Built here with presence of every field, so that a type of 0 is written out: some peers miss it otherwise.
+The classes are built here with explicit field presence, so that a type of 0 is encoded: some peers require it.
+Used by `client` and `server`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from enum import IntEnum
 from typing import Any, Final
 
 from hypha_net._libp2p.wire.protobuf import BYTES, INT32, MESSAGE, UINT32, UINT64, Field, message_classes
+from hypha_proto.errors import InvalidIdError
+from hypha_proto.ids import PeerId
 
 HOP: Final = "/libp2p/circuit/relay/0.2.0/hop"
 STOP: Final = "/libp2p/circuit/relay/0.2.0/stop"
 MAX_MESSAGE: Final = 64 << 10
+MESSAGE_TIMEOUT: Final = 10.0
+"""Seconds within which the other side must have sent its message."""
 
 
 class HopKind(IntEnum):
-    """Types of a message to or from a relay."""
+    """Types of messages between a client and a relay (hop protocol)."""
 
     RESERVE = 0
     CONNECT = 1
@@ -24,14 +29,14 @@ class HopKind(IntEnum):
 
 
 class StopKind(IntEnum):
-    """Types of a message between a relay and the circuit's target."""
+    """Types of messages between a relay and the circuit's target (stop protocol)."""
 
     CONNECT = 0
     STATUS = 1
 
 
 class Status(IntEnum):
-    """Answers."""
+    """Status codes of answers."""
 
     OK = 100
     RESERVATION_REFUSED = 200
@@ -44,7 +49,7 @@ class Status(IntEnum):
 
 
 def status_name(number: int) -> str:
-    """A status for people: ``NO_RESERVATION (204)``."""
+    """Format a status code for logs, such as ``NO_RESERVATION (204)``."""
     known = number in Status._value2member_map_
     return f"{Status(number).name} ({number})" if known else f"status {number}"
 
@@ -58,13 +63,8 @@ _FIELDS: Final[dict[str, list[Field]]] = {
         ("expire", 1, UINT64, False, ""),
         ("addrs", 2, BYTES, True, ""),
         ("voucher", 3, BYTES, False, ""),
-        (
-            "lifetime",
-            1000,
-            UINT32,
-            False,
-            "",
-        ),  # ours: seconds from receipt, where `expire` is a time of the relay's clock
+        # extension of Hypha: seconds from receipt, because `expire` is a time of the relay's clock
+        ("lifetime", 1000, UINT32, False, ""),
     ],
     "Limit": [("duration", 1, UINT32, False, ""), ("data", 2, UINT64, False, "")],
     "HopMessage": [
@@ -86,3 +86,11 @@ _FIELDS: Final[dict[str, list[Field]]] = {
 _CLASSES: Final = message_classes("hypha.relay", "proto2", _FIELDS)
 HopMessage: Any = _CLASSES["HopMessage"]
 StopMessage: Any = _CLASSES["StopMessage"]
+
+
+def parse_peer_id(raw: bytes) -> PeerId | None:
+    """Return the peer id in a message's field, or None if it is invalid."""
+    try:
+        return PeerId(bytes(raw))
+    except InvalidIdError:
+        return None

@@ -21,7 +21,7 @@ import anyio.to_thread
 from cryptography.exceptions import UnsupportedAlgorithm
 
 from hypha_net._libp2p.security.contexts import TlsContexts
-from hypha_net.certificate_validation import CertificateVerifier, Chain, EndWarnings, Rejection
+from hypha_net.certificate_validation import CertificateVerifier, Chain, ExpiryWarnings, Rejection
 from hypha_net.errors import IdentityError
 from hypha_net.events import Events, PeerRejected
 from hypha_net.identity import FileState, Identity, file_state, reload_identity
@@ -58,7 +58,7 @@ class CertificateMonitor:
         self._events = events
         self._clock = clock
         self._verifier = CertificateVerifier(identity)
-        self._warnings = EndWarnings()
+        self._warnings = ExpiryWarnings()
         self._own_rejection: Rejection | None = None
         self._pending: FileState | None = None
         """A change seen once; the files are reloaded when they look the same an interval later."""
@@ -111,8 +111,8 @@ class CertificateMonitor:
     def _check_own(self) -> None:
         """Log the coming end of own files, and an own certificate that peers refuse."""
         now = self._clock()
-        self._warnings.tell(self._verifier, now)
-        rejection = self._verifier.own_verdict(now)
+        self._warnings.log_due(self._verifier, now)
+        rejection = self._verifier.check_own(now)
         if rejection is not None and rejection != self._own_rejection:
             _log.error("peers refuse this node: %s; have a new certificate issued for its key", rejection.detail)
         self._own_rejection = rejection
@@ -120,7 +120,7 @@ class CertificateMonitor:
     async def check(self) -> None:
         """Close every connection whose chain is no longer valid."""
         now = self._clock()
-        checked = [(connection, self._verifier.verdict(connection.chain, now)) for connection in self._connections()]
+        checked = [(connection, self._verifier.check(connection.chain, now)) for connection in self._connections()]
         rejected = [(connection, rejection) for connection, rejection in checked if rejection is not None]
         with anyio.move_on_after(CLOSE_TIMEOUT):
             async with anyio.create_task_group() as tasks:
@@ -139,7 +139,7 @@ def _read_files(identity: Identity) -> tuple[Identity, TlsContexts, CertificateV
     try:
         fresh = reload_identity(identity)
         contexts, verifier = TlsContexts(fresh), CertificateVerifier(fresh)
-        list(verifier.ends())
+        list(verifier.expiries())
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # of fields that are parsed only when used
         raise IdentityError(f"a certificate or revocation list is malformed: {error}") from error
     if file_state(fresh) != fresh.read_from:

@@ -34,7 +34,7 @@ from hypha_net._libp2p.security.contexts import TlsContexts
 from hypha_net._libp2p.security.peer_certificates import shown_certificate, verified_chain
 from hypha_net._libp2p.security.tls_errors import RefusalReason, explain, is_refusal
 from hypha_net._libp2p.yamux.buffer_pool import release_buffer
-from hypha_net.certificate_validation import Chain, read_chain
+from hypha_net.certificate_validation import Chain, parse_chain
 from hypha_net.errors import IdentityError, RefusedError
 from hypha_net.events import Events, PeerRejected
 from hypha_net.identity import CertificateInfo, Identity, read_certificate
@@ -150,7 +150,7 @@ class TlsConnection(ISecureConn):
             raise RefusedError("the peer showed no certificate")
         try:
             self.certificate = read_certificate(data, "the peer's certificate")
-            self.chain = read_chain(verified_chain(self._tls))
+            self.chain = parse_chain(verified_chain(self._tls))
         except (IdentityError, ValueError) as error:
             self.refused_for = "untrusted"
             raise RefusedError(str(error)) from error
@@ -400,7 +400,7 @@ class TlsTransport(ISecureTransport):
     def _log_refusal(self, conn: IRawConnection, secured: TlsConnection, error: str, direction: str) -> None:
         address = conn.get_remote_address()
         host = address[0] if address and not secured.is_initiator else address  # the port of a client changes each time
-        suppressed = self._refusals.since_told((direction, secured.shown_peer() or host, error))
+        suppressed = self._refusals.suppressed_count((direction, secured.shown_peer() or host, error))
         if suppressed is not None:
             more = f" ({suppressed} more since it was last logged)" if suppressed else ""
             _log.warning("connection %s %s refused: %s%s", direction, describe_address(conn), error, more)

@@ -14,8 +14,8 @@ from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnError, MuxedStreamError
 
-from hypha_net._libp2p.compat.host import protocols_of
 from hypha_net._libp2p.dial.dialer import Dialer
+from hypha_net._libp2p.identify.peer_metadata import supported_protocols
 from hypha_net._libp2p.streams.inbound import NEGOTIATE_TIMEOUT
 from hypha_net._libp2p.streams.multistream_select import (
     NoMultistreamError,
@@ -56,7 +56,7 @@ class OutboundStreams:
             muxed = await cast(YamuxSession, connection.muxed_conn).open_stream(send_syn=False)
         except (MuxedConnError, MuxedStreamError) as error:
             raise UnreachableError(f"{peer}: {error}") from error
-        supported = protocols_of(self._peerstore, ID(peer.raw))
+        supported = supported_protocols(self._peerstore, ID(peer.raw))
         early_data = request if len(protocols) == 1 and protocols[0] in supported else None
         opened = False
         try:

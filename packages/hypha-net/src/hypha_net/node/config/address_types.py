@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv6Address
 
-from hypha_net.hostnames import check_host_name
+from hypha_net.hostnames import validate_host_name
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
@@ -96,6 +96,6 @@ def _check_host(text: str, kind: str, host: str, *, names: bool) -> None:
 
 def _check_name(text: str, host: str) -> None:
     try:
-        check_host_name(host)
+        validate_host_name(host)
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None

@@ -1,0 +1,99 @@
+"""Requests and responses over the network in memory; the contract tests run the endpoint on both implementations."""
+
+from __future__ import annotations
+
+import uuid
+
+import anyio
+import pytest
+from support.memory_pair import run_with_pair
+
+from hypha_net import rpc
+from hypha_net.endpoint import Stream
+from hypha_net.errors import (
+    RequestError,
+    RequestTimeoutError,
+)
+from hypha_net.testing import MemoryEndpoint
+from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLease
+from hypha_proto.offers import OFFER
+from hypha_proto.protocols import API, HEALTH
+from hypha_proto.resources import Resources, Timestamp
+
+
+async def _healthy(_peer: PeerId, _request: HealthRequest) -> Health:
+    return Health(healthy=True)
+
+
+def test_a_request_is_answered() -> None:
+    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        rpc.serve(b, HEALTH_CHECK, _healthy)
+        assert await rpc.call(a, b.peer_id, HEALTH_CHECK, HealthRequest()) == Health(healthy=True)
+
+    run_with_pair(case)
+
+
+def test_methods_share_a_protocol_and_receive_the_peer_id() -> None:
+    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        asked: list[tuple[PeerId, uuid.UUID]] = []
+
+        async def renew(peer: PeerId, request: RenewLease) -> LeaseRenewal:
+            asked.append((peer, request.id))
+            return RenewalFailed()
+
+        rpc.serve(b, RENEW_LEASE, renew)
+        lease = uuid.UUID(int=7)
+        assert isinstance(await rpc.call(a, b.peer_id, RENEW_LEASE, RenewLease(id=lease)), RenewalFailed)
+        assert asked == [(a.peer_id, lease)]
+        assert OFFER.protocol == API  # the protocol is served, but not this method
+        with pytest.raises(RequestError):
+            await rpc.call(a, b.peer_id, OFFER, _offer())
+
+    run_with_pair(case)
+
+
+def _offer() -> object:
+    from hypha_proto.offers import WorkerOffer
+
+    one = uuid.UUID(int=1)
+    return WorkerOffer(id=one, request_id=one, price=1.0, resources=Resources(), timeout=Timestamp.of(0))
+
+
+def test_a_failing_handler_is_an_error_for_the_client() -> None:
+    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        async def fail(_peer: PeerId, _request: HealthRequest) -> Health:
+            raise RuntimeError("broken")
+
+        rpc.serve(b, HEALTH_CHECK, fail)
+        with pytest.raises(RequestError, match="health"):
+            await rpc.call(a, b.peer_id, HEALTH_CHECK, HealthRequest())
+
+    run_with_pair(case)
+
+
+def test_a_silent_peer_times_out() -> None:
+    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        async def silent(_stream: Stream) -> None:
+            await anyio.sleep_forever()
+
+        b.handle(HEALTH, silent)
+        with pytest.raises(RequestTimeoutError, match=r"0\.05 s"):
+            await rpc.call(a, b.peer_id, HEALTH_CHECK, HealthRequest(), timeout=0.05)
+
+    run_with_pair(case)
+
+
+@pytest.mark.parametrize("answer", [b"", b"\xa0\xa0", b"\xff", b"\xa1gheal"])
+def test_a_malformed_answer_is_an_error(answer: bytes) -> None:
+    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        async def answer_wrongly(stream: Stream) -> None:
+            await stream.send_all(answer) if answer else None
+            await stream.send_eof()
+
+        b.handle(HEALTH, answer_wrongly)
+        with pytest.raises(RequestError, match="malformed"):
+            await rpc.call(a, b.peer_id, HEALTH_CHECK, HealthRequest())
+
+    run_with_pair(case)
