@@ -42,7 +42,7 @@ def test_a_machine_that_cannot_make_namespaces_skips_their_tests_unless_it_is_ci
 ) -> None:
     monkeypatch.setenv("CI", ci)
     monkeypatch.setenv("PATH", str(tmp_path))
-    loaded = runpy.run_path(str(ROOT / "tests" / "namespaces.py"), run_name="namespaces_without_tools")
+    loaded = runpy.run_path(str(ROOT / "tests" / "support" / "netns.py"), run_name="namespaces_without_tools")
     assert loaded["needs_namespaces"].args == (skipped,)
     assert "ip, nft not found" in loaded["needs_namespaces"].kwargs["reason"]
     with pytest.raises(AssertionError, match="ip, nft not found"), loaded["two_homes"]():

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback_ports import free_port
+from support.loopback_ports import free_port
 
 ROOT = Path(__file__).parents[3]
 A = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from loopback_ports import free_port
+from support.loopback_ports import free_port
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.errors import RefusedError

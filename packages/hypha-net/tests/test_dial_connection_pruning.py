@@ -212,7 +212,7 @@ def test_only_the_dialling_side_closes_a_connection(authority: Any, short_grace:
     async def main() -> None:
         async with pair(authority) as (smaller, larger):
             # like an implementation that keeps every connection
-            larger._merger._can_close = lambda *_: False  # type: ignore[method-assign]
+            larger._pruner._can_close = lambda *_: False  # type: ignore[method-assign]
             await dial_each_other(smaller, larger)
             await anyio.sleep(3 * connection_pruning.GRACE)
             assert connection_count(smaller, larger) == connection_count(larger, smaller) == 2
@@ -244,7 +244,7 @@ async def behind_gateway(authority: Any) -> AsyncIterator[tuple[Libp2pEndpoint, 
 def test_reservation_moves_before_its_connection_is_closed(authority: Any, short_grace: None) -> None:
     async def main() -> None:
         async with behind_gateway(authority) as (gateway, leaf, other):
-            hop = gateway._hop
+            hop = gateway._relay_server
             assert hop is not None
             [first] = gateway._dialer.connections(leaf.peer_id)
             await dial_tcp(leaf._swarm, without_peer(gateway.addresses[0]), gateway.peer_id)
@@ -262,7 +262,7 @@ def test_reservation_moves_before_its_connection_is_closed(authority: Any, short
 def test_connection_stays_when_its_reservation_cannot_be_moved(authority: Any, short_grace: None) -> None:
     async def main() -> None:
         async with behind_gateway(authority) as (gateway, leaf, _other):
-            hop = gateway._hop
+            hop = gateway._relay_server
             assert hop is not None
             [first] = gateway._dialer.connections(leaf.peer_id)
             hop._reserve = lambda _peer: HopMessage(type=HopKind.STATUS, status=Status.RESERVATION_REFUSED)  # type: ignore[method-assign]
@@ -286,7 +286,7 @@ def test_direct_connection_replaces_the_circuit(authority: Any, short_grace: Non
             [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
             await one.connect(circuit)
             await until(lambda: connection_count(one, two) == connection_count(two, one) == 1)
-            hop = gateway._hop
+            hop = gateway._relay_server
             assert hop is not None
             assert hop._circuits.total() == 1
             traffic = Traffic(one, two)

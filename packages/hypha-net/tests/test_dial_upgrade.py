@@ -37,7 +37,7 @@ def late_registration(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_reservation_requested_before_registration_is_granted(
     authority: Any, late_registration: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(client, "RETRY", (60.0,))
+    monkeypatch.setattr(client, "RETRY_PAUSES", (60.0,))
 
     async def main() -> None:
         settings = EndpointSettings((LOOPBACK,), role="gateway")
@@ -61,7 +61,7 @@ def test_role_is_known_on_the_first_stream(authority: Any, late_registration: An
             roles = []
 
             async def answer(stream: Stream) -> None:
-                roles.append(asked._role_of(stream.peer))
+                roles.append(asked._peers.role(stream.peer))
 
             asked.handle(ASK, answer)
             await asking.connect(asked.addresses[0])

@@ -24,7 +24,7 @@ from trio.testing import MockClock
 from hypha_net import transfer
 from hypha_net.bandwidth import BURST
 from hypha_net.endpoint import Endpoint, Stream
-from hypha_net.events import Followed, Transferred
+from hypha_net.events import EventFollower, Transferred
 from hypha_net.testing import Faults, MemoryNetwork
 from hypha_net.transfer import retry
 from hypha_net.transfer.framing import receive_message, send_message
@@ -288,7 +288,7 @@ def test_memory_and_file_targets_look_the_same_on_the_wire(opener: Opener, tmp_p
 # ------------------------------------------------------------------------------------------------------------- resuming
 
 
-async def of_transfer(events: Followed) -> Transferred:
+async def of_transfer(events: EventFollower) -> Transferred:
     """Return the next transfer event."""
     event = await anext(events)
     assert isinstance(event, Transferred)
@@ -302,7 +302,7 @@ async def disconnect_at(mover: Mover, at: int) -> None:
     await mover.giver.disconnect(mover.taker.peer_id)
 
 
-async def until_moved(events: Followed, size: int) -> None:
+async def until_moved(events: EventFollower, size: int) -> None:
     """Wait until `size` bytes were transferred."""
     while (await of_transfer(events)).done < size:
         pass
