@@ -107,9 +107,9 @@ def make_org(name: str, key: Ed25519PrivateKey, root: Authority, *, days: int, n
     Raises:
         CertutilError: it would outlive the root or has its name, or `root` is not a root CA.
     """
-    _check_validity(root, days, now)
     if root.above:
         raise CertutilError(f"{common_name(root.certificate)!r} is not a root: organisations are signed by a root")
+    _check_validity(root, days, now)
     subject = _subject(name)
     if subject == root.certificate.subject:
         raise CertutilError(f"organisation {name!r} has the name of its root: choose another")

@@ -21,6 +21,7 @@ import anyio.to_thread
 
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint
+from hypha_net.error_causes import first_leaf_error
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.dispatch import (
@@ -209,7 +210,7 @@ class JobManager:
         try:
             await self._execute_with_status(job)
         except Exception as error:  # noqa: BLE001 - logged and reported: it ends this job only
-            cause = _first_leaf_error(error)
+            cause = first_leaf_error(error)
             if isinstance(cause, ExecutionError | OSError):
                 return ExecutionResult("failed", str(cause), job.execution.trace)
             _log.exception("%s failed because of an error in this worker", job)
@@ -218,7 +219,7 @@ class JobManager:
             cancelled, failures = errors.split(anyio.get_cancelled_exc_class())
             if cancelled is None or not isinstance(failures, ExceptionGroup):
                 raise
-            _log.warning("%s failed while it was cancelled: %s", job, _first_leaf_error(failures))
+            _log.warning("%s failed while it was cancelled: %s", job, first_leaf_error(failures))
             raise cancelled from None
         return ExecutionResult("finished", "", job.execution.trace)
 
@@ -296,12 +297,6 @@ class JobManager:
             if is_target and executor_class(job.spec) == "aggregate":
                 return await job.execution.set_round_members(message)
         return MembersKnown(accepted=False, reason=f"no aggregate job {message.job_id} of this scheduler runs here")
-
-
-def _first_leaf_error(error: Exception) -> Exception:
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _record_result(job: Job, result: ExecutionResult, seconds: float) -> None:
