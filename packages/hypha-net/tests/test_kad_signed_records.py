@@ -45,7 +45,7 @@ async def open_nodes(authority: Any, names: str, gateways: int = 1) -> AsyncIter
         settings = EndpointSettings(gateway_addresses=tuple(gateway.addresses[0] for gateway in nodes))
         for name in names:
             nodes.append(await tasks.start(hold, name, settings))
-            await until(lambda: len(nodes[-1].connected_peers()) >= gateways)
+            await until(lambda: len(nodes[-1]._gateways.connected()) >= gateways)
         yield nodes
         tasks.cancel_scope.cancel()
 
