@@ -11,7 +11,7 @@ from typing import Final
 
 import anyio
 
-from hypha_net import instrumentation, rpc
+from hypha_net import backoff, instrumentation, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.dispatch import DISPATCH_JOB, Dispatched, DispatchJob, DispatchResult
@@ -61,14 +61,18 @@ async def _dispatch(
 
 async def _send(endpoint: Endpoint, task: Task, message: DispatchJob, graph: TaskGraph) -> DispatchResult:
     """Send the dispatch, with retries: a worker confirms again a task that it has already started."""
-    for pause in _RETRY_DELAYS:
-        try:
-            return await rpc.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
-        except UnsupportedProtocolError:
-            raise
-        except NetError as error:
-            _log.warning("task %s could not be dispatched to worker %s, retrying: %s", task.name, task.peer, error)
-            await anyio.sleep(pause)
-            if graph.state(task.name).over:  # its lease was lost, or its executor has already ended
-                raise
-    return await rpc.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
+    last: NetError | None = None
+
+    async def attempt() -> DispatchResult:
+        if last is not None and graph.state(task.name).over:  # its lease was lost, or its executor has already ended
+            raise last
+        return await rpc.call(endpoint, task.peer, DISPATCH_JOB, message, timeout=_DISPATCH_TIMEOUT)
+
+    def on_failure(error: NetError, _pause: float) -> None:
+        nonlocal last
+        if isinstance(error, UnsupportedProtocolError) or error is last:
+            raise error
+        last = error
+        _log.warning("task %s could not be dispatched to worker %s, retrying: %s", task.name, task.peer, error)
+
+    return await backoff.retry(attempt, _RETRY_DELAYS, on_failure)

@@ -13,7 +13,7 @@ from typing import Final
 
 import anyio
 
-from hypha_net import instrumentation, rpc
+from hypha_net import backoff, instrumentation, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.ids import PeerId
@@ -24,8 +24,7 @@ _log = logging.getLogger(__name__)
 
 UPDATES_TIMEOUT: Final = 300.0
 """Seconds that the parameter server waits for updates that workers have started to send."""
-_ATTEMPTS: Final = 4
-_PAUSE: Final = 0.5
+_RETRY_DELAYS: Final = (0.5, 1.0, 1.5)
 
 
 @dataclass(slots=True)
@@ -75,17 +74,19 @@ class RoundAnnouncer:
             members=tuple(Member(peer=peer, samples=samples) for peer, samples in members.members),
             deadline_ms=int((self.timeout or UPDATES_TIMEOUT) * 1000),
         )
-        why = ""
-        for attempt in range(_ATTEMPTS):
-            try:
-                answer = await rpc.call(self.endpoint, self.server, ROUND_MEMBERS, message)
-            except UnsupportedProtocolError:
-                _log.info("the parameter server %s does not take member lists, it aggregates all updates", self.server)
-                return None
-            except NetError as error:
-                why = str(error)
-                _log.warning("members of round %d, attempt %d: %s", members.round, attempt + 1, why)
-                await anyio.sleep(_PAUSE * (attempt + 1))
-            else:
-                return None if answer.accepted else (answer.reason[:500] or "it does not accept them")
-        return why
+
+        def on_failure(error: NetError, _pause: float) -> None:
+            if isinstance(error, UnsupportedProtocolError):
+                raise error
+            _log.warning("members of round %d could not be sent, retrying: %s", members.round, error)
+
+        try:
+            answer = await backoff.retry(
+                lambda: rpc.call(self.endpoint, self.server, ROUND_MEMBERS, message), _RETRY_DELAYS, on_failure
+            )
+        except UnsupportedProtocolError:
+            _log.info("the parameter server %s does not take member lists, it aggregates all updates", self.server)
+            return None
+        except NetError as error:
+            return str(error)
+        return None if answer.accepted else (answer.reason[:500] or "it does not accept them")

@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 
 import anyio
 
+from hypha_net import backoff
 from hypha_net.backoff import jittered
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import NetError, StreamDroppedError, TransferError, UnreachableError
@@ -67,17 +68,23 @@ async def retry(attempt: Callable[[], Awaitable[T]], what: str) -> T:
         TransferError: the last attempt's, or one that another attempt would not cure.
     """
     interruption: TransferInterruptedError | None = None
-    for failures in range(len(PAUSES) + 1):
+
+    async def attempt_once() -> T:
+        nonlocal interruption
         try:
             return await attempt()
         except TransferInterruptedError as error:
             interruption = error
+            raise
         except UnreachableError as error:
             if interruption is None:
                 raise
             interruption = TransferInterruptedError(f"{what} broke off, and then: {error}")
-        if failures < len(PAUSES):
-            _log.info("%s; trying again in about %g s", interruption, PAUSES[failures])
-            await anyio.sleep(jittered(PAUSES, failures))
-    assert interruption is not None
-    raise interruption
+            raise interruption from error
+
+    def on_failure(error: NetError, pause: float) -> None:
+        if not isinstance(error, TransferInterruptedError):
+            raise error
+        _log.info("%s; trying again in %.1f s", error, pause)
+
+    return await backoff.retry(attempt_once, (jittered(PAUSES, done) for done in range(len(PAUSES))), on_failure)

@@ -10,9 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
-import anyio
-
-from hypha_net import rpc
+from hypha_net import backoff, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
 from hypha_proto.ids import PeerId
@@ -25,28 +23,27 @@ Req = TypeVar("Req")
 Resp = TypeVar("Resp")
 
 RETRY_DELAYS: Final = (0.0, 0.25, 1.0, 3.0)
-"""Seconds before each attempt at an operation that may fail for a moment."""
+"""Seconds before each attempt, of which the first is immediate, at an operation that may fail for a moment."""
 REPORT_DELAYS: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each attempt at a report: no job is lost while its scheduler is unreachable for 15 seconds."""
 
 
 async def retry(what: str, attempt: Callable[[], Awaitable[T]], delays: Sequence[float] = RETRY_DELAYS) -> T:
-    """Call `attempt` until it succeeds, once per delay. A refusal is final.
+    """Call `attempt` until it succeeds, once per delay; the first attempt is immediate. A refusal is final.
 
     Raises:
         NetError: the error of the last attempt.
     """
-    for number, delay in enumerate(delays, 1):
-        await anyio.sleep(delay)
-        try:
-            return await attempt()
-        except (TransferRefusedError, UnsupportedProtocolError):
-            raise
-        except NetError as error:
-            if number == len(delays):
-                raise
-            _log.info("%s failed (%s), attempt %d of %d", what, error, number, len(delays))
-    raise ValueError("no attempts were allowed")
+    failures = 0
+
+    def on_failure(error: NetError, _pause: float) -> None:
+        nonlocal failures
+        if isinstance(error, TransferRefusedError | UnsupportedProtocolError):
+            raise error
+        failures += 1
+        _log.info("%s failed (%s), attempt %d of %d", what, error, failures, len(delays))
+
+    return await backoff.retry(attempt, delays[1:], on_failure)
 
 
 async def call_with_retries(
