@@ -118,9 +118,9 @@ def test_a_killed_worker_ends_the_job_and_its_executor_leaves(network: LocalNetw
 
 def test_a_worker_of_another_authority_is_refused_on_both_sides(network: LocalNetwork) -> None:
     began = len(network.log("gateway"))
-    child = network.start_untrusted_worker("stranger")
-    wait_until(lambda: "refused" in child.log.read_text(), 20, "the stranger hears that it is refused")
-    wait_until(lambda: "refused" in network.log("gateway")[began:], 5, "the gateway says that it refused somebody")
+    child = network.start_untrusted_worker("untrusted")
+    wait_until(lambda: "refused" in child.log.read_text(), 20, "the refusal in the worker's log")
+    wait_until(lambda: "refused" in network.log("gateway")[began:], 5, "the refusal in the gateway's log")
     time.sleep(1.0)
     assert child.process.poll() is None  # it keeps trying, because its owner may replace the certificate
     for text in (child.log.read_text(), network.log("gateway")[began:]):

@@ -7,7 +7,7 @@ is confined to one job: its work directory, its references and its scheduler.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +32,17 @@ from hypha_proto.job_spec import (
     TrainJob,
     UriReference,
 )
-from hypha_proto.progress import REPORT, BatchDone, Progress, ProgressRequest, ProgressResponse
+from hypha_proto.progress import (
+    REPORT,
+    BatchDone,
+    OuterStepTaken,
+    Progress,
+    ProgressRequest,
+    ProgressResponse,
+    RoundMetrics,
+    SendingUpdate,
+    UpdateMerged,
+)
 from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
 from hypha_worker.bridge.delivery_queue import DeliveryQueue, PendingFile
 from hypha_worker.bridge.spans import SpanRecorder
@@ -56,6 +66,13 @@ _SAMPLES: Final = instrumentation.Counter("hypha.worker.samples", "{sample}", "S
 _PREFETCHED: Final = instrumentation.Level(
     "hypha.worker.prefetch.depth", "{slice}", "Slices fetched and not begun, a job."
 )
+_REPORT_NAMES: Final[Mapping[type[Progress], str]] = {
+    RoundMetrics: "RoundMetrics",
+    SendingUpdate: "Update",
+    OuterStepTaken: "Updated",
+    UpdateMerged: "UpdateReceived",
+}
+"""Values of the span attribute ``hypha.report``, which dashboards may filter on: independent of class names."""
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -260,8 +277,7 @@ class JobBridgeBackend:
             self._record_batch(progress)
             with instrumentation.attached(None):  # a job has too many batches for its trace
                 return await self._report(progress)
-        name = type(progress).__name__
-        with instrumentation.span("report", {"hypha.report": name}, parent=self.traceparent):
+        with instrumentation.span("report", {"hypha.report": _REPORT_NAMES[type(progress)]}, parent=self.traceparent):
             return await self._report(progress)
 
     def _record_batch(self, batch: BatchDone) -> None:

@@ -41,7 +41,7 @@ async def dial_tcp(
 
     Raises:
         RefusedError: one side does not accept the other's certificate, or another peer than `expected` answers.
-        UnreachableError: nobody answers.
+        UnreachableError: no answer.
     """
     _, kind, host, _, port = str(address).split("/")[:5]
     try:
@@ -55,7 +55,7 @@ async def _connect(kind: str, host: str, port: int, is_excluded: Callable[[str],
     """Open a TCP connection. Names are resolved by the system's resolver, unlike in py-libp2p.
 
     Raises:
-        OSError: the name does not exist, or nobody answers at any of its addresses.
+        OSError: the name does not exist, or none of its addresses answers.
         UnreachableError: the name leads to excluded addresses only.
     """
     if kind not in _FAMILIES:
