@@ -61,7 +61,7 @@ def test_a_job_continues_when_its_only_data_node_restarts(network: LocalNetwork)
     assert job.wait(240) == 0, job.log
     assert "Traceback" not in job.log
     assert not job.events("worker_lost")
-    assert "again in 2 s" in "".join(map(network.log, network.trainers))
+    assert "retrying in 2 s" in "".join(map(network.log, network.trainers))
 
 
 def test_a_job_continues_without_loss_while_another_data_node_serves_the_dataset(
