@@ -361,9 +361,11 @@ class Recorded:
     values: list[tuple[str, float, dict[str, Any]]] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
     spans: list[str] = field(default_factory=list)
+    span_attributes: list[dict[str, Any]] = field(default_factory=list)
 
     def start_span(self, name: str, kind: str, parent: str | None, attributes: Any, ago: float) -> Any:
         self.spans.append(name)
+        self.span_attributes.append(dict(attributes))
         return self
 
     traceparent = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"

@@ -161,3 +161,14 @@ def test_every_documented_metric_has_a_value(
     )
     section = DOCUMENT.read_text().split("### Worker", 1)[1].split("###", 1)[0]
     assert set(re.findall(r"^\| `([a-z_.]+)`", section, re.MULTILINE)) == {*expected, *ELSEWHERE}
+
+
+def test_spans_of_reports_name_the_kind_of_report(in_lab: Callable[..., None], recorded: Any) -> None:
+    async def case(lab: Any) -> None:
+        reports = ["update", {"metrics": {"round": 1, "metrics": {"loss": 1.0}}}, "updated", "update-received"]
+        await lab.start(f"for report in {reports!r}: post('/status/send', report)\n")
+        await lab.scheduler.ended()
+
+    in_lab(case)
+    kinds = [about["hypha.report"] for about in recorded.span_attributes if "hypha.report" in about]
+    assert kinds == ["Update", "RoundMetrics", "Updated", "UpdateReceived"]
