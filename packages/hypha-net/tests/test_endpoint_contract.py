@@ -397,3 +397,22 @@ def test_find_peers_returns_peers_that_are_not_connected(opener: Opener) -> None
         assert one.peer_id not in found
 
     play(opener, 3, case)
+
+
+def test_the_round_trip_is_known_once_a_peer_is_connected(opener: Opener) -> None:
+    async def case(nodes: list[Endpoint]) -> None:
+        gateway, first, second = nodes
+        assert first.round_trip_time(second.peer_id) is None
+        await first.connect_peer(second.peer_id)
+        round_trip = first.round_trip_time(second.peer_id)
+        assert round_trip is not None
+        assert 0 <= round_trip < 5
+        await until(lambda: second.round_trip_time(first.peer_id) is not None)
+        await first.connect_peer(second.peer_id)  # connected already
+        stranger = PeerId.from_public_key(bytes(range(32)))
+        with pytest.raises(UnreachableError):
+            await first.connect_peer(stranger, timeout=2)
+        assert first.round_trip_time(stranger) is None
+        assert gateway.round_trip_time(stranger) is None
+
+    play(opener, 3, case)

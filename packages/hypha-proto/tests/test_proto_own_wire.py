@@ -28,6 +28,7 @@ from hypha_proto.leases import (
     JobEnd,
     LeaseReleased,
     Reasons,
+    Rejection,
     ReleaseLease,
     Renewed,
     WhyNot,
@@ -91,6 +92,13 @@ RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
     (CANCEL_JOB, JobCancelled(known=False)),
     (WHY_NOT, Reasons(reasons=("cpu: 2 wanted, 1 free",))),
+    (
+        WHY_NOT,
+        Reasons(
+            reasons=("cpu: 2 wanted, 1 free", "no"),
+            rejections=(Rejection(code="cpu", required=2.0, available=1.0), Rejection(code="not-allowed")),
+        ),
+    ),
     (ROUND_MEMBERS, MembersKnown(accepted=False, reason="round 4 is over")),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST)),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, others=(OTHER,))),

@@ -154,6 +154,21 @@ class Endpoint(Protocol):
         """
         ...
 
+    async def connect_peer(self, peer: PeerId, *, timeout: float = 10.0) -> None:
+        """Connect to `peer` as `open_stream` does, and measure the round trip; return at once if both are done.
+
+        Raises:
+            UnreachableError: the peer cannot be reached within `timeout` seconds.
+        """
+        ...
+
+    def round_trip_time(self, peer: PeerId) -> float | None:
+        """Return the shortest round trip measured on the connection to `peer`, in seconds.
+
+        None without a connection, or before the first measurement, which is made as soon as a connection stands.
+        """
+        ...
+
     async def disconnect(self, peer: PeerId) -> None:
         """Close every connection to `peer`. No error if there is none."""
         ...

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 from hypha_proto.offers import WorkerRequest
 from hypha_proto.protocols import API, LEASE, RpcMethod
 from hypha_proto.resources import Timestamp
-from hypha_proto.wire_schema import EXTERNAL, I64, OMIT, U64, Message, Unit
+from hypha_proto.wire_schema import EXTERNAL, I64, OMIT, U64, Amount, Message, Unit
 
 TEMPORARY_LEASE: Final = 0.5
 """Life of an offer's temporary lease in seconds."""
@@ -21,6 +21,11 @@ RENEW_AT: Final = 1 / 3
 """Fraction of a lease's life after which schedulers renew it; those of the older network use 0.75."""
 LEASE_SWEEP: Final = 0.25
 """Interval in seconds at which workers drop expired leases and cancel their jobs."""
+
+
+REJECTION_CODES: Final = ("price", "gpu", "cpu", "memory", "storage", "executor", "busy", "not-allowed", "quota")
+"""Codes of `Rejection`: the bid is too low; the machine has too little of a resource; the executor is not configured;
+the machine would suffice, but leases hold it (``busy``); this scheduler gets no offers; or it has as many as it may."""
 
 
 class RenewLease(Message, frozen=True):
@@ -83,10 +88,23 @@ class WhyNot(Message, frozen=True):
     request: WorkerRequest
 
 
+class Rejection(Message, frozen=True):
+    """One reason against an offer, for programs: a code, and the amounts if the reason is an amount."""
+
+    code: str
+    """One of `REJECTION_CODES`; a newer worker may send others."""
+    required: Annotated[Amount | None, OMIT] = None
+    """What the request or this worker's price requires: GB, cores, or tokens per lease-hour."""
+    available: Annotated[Amount | None, OMIT] = None
+    """What there is of it: free resources, or the bid."""
+
+
 class Reasons(Message, frozen=True):
     """Every reason against an offer, in words for the operator; empty if the worker would make one."""
 
     reasons: tuple[str, ...]
+    rejections: Annotated[tuple[Rejection, ...] | None, OMIT] = None
+    """The same reasons for programs; older workers send none."""
 
 
 Outcome = Literal["finished", "failed", "cancelled"]

@@ -20,6 +20,7 @@ import anyio.abc
 from libp2p.abc import IRawConnection
 from libp2p.custom_types import TProtocol
 from libp2p.identity.identify_push.identify_push import push_identify_to_peer
+from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.tools.anyio_service import background_trio_service
@@ -199,6 +200,20 @@ class Libp2pEndpoint:
         """Return whether there is a connection to `peer` that is not relayed."""
         connection = self._dialer.connection(peer)
         return connection is not None and is_direct(connection)
+
+    async def connect_peer(self, peer: PeerId, *, timeout: float = 10.0) -> None:
+        """See `Endpoint.connect_peer`; a peer that does not answer the ping in time counts as connected, too."""
+        connection: SwarmConn | None = None
+        with anyio.move_on_after(timeout):
+            connection = await self._dialer.get_or_connect(peer)
+            await cast(YamuxSession, connection.muxed_conn).event_round_trip_measured.wait()
+        if connection is None:
+            raise UnreachableError(f"{peer} did not answer within {timeout:g} s")
+
+    def round_trip_time(self, peer: PeerId) -> float | None:
+        """See `Endpoint.round_trip_time`."""
+        connection = self._dialer.connection(peer)
+        return None if connection is None else cast(YamuxSession, connection.muxed_conn).shortest_round_trip
 
     def direct_connections(self, peer: PeerId) -> frozenset[object]:
         """Return the connections to `peer` that are not relayed."""

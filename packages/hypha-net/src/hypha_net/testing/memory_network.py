@@ -229,6 +229,15 @@ class MemoryEndpoint:
             node.events.emit(Connected(self._peer_id, "inbound"))
         return node
 
+    async def connect_peer(self, peer: PeerId, *, timeout: float = 10.0) -> None:
+        """See `Endpoint.connect_peer`."""
+        if peer not in self._streams:
+            await self._connect_to(peer, timeout)
+
+    def round_trip_time(self, peer: PeerId) -> float | None:
+        """See `Endpoint.round_trip_time`: twice the delay of the link, without jitter."""
+        return 2 * self._network.links.between(self._peer_id, peer).delay if peer in self._streams else None
+
     async def disconnect(self, peer: PeerId) -> None:
         """See `Endpoint.disconnect`."""
         self.drop_peer(peer, "the connection was closed")

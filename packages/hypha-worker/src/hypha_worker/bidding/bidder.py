@@ -80,7 +80,13 @@ class Bidder:
     def _reserve(self, plan: PlannedOffer, now: float) -> Lease:
         received = plan.received_request
         return self._lease_manager.offer(
-            uuid.uuid4(), received.scheduler, received.request.id, plan.allocation, plan.price, now
+            uuid.uuid4(),
+            received.scheduler,
+            received.request.id,
+            plan.allocation,
+            plan.price,
+            now,
+            received.request.spec.executor,
         )
 
     async def _send_offer(self, lease: Lease, traceparent: str | None) -> None:

@@ -13,6 +13,7 @@ from enum import Enum
 
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEWED_LEASE, TEMPORARY_LEASE
+from hypha_proto.offers import ExecutorDescriptor
 from hypha_worker.leasing.capacity import Allocation, Capacity
 
 
@@ -47,6 +48,8 @@ class Lease:
     state: LeaseState = LeaseState.OFFERED
     has_job: bool = False
     """Whether a job is attached."""
+    executors: tuple[ExecutorDescriptor, ...] = ()
+    """The executors that its request asked for."""
 
     def remaining(self, now: float) -> float:
         """Return the seconds left."""
@@ -84,6 +87,7 @@ class LeaseManager:
         allocation: Allocation,
         price: float,
         now: float,
+        executors: tuple[ExecutorDescriptor, ...] = (),
     ) -> Lease:
         """Reserve `allocation` for an offer.
 
@@ -95,7 +99,7 @@ class LeaseManager:
             raise LeaseError(f"lease {lease_id} already exists")
         if not free.resources.covers(allocation.resources) or not set(allocation.devices) <= set(free.devices):
             raise LeaseError(f"{allocation.resources} is no longer free: free is {free.resources}")
-        lease = Lease(lease_id, scheduler, request_id, allocation, price, now + TEMPORARY_LEASE)
+        lease = Lease(lease_id, scheduler, request_id, allocation, price, now + TEMPORARY_LEASE, executors=executors)
         self._leases[lease_id] = lease
         return lease
 
@@ -172,6 +176,23 @@ class LeaseManager:
         """Return the lease if it is known and belongs to `scheduler`, else None."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and lease.scheduler == scheduler else None
+
+    def find_for_dispatch(
+        self, dispatch_id: uuid.UUID, scheduler: PeerId, executor: ExecutorDescriptor
+    ) -> Lease | None:
+        """Return the lease that a dispatch is for, or None.
+
+        Our schedulers dispatch by a lease's id. Those of the older network make an id of their own: for them it is the
+        oldest held lease of this scheduler that has no job and was requested for an executor of this class.
+        """
+        lease = self.find(dispatch_id, scheduler)
+        if lease is not None:
+            return lease
+        for lease in self._leases.values():
+            is_open = lease.state is LeaseState.HELD and not lease.has_job and lease.scheduler == scheduler
+            if is_open and type(executor) in map(type, lease.executors):
+                return lease
+        return None
 
     def _owned_lease(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease:
         lease = self.find(lease_id, scheduler)

@@ -61,6 +61,11 @@ class RttEstimator:
         """Return the round trip in seconds; 0 until there are `MIN_PINGS` samples."""
         return self._shortest if self._samples >= MIN_PINGS else 0.0
 
+    @property
+    def shortest(self) -> float | None:
+        """The shortest round trip in seconds so far; None before the first reply."""
+        return self._shortest if self._samples else None
+
     def next_ping(self) -> int | None:
         """Return the number of a ping to send now, never 0; None if it is too early for one."""
         now = trio.current_time()

@@ -94,6 +94,7 @@ class YamuxSession(IMuxedConn):
         self.unread = unread or UnreadBytes()
         """Counter of received bytes that have not been read, shared by the peer's connections."""
         self._rtt = RttEstimator()
+        self.event_round_trip_measured = trio.Event()
         self.is_relayed = conn.get_connection_type() is ConnectionType.RELAYED
         self._frame_size = AdaptiveFrameSize()
         self._bulk = trio.Lock()
@@ -126,6 +127,7 @@ class YamuxSession(IMuxedConn):
                     nursery.start_soon(self._keep_alive)
                     nursery.start_soon(self._send_control)
                     self.event_started.set()
+                    self.round_trip()
                     try:
                         reason = await self._read_frames()
                     finally:
@@ -351,6 +353,11 @@ class YamuxSession(IMuxedConn):
         """How many bytes of one stream are sent in one frame at present."""
         return self._frame_size.bytes
 
+    @property
+    def shortest_round_trip(self) -> float | None:
+        """The shortest round trip in seconds so far; None before the reply to the ping that `start` sends."""
+        return self._rtt.shortest
+
     def round_trip(self) -> float:
         """Return the shortest round trip so far in seconds, 0 until there are enough; ping again if it is time."""
         number = self._rtt.next_ping()
@@ -409,6 +416,8 @@ class YamuxSession(IMuxedConn):
                 self.queue_frame(FrameType.PING, FrameFlag.ACK, 0, length)
             else:
                 self._rtt.add_reply(length)
+                if self._rtt.shortest is not None:
+                    self.event_round_trip_measured.set()
             return
         if kind == FrameType.GO_AWAY:
             self._peer_closing = True
