@@ -172,6 +172,10 @@ class WirePeer:
         self.handlers: dict[str, Handler] = {}
         self.negotiated: list[str] = []
         """Protocols that the remote side has negotiated."""
+        self.remote = b""
+        """The remote side's peer id, for users of several connections to set."""
+        self.gates: dict[str, trio.Event] = {}
+        """Events to wait for before agreeing to a protocol."""
         self.closed = trio.Event()
 
     async def frame(self, kind: int, flags: int, number: int, content: bytes | int) -> None:
@@ -252,6 +256,8 @@ class WirePeer:
                 if wanted in self.handlers:
                     break
                 await stream.send_all(line("na"))
+            if wanted in self.gates:
+                await self.gates[wanted].wait()
             await stream.send_all(line(wanted))
             stream.protocol = wanted
             await self.handlers[wanted](stream)
