@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -28,8 +28,6 @@ PULL: Final = "/hypha-tensor-stream/pull"
 WORKER_TOPIC: Final = "hypha/worker"
 PUT_VALUE, GET_VALUE, ADD_PROVIDER, GET_PROVIDERS, FIND_NODE = range(5)
 CLOSEST: Final = 20
-_KEY_PREFIX: Final = b"\x00\x24"
-"""Of a peer id made from the protobuf of an Ed25519 key (identity multihash, 36 bytes)."""
 
 
 class RustNode:
@@ -82,18 +80,24 @@ class RustNode:
         try:
             async with speak(transport, self.identity, opened=opened, **about) as peer:
                 peer.gates = self.gates
-                stream = await peer.open(IDENTIFY)
-                told = fields(await stream.message())
-                await stream.half_close()
-                peer.remote = _KEY_PREFIX + told[1][0]
-                self.neighbours[peer.remote], self.listening[peer.remote] = peer, told.get(2, [])
-                await self.connected(peer, {protocol.decode() for protocol in told.get(3, [])})
-                task_status.started()
-                await peer.closed.wait()
-                if self.neighbours.get(peer.remote) is peer:
-                    del self.neighbours[peer.remote], self.listening[peer.remote]
+                self.neighbours[peer.remote] = peer
+                try:
+                    await self._identify(peer)
+                    task_status.started()
+                    await peer.closed.wait()
+                finally:
+                    if self.neighbours.get(peer.remote) is peer:
+                        del self.neighbours[peer.remote]
+                        self.listening.pop(peer.remote, None)
         except* (trio.BrokenResourceError, trio.ClosedResourceError, AssertionError):
             pass  # the other side left before it was identified
+
+    async def _identify(self, peer: WirePeer) -> None:
+        stream = await peer.open(IDENTIFY)
+        told = fields(await stream.message())
+        await stream.half_close()
+        self.listening[peer.remote] = told.get(2, [])
+        await self.connected(peer, {protocol.decode() for protocol in told.get(3, [])})
 
     async def connected(self, peer: WirePeer, protocols: set[str]) -> None:
         """Do what this kind of node does on a new connection."""
@@ -197,6 +201,13 @@ class RustWorker(RustNode):
         self._seen: set[bytes] = set()
         self.handlers.update({MESHSUB: self._hear, API: self._serve_api, HEALTH: self._serve_health})
 
+    async def _identify(self, peer: WirePeer) -> None:
+        stream = await peer.open(IDENTIFY)
+        told = fields(await stream.message())
+        await stream.half_close()
+        self.listening[peer.remote] = told.get(2, [])
+        await self.connected(peer, {protocol.decode() for protocol in told.get(3, [])})
+
     async def connected(self, peer: WirePeer, protocols: set[str]) -> None:
         """Announce the topic."""
         if MESHSUB in protocols:
@@ -217,7 +228,8 @@ class RustWorker(RustNode):
                 return
             for message in map(fields, messages):
                 if message[4] == [WORKER_TOPIC.encode()]:
-                    await self._offer(message[1][0], cbor2.loads(message[2][0]))
+                    with suppress(cbor2.CBORDecodeError):
+                        await self._offer(message[1][0], cbor2.loads(message[2][0]))
 
     async def _offer(self, scheduler: bytes, request: dict[str, Any]) -> None:
         if request["id"] in self._seen:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import trio
+from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 DATA, WINDOW, PING, GO_AWAY = range(4)
@@ -173,7 +174,7 @@ class WirePeer:
         self.negotiated: list[str] = []
         """Protocols that the remote side has negotiated."""
         self.remote = b""
-        """The remote side's peer id, for users of several connections to set."""
+        """The remote side's peer id, from its certificate."""
         self.gates: dict[str, trio.Event] = {}
         """Events to wait for before agreeing to a protocol."""
         self.closed = trio.Event()
@@ -269,6 +270,11 @@ class WirePeer:
         await trio.aclose_forcefully(self._secured)
 
 
+def peer_id(public_key: bytes) -> bytes:
+    """Encode the peer id of an Ed25519 key: the identity multihash of its protobuf."""
+    return b"\x00\x24\x08\x01\x12\x20" + public_key
+
+
 def identify(public_key: bytes, addresses: list[bytes], protocols: list[str], agent: str) -> bytes:
     """Encode an identify message."""
     message = field(1, b"\x08\x01\x12\x20" + public_key)
@@ -313,6 +319,8 @@ async def speak(transport: trio.abc.Stream, identity: Any, *, opened: bool = Tru
     await secured.do_handshake()
     await _select(secured, "/yamux/1.0.0", opened=opened)
     peer = WirePeer(secured, opened=opened)
+    certificate = x509.load_der_x509_certificate(secured.getpeercert(binary_form=True))
+    peer.remote = peer_id(certificate.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
     handlers: dict[str, Handler] = about.get("handlers", {})
     key = identity.key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
     told = identify(key, about.get("addresses", []), [*handlers, IDENTIFY], about.get("agent", "hypha-rust/0.0.1"))

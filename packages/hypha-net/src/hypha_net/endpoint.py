@@ -209,7 +209,20 @@ class Endpoint(Protocol):
         ...
 
     async def publish(self, topic: str, data: bytes) -> None:
-        """Publish to the subscribers of `topic`. Each receives the message at most once."""
+        """Publish to the subscribers of `topic`. Each receives the message at most once.
+
+        Also does what `connect_subscribers` does, in the background.
+        """
+        ...
+
+    async def connect_subscribers(self, topic: str, *, timeout: float = 1.0) -> None:
+        """Connect to those subscribers of `topic` that need it to receive what this node publishes, or to answer.
+
+        Behind a gateway of the older network, which forwards nothing, these are all its neighbours; behind one of ours
+        the nodes of the older network, which answer connected peers only. Returns when they have been dialled, or after
+        `timeout` seconds (the rest goes on in the background); at once if that has been done lately. Raises nothing:
+        `topic_peers` tells who is there.
+        """
         ...
 
     def subscribe(self, topic: str) -> AbstractAsyncContextManager[AsyncIterator[GossipMessage]]:

@@ -30,6 +30,7 @@ from multiaddr import Multiaddr
 
 from hypha_net._libp2p.bootstrap.gateways import Gateways
 from hypha_net._libp2p.bootstrap.record_publisher import RecordPublisher
+from hypha_net._libp2p.bootstrap.topic_peers import TopicPeers
 from hypha_net._libp2p.compat.host import check_port_free, make_host
 from hypha_net._libp2p.compat.logging import adopt_library_logs
 from hypha_net._libp2p.compat.notifee import EventNotifee
@@ -144,11 +145,11 @@ class Libp2pEndpoint:
         self.handle(DCUTR, self._puncher.serve)
 
     def _make_gateways(self) -> None:
+        self._topic_peers = TopicPeers(self._dialer, self._dht, self._subscriptions)
         self._gateways = Gateways(
             self._dialer,
-            self._dht,
             self._publisher,
-            self._subscriptions,
+            self._topic_peers,
             self._relay_client if self._can_reserve else None,
         )
         self._dialer.set_routes(
@@ -246,7 +247,10 @@ class Libp2pEndpoint:
 
     def _known_peers(self) -> list[KnownPeer]:
         """Return the connected peers for the DHT server."""
-        return [KnownPeer(peer, partial(self._shared_addresses, peer)) for peer in self._peers.ids()]
+        return [
+            KnownPeer(peer, partial(self._shared_addresses, peer), partial(self._peers.is_ours, peer))
+            for peer in self._peers.ids()
+        ]
 
     def _shared_addresses(self, peer: PeerId) -> tuple[bytes, ...]:
         """Return a peer's addresses for others, with circuits through this node if it has a reservation here."""
@@ -310,11 +314,16 @@ class Libp2pEndpoint:
 
     async def publish(self, topic: str, data: bytes) -> None:
         """See `Endpoint.publish`."""
+        self._topic_peers.note_publish(topic)
         await self._subscriptions.publish(topic, data)
 
     def subscribe(self, topic: str) -> AbstractAsyncContextManager[AsyncIterator[GossipMessage]]:
         """See `Endpoint.subscribe`."""
         return self._subscriptions.subscribe(topic)
+
+    async def connect_subscribers(self, topic: str, *, timeout: float = 1.0) -> None:
+        """See `Endpoint.connect_subscribers`."""
+        await self._topic_peers.connect(topic, timeout)
 
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
         """See `Endpoint.topic_peers`."""
@@ -367,6 +376,7 @@ class Libp2pEndpoint:
             self._tasks.start_soon(self._pruner.run)
             self._tasks.start_soon(IdentifyRetrier(self._host).run)
             self._tasks.start_soon(self._gateways.renew_records)
+            self._tasks.start_soon(self._topic_peers.run)
             for address in self._settings.gateway_addresses:
                 self._tasks.start_soon(self._gateways.keep_connected, address)
             self._tasks.start_soon(self._certificates.run, self._settings.certificate_interval)

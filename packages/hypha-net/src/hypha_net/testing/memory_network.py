@@ -371,6 +371,10 @@ class MemoryEndpoint:
             if not queues:
                 self._network.leave(topic, self)
 
+    async def connect_subscribers(self, topic: str, *, timeout: float = 1.0) -> None:
+        """See `Endpoint.connect_subscribers`; here every subscriber receives what is published, connected or not."""
+        await anyio.lowlevel.checkpoint()
+
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
         """See `Endpoint.topic_peers`; all subscribers count as connected here."""
         return frozenset(self._network.subscribers(topic)) - {self._peer_id}

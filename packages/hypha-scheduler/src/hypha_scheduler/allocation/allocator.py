@@ -126,6 +126,7 @@ class Allocator:
         return all(held[role] >= count for role, count in self.minimum.items())
 
     async def _wait_for_peers(self, deadline: float) -> None:
+        await self.endpoint.connect_subscribers(WORKER_REQUESTS.name)  # a Rust gateway forwards no request to them
         logged = False
         while not self.endpoint.topic_peers(WORKER_REQUESTS.name) and anyio.current_time() < deadline:
             if not logged:
