@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 import trio
+from multiaddr import Multiaddr
 from support.rust_node import (
     FIND_NODE,
     KAD,
@@ -23,7 +24,7 @@ from support.rust_node import (
     running,
 )
 from support.waiting import run, until
-from support.wire_peer import dial, field, fields, speak
+from support.wire_peer import Stream, dial, field, fields, speak
 
 from hypha_net import EndpointSettings, open_endpoint, transfer
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
@@ -32,6 +33,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PullRequest
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+HOP, STOP = "/libp2p/circuit/relay/0.2.0/hop", "/libp2p/circuit/relay/0.2.0/stop"
 
 
 @asynccontextmanager
@@ -233,5 +235,33 @@ def test_a_gateway_lists_all_peers_to_nodes_that_do_not_ask_for_other_implementa
                 others, _ = await peer.ask(KAD, ask + field(1000, 1))
                 assert [fields(each)[1][0] for each in fields(others)[8]] == [worker.identity.peer_id.raw]
                 assert fields(others)[1000] == [1]
+
+    run(main)
+
+
+def test_a_rust_worker_that_can_only_be_relayed_to_is_connected_through_our_gateway(authority: Any) -> None:
+    async def main() -> None:
+        identity = authority.identity("rust", "worker")
+        sources: list[bytes] = []
+
+        async def stop(stream: Stream) -> None:
+            request = fields(await stream.message())
+            await stream.say(field(1, 1) + field(4, 100))
+            async with speak(stream, identity, opened=False) as inner:
+                sources.append(fields(request[2][0])[1][0])
+                await inner.closed.wait()
+
+        async with hypha_gateway(authority) as gateway:
+            circuit = Multiaddr(f"{gateway.addresses[0]}/p2p-circuit").to_bytes()
+            about = {"addresses": [circuit], "handlers": {STOP: stop}}
+            async with speak(await dial(gateway.addresses[0]), identity, **about) as rust:
+                answer, _ = await rust.ask(HOP, field(1, 0))
+                assert fields(answer)[5] == [100]
+                async with leaf_of(authority, gateway.addresses[0]) as leaf:
+                    await until(lambda: gateway.peer_id in leaf.topic_peers(WORKER_TOPIC))
+                    await until(lambda: any(known.addresses() for known in gateway._known_peers()))
+                    await leaf.connect_subscribers(WORKER_TOPIC, timeout=10)
+                    assert identity.peer_id in leaf.connected_peers()
+                    assert sources == [leaf.peer_id.raw]
 
     run(main)

@@ -157,15 +157,18 @@ class Endpoint(Protocol):
     async def connect_peer(self, peer: PeerId, *, timeout: float = 10.0) -> None:
         """Connect to `peer` as `open_stream` does, and measure the round trip; return at once if both are done.
 
+        A peer that answers no ping within 2 s counts as connected; its `round_trip_time` stays None.
+
         Raises:
             UnreachableError: the peer cannot be reached within `timeout` seconds.
         """
         ...
 
     def round_trip_time(self, peer: PeerId) -> float | None:
-        """Return the shortest round trip measured on the connection to `peer`, in seconds.
+        """Return the shortest round trip measured on the connection to `peer`, in seconds, end to end if relayed.
 
-        None without a connection, or before the first measurement, which is made as soon as a connection stands.
+        None without a connection, or before the first measurement, which is made as soon as a connection stands. While
+        a new connection to the peer is not measured, that of the one before it, if it is still open.
         """
         ...
 
