@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import struct
 import types
 import typing
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hypha_proto.codec import from_cbor, from_json, parse_cbor, to_cbor, to_json
+from hypha_proto.codec import MAX_JSON_DEPTH, from_cbor, from_json, parse_cbor, parse_json, to_cbor, to_json
 from hypha_proto.datasets import DATA, Manifest
 from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, PARAMETER_PULL, PARAMETER_PUSH
 from hypha_proto.errors import DecodeError, EncodeError, InvalidIdError
@@ -243,3 +244,34 @@ def test_duplicate_json_keys_are_rejected() -> None:
 def test_timestamps_are_never_negative() -> None:
     assert Timestamp.of(-5.0) == Timestamp(secs_since_epoch=0, nanos_since_epoch=0)
     assert Timestamp.of(2.25) == Timestamp(secs_since_epoch=2, nanos_since_epoch=250_000_000)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 20_000, "[" * 65 + "]" * 65, '{"a":' * 65 + "1" + "}" * 65])
+def test_nested_json_is_rejected(text: str) -> None:
+    with pytest.raises(DecodeError, match="nested"):
+        parse_json(text)
+    with pytest.raises(DecodeError, match="nested"):
+        from_json(Health, f'{{"healthy": true, "more": {text}}}')
+
+
+def test_json_within_the_depth_limit_is_parsed() -> None:
+    text = "[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH
+    assert json.dumps(parse_json(text), separators=(",", ":")) == text
+    assert parse_json("1") == 1
+
+
+@given(st.binary() | st.text())
+def test_any_input_is_json_or_a_decode_error(data: bytes | str) -> None:
+    with contextlib.suppress(DecodeError):
+        parse_json(data)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+@given(JSON_VALUES)
+def test_plain_json_is_parsed_as_it_was_written(value: object) -> None:
+    assert parse_json(json.dumps(value)) == value
