@@ -24,10 +24,11 @@ from hypha_net.transfer import FilePushTarget
 from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import AggregateJob
-from hypha_proto.progress import REPORT, Done, OuterStepTaken, ProgressError, ProgressRequest, ProgressResponse
+from hypha_proto.progress import REPORT, Done, OuterStepTaken, ProgressError, ProgressRequest
 from hypha_proto.round_membership import UPDATE_REFUSED, MembersKnown, RoundMembers, UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import REPORT_DELAYS, call_with_retries
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.parameter_server.round_collector import (
@@ -199,11 +200,22 @@ class ParameterServer:
         done = self._collector.close_round()
         await self._report_missing(done)
         result = await self._step(done)
-        await self._push_outer_update(done, result, tasks)
-        answer = await self._report_step()
-        if isinstance(answer, ProgressError):
-            raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}")
-        return isinstance(answer, Done)
+        if self._reports_before_pushing():
+            is_last = await self._report_step(done)
+            await self._push_outer_update(done, result, tasks)
+        else:
+            await self._push_outer_update(done, result, tasks)
+            is_last = await self._report_step(done)
+        return is_last
+
+    def _reports_before_pushing(self) -> bool:
+        """Return whether the scheduler is one of the older network.
+
+        It tells a worker that has merged an update of which it has not heard yet to continue, for ever in the last
+        round. Ours hears of the step when the members have the update.
+        """
+        speaks = speaks_lease_protocol(self._context.endpoint, self._context.scheduler)
+        return not self._config.members if speaks is None else not speaks
 
     async def _report_missing(self, done: CompleteRound) -> None:
         """Report missing members, before the step: until then the scheduler counts their samples."""
@@ -287,14 +299,18 @@ class ParameterServer:
         participants = list(dict.fromkeys([*members, *scheduler]))
         return participants, [peer for peer in listed if peer not in participants]
 
-    async def _report_step(self) -> ProgressResponse:
+    async def _report_step(self, done: CompleteRound) -> bool:
+        """Report an outer step to the scheduler; return whether it was the last."""
         context = self._context
         request = ProgressRequest(
             job_id=context.spec.job_id, progress=OuterStepTaken(), lease=context.lease, id=uuid.uuid4()
         )
-        return await call_with_retries(
+        answer = await call_with_retries(
             context.endpoint, context.scheduler, REPORT, request, timeout=30.0, delays=REPORT_DELAYS
         )
+        if isinstance(answer, ProgressError):
+            raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}")
+        return isinstance(answer, Done)
 
     async def _send_refusals(self) -> None:
         async for message in self._refusals:
