@@ -97,8 +97,8 @@ def test_dispatches_are_counted_by_outcome(in_lab: InLab, recorded: Any) -> None
         task, spec = uuid.uuid4(), lab.train_spec()
         await lab.scheduler.dispatch(lab.peer, task, spec)
         await lab.scheduler.dispatch(lab.peer, task, lab.train_spec(spec.job_id))
-        other = msgspec.structs.replace(spec, job_id=uuid.uuid4())
-        assert isinstance(await lab.scheduler.dispatch(lab.peer, task, other), DispatchFailed)
+        await lab.scheduler.hire()
+        assert isinstance(await lab.scheduler.dispatch(lab.peer, uuid.uuid4(), spec), DispatchFailed), "the job twice"
         for outcome, count in (("stranger", 1), ("accepted", 2), ("refused", 1)):
             assert recorded.total("hypha.worker.dispatches", hypha_outcome=outcome) == count, outcome
 
