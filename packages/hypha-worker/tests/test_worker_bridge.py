@@ -45,6 +45,7 @@ from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import BridgeStartError, open_bridge
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.job_storage import JobStorage
 from hypha_worker.jobs.references import with_secrets, without_secrets
 
 LIMIT = 1 << 20
@@ -129,8 +130,9 @@ async def open_test_bridge(
         spec = make_spec(server, data, **changes)
         work_dir = tmp_path / "job"
         work_dir.mkdir()
-        queue = DeliveryQueue(spec.job_id, work_dir, frozenset({server.peer_id}), LIMIT, OUTER_UPDATE)
-        files = PeerFiles(worker, LIMIT)
+        storage = JobStorage(work_dir, LIMIT)
+        queue = DeliveryQueue(spec.job_id, work_dir, frozenset({server.peer_id}), storage, OUTER_UPDATE)
+        files = PeerFiles(worker, storage)
         backend = JobBridgeBackend(
             worker, spec, uuid.uuid4(), server.peer_id, work_dir, queue, access or AccessPolicy(), files
         )

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
 import msgspec
 import numpy as np
 import pytest
@@ -168,9 +167,7 @@ def test_a_lease_whose_scheduler_has_exited_is_freed_without_an_error(
     monkeypatch.setattr("hypha_worker.jobs.job_manager.END_REPORT_DELAYS", (0.0, 0.05))
 
     async def case(lab: Any) -> None:
-        lab.write_script(
-            "while not os.path.exists(os.path.join(os.path.dirname(work_dir), 'go')): time.sleep(0.01)\n"
-        )
+        lab.write_script("while not os.path.exists(os.path.join(os.path.dirname(work_dir), 'go')): time.sleep(0.01)\n")
         total = lab.worker.arbiter.capabilities.capacity.resources
         await lab.scheduler.hire()
         answer = await lab.scheduler.dispatch(lab.peer, uuid.uuid4(), lab.train_spec())
@@ -189,20 +186,20 @@ def test_a_lease_whose_scheduler_has_exited_is_freed_without_an_error(
 
 
 ROUNDS = 2
-TRAINS = f"""
+TRAINS = """
 import struct
-tensors = json.dumps({{"w": {{"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}}}).encode()
-events = listen({{"resource": config["results"], "path": "incoming"}})
-answer = {{"type": "Continue"}}
+tensors = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+events = listen({"resource": config["results"], "path": "incoming"})
+answer = {"type": "Continue"}
 while answer["type"] != "Done":
     status, files = post("/resources/fetch", config["data"])
     assert status == 200, files
-    status, answer = post("/status/send", {{"status": {{"batch_size": 8}}}})
-    assert (status, answer) == (200, {{"type": "ScheduleUpdate", "counter": 0}}), answer
+    status, answer = post("/status/send", {"status": {"batch_size": 8}})
+    assert (status, answer) == (200, {"type": "ScheduleUpdate", "counter": 0}), answer
     post("/status/send", "update")
     with open(os.path.join(work_dir, "update.safetensors"), "wb") as file:
         file.write(struct.pack("<Q", len(tensors)) + tensors + struct.pack("<4f", 1.0, 1.0, 1.0, 1.0))
-    status, told = post("/resources/send", {{"resource": config["updates"], "path": "update.safetensors"}})
+    status, told = post("/resources/send", {"resource": config["updates"], "path": "update.safetensors"})
     assert status == 200, told
     event = next(events)
     assert os.path.getsize(os.path.join(work_dir, event["path"])) > 16
@@ -236,7 +233,6 @@ class RustRounds:
 async def second_worker(lab: Any, make_config: Any) -> AsyncIterator[Any]:
     """Open the worker that runs the parameter server."""
     folder: Path = lab.folder / "second"
-    folder.mkdir()
     server = {"class": "aggregate", "name": "parameter-server", "runtime": "parameter-server"}
     async with (
         lab.network.endpoint("second") as endpoint,

@@ -175,12 +175,12 @@ class JobBridgeBackend:
         folder = resolve_folder(self.work_dir, wanted.path or f"artifacts/{self._fetched}")
         if isinstance(reference, PeersReference):
             return await self._fetch_from_peers(reference, folder)
-        limit = self.files.max_bytes
+        storage = self.files.storage
         if isinstance(reference, HuggingFaceReference):
-            found = await download_from_hub(reference, folder, self.access, max_bytes=limit)
+            found = await download_from_hub(reference, folder, self.access, storage=storage)
         else:
             assert isinstance(reference, UriReference)
-            found = [await download_from_uri(reference.value, folder, self.access, max_bytes=limit)]
+            found = [await download_from_uri(reference.value, folder, self.access, storage=storage)]
         return [self._downloaded(file) for file in found]
 
     async def _fetch_slice(self, reference: SchedulerReference, path: str) -> FetchedFile:

@@ -44,6 +44,7 @@ from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refu
 from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries
 from hypha_worker.errors import ExecutionError
+from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
 from hypha_worker.jobs.execution import Execution, ExecutionFactory, ExecutionResult, JobContext
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager, LeaseState
@@ -102,13 +103,27 @@ class JobManager:
         work_dir: Path,
         tasks: anyio.abc.TaskGroup,
         clock: Callable[[], float] = anyio.current_time,
+        *,
+        default_storage: float = DEFAULT_STORAGE,
     ) -> None:
+        """Prepare; nothing runs before `dispatch`.
+
+        Args:
+            endpoint: where schedulers and peers are reached.
+            lease_manager: the leases that jobs run on.
+            executors: what makes an execution, by descriptor.
+            work_dir: each job gets a folder in it.
+            tasks: jobs run in it.
+            clock: seconds of the local monotonic clock.
+            default_storage: GB that a job may store whose lease states none.
+        """
         self._endpoint = endpoint
         self._lease_manager = lease_manager
         self._executors = executors
         self._work_dir = work_dir
         self._tasks = tasks
         self._clock = clock
+        self._default_storage = default_storage
         self._jobs: dict[uuid.UUID, Job] = {}
 
     @property
@@ -191,13 +206,16 @@ class JobManager:
     def _create_job(self, lease: Lease, message: DispatchJob, factory: ExecutionFactory) -> Job:
         about = {"hypha.job.id": str(message.spec.job_id), "hypha.job.class": executor_class(message.spec)}
         span = instrumentation.span("execute job", {**about, "hypha.lease.id": str(lease.id)})
+        work_dir = self._work_dir / f"hypha-{uuid.uuid4()}"
+        limit = lease.allocation.resources.storage or self._default_storage
         context = JobContext(
             endpoint=self._endpoint,
             spec=message.spec,
             lease=lease.id,
             scheduler=lease.scheduler,
             allocation=lease.allocation,
-            work_dir=self._work_dir / f"hypha-{uuid.uuid4()}",
+            work_dir=work_dir,
+            storage=JobStorage(work_dir, int(limit * GIGABYTE)),
             scope=anyio.CancelScope(),
             traceparent=span.traceparent,
         )
@@ -234,7 +252,8 @@ class JobManager:
             if result is None:
                 result = ExecutionResult("cancelled", job.cancel_reason, job.execution.trace)
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(shutil.rmtree, job.work_dir, True)
+                # a thread of its own: it must wait neither for other jobs' threads nor for abandoned ones of this job
+                await anyio.to_thread.run_sync(shutil.rmtree, job.work_dir, True, limiter=anyio.CapacityLimiter(1))
             del self._jobs[job.lease]
             self._lease_manager.detach_job(job.lease, keep=result.outcome == "cancelled" and job.scope.cancel_called)
             _log_result(job, result)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import uuid
-from collections.abc import Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.abc
-import anyio.to_thread
 
 from hypha_net import instrumentation, transfer
 from hypha_net.errors import NetError, TransferRefusedError
@@ -70,7 +70,7 @@ class ParameterServer:
         self._config = config
         self._collector = RoundCollector(set(reference_peers([config.updates])), members_announced=bool(config.members))
         self._reference = _ReferenceLayout()
-        self._files = PeerFiles(context.endpoint, context.max_bytes)
+        self._files = PeerFiles(context.endpoint, context.storage)
         self._changed = anyio.Event()
         self._count = 0
         self._refusals_in, self._refusals = anyio.create_memory_object_stream[UpdateRefused](_MAX_QUEUED_REFUSALS)
@@ -107,7 +107,11 @@ class ParameterServer:
         async def on_complete(size: int, _digest: str) -> None:
             await self._on_update_received(peer, number, path, size)
 
-        return FilePushTarget(path, self._limit(), on_complete, slot=str(self._context.work_dir))
+        return self._target(path, on_complete)
+
+    def _target(self, path: Path, on_complete: Callable[[int, str], Awaitable[None]]) -> FilePushTarget:
+        slot, quota = str(self._context.work_dir), self._context.storage
+        return FilePushTarget(path, self._max_size(), on_complete, slot=slot, quota=quota)
 
     def _accept_late_update(self, peer: PeerId, header: PushHeader) -> FilePushTarget:
         path = self._context.work_dir / f"late-{self._count}.safetensors"
@@ -115,18 +119,16 @@ class ParameterServer:
         async def on_complete(_size: int, _digest: str) -> None:
             self._drop_late(peer, header.round, path)
 
-        return FilePushTarget(path, self._limit(), on_complete, slot=str(self._context.work_dir))
+        return self._target(path, on_complete)
 
     def _drop_late(self, peer: PeerId, number: int, path: Path) -> None:
         _log.warning("the update of %s for round %d arrived late and does not count", peer, number)
         _remove(path)
 
-    def _limit(self) -> int:
+    def _max_size(self) -> int:
         """Return the largest accepted update: slightly more than the first one."""
         known = self._reference.size
-        return min(
-            self._context.max_bytes, known + known // 50 + _HEADER_ALLOWANCE if known else self._context.max_bytes
-        )
+        return known + known // 50 + _HEADER_ALLOWANCE if known else sys.maxsize
 
     def _admit(self, peer: PeerId, header: PushHeader | None) -> int:
         if header is not None and header.kind != PSEUDO_GRADIENT:
@@ -153,7 +155,7 @@ class ParameterServer:
     async def _check_layout(self, path: Path, size: int) -> None:
         from hypha_worker.executors.parameter_server.outer_step import TensorLayout, inspect_update
 
-        layout = await anyio.to_thread.run_sync(inspect_update, path, abandon_on_cancel=True)
+        layout = await self._context.storage.run(inspect_update, path, abandon=True)
         first = self._reference.first
         if not isinstance(first, TensorLayout):
             self._reference = _ReferenceLayout(layout, size)
@@ -247,16 +249,20 @@ class ParameterServer:
         from hypha_worker.executors.parameter_server.outer_step import OuterOptimizer, outer_step
 
         settings, started = self._config.optimizer, anyio.current_time()
-        result = self._context.work_dir / f"outer-{done.round}.safetensors"
-        await anyio.to_thread.run_sync(
+        storage, folder = self._context.storage, self._context.work_dir / "outer"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        await storage.run(storage.reserve, folder, 3 * layout.float32_size(self._reference.size))
+        result = folder / f"outer-{done.round}.safetensors"
+        await storage.run(
             outer_step,
             [(path, weight) for _, path, weight in done.updates],
-            self._context.work_dir / "momentum.safetensors",
+            folder / "momentum.safetensors",
             result,
             OuterOptimizer(settings.learning_rate, settings.momentum, settings.nesterov is not False),
             UpdateMetadata(round=done.round, statistics=layout.statistics),
-            abandon_on_cancel=True,  # when the job is cancelled, its thread may finish on files that are deleted
+            abandon=True,  # when the job is cancelled, its thread may finish on files that are deleted
         )
+        await storage.run(storage.release, folder)
         for _, path, _ in done.updates:
             _remove(path)
         took = anyio.current_time() - started
