@@ -25,7 +25,7 @@ DEFAULT_STORAGE: Final = 10.0
 MAX_ENTRIES: Final = 100_000
 """Files and folders of a work directory that are looked at; with more the job gets no further file."""
 MAX_TRANSFERS: Final = 8
-"""Fetches and sends of one job that run at once; further ones wait."""
+"""Fetches of one job that run at once; further ones wait."""
 _THREADS: Final = 8
 _BLOCK: Final = 512
 """Bytes in the unit of `st_blocks`, on every file system."""

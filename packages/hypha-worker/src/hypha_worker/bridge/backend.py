@@ -144,6 +144,10 @@ class JobBridgeBackend:
     async def fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
         """See `BridgeBackend.fetch`."""
         check_peers(self.spec, wanted.reference)
+        async with self.files.storage.transfers:
+            return await self._fetch(wanted)
+
+    async def _fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
         reference = with_secrets(self.spec, wanted.reference)
         self._fetched += 1
         if isinstance(reference, SchedulerReference):
