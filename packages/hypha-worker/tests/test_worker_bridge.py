@@ -20,9 +20,10 @@ import httpx
 import msgspec
 import pytest
 
-from hypha_net import transfer
+from hypha_net import rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import to_plain
+from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.job_spec import (
     Adam,
     All,
@@ -293,6 +294,36 @@ def test_the_documented_request_form_is_accepted(with_bridge: WithBridge) -> Non
         status, [file] = await bridge.post("/resources/fetch", wanted)
         assert status == 200
         assert (bridge.work_dir / file["path"]).read_bytes() == b"s"
+
+    with_bridge(case)
+
+
+def test_a_bare_reference_is_fetched_into_artifacts(with_bridge: WithBridge) -> None:
+    """Executors of the Rust network load the folder ``artifacts``; a slice is named by its position in the answer."""
+
+    async def case(bridge: BridgeUnderTest) -> None:
+        def serve(dataset: str, index: int, content: bytes) -> None:
+            path = bridge.work_dir.parent / f"{uuid.uuid4()}"
+            path.write_bytes(content)
+            bridge.served[dataset, index] = path
+
+        assigned = iter((7, 8))
+
+        async def assign(_peer: Any, _request: DataRequest) -> SliceAssigned:
+            return SliceAssigned(data_provider=bridge.data.peer_id, index=next(assigned))
+
+        rpc.serve(bridge.server, DATA, assign)
+        for index, content in enumerate((b"{}", b"weights")):
+            serve("job/model", index, content)
+        status, files = await bridge.post("/resources/fetch", plain(bridge.spec.executor.config.model.artifact))
+        assert status == 200, files
+        assert [file["path"] for file in files] == ["artifacts/config.json", "artifacts/sub/model.safetensors"]
+        for index in (7, 8):  # the next slice takes the place of the one before
+            serve("digits", index, b"slice %d" % index)
+            status, [file] = await bridge.post("/resources/fetch", plain(bridge.spec.executor.config.data))
+            assert (status, file["path"], file["metadata"]["slice"]) == (200, "artifacts/0", str(index))
+            assert (bridge.work_dir / file["path"]).read_bytes() == b"slice %d" % index
+        assert sorted(path.name for path in (bridge.work_dir / "artifacts").iterdir()) == ["0", "config.json", "sub"]
 
     with_bridge(case)
 
