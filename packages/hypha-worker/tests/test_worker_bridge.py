@@ -460,6 +460,18 @@ def test_a_call_that_waits_for_a_peer_is_cancelled_when_the_bridge_closes(tmp_pa
     assert anyio.run(main, backend="trio") < 4.0
 
 
+def test_a_bridge_that_is_cancelled_before_it_has_begun_closes(short: Path) -> None:
+    async def main() -> None:
+        with anyio.fail_after(5):
+            for delay in (0.0, 0.001, 0.01, 0.1):
+                with anyio.move_on_after(delay):
+                    async with open_bridge(None, short / "b.sock"):  # type: ignore[arg-type]
+                        await anyio.sleep_forever()
+
+    anyio.run(main, backend="trio")
+    assert list(short.iterdir()) == []
+
+
 def test_a_too_long_socket_path_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     async def main() -> None:
         async with open_bridge(None, tmp_path / ("x" * 120)):  # type: ignore[arg-type]
