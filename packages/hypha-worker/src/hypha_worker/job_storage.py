@@ -90,7 +90,7 @@ class JobStorage:
             if used + size > self.limit:
                 raise StorageExceededError(
                     f"a file of {size} bytes exceeds this job's storage: {used} of {self.limit} bytes are used; "
-                    "request more storage for the job, or raise the worker's default"
+                    "request more storage for the job, or raise [resources.default] storage of this worker"
                 )
             self._reservations[path] = _Reservation(real_path, size)
 

@@ -216,8 +216,9 @@ class ParameterServer:
         It tells a worker that has merged an update of which it has not heard yet to continue, for ever in the last
         round. Ours hears of the step when the members have the update.
         """
-        speaks = speaks_lease_protocol(self._context.endpoint, self._context.scheduler)
-        return not self._config.members if speaks is None else not speaks
+        if self._config.members:  # only ours announce the members of a round
+            return False
+        return not speaks_lease_protocol(self._context.endpoint, self._context.scheduler)
 
     async def _report_missing(self, done: CompleteRound) -> None:
         """Report missing members, before the step: until then the scheduler counts their samples."""
