@@ -23,6 +23,7 @@ from hypha_worker.job_storage import JobStorage
 FILES = {
     "/file.bin": b"content",
     "/big.bin": b"x" * 5000,
+    "/org/model/resolve/main/altered.bin": b"altered",
     "/org/model/resolve/main/config.json": b'{"a": 1}',
     "/org/model/resolve/v2/model.safetensors": b"weights",
 }
@@ -61,7 +62,8 @@ def web_server() -> Iterator[Web]:
             if content is None:
                 self.send_header("x-error-code", "EntryNotFound")
             else:
-                self.send_header("etag", f'"{hashlib.sha256(content).hexdigest()}"')
+                stated = b"other" if "altered" in self.path else content
+                self.send_header("etag", f'"{hashlib.sha256(stated).hexdigest()}"')
                 self.send_header("x-repo-commit", "0" * 40)
             self.send_header("content-length", str(len(content or b"")))
             self.end_headers()
@@ -156,6 +158,7 @@ def test_forbidden_invalid_or_too_large_repositories_are_refused(web: Web, tmp_p
         ({"filenames": ()}, 400),
         ({"filenames": ("none.json",)}, 404),
         ({"limit": 3}, 507),
+        ({"filenames": ("altered.bin",)}, 502),
         ({"repository": "not a repository"}, 400),
     ):
         found, detail = refused(lambda changes=changes: hub(tmp_path, **changes))  # type: ignore[misc]
