@@ -210,6 +210,45 @@ def test_an_offer_to_an_unreachable_scheduler_is_given_up(how: str, caplog: pyte
     assert [record.levelname for record in caplog.records if "did not reach" in record.getMessage()] == ["WARNING"]
 
 
+def test_a_slow_handshake_goes_on_so_that_the_next_request_gets_an_offer() -> None:
+    async def case(site: Site) -> None:
+        [scheduler, _] = site.schedulers
+        await scheduler.publish(cpu=4.0)
+        site.delay(scheduler, 3.0)
+        await anyio.sleep(0.2 + 2.01)
+        assert site.free == 4.0
+        assert scheduler.endpoint.peer_id not in site.worker.endpoint.connected_peers()
+        site.delay(scheduler, 0.3)  # the dial keeps the delay that it began with
+        await anyio.sleep(1.0)
+        assert scheduler.endpoint.peer_id in site.worker.endpoint.connected_peers()
+        assert scheduler.offers == []
+        await scheduler.get_offer(cpu=4.0)
+
+    play(case)
+
+
+def test_one_attempt_to_connect_serves_all_offers_to_a_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(site: Site) -> None:
+        [lost, _] = site.schedulers
+        dialled, connect_peer = [], site.worker.endpoint.connect_peer
+
+        async def count(peer: PeerId, *, timeout: float = 10.0) -> None:
+            dialled.append(peer)
+            await connect_peer(peer, timeout=timeout)
+
+        monkeypatch.setattr(site.worker.endpoint, "connect_peer", count)
+        for _ in range(20):
+            await lost.publish(cpu=0.0)
+        site.delay(lost, 3600.0)
+        await anyio.sleep(5.0)
+        assert dialled == [lost.endpoint.peer_id]
+        await anyio.sleep(6.0)
+        site.delay(lost, 0.0)
+        await lost.get_offer()
+
+    play(case)
+
+
 def test_a_scheduler_that_only_renews_loses_its_lease(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hypha_worker")
 

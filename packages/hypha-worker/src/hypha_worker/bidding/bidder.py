@@ -24,6 +24,7 @@ from hypha_proto.leases import TEMPORARY_LEASE
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerOffer
 from hypha_worker.bidding.arbiter import Arbiter, PlannedOffer
 from hypha_worker.bidding.request_batch import ReceivedRequest, RequestBatch
+from hypha_worker.bidding.scheduler_dials import SchedulerDials
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager
 
@@ -31,6 +32,10 @@ _log = logging.getLogger(__name__)
 
 DIAL_TIMEOUT: Final = 2.0
 """Seconds in which the scheduler of an offer must be connected; its resources are reserved meanwhile."""
+_DIAL_MARGIN: Final = 0.25
+"""Seconds for which a reservation outlasts the dial, which cancels it: it must be there when the dial has succeeded."""
+ACKNOWLEDGE_TIMEOUT: Final = 5.0
+"""Seconds in which a scheduler must acknowledge an offer. The offer itself may end earlier."""
 _REQUESTS: Final = instrumentation.Counter(
     "hypha.worker.requests", "{request}", "Requests decided, by whether an offer was made."
 )
@@ -61,13 +66,13 @@ class Bidder:
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Listen for requests and answer them batch by batch, until cancelled."""
         async with pubsub.subscribe(self._endpoint, WORKER_REQUESTS) as messages, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._decide_batches, tasks)
+            tasks.start_soon(self._decide_batches, tasks, SchedulerDials(self._endpoint, tasks))
             task_status.started()
             async for scheduler, request in messages:
                 self._batch.add(ReceivedRequest(scheduler, request, anyio.current_time()))
                 self._changed.set()
 
-    async def _decide_batches(self, tasks: anyio.abc.TaskGroup) -> None:
+    async def _decide_batches(self, tasks: anyio.abc.TaskGroup, dials: SchedulerDials) -> None:
         while True:
             while (due := self._batch.seconds_until_due(anyio.current_time())) != 0.0:
                 self._changed = anyio.Event()
@@ -81,7 +86,7 @@ class Bidder:
             traces = _record_decisions(batch, planned, now)
             for plan in planned:
                 lease = self._reserve(plan, now)
-                tasks.start_soon(self._send_offer, lease, traces.get((lease.scheduler, lease.request_id)))
+                tasks.start_soon(self._send_offer, lease, dials, traces.get((lease.scheduler, lease.request_id)))
 
     def _reserve(self, plan: PlannedOffer, now: float) -> Lease:
         received = plan.received_request
@@ -93,16 +98,17 @@ class Bidder:
             plan.price,
             now,
             received.request.spec.executor,
-            life=DIAL_TIMEOUT,
+            life=DIAL_TIMEOUT + _DIAL_MARGIN,
         )
 
-    async def _send_offer(self, lease: Lease, traceparent: str | None) -> None:
+    async def _send_offer(self, lease: Lease, dials: SchedulerDials, traceparent: str | None) -> None:
         try:
             with instrumentation.span("offer", {"hypha.price": lease.price}, parent=traceparent):
-                await self._endpoint.connect_peer(lease.scheduler, timeout=DIAL_TIMEOUT)
+                await dials.connect(lease.scheduler, DIAL_TIMEOUT)
                 now, round_trip = anyio.current_time(), self._endpoint.round_trip_time(lease.scheduler)
-                life = self._lease_manager.start_offer(lease.id, now, round_trip).remaining(now)
-                await rpc.call(self._endpoint, lease.scheduler, OFFER, _make_offer(lease, life), timeout=life)
+                self._lease_manager.start_offer(lease.id, now, round_trip)
+                offer = _make_offer(lease, lease.remaining(now))
+                await rpc.call(self._endpoint, lease.scheduler, OFFER, offer, timeout=ACKNOWLEDGE_TIMEOUT)
         except (NetError, LeaseError) as error:
             self._lease_manager.cancel_offer(lease.id)
             self._log_failure(lease, error)
