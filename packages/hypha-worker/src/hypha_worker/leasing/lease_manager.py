@@ -182,22 +182,23 @@ class LeaseManager:
         return lease
 
     def renew(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
-        """Extend a lease; a spent one is confirmed but not extended.
+        """Extend a lease, without a job to the end of the time that it may be idle; a spent one is only confirmed.
 
         Raises:
             UnknownLeaseError: there was no such lease of this scheduler.
             LeaseError: it is over.
         """
         lease = self._owned_lease(lease_id, scheduler)
-        if now >= lease.expires or lease.state is LeaseState.ENDING:
-            raise LeaseError(f"lease {lease_id} is over")
         if self._is_idle(lease, now):
             raise LeaseError(f"lease {lease_id} is over: no job ran on it for {self._terms.idle_lease:g} s")
-        if lease.state is LeaseState.OFFERED:
-            lease.idle_since = now
+        if now >= lease.expires or lease.state is LeaseState.ENDING:
+            raise LeaseError(f"lease {lease_id} is over")
         if lease.state is not LeaseState.SPENT:
             lease.state = LeaseState.HELD
             lease.expires = now + RENEWED_LEASE
+            if not lease.has_job:
+                lease.idle_since = now if lease.idle_since is None else lease.idle_since
+                lease.expires = min(lease.expires, lease.idle_since + self._terms.idle_lease)
         return lease
 
     def attach_job(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
@@ -215,6 +216,7 @@ class LeaseManager:
         self._check_job_quota(scheduler)
         self.renew(lease_id, scheduler, now)
         lease.has_job = True
+        lease.expires = now + RENEWED_LEASE
         return lease
 
     def detach_job(self, lease_id: uuid.UUID, *, keep: bool = False) -> None:
@@ -227,7 +229,7 @@ class LeaseManager:
         if lease is None or not lease.has_job:
             return
         lease.has_job = False
-        lease.idle_since = None  # the next sweep starts the time
+        lease.idle_since = None  # the next sweep or renewal starts the time
         if lease.state is LeaseState.ENDING:
             self._forget(lease)
         elif not keep:
@@ -251,18 +253,17 @@ class LeaseManager:
             self._end(lease, LeaseEnd.UNDELIVERED)
 
     def sweep(self, now: float) -> list[Lease]:
-        """End leases that have expired or are idle; return those whose jobs must be cancelled now."""
+        """End leases that have expired; return those whose jobs must be cancelled now.
+
+        An idle lease expires, too: none ends before the time that its scheduler was told.
+        """
         ended = []
         for lease in self.leases:
-            if lease.state is LeaseState.ENDING:
-                continue
             if lease.idle_since is None and lease.state is LeaseState.HELD and not lease.has_job:
                 lease.idle_since = now
-            if now >= lease.expires:
+            if now >= lease.expires and lease.state is not LeaseState.ENDING:
                 ended.append(lease)
-                self._end(lease, LeaseEnd.EXPIRED)
-            elif self._is_idle(lease, now):
-                self._end(lease, LeaseEnd.IDLE)
+                self._end(lease, LeaseEnd.IDLE if self._is_idle(lease, now) else LeaseEnd.EXPIRED)
         return [lease for lease in ended if lease.has_job]
 
     def find(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease | None:
@@ -298,8 +299,8 @@ class LeaseManager:
         raise UnknownLeaseError(f"{scheduler} has no lease {lease_id} here")
 
     def _is_idle(self, lease: Lease, now: float) -> bool:
-        is_open = lease.state is LeaseState.HELD and not lease.has_job
-        return is_open and lease.idle_since is not None and now - lease.idle_since >= self._terms.idle_lease
+        is_open = lease.state is LeaseState.HELD and not lease.has_job and now >= lease.expires
+        return is_open and lease.idle_since is not None and now >= lease.idle_since + self._terms.idle_lease
 
     def _check_job_quota(self, scheduler: PeerId) -> None:
         limit = self._terms.quota.max_jobs
