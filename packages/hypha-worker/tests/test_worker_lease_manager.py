@@ -365,7 +365,8 @@ class LeaseMachine(RuleBasedStateMachine):
         except LeaseError:
             return
         assert stranger in (None, owner)
-        self.told[made] = held.expires
+        if held.state is LeaseState.HELD:  # a spent one is confirmed and has nothing
+            self.told[made] = held.expires
 
     @rule(target=jobs, lease=ids, stranger=STRANGER)
     def dispatch(self, lease: Owned, stranger: PeerId | None) -> object:
