@@ -138,6 +138,7 @@ def test_every_documented_metric_has_a_value(
         "process.disk.io": [{"disk__io__direction": "write"}],
         "hypha.worker.requests": [{"hypha__offered": True}],
         "hypha.worker.leases.active": [{"hypha__lease__state": "held"}],
+        "hypha.worker.dispatches": [{"hypha__outcome": "accepted"}],
         "hypha.worker.lease.renewals": [{"hypha__outcome": outcome} for outcome in ("renewed", "refused", "stranger")],
         "hypha.worker.lease.ends": [
             {"hypha__outcome": outcome} for outcome in ("expired", "idle", "released", "stranger")

@@ -114,7 +114,14 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
         async with anyio.create_task_group() as tasks:
             capabilities = config.capabilities()
             lease_manager = LeaseManager(capabilities.capacity, config.offer.lease_terms())
-            jobs = JobManager(endpoint, lease_manager, make_factories(config, sockets), config.work_dir, tasks)
+            jobs = JobManager(
+                endpoint,
+                lease_manager,
+                make_factories(config, sockets),
+                config.work_dir,
+                tasks,
+                default_storage=config.resources.default.storage,
+            )
             worker = Worker(endpoint, Arbiter(config.offer.policy(), capabilities), lease_manager, jobs)
             worker.listen()
             await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep).run)
