@@ -211,6 +211,14 @@ def test_job_specs_of_a_placed_job() -> None:
     assert aggregate.optimizer.nesterov is False
 
 
+@pytest.mark.parametrize("price", [1e300, 1.0000001e9, float("inf"), float("nan"), -1.0])
+@pytest.mark.parametrize("key", ["bid", "max"])
+def test_prices_are_finite_and_bounded(key: str, price: float) -> None:
+    assert job(resources={"worker_price": {"bid": 1e9, "max": 1e9}}).resources.worker_price.max == 1e9
+    with pytest.raises(ValidationError, match=rf"resources\.worker_price\.{key}\n"):
+        job(resources={"worker_price": {"bid": 1.0, "max": 1.0, key: price}})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
