@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 REPUBLISH: Final = 1.0
 """Seconds after which an unmet request is published again."""
+_REPUBLISH_WITH_SET: Final = 0.5
+"""The same while an incomplete set is held: it gets what others release before it is released itself."""
 _QUICK_REPUBLISH: Final = 0.25
 _RENEW_TIMEOUT: Final = 5.0
 _MAX_LEASE_LIFE: Final = 3600.0
@@ -134,10 +136,10 @@ class Allocator:
             if resume_at is not None and now < resume_at:
                 await self._wait(resume_at)
                 continue
-            self._attempts.resume()
+            self._attempts.resume(now)
             if now >= self._next_publish and self.auction.open_requests:
                 await self._publish()
-                self._next_publish = now + REPUBLISH
+                self._next_publish = now + (_REPUBLISH_WITH_SET if self.auction.held else REPUBLISH)
             self._accept_offers(now)
             times = (deadline, self._next_publish, self.auction.decide_at(now), self.auction.next_late_at())
             await self._wait(min(at for at in (*times, self._attempts.give_up_at) if at is not None and at > now))
@@ -149,7 +151,7 @@ class Allocator:
     def _is_stalled(self, now: float) -> bool:
         """Return whether the set of leases is too small for the job and does not grow any more."""
         at = self._attempts.give_up_at
-        if at is None or now < at or not self.auction.held or self._has_minimum():
+        if at is None or now < at or self._has_minimum():
             return False
         return self.auction.decide_at(now) is None and self.auction.next_late_at() is None
 
@@ -160,7 +162,8 @@ class Allocator:
             self._release(offer, "the scheduler found too few workers to go with it")
         pause = self._attempts.give_up(now)
         self._next_publish = now + pause
-        _log.info("released an incomplete set of %d leases, trying again in %.1f s", len(released), pause)
+        if released:
+            _log.info("released an incomplete set of %d leases, trying again in %.1f s", len(released), pause)
 
     def _release(self, offer: AcceptedOffer, reason: str) -> None:
         self.leases.drop(offer.lease)

@@ -31,7 +31,11 @@ class Attempts:
         self._given_up = 0
         self._resume_at: float | None = None
         self.give_up_at: float | None = None
-        """When the set is given up unless it grows; None while nothing is held, and close to the deadline."""
+        """When the set is given up unless it grows; None before the first lease, and close to the deadline.
+
+        From the second attempt on an empty set is given up, too: otherwise it would gather the workers that others
+        release one by one, and hold these up again.
+        """
 
     @property
     def resume_at(self) -> float | None:
@@ -51,6 +55,8 @@ class Attempts:
         self._resume_at = min(now + pause, max(now, self._deadline - LAST_ATTEMPT))
         return self._resume_at - now
 
-    def resume(self) -> None:
-        """Begin the next attempt."""
-        self._resume_at = None
+    def resume(self, now: float) -> None:
+        """Begin the next attempt after a pause."""
+        if self._resume_at is not None:
+            self._resume_at = None
+            self.restart_patience(now)
