@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,12 @@ from blake3 import blake3
 from benchmarks.certificates import Organisation
 
 MIB = 1 << 20
+PAGE_REPORTING = Path("/sys/module/page_reporting")
+"""Exists where Linux can report free memory to a virtual machine's host."""
+REPORTING_DELAY = 2.5
+"""Seconds after which memory that became free has been reported."""
+MIN_SETTLED = 64 * MIB
+"""Size of the smallest files whose rate depends on it."""
 TOPIC = "benchmark"
 """Topic that the gossip benchmark uses."""
 
@@ -43,6 +50,23 @@ class BenchmarkRun:
                 hasher.update(block)
                 file.write(block)
         return path, f"blake3:{hasher.hexdigest()}"
+
+    def settle(self) -> None:
+        """Let the next file find memory that the host of a virtual machine has not taken back.
+
+        A guest reports free memory to its host about 2 s after it became free, and the host takes it away; writing a
+        file to such memory takes 2 s of system time a GiB more. Waiting for the report, then writing and removing a
+        file, leaves memory that is there for the next 2 s. Without it, chance decides which measurement pays.
+        """
+        if self.size < MIN_SETTLED:
+            return
+        if PAGE_REPORTING.exists():
+            time.sleep(REPORTING_DELAY)
+        ballast = self.folder / "ballast"
+        with ballast.open("wb", buffering=0) as file:
+            for _ in range(0, self.size, MIB):
+                file.write(bytes(MIB))
+        ballast.unlink()
 
     def check_and_remove(self, path: Path, size: int) -> None:
         """Check the size of a received file, whose digest the receiver has checked, and remove it."""

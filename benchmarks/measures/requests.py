@@ -36,7 +36,7 @@ def measure(run: BenchmarkRun) -> list[Row]:
         _row("request, idle, p50", idle, bare, 0.5, bare_is, "≤ 2.5 ms"),
         _row("request, idle, p99", idle, bare, 0.99, bare_is, ""),
         _row(f"request, {under}, p50", busy, idle, 0.5, "idle", ""),
-        _row(f"request, {under}, p99", busy, idle, 0.99, "idle", "≤ 50 ms"),
+        _row(f"request, {under}, p99", busy, idle, 0.99, "idle", "≤ 30 ms"),
     ]
 
 

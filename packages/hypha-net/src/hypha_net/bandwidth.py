@@ -26,7 +26,8 @@ MIN_RATE: Final = 16 << 10
 """Bytes a second below which a transfer would be considered stalled; the lowest limit that can be configured."""
 BURST: Final = 0.1
 """Capacity of each bucket, in seconds of its rate."""
-MAX_CHUNK: Final = 256 << 10
+MAX_CHUNK: Final = 1 << 20
+"""Most bytes that an unlimited transfer passes to its stream at a time."""
 MAX_PEER_BUCKETS: Final = 4096
 
 

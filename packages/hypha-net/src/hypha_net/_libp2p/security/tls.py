@@ -14,7 +14,8 @@ import logging
 import os
 import ssl
 import threading
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -48,6 +49,8 @@ HANDSHAKE_TIMEOUT: Final = 10.0
 SEND_TIMEOUT: Final = 60.0
 """Seconds within which one encrypted frame must be sent; then the connection is closed."""
 _READ_SIZE: Final = 256 << 10
+_WRITE_SIZE: Final = 256 << 10
+"""Bytes moved between OpenSSL and the socket at a time: small enough for a processor's cache."""
 
 
 @dataclass(slots=True)
@@ -195,10 +198,10 @@ class TlsConnection(ISecureConn):
         Raises:
             ConnectionClosedError: the connection broke off, or the peer sent an alert.
         """
-        size = 0
-        while size < len(buffer):
+        size, wanted, read = 0, len(buffer), self._tls.read
+        while size < wanted:
             try:
-                count: int = self._tls.read(len(buffer) - size, buffer[size:])  # type: ignore[assignment]
+                count: int = read(wanted - size, buffer[size:])  # type: ignore[assignment]
             except ssl.SSLError as error:  # after some bytes it is left to the next call
                 if size:
                     break
@@ -221,22 +224,38 @@ class TlsConnection(ISecureConn):
         except trio.WouldBlock:
             await self._send_lock.acquire()
         try:
-            try:
-                self._tls.write(data)
-                if body is not None:
-                    self._tls.write(body)
-            except ssl.SSLError as error:
-                raise ConnectionClosedError(f"TLS: {error}") from error
-            await self._send_whole(self._outgoing.read())
+            self._encrypt(data)
+            if body is not None and len(body) > _WRITE_SIZE:
+                await self._write_in_pieces(body)
+                return
+            if body is not None:
+                self._encrypt(body)
+            sealed = self._outgoing.read()
+            rest = memoryview(sealed) if self._socket is None else self._send_now(memoryview(sealed))
+            if rest:
+                async with self._uninterrupted():
+                    await self._send_rest(rest)
         finally:
             self._send_lock.release()
 
-    async def _send_whole(self, data: bytes) -> None:
-        rest = memoryview(data) if self._socket is None else self._send_now(memoryview(data))
-        if not rest:
-            return
+    async def _write_in_pieces(self, body: memoryview) -> None:
+        """Encrypt and send one piece after the other, so that the peer decrypts the first while the next is sent."""
+        async with self._uninterrupted():
+            for begin in range(0, len(body), _WRITE_SIZE):
+                self._encrypt(body[begin : begin + _WRITE_SIZE])
+                await self._send(self._outgoing.read())
+
+    def _encrypt(self, data: bytes | memoryview) -> None:
+        try:
+            self._tls.write(cast(bytes, data))
+        except ssl.SSLError as error:
+            raise ConnectionClosedError(f"TLS: {error}") from error
+
+    @asynccontextmanager
+    async def _uninterrupted(self) -> AsyncIterator[None]:
+        """Shield the sending of a frame from cancellation; close the connection if it takes `SEND_TIMEOUT` seconds."""
         with trio.CancelScope(shield=True, deadline=trio.current_time() + SEND_TIMEOUT) as scope:
-            await self._send(rest)
+            yield
         if scope.cancelled_caught:
             await self.close()
             raise ConnectionClosedError(f"the peer accepted no data for {SEND_TIMEOUT:g} s")
@@ -252,8 +271,8 @@ class TlsConnection(ISecureConn):
         except ConnectionClosedError:
             _log.debug("the connection was closed before a TLS alert could be sent")
 
-    async def wait_readable(self) -> None:
-        """Wait for ciphertext and pass it to TLS."""
+    async def wait_readable(self, *, fair: bool = True) -> None:
+        """Wait for ciphertext and pass it to TLS; with `fair`, let other tasks run even if it is there already."""
         if isinstance(self._raw, CircuitConnection):  # its bytes are counted by the connection to the relay
             part = await self._raw.read_part()
             self._feed(part)
@@ -267,7 +286,7 @@ class TlsConnection(ISecureConn):
             except (OSError, trio.ClosedResourceError) as error:
                 raise ConnectionClosedError(f"the connection broke off: {error}") from error
             waited = True
-        if not waited:  # let other tasks run; the bytes are in TLS already, so a cancellation loses none
+        if fair and not waited:  # let other tasks run; the bytes are in TLS already, so a cancellation loses none
             await trio.lowlevel.checkpoint()
 
     def _receive_now(self, socket: trio.socket.SocketType) -> bool:
@@ -288,11 +307,16 @@ class TlsConnection(ISecureConn):
         else:
             self._incoming.write_eof()
 
-    async def _send(self, data: bytes | memoryview) -> None:
+    async def _send(self, data: bytes) -> None:
+        rest = memoryview(data) if self._socket is None else self._send_now(memoryview(data))
+        if rest:
+            await self._send_rest(rest)
+
+    async def _send_rest(self, rest: memoryview) -> None:
+        """Send what the socket did not accept at once; over a relay, everything."""
         if self._socket is None:
-            await self._raw.write(cast(bytes, data))
+            await self._raw.write(cast(bytes, rest))
             return
-        rest = self._send_now(memoryview(data))
         while rest:
             try:
                 await trio.lowlevel.wait_writable(self._socket.socket.fileno())

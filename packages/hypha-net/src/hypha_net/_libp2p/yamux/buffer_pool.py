@@ -6,14 +6,14 @@ A frame's body is decrypted straight into such a buffer. Acquired by `yamux.sess
 
 from __future__ import annotations
 
-from typing import Final, cast
+from typing import Final
 
-MAX_POOLED_BODY: Final = 257 << 10
+MAX_POOLED_BODY: Final = 1028 << 10
 """Size of the largest pooled buffer: the largest frame that this implementation sends, on a stream with a circuit."""
-_SIZES: Final = tuple(MAX_POOLED_BODY >> halvings for halvings in (3, 2, 1, 0))
+_SIZES: Final = tuple(MAX_POOLED_BODY >> halvings for halvings in (5, 4, 3, 2, 1, 0))
 """Sizes of pooled buffers; a request is served from the smallest that fits, so at least half of a buffer is used."""
-_MAX_FREE: Final = 16
-"""Free buffers kept of each size."""
+_MAX_FREE_BYTES: Final = MAX_POOLED_BODY * 4
+"""Memory of free buffers that is kept of each size."""
 
 _free: Final[dict[int, list[bytearray]]] = {size: [] for size in _SIZES}
 
@@ -31,6 +31,8 @@ def release_buffer(body: memoryview) -> None:
     """Return a buffer to the pool; it must not be used afterwards."""
     buffer = body.obj
     body.release()
-    free = _free.get(len(buffer)) if isinstance(buffer, bytearray) else None
-    if free is not None and len(free) < _MAX_FREE:
-        free.append(cast(bytearray, buffer))
+    if not isinstance(buffer, bytearray):
+        return
+    free = _free.get(len(buffer))
+    if free is not None and len(free) * len(buffer) < _MAX_FREE_BYTES:
+        free.append(buffer)

@@ -19,7 +19,7 @@ SPEC_INITIAL_WINDOW: Final = 256 << 10
 INITIAL_WINDOW: Final = 1 << 20
 """Receive window that this implementation grants a stream at first, in bytes; see `initial_receive_window`."""
 MAX_WINDOW: Final = 4 << 20
-"""Receive window to which a stream grows on a link with a long round trip, in bytes."""
+"""Receive window to which a stream grows on a link with a long round trip or a high rate, in bytes."""
 SMALL_BODY: Final = 4 << 10
 """Largest body, in bytes, that is sent with its header in one TLS record, ahead of queued large frames."""
 
@@ -86,6 +86,10 @@ class SessionHandle(Protocol):
 
     def can_widen(self) -> bool:
         """Whether one more stream may have a window larger than `INITIAL_WINDOW`."""
+        ...
+
+    def is_fast_for(self, extra: int) -> bool:
+        """Whether the link is so fast that widened windows may grow by `extra` bytes whatever the round trip."""
         ...
 
     def round_trip(self) -> float:

@@ -11,14 +11,18 @@ from typing import Final
 import trio
 
 MIN_FRAME: Final = 16 << 10
-MAX_FRAME: Final = 256 << 10
+MAX_FRAME: Final = 1 << 20
 """Bounds of the size of a data frame, in bytes."""
+INITIAL_FRAME: Final = 64 << 10
+"""Size of a data frame on a link of unknown throughput, in bytes."""
 MAX_FRAME_SECONDS: Final = 0.01
 """Time that sending one frame should take at most."""
 SAMPLE_SECONDS: Final = 0.1
 SAMPLE_BYTES: Final = 8 << 20
 """The frame size is adjusted after either. Few frames say little: window updates come in large portions, and a busy
 processor delays single frames."""
+RATE_SECONDS: Final = 0.05
+"""Period of a measured rate: long enough that bytes which waited for a busy process do not count as a fast link."""
 MIN_PINGS: Final = 4
 """Pings after which the shortest round trip counts as the link's own, without delays of a busy process."""
 PING_PAUSE: Final = 1.0
@@ -30,7 +34,7 @@ class AdaptiveFrameSize:
     """Frame size that the link sends within `MAX_FRAME_SECONDS`."""
 
     def __init__(self) -> None:
-        self.bytes = MAX_FRAME // 4
+        self.bytes = INITIAL_FRAME
         """The size at present."""
         self._sent, self._seconds = 0, 0.0
 
@@ -46,6 +50,21 @@ class AdaptiveFrameSize:
             self.bytes = max(MIN_FRAME, self.bytes // 2)
         elif self.bytes * 2 <= fitting:
             self.bytes = min(MAX_FRAME, self.bytes * 2)
+
+
+class ReceiveRate:
+    """Rate at which a connection receives, over the last period of at least `RATE_SECONDS`."""
+
+    def __init__(self) -> None:
+        self.bytes_per_second = 0.0
+        self._began, self._received = float("-inf"), 0
+
+    def add(self, count: int, now: float) -> None:
+        """Record that `count` bytes have arrived."""
+        self._received += count
+        if now - self._began >= RATE_SECONDS:
+            self.bytes_per_second = self._received / (now - self._began)
+            self._began, self._received = now, 0
 
 
 class RttEstimator:

@@ -35,7 +35,7 @@ from hypha_net._libp2p.yamux.frames import (
     FrameType,
     frame_header,
 )
-from hypha_net._libp2p.yamux.link_estimator import AdaptiveFrameSize, RttEstimator
+from hypha_net._libp2p.yamux.link_estimator import AdaptiveFrameSize, ReceiveRate, RttEstimator
 from hypha_net._libp2p.yamux.receive_buffer import UnreadBytes
 from hypha_net._libp2p.yamux.stream import YamuxStream
 from hypha_net._libp2p.yamux.transport import SecureTransport
@@ -59,6 +59,9 @@ MAX_UNREAD: Final = 256 << 20
 """Received bytes of one peer that may wait to be read; a connection that exceeds it is closed."""
 MAX_WIDE: Final = MAX_UNREAD // 2 // MAX_WINDOW
 """Streams of one connection that may have a widened receive window at once."""
+
+MAX_WINDOW_SECONDS: Final = 0.03
+"""Time in which all widened windows of a connection arrive at its present rate; a request may wait as long."""
 
 _EMPTY: Final = memoryview(b"")
 
@@ -97,6 +100,7 @@ class YamuxSession(IMuxedConn):
         self.event_round_trip_measured = trio.Event()
         self.is_relayed = conn.get_connection_type() is ConnectionType.RELAYED
         self._frame_size = AdaptiveFrameSize()
+        self._receive_rate = ReceiveRate()
         self._bulk = trio.Lock()
         """Held while a large frame is sent, so that a small frame waits for one large frame at most."""
         self._streams: dict[int, YamuxStream] = {}
@@ -315,7 +319,7 @@ class YamuxSession(IMuxedConn):
         if stream is not None and stream.can_receive_inplace(length):
             return await self._fill_inplace(stream, length)
         body = acquire_buffer(length)
-        return body if await self._fill(body) else None
+        return body if await self._fill(body, within_frame=True) else None
 
     def queue_frame(self, kind: FrameType, flags: FrameFlag, stream_id: int, length: int) -> None:
         """Have the writer task send a frame without a body.
@@ -348,6 +352,11 @@ class YamuxSession(IMuxedConn):
         """Return whether one more stream may have a widened window: many of them unread would exceed `MAX_UNREAD`."""
         return sum(stream.is_wide for stream in self._streams.values()) < MAX_WIDE
 
+    def is_fast_for(self, extra: int) -> bool:
+        """Return whether the wide windows and `extra` bytes arrive within `MAX_WINDOW_SECONDS`."""
+        wide = sum(stream.receive_window for stream in self._streams.values() if stream.is_wide)
+        return wide + extra <= MAX_WINDOW_SECONDS * self._receive_rate.bytes_per_second
+
     @property
     def frame_size(self) -> int:
         """How many bytes of one stream are sent in one frame at present."""
@@ -375,17 +384,21 @@ class YamuxSession(IMuxedConn):
             _log.debug("control frames to %s end: %s", self.peer_id, error)
         self._queue_empty.set()
 
-    async def _fill(self, buffer: memoryview) -> bool:
+    async def _fill(self, buffer: memoryview, *, within_frame: bool = False) -> bool:
         while buffer:
             count = self._conn.read_now(buffer)
             if count is None:
-                await self._conn.wait_readable()
+                await self._conn.wait_readable(fair=not within_frame)
                 continue
             if not count:
                 return False
-            self._last_received_at = trio.current_time()
+            self._count_received(count)
             buffer = buffer[count:]
         return True
+
+    def _count_received(self, count: int) -> None:
+        self._last_received_at = trio.current_time()
+        self._receive_rate.add(count, self._last_received_at)
 
     async def _fill_inplace(self, stream: YamuxStream, length: int) -> memoryview | None:
         """Read a frame's body into the buffer of a waiting reader and return an empty buffer.
@@ -398,16 +411,18 @@ class YamuxSession(IMuxedConn):
             if rest is None:
                 body = acquire_buffer(length)
                 body[:received] = stream.take_spilled()
-                return body if await self._fill(body[received:]) else None
+                return body if await self._fill(body[received:], within_frame=True) else None
             count = self._conn.read_now(rest)
             if count is None:
-                await self._conn.wait_readable()
+                await self._conn.wait_readable(fair=False)
                 continue
             if not count:
                 return None
-            self._last_received_at = trio.current_time()
+            self._count_received(count)
             received += count
         stream.commit_inplace(length)
+        for _ in range(2):  # trio runs tasks in random order: after two turns the reader has offered its buffer again
+            await trio.lowlevel.checkpoint()
         return _EMPTY
 
     def _handle(self, kind: FrameType, flags: FrameFlag, stream_id: int, length: int, body: memoryview) -> None:

@@ -189,8 +189,8 @@ class YamuxStream(IMuxedStream):
     def _update_window(self, size: int) -> None:
         """Grant the peer as much as was read, in portions of half a window.
 
-        The window doubles only when half of it was used within 1.5 round trips. A larger window on a short link would
-        only fill buffers on the way, behind which requests wait.
+        The window doubles only when half of it was used within 1.5 round trips, or the connection is fast. A larger
+        window on a short, slow link would only fill buffers on the way, behind which requests wait.
         """
         self._read_since_update += size
         if self._remote_closed or self._reset_reason is not None or not self._read_since_update:
@@ -200,11 +200,16 @@ class YamuxStream(IMuxedStream):
         if not half_used and elapsed < WINDOW_UPDATE_INTERVAL:
             return
         amount, self._read_since_update, self._updated_at = self._read_since_update, 0, now
-        widen = half_used and self._receive_window < MAX_WINDOW and elapsed < 1.5 * self._long_round_trip()
-        if widen and (self.is_wide or self._session.can_widen()):
+        if half_used and self._should_widen(elapsed):
             amount += self._receive_window
             self._receive_window *= 2
         self.grant_window(amount)
+
+    def _should_widen(self, elapsed: float) -> bool:
+        if self._receive_window >= MAX_WINDOW or not (self.is_wide or self._session.can_widen()):
+            return False
+        more = self._receive_window * (1 if self.is_wide else 2)  # what it adds to the session's wide windows
+        return elapsed < 1.5 * self._long_round_trip() or self._session.is_fast_for(more)
 
     def grant_window(self, amount: int) -> None:
         """Allow the peer to send `amount` more bytes, and send it a window update."""
@@ -218,6 +223,11 @@ class YamuxStream(IMuxedStream):
         if self._session.can_widen():
             amount, self._receive_window = MAX_WINDOW - self._receive_window, MAX_WINDOW
             self.grant_window(amount)
+
+    @property
+    def receive_window(self) -> int:
+        """Bytes that the peer may send before this side reads."""
+        return self._receive_window
 
     @property
     def is_wide(self) -> bool:

@@ -17,8 +17,8 @@ class SecureTransport(Protocol):
         """Fill as much of `buffer` as is available. Return 0 after the peer's clean end, None if nothing is there."""
         ...
 
-    async def wait_readable(self) -> None:
-        """Wait until `read_now` has more to return."""
+    async def wait_readable(self, *, fair: bool = True) -> None:
+        """Wait until `read_now` has more to return; with `fair`, let other tasks run even if it has."""
         ...
 
     async def write(self, data: bytes, body: memoryview | None = None) -> None:

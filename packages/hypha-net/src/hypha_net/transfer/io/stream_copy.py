@@ -23,7 +23,7 @@ from hypha_net.transfer.io.io_thread import io_thread
 from hypha_net.transfer.progress import Progress
 
 CHUNK: Final = 2 << 20
-"""Bytes read or written at a time: large enough to outweigh the cost of a thread switch."""
+"""Bytes read, or hashed and written, at a time: large enough to outweigh the cost of a thread switch."""
 
 
 async def send_file(stream: Stream, path: Path, offset: int, size: int, progress: Progress) -> None:
