@@ -175,6 +175,7 @@ class MemoryEndpoint:
         self._tasks = tasks
         self._handlers: dict[str, StreamHandler] = {}
         self._streams: dict[PeerId, list[MemoryStream]] = {}
+        self._prune_at: dict[PeerId, int] = {}
         self._queues: dict[str, list[SubscriptionQueue]] = {}
         self._finished_sent = 0
         self._open = True
@@ -307,9 +308,12 @@ class MemoryEndpoint:
         return wait
 
     def _track(self, peer: PeerId, stream: MemoryStream) -> None:
+        """Add a stream; remove finished ones whenever the number has doubled, which keeps the cost constant."""
         streams = self._streams[peer]
-        self._finished_sent += sum(s.sent for s in streams if s.is_finished)
-        streams[:] = [s for s in streams if not s.is_finished]
+        if len(streams) >= self._prune_at.get(peer, 0):
+            self._finished_sent += sum(s.sent for s in streams if s.is_finished)
+            streams[:] = [s for s in streams if not s.is_finished]
+            self._prune_at[peer] = 2 * len(streams) + 8
         streams.append(stream)
 
     async def _serve(self, stream: MemoryStream) -> None:
