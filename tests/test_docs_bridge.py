@@ -43,6 +43,7 @@ from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.job_storage import JobStorage
 
 LIMIT = 1 << 20
 HUB = {"model.safetensors": b"weights", "config.json": b"{}"}
@@ -111,8 +112,9 @@ async def opened(folder: Path, socket: Path) -> AsyncIterator[Bridge]:
         spec = JobSpec(job_id=uuid.uuid4(), executor=TrainJob(descriptor=Descriptor(name="x"), config=config))
         work_dir = folder / "job"
         work_dir.mkdir()
-        inbox = DeliveryQueue(spec.job_id, work_dir, frozenset(peers.peers), LIMIT, OUTER_UPDATE)
-        files = PeerFiles(worker, LIMIT)
+        storage = JobStorage(work_dir, LIMIT)
+        inbox = DeliveryQueue(spec.job_id, work_dir, frozenset(peers.peers), storage, OUTER_UPDATE)
+        files = PeerFiles(worker, storage)
         backend = JobBridgeBackend(worker, spec, uuid.uuid4(), one.peer_id, work_dir, inbox, AccessPolicy(), files)
 
         async def accept(peer: Any, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:

@@ -64,6 +64,7 @@ METRICS = {
         "process.disk.io",
         "hypha.worker.requests",
         "hypha.worker.leases.active",
+        "hypha.worker.dispatches",
         "hypha.worker.lease.renewals",
         "hypha.worker.lease.ends",
         "hypha.worker.slices",

@@ -19,6 +19,7 @@ from hypha_scheduler.results import open_start_model
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_hub
 from hypha_worker.errors import BridgeError
+from hypha_worker.job_storage import JobStorage
 
 TOKEN = "hf_PrivateToken0123456789"
 WEIGHTS = bytes(range(256)) * (96 << 10)  # huggingface_hub writes partial downloads in chunks of 10 MiB
@@ -43,7 +44,8 @@ def by_worker(folder: Path, *names: str, token: str | None = TOKEN, revision: st
     reference = HuggingFaceReference(repository="org/model", revision=revision, filenames=names, token=token)
 
     async def main() -> list[Path]:
-        found = await download_from_hub(reference, folder, AccessPolicy(), max_bytes=1 << 26, timeout=60)
+        storage = JobStorage(folder, 1 << 26)
+        found = await download_from_hub(reference, folder, AccessPolicy(), storage=storage, timeout=60)
         return [file.path for file in found]
 
     return anyio.run(main, backend="trio")

@@ -6,6 +6,9 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
+from hypha_net.errors import TransferRefusedError
 from hypha_net.transfer.io import partial_file
 
 
@@ -57,3 +60,35 @@ def test_suspended_file_uses_only_the_space_of_its_bytes(tmp_path: Path) -> None
     assert again.received == 2 << 20
     assert file.path.stat().st_blocks * 512 >= 64 << 20
     again.discard()
+
+
+class Quota:
+    """Allows files of 5 MiB in all."""
+
+    def __init__(self) -> None:
+        self.reserved: dict[Path, int] = {}
+
+    def reserve(self, path: Path, size: int) -> None:
+        if sum(self.reserved.values()) - self.reserved.get(path, 0) + size > 5 << 20:
+            raise TransferRefusedError("full")
+        self.reserved[path] = size
+
+    def release(self, path: Path) -> None:
+        self.reserved.pop(path, None)
+
+
+def test_a_quota_is_asked_before_anything_is_allocated(tmp_path: Path) -> None:
+    quota = Quota()
+    first = partial_file.open_partial_file(tmp_path / "a", 3 << 20, "blake3:" + "a" * 64, quota)
+    with pytest.raises(TransferRefusedError):
+        partial_file.open_partial_file(tmp_path / "b", 3 << 20, "blake3:" + "b" * 64, quota)
+    assert [path.name for path in tmp_path.iterdir()] == [first.path.name]
+    growing = partial_file.open_partial_file(tmp_path / "c", None, None, quota)
+    growing.append(memoryview(bytes(2 << 20)))
+    with pytest.raises(TransferRefusedError):
+        growing.append(memoryview(bytes(1)))
+    assert growing.path.stat().st_size == 2 << 20
+    growing.discard()
+    first.append(memoryview(bytes(2 << 20)))
+    first.suspend()
+    assert quota.reserved == {}

@@ -17,7 +17,16 @@ from hypothesis import settings
 
 from hypha_net import instrumentation, pubsub, rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
-from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, DispatchResult, JobStatus, StatusReceived
+from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
+from hypha_proto.dispatch import (
+    DISPATCH_JOB,
+    JOB_STATUS,
+    DispatchJob,
+    DispatchResult,
+    JobStatus,
+    NotFound,
+    StatusReceived,
+)
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     Adam,
@@ -59,7 +68,7 @@ from hypha_proto.offers import (
 from hypha_proto.progress import REPORT, Continue, ProgressRequest, ProgressResponse
 from hypha_proto.resources import Resources, Timestamp
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
-from hypha_proto.transfer import PushHeader, Refusal
+from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_worker.config import WorkerConfig
 from hypha_worker.service import Worker, open_worker
 
@@ -117,6 +126,8 @@ class Scheduler:
     endpoint: MemoryEndpoint
     ends: list[JobEnd] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
+    task_ids: list[uuid.UUID] = field(default_factory=list)
+    """The ids of `statuses`."""
     reports: list[ProgressRequest] = field(default_factory=list)
     refused: list[UpdateRefused] = field(default_factory=list)
     answer: Callable[[ProgressRequest], ProgressResponse] = lambda _report: Continue()
@@ -141,6 +152,7 @@ class Scheduler:
 
     async def _status(self, _peer: PeerId, status: JobStatus) -> StatusReceived:
         self.statuses.append(type(status.status).__name__)
+        self.task_ids.append(status.task_id)
         self._notify()
         return StatusReceived()
 
@@ -213,6 +225,7 @@ class PushReceiver:
     folder: Path
     files: list[tuple[PeerId, PushHeader | None, bytes]] = field(default_factory=list)
     refuse: str = ""
+    on_file: Callable[[], None] = lambda: None
 
     def listen(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -225,6 +238,7 @@ class PushReceiver:
 
         async def on_complete(_size: int, _digest: str) -> None:
             self.files.append((peer, header, path.read_bytes()))
+            self.on_file()
 
         return transfer.FilePushTarget(path, 1 << 30, on_complete)
 
@@ -342,6 +356,30 @@ def in_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
         anyio.run(main, backend="trio")
 
     return run
+
+
+async def _serve_slices(lab: Any, count: int) -> None:
+    """Let the scheduler assign `count` slices and the data peer serve them."""
+    given: list[DataRequest] = []
+
+    async def assign(_peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound:
+        given.append(request)
+        if len(given) > count:
+            return NotFound()
+        return SliceAssigned(data_provider=lab.data.peer_id, index=len(given) - 1, epoch=0)
+
+    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+        path = lab.folder / f"slice-{request.index}"
+        path.write_bytes(b"slice %d" % request.index)
+        return transfer.PullSource(path)
+
+    rpc.serve(lab.scheduler.endpoint, DATA, assign)
+    transfer.serve_pulls(lab.data, resolve)
+
+
+@pytest.fixture
+def serve_slices() -> Callable[..., Any]:
+    return _serve_slices
 
 
 @pytest.fixture

@@ -20,9 +20,10 @@ import httpx
 import msgspec
 import pytest
 
-from hypha_net import transfer
+from hypha_net import rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import to_plain
+from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.job_spec import (
     Adam,
     All,
@@ -45,6 +46,7 @@ from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import BridgeStartError, open_bridge
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.job_storage import JobStorage
 from hypha_worker.jobs.references import with_secrets, without_secrets
 
 LIMIT = 1 << 20
@@ -129,8 +131,9 @@ async def open_test_bridge(
         spec = make_spec(server, data, **changes)
         work_dir = tmp_path / "job"
         work_dir.mkdir()
-        queue = DeliveryQueue(spec.job_id, work_dir, frozenset({server.peer_id}), LIMIT, OUTER_UPDATE)
-        files = PeerFiles(worker, LIMIT)
+        storage = JobStorage(work_dir, LIMIT)
+        queue = DeliveryQueue(spec.job_id, work_dir, frozenset({server.peer_id}), storage, OUTER_UPDATE)
+        files = PeerFiles(worker, storage)
         backend = JobBridgeBackend(
             worker, spec, uuid.uuid4(), server.peer_id, work_dir, queue, access or AccessPolicy(), files
         )
@@ -295,6 +298,36 @@ def test_the_documented_request_form_is_accepted(with_bridge: WithBridge) -> Non
     with_bridge(case)
 
 
+def test_a_bare_reference_is_fetched_into_artifacts(with_bridge: WithBridge) -> None:
+    """Executors of the Rust network load the folder ``artifacts``; a slice is named by its position in the answer."""
+
+    async def case(bridge: BridgeUnderTest) -> None:
+        def serve(dataset: str, index: int, content: bytes) -> None:
+            path = bridge.work_dir.parent / f"{uuid.uuid4()}"
+            path.write_bytes(content)
+            bridge.served[dataset, index] = path
+
+        assigned = iter((7, 8))
+
+        async def assign(_peer: Any, _request: DataRequest) -> SliceAssigned:
+            return SliceAssigned(data_provider=bridge.data.peer_id, index=next(assigned))
+
+        rpc.serve(bridge.server, DATA, assign)
+        for index, content in enumerate((b"{}", b"weights")):
+            serve("job/model", index, content)
+        status, files = await bridge.post("/resources/fetch", plain(bridge.spec.executor.config.model.artifact))
+        assert status == 200, files
+        assert [file["path"] for file in files] == ["artifacts/config.json", "artifacts/sub/model.safetensors"]
+        for index in (7, 8):  # the next slice takes the place of the one before
+            serve("digits", index, b"slice %d" % index)
+            status, [file] = await bridge.post("/resources/fetch", plain(bridge.spec.executor.config.data))
+            assert (status, file["path"], file["metadata"]["slice"]) == (200, "artifacts/0", str(index))
+            assert (bridge.work_dir / file["path"]).read_bytes() == b"slice %d" % index
+        assert sorted(path.name for path in (bridge.work_dir / "artifacts").iterdir()) == ["0", "config.json", "sub"]
+
+    with_bridge(case)
+
+
 async def read_events(bridge: BridgeUnderTest, count: int) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     async with bridge.client.stream("POST", "/resources/receive", json=bridge.results) as answer:
@@ -425,6 +458,18 @@ def test_a_call_that_waits_for_a_peer_is_cancelled_when_the_bridge_closes(tmp_pa
             return anyio.current_time() - began
 
     assert anyio.run(main, backend="trio") < 4.0
+
+
+def test_a_bridge_that_is_cancelled_before_it_has_begun_closes(short: Path) -> None:
+    async def main() -> None:
+        with anyio.fail_after(5):
+            for delay in (0.0, 0.001, 0.01, 0.1):
+                with anyio.move_on_after(delay):
+                    async with open_bridge(None, short / "b.sock"):  # type: ignore[arg-type]
+                        await anyio.sleep_forever()
+
+    anyio.run(main, backend="trio")
+    assert list(short.iterdir()) == []
 
 
 def test_a_too_long_socket_path_is_an_error_with_a_remedy(tmp_path: Path) -> None:

@@ -18,10 +18,12 @@ from hypha_proto.job_spec import HuggingFaceReference
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
 from hypha_worker.errors import BridgeError
+from hypha_worker.job_storage import JobStorage
 
 FILES = {
     "/file.bin": b"content",
     "/big.bin": b"x" * 5000,
+    "/org/model/resolve/main/altered.bin": b"altered",
     "/org/model/resolve/main/config.json": b'{"a": 1}',
     "/org/model/resolve/v2/model.safetensors": b"weights",
 }
@@ -60,7 +62,8 @@ def web_server() -> Iterator[Web]:
             if content is None:
                 self.send_header("x-error-code", "EntryNotFound")
             else:
-                self.send_header("etag", f'"{hashlib.sha256(content).hexdigest()}"')
+                stated = b"other" if "altered" in self.path else content
+                self.send_header("etag", f'"{hashlib.sha256(stated).hexdigest()}"')
                 self.send_header("x-repo-commit", "0" * 40)
             self.send_header("content-length", str(len(content or b"")))
             self.end_headers()
@@ -89,9 +92,9 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
         yield running
 
 
-def bring(url: str, folder: Path, access: AccessPolicy = ACCESS, max_bytes: int = 1000) -> Path:
+def bring(url: str, folder: Path, access: AccessPolicy = ACCESS, limit: int = 1000) -> Path:
     async def main() -> Path:
-        found = await download_from_uri(url, folder, access, max_bytes=max_bytes, timeout=10)
+        found = await download_from_uri(url, folder, access, storage=JobStorage(folder, limit), timeout=10)
         assert found.checksum == f"sha256:{hashlib.sha256(found.path.read_bytes()).hexdigest()}"
         assert found.size == found.path.stat().st_size
         return found.path
@@ -114,7 +117,7 @@ def test_a_file_is_downloaded_from_an_allowed_host_also_by_redirect(web: Web, tm
 def test_forbidden_or_missing_files_are_refused_and_leave_nothing(web: Web, tmp_path: Path) -> None:
     for url, status, told in (
         (f"{web.url}/none.bin", 404, "404"),
-        (f"{web.url}/big.bin", 400, "exceeds the limit"),
+        (f"{web.url}/big.bin", 507, "0 of 1000 bytes are used"),
         (f"{web.url}/to/http://10.0.0.1/x", 403, "10.0.0.1"),
         (f"{web.url}/to/to/again", 502, "redirects"),
         ("http://localhost/x", 403, "connectors.hosts"),
@@ -127,12 +130,12 @@ def test_forbidden_or_missing_files_are_refused_and_leave_nothing(web: Web, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def hub(tmp_path: Path, access: AccessPolicy = ACCESS, max_bytes: int = 1000, **changes: object) -> list[Path]:
+def hub(tmp_path: Path, access: AccessPolicy = ACCESS, limit: int = 1000, **changes: object) -> list[Path]:
     fields = {"repository": "org/model", "filenames": ("config.json",), "token": "hf_secret"}
     reference = HuggingFaceReference(**(fields | changes))  # type: ignore[arg-type]
 
     async def main() -> list[Path]:
-        found = await download_from_hub(reference, tmp_path, access, max_bytes=max_bytes, timeout=20)
+        found = await download_from_hub(reference, tmp_path, access, storage=JobStorage(tmp_path, limit), timeout=20)
         assert all(file.source.startswith("huggingface:org/model@") for file in found)
         return [file.path for file in found]
 
@@ -154,7 +157,8 @@ def test_forbidden_invalid_or_too_large_repositories_are_refused(web: Web, tmp_p
         ({"filenames": ("../config.json",)}, 400),
         ({"filenames": ()}, 400),
         ({"filenames": ("none.json",)}, 404),
-        ({"max_bytes": 3}, 400),
+        ({"limit": 3}, 507),
+        ({"filenames": ("altered.bin",)}, 502),
         ({"repository": "not a repository"}, 400),
     ):
         found, detail = refused(lambda changes=changes: hub(tmp_path, **changes))  # type: ignore[misc]

@@ -14,9 +14,7 @@ import psutil
 import pytest
 
 from hypha_net import rpc, transfer
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
-from hypha_proto.dispatch import Dispatched, DispatchFailed, NotFound
-from hypha_proto.ids import PeerId
+from hypha_proto.dispatch import Dispatched, DispatchFailed
 from hypha_proto.leases import (
     CANCEL_JOB,
     RELEASE_LEASE,
@@ -28,7 +26,7 @@ from hypha_proto.leases import (
     WhyNot,
 )
 from hypha_proto.progress import BatchDone, Done, ProgressRequest, ProgressResponse, ScheduleUpdate
-from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.process.execution import exit_text, substitute
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext
@@ -58,25 +56,6 @@ def pids_of(lines: tuple[str, ...]) -> list[int]:
 
 def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-
-
-async def serve_slices(lab: Any, count: int) -> None:
-    """Let the scheduler assign `count` slices and the data peer serve them."""
-    given: list[DataRequest] = []
-
-    async def assign(_peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound:
-        given.append(request)
-        if len(given) > count:
-            return NotFound()
-        return SliceAssigned(data_provider=lab.data.peer_id, index=len(given) - 1, epoch=0)
-
-    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
-        path = lab.folder / f"slice-{request.index}"
-        path.write_bytes(b"slice %d" % request.index)
-        return transfer.PullSource(path)
-
-    rpc.serve(lab.scheduler.endpoint, DATA, assign)
-    transfer.serve_pulls(lab.data, resolve)
 
 
 async def push_result(lab: Any, spec: Any, number: int, content: bytes) -> None:
@@ -114,7 +93,7 @@ print("done with", os.environ["OMP_NUM_THREADS"], "threads")
 """
 
 
-def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: Any) -> None:
+def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: Any, serve_slices: Any) -> None:
     async def case(lab: Any) -> None:
         spec, pushed = lab.train_spec(), push_receiver(lab.server, lab.folder / "server")
         pushed.listen()

@@ -134,6 +134,7 @@ def test_every_documented_metric_has_a_value(
         "process.disk.io": [{"disk__io__direction": "write"}],
         "hypha.worker.requests": [{"hypha__offered": True}],
         "hypha.worker.leases.active": [{"hypha__lease__state": "held"}],
+        "hypha.worker.dispatches": [{"hypha__outcome": "accepted"}],
         "hypha.worker.lease.renewals": [{"hypha__outcome": "renewed"}, {"hypha__outcome": "refused"}],
         "hypha.worker.lease.ends": [{"hypha__outcome": "expired"}, {"hypha__outcome": "released"}],
         "hypha.worker.slices": [{"hypha__dataset": "digits"}],

@@ -293,6 +293,23 @@ def test_members_of_an_unknown_job_are_refused(in_lab: InLab, push_receiver: Any
     in_lab(case)
 
 
+def test_an_outer_step_that_exceeds_the_jobs_storage_fails_the_job(in_lab: InLab) -> None:
+    """The update fits into the lease; momentum and result do not."""
+
+    async def case(lab: Any) -> None:
+        async with lab.network.endpoint("trainer") as trainer:
+            spec = lab.aggregate_spec([trainer.peer_id], [trainer.peer_id], members=None)
+            lease = await lab.scheduler.hire(lab.SERVER, cpu=1.0, storage=0.001)
+            await lab.scheduler.dispatch(lab.peer, lease, spec)
+            group = Group(lab, [trainer], [], spec)
+            await group.push(0, 1, group.write(1.0, shape=(100_000,)))
+            end = await lab.scheduler.ended()
+            assert end.outcome == "failed"
+            assert "of 1000000 bytes are used" in end.reason
+
+    in_lab(case)
+
+
 def test_an_error_from_the_scheduler_fails_the_job(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = lambda _report: ProgressError()

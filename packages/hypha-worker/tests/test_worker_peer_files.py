@@ -14,6 +14,7 @@ from hypha_proto.job_spec import SliceAddress
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import BridgeError
+from hypha_worker.job_storage import JobStorage
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
@@ -29,7 +30,7 @@ def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
     async def main() -> None:
         network = MemoryNetwork()
         async with network.endpoint("worker") as worker, network.endpoint("data") as data:
-            files, address = PeerFiles(worker, 1 << 20), SliceAddress(dataset="digits", index=0)
+            files, address = PeerFiles(worker, JobStorage(tmp_path, 1 << 20)), SliceAddress(dataset="digits", index=0)
             async with anyio.create_task_group() as tasks:
 
                 async def serve() -> None:

@@ -47,6 +47,10 @@ class RequestTimeoutError(RequestError):
     """No answer within the deadline."""
 
 
+class UnhandledRequestError(RequestError):
+    """The peer ended the stream without an answer: nothing there handles such a request now."""
+
+
 class MessageTooLargeError(RequestError):
     """A message exceeds the size limit of its protocol."""
 

@@ -12,10 +12,10 @@ from hypha_proto.wire_schema import EXTERNAL, OMIT, U64, Message, Newtype, Unit
 
 
 class DispatchJob(Message, frozen=True):
-    """Request to run `spec` on the lease `id`."""
+    """Request to run `spec` on a lease of the sender."""
 
     id: uuid.UUID
-    """Id of the lease."""
+    """Id of the lease; schedulers of the older network make one id of their own for all dispatches of a job."""
     spec: JobSpec
     traceparent: Annotated[str | None, OMIT] = None
 
@@ -24,7 +24,7 @@ class Dispatched(Message, frozen=True, tag="Dispatched"):
     """Confirmation that the job is starting."""
 
     id: uuid.UUID
-    """Id of the lease."""
+    """Id of the dispatch, as it came."""
     timeout: Timestamp
     """Expiry of the lease by the worker's clock; only for older peers."""
     timeout_ms: Annotated[U64 | None, OMIT] = None
@@ -55,10 +55,10 @@ class Unknown(Message, frozen=True, tag="Unknown"):
 
 
 class JobStatus(Message, frozen=True):
-    """Report of a worker on the status of the job that runs on a lease."""
+    """Report of a worker on the status of a dispatched job."""
 
     task_id: uuid.UUID
-    """Id of the lease."""
+    """Id of the dispatch, as it came in `DispatchJob`."""
     status: Running | Finished | Failed | Unknown
     traceparent: Annotated[str | None, OMIT] = None
 

@@ -5,11 +5,19 @@ The lowest layer of the package besides `paths`: `connectors`, `bridge`, `jobs` 
 
 from __future__ import annotations
 
-from hypha_net.errors import NetError, RequestTimeoutError
+from hypha_net.errors import NetError, RequestTimeoutError, TransferRefusedError
 
 
 class ExecutionError(Exception):
     """A job cannot continue; its scheduler reads the message as the reason."""
+
+
+class StorageExceededError(TransferRefusedError):
+    """The files of a job would exceed its storage; peers and executors read the message as the reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.args = (reason,)  # this worker refuses, not the peer
 
 
 class BridgeError(Exception):
@@ -53,6 +61,11 @@ def peer_failed(detail: str) -> BridgeError:
     return BridgeError(502, "peer-failed", detail)
 
 
+def storage_exceeded(detail: str) -> BridgeError:
+    """Return a 507: the job's files would exceed its storage."""
+    return BridgeError(507, "storage-exceeded", detail)
+
+
 def job_ending() -> BridgeError:
     """Return a 503: the job ended while the request was in progress."""
     return BridgeError(503, "ending", "the job is ending")
@@ -65,4 +78,6 @@ def timed_out(detail: str) -> BridgeError:
 
 def to_bridge_error(error: NetError) -> BridgeError:
     """Translate a network error into the answer that an executor gets."""
+    if isinstance(error, StorageExceededError):
+        return storage_exceeded(str(error))
     return timed_out(str(error)) if isinstance(error, RequestTimeoutError) else peer_failed(str(error))

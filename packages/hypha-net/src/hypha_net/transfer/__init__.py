@@ -15,6 +15,7 @@ from hypha_net.bandwidth import MIN_RATE, BandwidthLimits, limit_bandwidth
 from hypha_net.errors import TransferError, TransferRefusedError
 from hypha_net.transfer.framing import IDLE_TIMEOUT
 from hypha_net.transfer.io.sources import Buffer, describe
+from hypha_net.transfer.io.storage_quota import StorageQuota
 from hypha_net.transfer.pull_client import PullResult, pull, pull_bytes
 from hypha_net.transfer.pull_server import PullSource, serve_pulls
 from hypha_net.transfer.push_client import push
@@ -30,6 +31,7 @@ __all__ = [
     "MemoryPushTarget",
     "PullResult",
     "PullSource",
+    "StorageQuota",
     "TransferError",
     "TransferRefusedError",
     "describe",

@@ -21,6 +21,7 @@ from hypha_net.transfer.framing import (
     send_message,
 )
 from hypha_net.transfer.io.sinks import FileSink, MemorySink, Sink
+from hypha_net.transfer.io.storage_quota import StorageQuota
 from hypha_net.transfer.io.stream_copy import receive_and_verify
 from hypha_net.transfer.progress import Progress
 from hypha_net.transfer.retry import DropAllowance, retry_with_deadline
@@ -47,6 +48,7 @@ async def pull(
     max_bytes: int = 1 << 40,
     digest: str | None = None,
     timeout: float = 600.0,
+    quota: StorageQuota | None = None,
 ) -> PullResult:
     """Pull a file from `peer` to `target`, which appears only when it is complete.
 
@@ -58,14 +60,15 @@ async def pull(
         digest: expected digest; from a peer of the older protocol nothing else verifies the content.
         max_bytes: larger files are refused.
         timeout: seconds for the whole pull.
+        quota: bounds what this and other transfers store together.
 
     Raises:
         UnreachableError: the peer cannot be reached.
-        TransferRefusedError: the peer refuses, and says why.
+        TransferRefusedError: the peer refuses, and says why, or the quota does not allow it.
         TransferError: interrupted, wrong length or digest, too large, disk full, or too slow.
         OSError: the file cannot be written.
     """
-    incoming = _Pull(endpoint, peer, request, FileSink(target), max_bytes, digest)
+    incoming = _Pull(endpoint, peer, request, FileSink(target, quota), max_bytes, digest)
     return await retry_with_deadline(incoming.attempt, incoming.what, incoming.progress, timeout)
 
 

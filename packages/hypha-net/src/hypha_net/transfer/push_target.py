@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from hypha_net.transfer.io.integrity import IncomingContent
 from hypha_net.transfer.io.partial_buffer import SuspendedBuffers
 from hypha_net.transfer.io.sinks import FileSink, MemorySink
+from hypha_net.transfer.io.storage_quota import StorageQuota
 from hypha_net.transfer.push_slots import SlotKey
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PushHeader
@@ -29,6 +30,8 @@ class FilePushTarget:
     """Awaited with size and digest when the file is complete at `path`, before the pusher gets its receipt."""
     slot: str | None = None
     """Of one peer's pushes with headers into one slot only the last is received; earlier ones are cancelled."""
+    quota: StorageQuota | None = None
+    """Bounds what this and other transfers store together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class _FilePushSink:
         return _slot_key(self._target, self._peer, header, str(self._target.path.parent))
 
     def open(self, size: int | None, digest: str | None) -> AbstractAsyncContextManager[IncomingContent]:
-        return FileSink(self._target.path).open(size, digest)
+        return FileSink(self._target.path, self._target.quota).open(size, digest)
 
     async def complete(self, size: int, digest: str) -> None:
         await self._target.on_complete(size, digest)

@@ -54,6 +54,11 @@ from hypha_worker.errors import bad_request, not_allowed, to_bridge_error
 from hypha_worker.jobs.references import check_peers, with_secrets
 from hypha_worker.paths import check_relative, relative_text, resolve_file, resolve_folder, safe_name
 
+ARTIFACTS: Final = "artifacts"
+"""Folder of what is fetched by a bare reference, which executors of the older network load the model from."""
+FIRST_SLICE: Final = "0"
+"""Name of a slice that is fetched by a bare reference: its position in the answer. The next one replaces it, so that
+executors that delete none do not fill the job's storage."""
 MAX_ALTERNATIVES: Final = 8
 """Largest number of alternative providers of a slice that are tried."""
 
@@ -144,6 +149,10 @@ class JobBridgeBackend:
     async def fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
         """See `BridgeBackend.fetch`."""
         check_peers(self.spec, wanted.reference)
+        async with self.files.storage.transfers:
+            return await self._fetch(wanted)
+
+    async def _fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
         reference = with_secrets(self.spec, wanted.reference)
         self._fetched += 1
         if isinstance(reference, SchedulerReference):
@@ -151,7 +160,7 @@ class JobBridgeBackend:
             with instrumentation.span(
                 "fetch slice", {"hypha.dataset": reference.dataset}, parent=self.traceparent
             ) as span:
-                fetched = await self._fetch_slice(reference, wanted.path or "slices")
+                fetched = await self._fetch_slice(reference, wanted.path)
                 span.set({"hypha.slice": fetched.metadata["slice"], "hypha.file.size": fetched.size})
             self._record_slice(fetched, anyio.current_time() - started)
             return [fetched]
@@ -172,36 +181,38 @@ class JobBridgeBackend:
         return {"hypha.job.id": str(self.spec.job_id)}
 
     async def _fetch_artifact(self, reference: Reference, wanted: Transfer) -> Sequence[FetchedFile]:
-        folder = resolve_folder(self.work_dir, wanted.path or f"artifacts/{self._fetched}")
+        folder = resolve_folder(self.work_dir, wanted.path or ARTIFACTS)
         if isinstance(reference, PeersReference):
-            return await self._fetch_from_peers(reference, folder)
-        limit = self.files.max_bytes
+            return await self._fetch_from_peers(reference, folder, is_bare=not wanted.path)
+        storage = self.files.storage
         if isinstance(reference, HuggingFaceReference):
-            found = await download_from_hub(reference, folder, self.access, max_bytes=limit)
+            found = await download_from_hub(reference, folder, self.access, storage=storage)
         else:
             assert isinstance(reference, UriReference)
-            found = [await download_from_uri(reference.value, folder, self.access, max_bytes=limit)]
+            found = [await download_from_uri(reference.value, folder, self.access, storage=storage)]
         return [self._downloaded(file) for file in found]
 
     async def _fetch_slice(self, reference: SchedulerReference, path: str) -> FetchedFile:
         executor = self.spec.executor
         if not isinstance(executor, TrainJob) or reference != executor.config.data:
             raise not_allowed(f"dataset {reference.dataset[:80]!r} is not the data of this job")
-        folder, number = resolve_folder(self.work_dir, path), self._fetched
+        folder, number = resolve_folder(self.work_dir, path or ARTIFACTS), self._fetched
         request = DataRequest(dataset=reference.dataset, job_id=self.spec.job_id, id=uuid.uuid4())
         assigned = await request_slice(self.endpoint, reference.peer, request)
-        target = folder / f"{safe_name(reference.dataset)}-{assigned.index}-{number}.safetensors"
+        name = f"{safe_name(reference.dataset)}-{assigned.index}-{number}.safetensors" if path else FIRST_SLICE
+        target = folder / name
         address = SliceAddress(dataset=reference.dataset, index=assigned.index)
         providers = [assigned.data_provider, *(assigned.others or ())[:MAX_ALTERNATIVES]]
         pulled, peer = await self.files.pull(providers, address, target, assigned.digest)
         extra = {"dataset": reference.dataset, "slice": str(assigned.index), "epoch": str(assigned.epoch or 0)}
         return self._pulled(target, pulled, peer, extra)
 
-    async def _fetch_from_peers(self, reference: PeersReference, folder: Path) -> Sequence[FetchedFile]:
+    async def _fetch_from_peers(self, reference: PeersReference, folder: Path, is_bare: bool) -> Sequence[FetchedFile]:
         address = reference.resource
         if address is None:
             raise bad_request("a reference to peers can be fetched only with a resource (dataset and index)")
-        names = reference.filenames or (f"{safe_name(address.dataset)}-{address.index}.safetensors",)
+        slice_name = FIRST_SLICE if is_bare else f"{safe_name(address.dataset)}-{address.index}.safetensors"
+        names = reference.filenames or (slice_name,)
         files = []
         for index, name in enumerate(names, address.index):
             target = folder / check_relative(name)

@@ -7,6 +7,7 @@ into an event of ``/resources/receive``.
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Collection, Set
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from hypha_net.transfer import FilePushTarget
 from hypha_proto.bridge_api import ReceivedFile
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PushHeader, Refusal
+from hypha_worker.job_storage import JobStorage
 from hypha_worker.paths import relative_text, safe_name
 
 QUEUE_LIMIT: Final = 64
@@ -44,7 +46,7 @@ class DeliveryQueue:
     work_dir: Path
     senders: Set[PeerId]
     """Peers that may push to the job."""
-    max_bytes: int
+    storage: JobStorage
     kind: str
     """The kind of push that is accepted, as named in a header."""
     _pending: list[PendingFile] = field(default_factory=list)
@@ -72,7 +74,7 @@ class DeliveryQueue:
         async def on_complete(size: int, digest: str) -> None:
             self._add(PendingFile(sequence, peer, header, path, size), digest)
 
-        return FilePushTarget(path, self.max_bytes, on_complete, slot=str(self.work_dir))
+        return FilePushTarget(path, sys.maxsize, on_complete, slot=str(self.work_dir), quota=self.storage)
 
     def _add(self, file: PendingFile, digest: str) -> None:
         # a peer whose receipt was lost pushes again: the executor gets the file once

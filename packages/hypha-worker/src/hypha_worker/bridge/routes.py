@@ -6,10 +6,11 @@ Runs in the bridge's thread (`server`). Each route decodes a body strictly with 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -39,6 +40,7 @@ _log = logging.getLogger(__name__)
 MAX_BODY: Final = 1 << 20
 """Largest request body, bytes."""
 
+T = TypeVar("T")
 Call = Callable[..., Awaitable[Any]]
 """Calls an async function on the worker's event loop: `call(function, *args)`."""
 
@@ -83,7 +85,7 @@ _ERROR: Final = {
     },
 }
 _RESPONSES: Final[dict[int | str, dict[str, Any]]] = dict.fromkeys(
-    (400, 403, 404, 410, 413, 500, 502, 503, 504), _ERROR
+    (400, 403, 404, 410, 413, 500, 502, 503, 504, 507), _ERROR
 )
 
 
@@ -94,7 +96,8 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
 
     async def fetch(request: Request) -> Response:
         """Fetch what a reference names into the work directory; for a scheduler's data set, the next slice."""
-        files = await call(backend.fetch, await _read_transfer(request, "fetch"))
+        wanted = await _read_transfer(request, "fetch")
+        files = await _while_connected(request, call(backend.fetch, wanted))
         return _json([to_plain(FetchedFile, file) for file in files])
 
     async def send(request: Request) -> Response:
@@ -149,6 +152,24 @@ async def _events(backend: BridgeBackend, call: Call, wanted: Transfer) -> Async
                 yield b"data: " + to_json(ReceivedFile, file) + b"\n\n"
     except BridgeError as error:  # too late for a status: the stream ends
         _log.info("a stream of received files ended: %s", error.detail)
+
+
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """Await `work` for a request whose body was read; cancel it when the executor disconnects."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise bad_request("the executor disconnected before the answer")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _json(value: object) -> Response:

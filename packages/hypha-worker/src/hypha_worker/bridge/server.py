@@ -57,12 +57,14 @@ async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]
     listener = _bind(path)
     try:
         async with anyio.from_thread.BlockingPortal() as portal, anyio.create_task_group() as tasks:
-            server = await anyio.to_thread.run_sync(_make_server, backend, portal)
+            server = await anyio.to_thread.run_sync(_make_server, backend, portal, limiter=anyio.CapacityLimiter(1))
             ended = anyio.Event()
 
             async def serve() -> None:
-                await anyio.to_thread.run_sync(server.run, [listener], limiter=anyio.CapacityLimiter(1))
-                ended.set()
+                try:
+                    await anyio.to_thread.run_sync(server.run, [listener], limiter=anyio.CapacityLimiter(1))
+                finally:  # also where the job is cancelled before the thread has begun
+                    ended.set()
 
             tasks.start_soon(serve)
             try:

@@ -1,26 +1,39 @@
 """Downloads from the Hugging Face Hub, from web servers and from this machine, bounded in size and time.
 
-Called by `bridge.backend`; asks `access_policy` first. `httpx` and `huggingface_hub` are imported when the first job
-needs them, which keeps the worker's start short.
+Called by `bridge.backend`; asks `access_policy` first. A download holds a thread only while it writes a block, so that
+one whose server stalls ends as soon as it is cancelled. `httpx` is imported when the first job needs it, which keeps
+the worker's start short.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
-import shutil
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 import anyio
-import anyio.to_thread
+import anyio.from_thread
 
 from hypha_proto.job_spec import HuggingFaceReference
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.errors import BridgeError, bad_request, not_found, peer_failed, timed_out
+from hypha_worker.errors import (
+    BridgeError,
+    StorageExceededError,
+    bad_request,
+    not_found,
+    peer_failed,
+    timed_out,
+    to_bridge_error,
+)
+from hypha_worker.job_storage import JobStorage
 from hypha_worker.paths import check_relative, safe_name
 
 if TYPE_CHECKING:
@@ -29,6 +42,11 @@ if TYPE_CHECKING:
 _CHUNK: Final = 1 << 20
 _REDIRECTS: Final = 5
 _IDLE: Final = 60.0
+HUB: Final = "https://huggingface.co"
+RESUME_DELAYS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Seconds before each further attempt at a download from the Hub that broke off."""
+_REPOSITORY: Final = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,75 +65,186 @@ def _digest(path: Path) -> tuple[int, str]:
         return path.stat().st_size, f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-async def _describe(path: Path, source: str) -> DownloadedFile:
-    size, checksum = await anyio.to_thread.run_sync(_digest, path)
+async def _describe(path: Path, source: str, storage: JobStorage) -> DownloadedFile:
+    size, checksum = await storage.run(_digest, path, abandon=True)
     return DownloadedFile(path, size, checksum, source)
 
 
+@contextmanager
+def _incomplete(target: Path, storage: JobStorage) -> Iterator[Path]:
+    """Yield the path of an incomplete file beside `target`; remove it on exit, if it is still there."""
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield part
+    except StorageExceededError as error:
+        raise to_bridge_error(error) from error
+    finally:
+        part.unlink(missing_ok=True)
+        storage.release(part)
+
+
+# ---------------------------------------------------------------------------------------------------------------- Hub
+
+
 async def download_from_hub(
-    reference: HuggingFaceReference, folder: Path, access: AccessPolicy, *, max_bytes: int, timeout: float = 1800.0
+    reference: HuggingFaceReference, folder: Path, access: AccessPolicy, *, storage: JobStorage, timeout: float = 1800.0
 ) -> list[DownloadedFile]:
     """Download files of a repository to `folder`, under their names in the repository.
 
     Raises:
         BridgeError: not allowed, not found, too large, too slow, or the Hub is unreachable.
     """
-    access.check_repository(reference.repository)
+    repository = reference.repository
+    access.check_repository(repository)
     names = [check_relative(name).as_posix() for name in reference.filenames]
     if not names:
-        raise bad_request(f"repository {reference.repository[:120]!r}: filenames is empty")
+        raise bad_request(f"repository {repository[:120]!r}: filenames is empty")
+    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
+        raise bad_request(f"repository {repository[:120]!r} is not a name such as owner/model")
     downloaded = []
     try:
         with anyio.fail_after(timeout):
             for name in names:
-                path = await anyio.to_thread.run_sync(
-                    _download_from_hub, reference, name, folder, max_bytes, abandon_on_cancel=True
-                )
-                source = f"huggingface:{reference.repository}@{reference.revision or 'main'}/{name}"
-                downloaded.append(await _describe(path, source))
+                path = await _download_from_hub(reference, name, folder, storage)
+                source = f"huggingface:{repository}@{reference.revision or 'main'}/{name}"
+                downloaded.append(await _describe(path, source, storage))
     except TimeoutError:
-        raise timed_out(f"repository {reference.repository[:120]!r} was not downloaded within {timeout:g} s") from None
+        raise timed_out(f"repository {repository[:120]!r} was not downloaded within {timeout:g} s") from None
     return downloaded
 
 
-def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path, max_bytes: int) -> Path:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+async def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path, storage: JobStorage) -> Path:
+    import httpx
 
-    where = f"{reference.repository[:120]}/{name[:120]}"
-    token: str | bool = reference.token or False
-    endpoint = os.environ.get("HF_ENDPOINT")
-    try:
-        url = hf_hub_url(reference.repository, name, revision=reference.revision, endpoint=endpoint)
-        size = get_hf_file_metadata(url, token=token, timeout=_IDLE).size
-        if size is not None and size > max_bytes:
-            raise bad_request(f"{where} has {size} bytes, more than this job's limit of {max_bytes}")
-        path = hf_hub_download(
-            reference.repository,
-            name,
-            revision=reference.revision,
-            token=token,
-            endpoint=endpoint,
-            local_dir=folder,
-            etag_timeout=_IDLE,
-        )
-    except LocalEntryNotFoundError as error:
-        raise peer_failed(f"{where}: the Hub cannot be reached: {str(error)[:300]}") from error
-    except EntryNotFoundError as error:
-        raise not_found(f"{where} does not exist at revision {reference.revision or 'main'}") from error
-    except HfHubHTTPError as error:
-        raise peer_failed(f"{where}: {str(error)[:400]}") from error
-    except ValueError as error:  # not a valid repository name
-        raise bad_request(f"{where}: {str(error)[:400]}") from error
-    except BridgeError:
-        raise
-    except Exception as error:  # connection errors of an HTTP library that depends on the client's version
-        raise peer_failed(f"{where}: {error!r:.400}") from error
-    return Path(path).resolve()
+    target = folder / name
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _incomplete(target, storage) as part:
+        download = _HubDownload(reference, name, part, storage)
+        async with httpx.AsyncClient(timeout=_IDLE, follow_redirects=False) as client:
+            await download.run(client)
+        os.replace(part, target)
+    return target.resolve()
+
+
+@dataclass(slots=True)
+class _HubDownload:
+    """Download of one file of a repository, resumed where it breaks off."""
+
+    reference: HuggingFaceReference
+    name: str
+    part: Path
+    storage: JobStorage
+    received: int = 0
+    etag: str = ""
+    """Identifies the content, of which the Hub states the SHA-256 for large files."""
+    _began: bool = False
+    """Whether the Hub has answered with the file, so that another attempt may succeed."""
+    _sha256: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    @property
+    def _where(self) -> str:
+        return f"{self.reference.repository[:120]}/{self.name[:120]}"
+
+    async def run(self, client: httpx.AsyncClient) -> None:
+        """Download the file and check it.
+
+        Raises:
+            BridgeError: it is not there, or cannot be downloaded.
+        """
+        import httpx
+
+        delays = iter(RESUME_DELAYS)
+        while True:
+            try:
+                await self._attempt(client)
+                break
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                delay = next(delays, None)
+                if not self._began or delay is None:
+                    raise _connection_error(self._where, error) from error
+                await anyio.sleep(delay)
+        if _SHA256.fullmatch(self.etag) and self._sha256.hexdigest() != self.etag:
+            raise peer_failed(f"{self._where}: the SHA-256 of the content is not {self.etag}, as the Hub stated")
+
+    async def _attempt(self, client: httpx.AsyncClient) -> None:
+        revision = self.reference.revision or "main"
+        endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+        url = f"{endpoint}/{self.reference.repository}/resolve/{quote(revision, safe='')}/{quote(self.name)}"
+        async with self._open(client, url) as (response, etag):
+            if response.status_code not in (200, 206):
+                raise self._status_error(response)
+            if response.status_code == 200 or etag != self.etag:
+                self._restart(etag)
+            if response.status_code == 206 and not self.received and _range_start(response):
+                raise peer_failed(f"{self._where} changed while it was downloaded")
+            self._began = True
+            await self._store(response)
+
+    def _restart(self, etag: str) -> None:
+        self.received, self.etag, self._sha256 = 0, etag, hashlib.sha256()
+
+    @asynccontextmanager
+    async def _open(self, client: httpx.AsyncClient, url: str) -> AsyncIterator[tuple[httpx.Response, str]]:
+        """Request the rest of the file, following redirects; the token goes to the Hub's own host only."""
+        hub, etag = urlsplit(url).netloc, ""
+        for _ in range(_REDIRECTS + 1):
+            async with client.stream("GET", url, headers=self._headers(urlsplit(url).netloc == hub)) as response:
+                etag = etag or _etag(response.headers)
+                if not response.has_redirect_location:
+                    yield response, etag
+                    return
+                url = urljoin(url, response.headers["location"])
+        raise peer_failed(f"{self._where}: more than {_REDIRECTS} redirects")
+
+    def _headers(self, is_hub: bool) -> dict[str, str]:
+        headers = {"accept-encoding": "identity"}
+        if is_hub and self.reference.token:
+            headers["authorization"] = f"Bearer {self.reference.token}"
+        if self.received:
+            headers["range"] = f"bytes={self.received}-"
+        return headers
+
+    async def _store(self, response: httpx.Response) -> None:
+        size = self.received + int(response.headers.get("content-length", 0))
+        with FileIO(self.part, "r+" if self.received else "w") as file:
+            file.seek(self.received)
+            async for block in response.aiter_bytes(_CHUNK):
+                await self.storage.run(_append, self.storage, self.part, file, max(size, self.received), block)
+                self._sha256.update(block)
+                self.received += len(block)
+
+    def _status_error(self, response: httpx.Response) -> BridgeError:
+        code = response.headers.get("x-error-code", "")
+        revision = self.reference.revision or "main"
+        if response.status_code == 404 and code in ("", "EntryNotFound"):
+            return not_found(f"{self._where} does not exist at revision {revision[:120]}")
+        text = f"{self._where} at revision {revision[:120]}: the Hub answered with status {response.status_code}"
+        about = " ".join(part for part in (code, response.headers.get("x-error-message", "")) if part)
+        return peer_failed(f"{text} ({about[:300]})" if about else text)
+
+
+def _etag(headers: Mapping[str, str]) -> str:
+    return headers.get("x-linked-etag", headers.get("etag", "")).removeprefix("W/").strip('"')
+
+
+def _range_start(response: httpx.Response) -> int:
+    found = re.match(r"bytes (\d+)-", response.headers.get("content-range", ""))
+    return int(found[1]) if found else 0
+
+
+def _append(storage: JobStorage, path: Path, file: FileIO, announced: int, block: bytes) -> None:
+    """Write a block, if the job's storage allows the file as announced, and longer than that."""
+    storage.reserve(path, max(announced, file.tell() + len(block)))
+    rest = memoryview(block)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+# --------------------------------------------------------------------------------------------------------------- URLs
 
 
 async def download_from_uri(
-    url: str, folder: Path, access: AccessPolicy, *, max_bytes: int, timeout: float = 1800.0
+    url: str, folder: Path, access: AccessPolicy, *, storage: JobStorage, timeout: float = 1800.0
 ) -> DownloadedFile:
     """Download the file at an ``https:``, ``http:`` or ``file:`` URL to `folder`.
 
@@ -124,19 +253,17 @@ async def download_from_uri(
     """
     scheme, path = _split(url)
     target = folder / safe_name(path.rsplit("/", 1)[-1])
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        if scheme == "file":
-            await anyio.to_thread.run_sync(_copy, access.resolve_file_url(url), part, max_bytes)
-        else:
-            with anyio.fail_after(timeout):
-                await _download(url, part, access, max_bytes)
-        os.replace(part, target)
+        with _incomplete(target, storage) as part:
+            if scheme == "file":
+                await storage.run(_copy, access.resolve_file_url(url), part, storage)
+            else:
+                with anyio.fail_after(timeout):
+                    await _download(url, part, access, storage)
+            os.replace(part, target)
     except TimeoutError:
         raise timed_out(f"{url[:120]} was not downloaded within {timeout:g} s") from None
-    finally:
-        part.unlink(missing_ok=True)
-    return await _describe(target, url)
+    return await _describe(target, url, storage)
 
 
 def _split(url: str) -> tuple[str, str]:
@@ -147,13 +274,17 @@ def _split(url: str) -> tuple[str, str]:
     return parts.scheme, parts.path
 
 
-def _copy(source: Path, target: Path, max_bytes: int) -> None:
-    if source.stat().st_size > max_bytes:
-        raise bad_request(f"file {str(source)[:120]!r} exceeds the limit of {max_bytes} bytes")
-    shutil.copyfile(source, target)
+def _copy(source: Path, target: Path, storage: JobStorage) -> None:
+    """Copy a file in a worker thread; stop when the caller is cancelled."""
+    size = source.stat().st_size
+    with source.open("rb") as reader, FileIO(target, "x") as writer:
+        storage.reserve(target, size)
+        while block := reader.read(_CHUNK):
+            anyio.from_thread.check_cancelled()
+            _append(storage, target, writer, size, block)
 
 
-async def _download(url: str, target: Path, access: AccessPolicy, max_bytes: int) -> None:
+async def _download(url: str, target: Path, access: AccessPolicy, storage: JobStorage) -> None:
     import httpx
 
     async with httpx.AsyncClient(timeout=_IDLE, follow_redirects=False) as client:
@@ -162,26 +293,29 @@ async def _download(url: str, target: Path, access: AccessPolicy, max_bytes: int
             try:
                 async with client.stream("GET", url) as response:
                     if not response.has_redirect_location:
-                        await _store(response, target, max_bytes)
+                        await _store(response, target, storage)
                         return
                     url = urljoin(url, response.headers["location"])
-            except httpx.TimeoutException as error:
-                raise timed_out(f"{url[:120]}: {error!r}") from error
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                raise peer_failed(f"{url[:120]}: {error!r}") from error
+                raise _connection_error(url[:120], error) from error
     raise peer_failed(f"{url[:120]}: more than {_REDIRECTS} redirects")
 
 
-async def _store(response: httpx.Response, target: Path, max_bytes: int) -> None:
+def _connection_error(what: str, error: Exception) -> BridgeError:
+    import httpx
+
+    if isinstance(error, httpx.TimeoutException):
+        return timed_out(f"{what}: {error!r}")
+    return peer_failed(f"{what}: {error!r}")
+
+
+async def _store(response: httpx.Response, target: Path, storage: JobStorage) -> None:
     if response.status_code != 200:
         raise _status_error(str(response.url), response.status_code)
-    received = 0
-    async with await anyio.open_file(target, "xb") as file:
+    announced = int(response.headers.get("content-length", 0))
+    with FileIO(target, "x") as file:
         async for block in response.aiter_bytes(_CHUNK):
-            received += len(block)
-            if received > max_bytes:
-                raise bad_request(f"{str(response.url)[:120]} exceeds the limit of {max_bytes} bytes")
-            await file.write(block)
+            await storage.run(_append, storage, target, file, announced, block)
 
 
 def _status_error(url: str, status: int) -> BridgeError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,15 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import All, PeersReference, Random, SliceAddress
 from hypha_proto.transfer import PullRequest, PushHeader
 from hypha_worker.connectors.rpc_retry import call_with_retries, retry
-from hypha_worker.errors import BridgeError, bad_request, no_more_data, peer_failed, to_bridge_error
+from hypha_worker.errors import (
+    BridgeError,
+    StorageExceededError,
+    bad_request,
+    no_more_data,
+    peer_failed,
+    to_bridge_error,
+)
+from hypha_worker.job_storage import JobStorage
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +64,8 @@ class PeerFiles:
     """Transfers files between this worker and peers."""
 
     endpoint: Endpoint
-    max_bytes: int
-    """Largest file that is accepted."""
+    storage: JobStorage
+    """Bounds what is stored."""
 
     async def pull(
         self, peers: Sequence[PeerId], address: SliceAddress, target: Path, digest: str | None = None
@@ -66,7 +75,7 @@ class PeerFiles:
         Where a peer is unreachable, or does not serve files yet, the list is tried again after `UNAVAILABLE_DELAYS`.
 
         Raises:
-            BridgeError: no peer could provide it.
+            BridgeError: no peer could provide it, or the job's storage is used up.
         """
         for delay in UNAVAILABLE_DELAYS:
             found = await self._pull_from_any(peers, address, target, digest)
@@ -93,10 +102,18 @@ class PeerFiles:
                 pulled = await retry(
                     f"pull of {address.dataset}/{address.index} from {peer}",
                     lambda peer=peer: transfer.pull(  # type: ignore[misc]
-                        self.endpoint, peer, request, target, max_bytes=self.max_bytes, digest=digest
+                        self.endpoint,
+                        peer,
+                        request,
+                        target,
+                        max_bytes=sys.maxsize,
+                        digest=digest,
+                        quota=self.storage,
                     ),
                 )
                 return pulled, peer
+            except StorageExceededError as error:
+                raise to_bridge_error(error) from error
             except NetError as error:
                 failures.append(error)
         return failures

@@ -28,8 +28,19 @@ REPORT_DELAYS: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each attempt at a report: no job is lost while its scheduler is unreachable for 15 seconds."""
 
 
-async def retry(what: str, attempt: Callable[[], Awaitable[T]], delays: Sequence[float] = RETRY_DELAYS) -> T:
+async def retry(
+    what: str,
+    attempt: Callable[[], Awaitable[T]],
+    delays: Sequence[float] = RETRY_DELAYS,
+    final: tuple[type[NetError], ...] = (),
+) -> T:
     """Call `attempt` until it succeeds, once per delay; the first attempt is immediate. A refusal is final.
+
+    Args:
+        what: the attempt, for the log.
+        attempt: what is tried.
+        delays: seconds before each attempt.
+        final: further errors that are not retried.
 
     Raises:
         NetError: the error of the last attempt.
@@ -38,7 +49,7 @@ async def retry(what: str, attempt: Callable[[], Awaitable[T]], delays: Sequence
 
     def on_failure(error: NetError, _pause: float) -> None:
         nonlocal failures
-        if isinstance(error, TransferRefusedError | UnsupportedProtocolError):
+        if isinstance(error, (TransferRefusedError, UnsupportedProtocolError, *final)):
             raise error
         failures += 1
         _log.info("%s failed (%s), attempt %d of %d", what, error, failures, len(delays))
@@ -54,7 +65,8 @@ async def call_with_retries(
     *,
     timeout: float = 10.0,
     delays: Sequence[float] = RETRY_DELAYS,
+    final: tuple[type[NetError], ...] = (),
 ) -> Resp:
-    """Call `rpc.call` with bounded retries. Raises `NetError`."""
+    """Call `rpc.call` with bounded retries, as `retry` does. Raises `NetError`."""
     what = f"{method.variant or method.protocol} to {peer}"
-    return await retry(what, lambda: rpc.call(endpoint, peer, method, message, timeout=timeout), delays)
+    return await retry(what, lambda: rpc.call(endpoint, peer, method, message, timeout=timeout), delays, final)

@@ -21,10 +21,8 @@ from hypha_proto.job_spec import JobSpec
 from hypha_proto.leases import Outcome
 from hypha_proto.round_membership import MembersKnown, RoundMembers
 from hypha_proto.transfer import PushHeader, Refusal
+from hypha_worker.job_storage import JobStorage
 from hypha_worker.leasing.capacity import Allocation
-
-GIGABYTE = 10**9
-_UNLIMITED = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +36,12 @@ class JobContext:
     allocation: Allocation
     work_dir: Path
     """A private folder; it exists while the job runs."""
+    storage: JobStorage
+    """Bounds everything that is stored in `work_dir`; runs the job's file work."""
     scope: anyio.CancelScope
     """Cancelled when this job is to end. A cancellation from an outer scope means that the worker shuts down."""
     traceparent: str | None = None
     """Span that the job's own spans belong to."""
-
-    @property
-    def max_bytes(self) -> int:
-        """Largest file that the job may store: its leased storage, or a tebibyte if it leased none."""
-        return int(self.allocation.resources.storage * GIGABYTE) or _UNLIMITED
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ import anyio.to_thread
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import first_leaf_error
-from hypha_net.errors import NetError, UnsupportedProtocolError
+from hypha_net.errors import NetError, UnhandledRequestError, UnsupportedProtocolError
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.dispatch import (
     JOB_STATUS,
@@ -41,8 +41,10 @@ from hypha_proto.leases import JOB_END, JobEnd
 from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
 from hypha_proto.round_membership import MembersKnown, RoundMembers
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
-from hypha_worker.connectors.rpc_retry import call_with_retries
+from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
+from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries
 from hypha_worker.errors import ExecutionError
+from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
 from hypha_worker.jobs.execution import Execution, ExecutionFactory, ExecutionResult, JobContext
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager, LeaseState
@@ -61,6 +63,9 @@ _ENDED: Final = instrumentation.Counter(
     "hypha.worker.jobs.ended", "{job}", "Jobs that have ended, by class and outcome."
 )
 _DURATION: Final = instrumentation.Histogram("hypha.worker.job.duration", "s", "From dispatch to the end of a job.")
+_DISPATCHES: Final = instrumentation.Counter(
+    "hypha.worker.dispatches", "{dispatch}", "Dispatches by outcome: accepted, refused, stranger (no such lease here)."
+)
 _RECEIVING_CLASS: Final = {PSEUDO_GRADIENT: "aggregate", OUTER_UPDATE: "train"}
 
 
@@ -69,6 +74,8 @@ class Job:
     """One dispatched job."""
 
     lease: uuid.UUID
+    task_id: uuid.UUID
+    """Id of its dispatch, which statuses carry: the lease's, or one of the scheduler's own."""
     scheduler: PeerId
     spec: JobSpec
     execution: Execution
@@ -79,6 +86,10 @@ class Job:
 
     def __str__(self) -> str:
         return f"{executor_class(self.spec)} job {self.spec.job_id}"
+
+
+class _NoLeaseError(LeaseError):
+    """A dispatch by a scheduler without a lease here that it could be for."""
 
 
 class JobManager:
@@ -92,13 +103,27 @@ class JobManager:
         work_dir: Path,
         tasks: anyio.abc.TaskGroup,
         clock: Callable[[], float] = anyio.current_time,
+        *,
+        default_storage: float = DEFAULT_STORAGE,
     ) -> None:
+        """Prepare; nothing runs before `dispatch`.
+
+        Args:
+            endpoint: where schedulers and peers are reached.
+            lease_manager: the leases that jobs run on.
+            executors: what makes an execution, by descriptor.
+            work_dir: each job gets a folder in it.
+            tasks: jobs run in it.
+            clock: seconds of the local monotonic clock.
+            default_storage: GB that a job may store whose lease states none.
+        """
         self._endpoint = endpoint
         self._lease_manager = lease_manager
         self._executors = executors
         self._work_dir = work_dir
         self._tasks = tasks
         self._clock = clock
+        self._default_storage = default_storage
         self._jobs: dict[uuid.UUID, Job] = {}
 
     @property
@@ -110,31 +135,52 @@ class JobManager:
 
     async def dispatch(self, scheduler: PeerId, message: DispatchJob) -> DispatchResult:
         """Start a job on a lease of `scheduler`. A repeated dispatch is confirmed and starts nothing."""
-        if self._tasks.cancel_scope.cancel_called:
-            _log.warning(
-                "dispatch of job %s by %s refused: this worker is shutting down", message.spec.job_id, scheduler
-            )
-            return DispatchFailed()
-        known = self._jobs.get(message.id)
-        lease = self._lease_manager.find(message.id, scheduler)
-        if known is not None and lease is not None and known.spec == message.spec and lease.state is LeaseState.HELD:
-            return self._accept(lease)
         try:
-            factory = self._find_factory(message.spec)
-            lease = self._lease_manager.attach_job(message.id, scheduler, self._clock())
+            lease = self._find_repeated(scheduler, message) or self._start(scheduler, message)
         except (LeaseError, ExecutionError) as error:
             _log.warning("dispatch of job %s by %s refused: %s", message.spec.job_id, scheduler, error)
+            _DISPATCHES.add(1, {"hypha.outcome": "stranger" if isinstance(error, _NoLeaseError) else "refused"})
             return DispatchFailed()
+        _DISPATCHES.add(1, {"hypha.outcome": "accepted"})
+        timeout, timeout_ms = expiry_fields(lease.remaining(self._clock()))
+        return Dispatched(id=message.id, timeout=timeout, timeout_ms=timeout_ms)
+
+    def _find_repeated(self, scheduler: PeerId, message: DispatchJob) -> Lease | None:
+        """Return the lease of the job that this very dispatch has started, if the lease is still held."""
+        for job in self._jobs.values():
+            if (job.scheduler, job.task_id, job.spec) == (scheduler, message.id, message.spec):
+                lease = self._lease_manager.find(job.lease, scheduler)
+                return lease if lease is not None and lease.state is LeaseState.HELD else None
+        return None
+
+    def _start(self, scheduler: PeerId, message: DispatchJob) -> Lease:
+        if self._tasks.cancel_scope.cancel_called:
+            raise ExecutionError("this worker is shutting down")
+        lease = self._find_lease(scheduler, message)
+        factory = self._find_factory(message.spec)
+        self._lease_manager.attach_job(lease.id, scheduler, self._clock())
         try:
             job = self._create_job(lease, message, factory)
-        except ExecutionError as error:
+        except ExecutionError:
             self._lease_manager.detach_job(lease.id, keep=True)
-            _log.warning("dispatch of job %s by %s refused: %s", message.spec.job_id, scheduler, error)
-            return DispatchFailed()
+            raise
         self._jobs[lease.id] = job
         _log.info("%s started for scheduler %s", job, scheduler)
         self._tasks.start_soon(self._run, job)
-        return self._accept(lease)
+        return lease
+
+    def _find_lease(self, scheduler: PeerId, message: DispatchJob) -> Lease:
+        """Return the lease of a dispatch: the one of its id, or any suitable one for schedulers with ids of their own.
+
+        Our schedulers use a lease's id. Theirs that is over must not take another of their leases.
+        """
+        if speaks_lease_protocol(self._endpoint, scheduler):
+            lease = self._lease_manager.find(message.id, scheduler)
+        else:
+            lease = self._lease_manager.find_for_dispatch(message.id, scheduler, _descriptor(message.spec))
+        if lease is None:  # the same answer for other schedulers' leases, so that it reveals nothing about them
+            raise _NoLeaseError(f"{scheduler} has no lease for dispatch {message.id} here")
+        return lease
 
     def cancel(self, lease: uuid.UUID, scheduler: PeerId, reason: str) -> bool:
         """Cancel the job on a lease of `scheduler`; return whether there is one."""
@@ -147,10 +193,9 @@ class JobManager:
         return True
 
     def _find_factory(self, spec: JobSpec) -> ExecutionFactory:
-        kind, name = executor_class(spec), spec.executor.descriptor.name
-        descriptor = (TrainExecutor if kind == "train" else AggregateExecutor)(name=name)
+        kind, descriptor = executor_class(spec), _descriptor(spec)
         if descriptor not in self._executors:
-            raise ExecutionError(f"no executor {kind}/{name[:80]} is configured")
+            raise ExecutionError(f"no executor {kind}/{descriptor.name[:80]} is configured")
         for job in self._jobs.values():
             if job.spec.job_id == spec.job_id and executor_class(job.spec) == kind:
                 raise ExecutionError(
@@ -161,21 +206,29 @@ class JobManager:
     def _create_job(self, lease: Lease, message: DispatchJob, factory: ExecutionFactory) -> Job:
         about = {"hypha.job.id": str(message.spec.job_id), "hypha.job.class": executor_class(message.spec)}
         span = instrumentation.span("execute job", {**about, "hypha.lease.id": str(lease.id)})
+        work_dir = self._work_dir / f"hypha-{uuid.uuid4()}"
+        limit = lease.allocation.resources.storage or self._default_storage
         context = JobContext(
             endpoint=self._endpoint,
             spec=message.spec,
             lease=lease.id,
             scheduler=lease.scheduler,
             allocation=lease.allocation,
-            work_dir=self._work_dir / f"hypha-{uuid.uuid4()}",
+            work_dir=work_dir,
+            storage=JobStorage(work_dir, int(limit * GIGABYTE)),
             scope=anyio.CancelScope(),
             traceparent=span.traceparent,
         )
-        return Job(lease.id, lease.scheduler, message.spec, factory(context), context.work_dir, context.scope, span)
-
-    def _accept(self, lease: Lease) -> Dispatched:
-        timeout, timeout_ms = expiry_fields(lease.remaining(self._clock()))
-        return Dispatched(id=lease.id, timeout=timeout, timeout_ms=timeout_ms)
+        return Job(
+            lease=lease.id,
+            task_id=message.id,
+            scheduler=lease.scheduler,
+            spec=message.spec,
+            execution=factory(context),
+            work_dir=context.work_dir,
+            scope=context.scope,
+            span=span,
+        )
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -199,7 +252,8 @@ class JobManager:
             if result is None:
                 result = ExecutionResult("cancelled", job.cancel_reason, job.execution.trace)
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(shutil.rmtree, job.work_dir, True)
+                # a thread of its own: it must wait neither for other jobs' threads nor for abandoned ones of this job
+                await anyio.to_thread.run_sync(shutil.rmtree, job.work_dir, True, limiter=anyio.CapacityLimiter(1))
             del self._jobs[job.lease]
             self._lease_manager.detach_job(job.lease, keep=result.outcome == "cancelled" and job.scope.cancel_called)
             _log_result(job, result)
@@ -232,11 +286,19 @@ class JobManager:
 
     async def _report_running(self, job: Job) -> None:
         try:
-            await call_with_retries(
-                self._endpoint, job.scheduler, JOB_STATUS, JobStatus(task_id=job.lease, status=Running())
-            )
+            await self._send_status(job, Running(), RETRY_DELAYS)
         except NetError as error:
             _log.warning("%s is running, but this could not be reported to its scheduler: %s", job, error)
+
+    async def _send_status(self, job: Job, status: Running | Finished | Failed, delays: tuple[float, ...]) -> None:
+        """Report a status. Older schedulers whose job is over do not listen any more, which is no error."""
+        message = JobStatus(task_id=job.task_id, status=status)
+        try:
+            await call_with_retries(
+                self._endpoint, job.scheduler, JOB_STATUS, message, delays=delays, final=(UnhandledRequestError,)
+            )
+        except UnhandledRequestError as error:
+            _log.debug("%s: %s", job, error)
 
     async def _report_end(self, job: Job, result: ExecutionResult) -> None:
         """Report the end with retries; when the worker itself shuts down, try once and briefly."""
@@ -256,13 +318,12 @@ class JobManager:
             exit_code=result.trace.exit_code,
             last_lines=tuple(line[:LINE_LIMIT] for line in result.trace.last_lines),
         )
-        status = JobStatus(task_id=job.lease, status=Finished() if result.outcome == "finished" else Failed())
         try:
             try:
                 await call_with_retries(self._endpoint, job.scheduler, JOB_END, end, delays=delays)
             except UnsupportedProtocolError:
                 _log.debug("%s does not support end reports and gets a status only", job.scheduler)
-            await call_with_retries(self._endpoint, job.scheduler, JOB_STATUS, status, delays=delays)
+            await self._send_status(job, Finished() if result.outcome == "finished" else Failed(), delays)
         except NetError as error:
             _log.warning("the end of %s could not be reported to %s: %s", job, job.scheduler, error)
 
@@ -297,6 +358,12 @@ class JobManager:
             if is_target and executor_class(job.spec) == "aggregate":
                 return await job.execution.set_round_members(message)
         return MembersKnown(accepted=False, reason=f"no aggregate job {message.job_id} of this scheduler runs here")
+
+
+def _descriptor(spec: JobSpec) -> ExecutorDescriptor:
+    """Return the executor that a job asks for."""
+    kind = TrainExecutor if executor_class(spec) == "train" else AggregateExecutor
+    return kind(name=spec.executor.descriptor.name)
 
 
 def _record_result(job: Job, result: ExecutionResult, seconds: float) -> None:

@@ -98,10 +98,28 @@ class Bridge:
         body = to_plain(Reference, reference) | {"out_dir": out_dir}
         answer = self._json("fetch", self._post_with_retry(routes.FETCH, body))
         entries = answer if isinstance(answer, list) else [answer]
-        return [Fetched(self._inside(entry), _metadata(entry)) for entry in entries]
+        return [Fetched(self._moved_to(out_dir, self._inside(entry)), _metadata(entry)) for entry in entries]
 
-    def send(self, reference: Reference, path: Path, round_number: int, samples: int) -> None:
-        """Push a file to the peers of `reference`; return when they have received it.
+    def _moved_to(self, out_dir: str, path: Path) -> Path:
+        """Move a file to `out_dir`, unless it is there; return where it is.
+
+        Rust workers write everything to the folder ``artifacts``, and each slice over the one before.
+        """
+        folder = self.work_dir / out_dir
+        if folder in path.parents:
+            return path
+        target = (
+            folder.joinpath(*path.relative_to(self.work_dir).parts[1:])
+            if path.parent != self.work_dir
+            else folder / path.name
+        )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return path.replace(target)
+
+    def send(self, reference: Reference, path: Path, round_number: int, samples: int) -> bool:
+        """Push a file to the peers of `reference`; return whether they have received it.
+
+        Rust workers answer first and send the file afterwards.
 
         Raises:
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
@@ -112,7 +130,12 @@ class Bridge:
             "round": round_number,
             "samples": samples,
         }
-        self._post_with_retry(routes.SEND, body)
+        answer = self._post_with_retry(routes.SEND, body)
+        try:
+            told = answer.json()
+        except ValueError:
+            return False
+        return isinstance(told, dict) and "sent" in told
 
     def report(self, progress: Progress) -> ProgressResponse:
         """Send a progress report to the scheduler; return its answer.

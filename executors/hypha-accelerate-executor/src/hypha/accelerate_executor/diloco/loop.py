@@ -141,12 +141,14 @@ class TrainingLoop:
         number = self._countdown.round
         if isinstance(self._bridge.report(SendingUpdate()), Done):
             return False
-        self._send_update(number, tally.samples)
+        unconfirmed = self._send_update(number, tally.samples)
         metrics = tally.metrics(number)
         if isinstance(self._bridge.report(metrics), Done):
             return False
         with self._spans.span("wait for outer update"):
             outer = self._outer_updates.wait(number, self._timing.update_timeout)
+        if unconfirmed is not None:
+            unconfirmed.unlink(missing_ok=True)
         with self._spans.span("merge outer update"):
             self._group.scatter_commands([LoadWeights()] * self._group.size)
             self._replica.merge(outer)
@@ -180,14 +182,17 @@ class TrainingLoop:
         self._spans.flush()  # before the report: after the last one the worker closes the bridge
         return self._countdown.after_merge(self._bridge.report(UpdateMerged()))
 
-    def _send_update(self, number: int, samples: int) -> None:
+    def _send_update(self, number: int, samples: int) -> Path | None:
+        """Send the pseudo-gradient and delete its file; return the file if the worker may still have to read it."""
         path = self._bridge.work_dir / f"update-{number}.safetensors"
         with self._spans.span("write pseudo-gradient") as span:
             self._group.scatter_commands([GatherWeights()] * self._group.size)
             self._replica.write_update(path, number, samples)
             span["hypha.file.size"] = path.stat().st_size
-        self._bridge.send(self._config.updates, path, number, samples)
+        if not self._bridge.send(self._config.updates, path, number, samples):
+            return path
         path.unlink(missing_ok=True)
+        return None
 
 
 def follow(config: TrainConfig, options: OwnerOptions, timing: LoopTiming) -> None:

@@ -24,6 +24,7 @@ from typing import Final
 
 from hypha_net.errors import TransferError
 from hypha_net.transfer.io.integrity import ContentVerifier
+from hypha_net.transfer.io.storage_quota import StorageQuota
 
 MIN_RESUMABLE: Final = 1 << 20
 """Bytes below which an interrupted transfer starts again from the beginning."""
@@ -50,6 +51,7 @@ class PartialFile:
     digest: str | None
     received: int = 0
     """Number of bytes received so far."""
+    quota: StorageQuota | None = None
     _verifier: ContentVerifier = field(init=False)
     _hashed: int = 0
 
@@ -73,6 +75,8 @@ class PartialFile:
         Raises:
             TransferError: there is no space for it.
         """
+        if self.quota is not None and self.size is None:
+            self.quota.reserve(self.path, self.received + len(block))
         self._verifier.update(block)
         rest = block
         try:
@@ -96,6 +100,7 @@ class PartialFile:
             self.discard()
             raise
         os.ftruncate(self.file.fileno(), self.received)
+        self._release_quota()
         os.replace(self.path, self.target)
         self.file.close()
         return found
@@ -107,6 +112,7 @@ class PartialFile:
         if self._resumable and self.received >= MIN_RESUMABLE:
             self._release_unused_space()
             self.file.close()
+            self._release_quota()
             _remove_stale(self.path.parent)
         else:
             self.discard()
@@ -122,6 +128,11 @@ class PartialFile:
         """Remove the file."""
         self.path.unlink(missing_ok=True)
         self.file.close()
+        self._release_quota()
+
+    def _release_quota(self) -> None:
+        if self.quota is not None:
+            self.quota.release(self.path)
 
     @property
     def _resumable(self) -> bool:
@@ -146,15 +157,19 @@ def resumable_bytes(target: Path, digest: str | None) -> int:
         return 0
 
 
-def open_partial_file(target: Path, size: int | None, digest: str | None) -> PartialFile:
+def open_partial_file(
+    target: Path, size: int | None, digest: str | None, quota: StorageQuota | None = None
+) -> PartialFile:
     """Create an incomplete file, or reopen the one that an earlier transfer of the same content left.
 
     Args:
         target: final path; its folder exists.
         size: total number of bytes, for which space is allocated at once.
         digest: expected digest (``blake3:…`` or ``sha256:…``, as the wire's types check).
+        quota: bounds what this and other transfers store.
 
     Raises:
+        TransferRefusedError: the quota does not allow it; nothing was allocated.
         TransferError: there is no space for it.
         OSError: the folder cannot be written.
     """
@@ -167,6 +182,7 @@ def open_partial_file(target: Path, size: int | None, digest: str | None) -> Par
         path = target.with_name(f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
         partial = PartialFile(path, target, FileIO(path, "x+"), size, digest)
         fcntl.flock(partial.file, fcntl.LOCK_EX)
+    partial.quota = quota
     try:
         partial.received = _reserve_space(partial)
     except BaseException:
@@ -194,6 +210,8 @@ def _open_locked(path: Path) -> FileIO | None:
 
 def _reserve_space(partial: PartialFile) -> int:
     """Allocate space for the whole file; return how many bytes are there already."""
+    if partial.quota is not None:
+        partial.quota.reserve(partial.path, partial.size or 0)
     if partial.size is None:
         return 0
     fd, allocated = partial.file.fileno(), partial.size + _TRAILER

@@ -16,6 +16,7 @@ import anyio.to_thread
 from hypha_net.transfer.io.integrity import IncomingContent
 from hypha_net.transfer.io.partial_buffer import PartialBuffer
 from hypha_net.transfer.io.partial_file import open_partial_file, resumable_bytes
+from hypha_net.transfer.io.storage_quota import StorageQuota
 
 
 class Sink(Protocol):
@@ -38,8 +39,8 @@ class Sink(Protocol):
 class FileSink:
     """File, by its path; an incomplete file lies beside it."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, quota: StorageQuota | None = None) -> None:
+        self._path, self._quota = path, quota
 
     async def resumable_bytes(self, digest: str | None) -> int:
         """See `Sink.resumable_bytes`."""
@@ -49,7 +50,7 @@ class FileSink:
     async def open(self, size: int | None, digest: str | None) -> AsyncIterator[IncomingContent]:
         """See `Sink.open`."""
         with anyio.CancelScope(shield=True):
-            partial = await anyio.to_thread.run_sync(open_partial_file, self._path, size, digest)
+            partial = await anyio.to_thread.run_sync(open_partial_file, self._path, size, digest, self._quota)
         try:
             yield partial
         finally:

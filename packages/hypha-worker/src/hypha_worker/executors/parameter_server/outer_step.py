@@ -16,6 +16,7 @@ Called by `server`, in a thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -51,6 +52,15 @@ class TensorLayout:
 
     tensors: Mapping[str, TensorInfo]
     statistics: frozenset[str]
+
+    def float32_size(self, file_size: int) -> int:
+        """Return about how many bytes a float32 file of these tensors has.
+
+        Args:
+            file_size: bytes of a file of this layout, whose header is of about the same length.
+        """
+        header = file_size - sum(info.nbytes for info in self.tensors.values())
+        return 2 * header + sum(4 * math.prod(info.shape) for info in self.tensors.values())
 
     def difference(self, other: TensorLayout) -> str:
         """Return the first difference of `other` from this layout, for people; empty if they are equal."""

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import uuid
-from collections.abc import Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.abc
-import anyio.to_thread
 
 from hypha_net import instrumentation, transfer
 from hypha_net.errors import NetError, TransferRefusedError
@@ -24,10 +24,11 @@ from hypha_net.transfer import FilePushTarget
 from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import AggregateJob
-from hypha_proto.progress import REPORT, Done, OuterStepTaken, ProgressError, ProgressRequest, ProgressResponse
+from hypha_proto.progress import REPORT, Done, OuterStepTaken, ProgressError, ProgressRequest
 from hypha_proto.round_membership import UPDATE_REFUSED, MembersKnown, RoundMembers, UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import REPORT_DELAYS, call_with_retries
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.parameter_server.round_collector import (
@@ -69,7 +70,7 @@ class ParameterServer:
         self._config = config
         self._collector = RoundCollector(set(reference_peers([config.updates])), members_announced=bool(config.members))
         self._reference = _ReferenceLayout()
-        self._files = PeerFiles(context.endpoint, context.max_bytes)
+        self._files = PeerFiles(context.endpoint, context.storage)
         self._changed = anyio.Event()
         self._count = 0
         self._refusals_in, self._refusals = anyio.create_memory_object_stream[UpdateRefused](_MAX_QUEUED_REFUSALS)
@@ -106,7 +107,11 @@ class ParameterServer:
         async def on_complete(size: int, _digest: str) -> None:
             await self._on_update_received(peer, number, path, size)
 
-        return FilePushTarget(path, self._limit(), on_complete, slot=str(self._context.work_dir))
+        return self._target(path, on_complete)
+
+    def _target(self, path: Path, on_complete: Callable[[int, str], Awaitable[None]]) -> FilePushTarget:
+        slot, quota = str(self._context.work_dir), self._context.storage
+        return FilePushTarget(path, self._max_size(), on_complete, slot=slot, quota=quota)
 
     def _accept_late_update(self, peer: PeerId, header: PushHeader) -> FilePushTarget:
         path = self._context.work_dir / f"late-{self._count}.safetensors"
@@ -114,18 +119,16 @@ class ParameterServer:
         async def on_complete(_size: int, _digest: str) -> None:
             self._drop_late(peer, header.round, path)
 
-        return FilePushTarget(path, self._limit(), on_complete, slot=str(self._context.work_dir))
+        return self._target(path, on_complete)
 
     def _drop_late(self, peer: PeerId, number: int, path: Path) -> None:
         _log.warning("the update of %s for round %d arrived late and does not count", peer, number)
         _remove(path)
 
-    def _limit(self) -> int:
+    def _max_size(self) -> int:
         """Return the largest accepted update: slightly more than the first one."""
         known = self._reference.size
-        return min(
-            self._context.max_bytes, known + known // 50 + _HEADER_ALLOWANCE if known else self._context.max_bytes
-        )
+        return known + known // 50 + _HEADER_ALLOWANCE if known else sys.maxsize
 
     def _admit(self, peer: PeerId, header: PushHeader | None) -> int:
         if header is not None and header.kind != PSEUDO_GRADIENT:
@@ -152,7 +155,7 @@ class ParameterServer:
     async def _check_layout(self, path: Path, size: int) -> None:
         from hypha_worker.executors.parameter_server.outer_step import TensorLayout, inspect_update
 
-        layout = await anyio.to_thread.run_sync(inspect_update, path, abandon_on_cancel=True)
+        layout = await self._context.storage.run(inspect_update, path, abandon=True)
         first = self._reference.first
         if not isinstance(first, TensorLayout):
             self._reference = _ReferenceLayout(layout, size)
@@ -199,11 +202,23 @@ class ParameterServer:
         done = self._collector.close_round()
         await self._report_missing(done)
         result = await self._step(done)
-        await self._push_outer_update(done, result, tasks)
-        answer = await self._report_step()
-        if isinstance(answer, ProgressError):
-            raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}")
-        return isinstance(answer, Done)
+        if self._reports_before_pushing():
+            is_last = await self._report_step(done)
+            await self._push_outer_update(done, result, tasks)
+        else:
+            await self._push_outer_update(done, result, tasks)
+            is_last = await self._report_step(done)
+        return is_last
+
+    def _reports_before_pushing(self) -> bool:
+        """Return whether the scheduler is one of the older network.
+
+        It tells a worker that has merged an update of which it has not heard yet to continue, for ever in the last
+        round. Ours hears of the step when the members have the update.
+        """
+        if self._config.members:  # only ours announce the members of a round
+            return False
+        return not speaks_lease_protocol(self._context.endpoint, self._context.scheduler)
 
     async def _report_missing(self, done: CompleteRound) -> None:
         """Report missing members, before the step: until then the scheduler counts their samples."""
@@ -235,16 +250,20 @@ class ParameterServer:
         from hypha_worker.executors.parameter_server.outer_step import OuterOptimizer, outer_step
 
         settings, started = self._config.optimizer, anyio.current_time()
-        result = self._context.work_dir / f"outer-{done.round}.safetensors"
-        await anyio.to_thread.run_sync(
+        storage, folder = self._context.storage, self._context.work_dir / "outer"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        await storage.run(storage.reserve, folder, 3 * layout.float32_size(self._reference.size))
+        result = folder / f"outer-{done.round}.safetensors"
+        await storage.run(
             outer_step,
             [(path, weight) for _, path, weight in done.updates],
-            self._context.work_dir / "momentum.safetensors",
+            folder / "momentum.safetensors",
             result,
             OuterOptimizer(settings.learning_rate, settings.momentum, settings.nesterov is not False),
             UpdateMetadata(round=done.round, statistics=layout.statistics),
-            abandon_on_cancel=True,  # when the job is cancelled, its thread may finish on files that are deleted
+            abandon=True,  # when the job is cancelled, its thread may finish on files that are deleted
         )
+        await storage.run(storage.release, folder)
         for _, path, _ in done.updates:
             _remove(path)
         took = anyio.current_time() - started
@@ -287,14 +306,18 @@ class ParameterServer:
         participants = list(dict.fromkeys([*members, *scheduler]))
         return participants, [peer for peer in listed if peer not in participants]
 
-    async def _report_step(self) -> ProgressResponse:
+    async def _report_step(self, done: CompleteRound) -> bool:
+        """Report an outer step to the scheduler; return whether it was the last."""
         context = self._context
         request = ProgressRequest(
             job_id=context.spec.job_id, progress=OuterStepTaken(), lease=context.lease, id=uuid.uuid4()
         )
-        return await call_with_retries(
+        answer = await call_with_retries(
             context.endpoint, context.scheduler, REPORT, request, timeout=30.0, delays=REPORT_DELAYS
         )
+        if isinstance(answer, ProgressError):
+            raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}")
+        return isinstance(answer, Done)
 
     async def _send_refusals(self) -> None:
         async for message in self._refusals:

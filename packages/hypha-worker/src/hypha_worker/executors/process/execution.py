@@ -89,7 +89,7 @@ class ProcessExecution:
             job_id=context.spec.job_id,
             work_dir=context.work_dir,
             senders=reference_peers([context.spec.executor.config.results]),
-            max_bytes=context.max_bytes,
+            storage=context.storage,
             kind=self.accepted_push_kind,
         )
 
@@ -140,7 +140,7 @@ class ProcessExecution:
             work_dir=context.work_dir,
             queue=self._queue,
             access=self._settings.access,
-            files=PeerFiles(context.endpoint, context.max_bytes),
+            files=PeerFiles(context.endpoint, context.storage),
             traceparent=context.traceparent,
         )
 

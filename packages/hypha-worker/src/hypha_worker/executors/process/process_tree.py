@@ -63,7 +63,8 @@ async def _find(process: anyio.abc.Process, token: str) -> list[psutil.Process]:
     """Return every live process of the job; also reap the leader."""
     with anyio.move_on_after(0):
         await process.wait()
-    return await anyio.to_thread.run_sync(_scan, process.pid, token)
+    # a thread of its own: the end of a job must not wait for other jobs' threads
+    return await anyio.to_thread.run_sync(_scan, process.pid, token, limiter=anyio.CapacityLimiter(1))
 
 
 def _scan(group: int, token: str) -> list[psutil.Process]:

@@ -1,0 +1,147 @@
+"""The storage and the threads of one job: all bytes of its work directory together stay within its lease.
+
+Called by everything that writes files for a job: `connectors`, `bridge`, the parameter server, and `hypha_net.transfer`
+through `StorageQuota`. What an executor's own processes write is counted when the next file is announced: a job that
+has used up its storage gets no further file, and its executor the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from hypha_worker.errors import StorageExceededError
+
+GIGABYTE: Final = 10**9
+DEFAULT_STORAGE: Final = 10.0
+"""GB of a job whose lease states none."""
+MAX_ENTRIES: Final = 100_000
+"""Files and folders of a work directory that are looked at; with more the job gets no further file."""
+MAX_TRANSFERS: Final = 8
+"""Fetches of one job that run at once; further ones wait."""
+_THREADS: Final = 8
+_BLOCK: Final = 512
+"""Bytes in the unit of `st_blocks`, on every file system."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Reservation:
+    real_path: str
+    size: int
+
+
+class JobStorage:
+    """Counts the bytes of one job, announced and present; implements `hypha_net.transfer.StorageQuota`.
+
+    Its threads and places are the job's own, so that no other job waits for its transfers.
+    """
+
+    def __init__(self, work_dir: Path, limit: int) -> None:
+        """Prepare; `work_dir` need not exist yet.
+
+        Args:
+            work_dir: the job's folder.
+            limit: bytes that the job may store in it.
+        """
+        self.limit = limit
+        self.transfers = anyio.CapacityLimiter(MAX_TRANSFERS)
+        self._root = os.path.realpath(work_dir)
+        self._threads = anyio.CapacityLimiter(_THREADS)
+        self._lock = threading.Lock()
+        self._reservations: dict[Path, _Reservation] = {}
+        self._present = 0
+        """Bytes of the files without a reservation, when they were last looked at."""
+
+    async def run(self, function: Callable[..., T], *arguments: object, abandon: bool = False) -> T:
+        """Call a blocking function in one of the job's threads.
+
+        Args:
+            function: what to call.
+            arguments: its arguments.
+            abandon: do not wait for the thread when the caller is cancelled; it may finish on deleted files.
+        """
+        return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads, abandon_on_cancel=abandon)
+
+    def reserve(self, path: Path, size: int) -> None:
+        """See `StorageQuota.reserve`; `path` may also be a folder, for all files in it.
+
+        Looks at the work directory when `path` is new, or the storage is used up.
+
+        Raises:
+            StorageExceededError: the job's files would exceed its limit.
+        """
+        with self._lock:
+            known = self._reservations.get(path)
+            real_path = known.real_path if known is not None else os.path.realpath(path)
+            others = [each for each in self._reservations.values() if each.real_path != real_path]
+            announced = sum(each.size for each in others)
+            if known is None or self._present + announced + size > self.limit:
+                self._present = self._measure({real_path, *(each.real_path for each in others)})
+            used = self._present + announced
+            if used + size > self.limit:
+                raise StorageExceededError(
+                    f"a file of {size} bytes exceeds this job's storage: {used} of {self.limit} bytes are used; "
+                    "request more storage for the job, or raise [resources.default] storage of this worker"
+                )
+            self._reservations[path] = _Reservation(real_path, size)
+
+    def release(self, path: Path) -> None:
+        """See `StorageQuota.release`."""
+        with self._lock:
+            known = self._reservations.pop(path, None)
+            if known is not None:
+                self._present += known.size  # until it is looked at
+
+    def _measure(self, reserved: set[str]) -> int:
+        """Return the bytes of all files under the work directory but those in `reserved`; links are not followed.
+
+        An incomplete file (hidden, ``.part``) counts with the space that it has, which is less than its length where
+        a transfer broke off.
+        """
+        total = count = 0
+        linked: set[tuple[int, int]] = set()
+        folders = [self._root]
+        while folders:
+            for entry in _list(folders.pop()):
+                count += 1
+                if count > MAX_ENTRIES:
+                    raise StorageExceededError(f"the job's work directory holds more than {MAX_ENTRIES} files")
+                if entry.path in reserved:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                else:
+                    total += _size(entry, linked)
+        return total
+
+
+def _list(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
+        return []
+
+
+def _size(entry: os.DirEntry[str], linked: set[tuple[int, int]]) -> int:
+    """Return the bytes of a file; 0 for a further link of one in `linked`, or if it was removed meanwhile."""
+    try:
+        about = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return 0
+    if about.st_nlink > 1:
+        if (about.st_dev, about.st_ino) in linked:
+            return 0
+        linked.add((about.st_dev, about.st_ino))
+    if entry.name.startswith(".") and entry.name.endswith(".part"):
+        return min(about.st_size, about.st_blocks * _BLOCK)
+    return about.st_size

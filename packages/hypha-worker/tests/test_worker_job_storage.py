@@ -1,0 +1,180 @@
+"""The storage of a job: all its bytes together stay within its lease, and nothing is allocated beyond it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from hypha_net import transfer
+from hypha_net.errors import TransferError, TransferRefusedError
+from hypha_net.testing import MemoryNetwork
+from hypha_proto.job_spec import SliceAddress
+from hypha_proto.protocols import PULL_WITH_HEADER, PUSH_WITH_HEADER
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
+from hypha_worker import job_storage
+from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.errors import BridgeError, StorageExceededError
+from hypha_worker.job_storage import JobStorage
+
+InLab = Callable[..., None]
+
+
+def make(folder: Path, **sizes: int) -> None:
+    for name, size in sizes.items():
+        (folder / name).write_bytes(b"x" * size)
+
+
+def test_files_and_announcements_count_together(tmp_path: Path) -> None:
+    make(tmp_path, model=300)
+    storage = JobStorage(tmp_path, 1000)
+    storage.reserve(tmp_path / "a", 400)
+    make(tmp_path, a=100)  # it arrives, and counts as announced
+    storage.reserve(tmp_path / "b", 300)
+    with pytest.raises(StorageExceededError, match=r"a file of 1 bytes .*: 1000 of 1000 bytes are used"):
+        storage.reserve(tmp_path / "c", 1)
+    storage.release(tmp_path / "a")  # it broke off: 100 bytes are there
+    storage.reserve(tmp_path / "c", 300)
+    with pytest.raises(StorageExceededError):
+        storage.reserve(tmp_path / "c", 301)
+    (tmp_path / "model").unlink()
+    storage.reserve(tmp_path / "c", 600)
+
+
+def test_what_the_executor_writes_counts_for_the_next_file(tmp_path: Path) -> None:
+    storage = JobStorage(tmp_path, 1000)
+    (tmp_path / "sub").mkdir()
+    make(tmp_path / "sub", log=900)
+    with pytest.raises(StorageExceededError, match="900 of 1000 bytes are used"):
+        storage.reserve(tmp_path / "a", 101)
+    storage.reserve(tmp_path / "a", 100)
+
+
+def test_links_count_once_and_are_not_followed(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    make(tmp_path, outside=5000)
+    make(work, file=600)  # the length of a symbolic link is that of its target's path
+    os.link(work / "file", work / "again")
+    os.symlink(tmp_path / "outside", work / "link")
+    os.symlink(tmp_path, work / "folder")
+    storage = JobStorage(work, 1000)
+    storage.reserve(work / "a", 100)
+
+
+def test_an_interrupted_transfer_counts_with_what_it_has(tmp_path: Path) -> None:
+    with (tmp_path / ".hypha-blake3-1.part").open("wb") as file:
+        file.truncate(1 << 30)
+        os.pwrite(file.fileno(), b"x" * 8192, 0)
+    JobStorage(tmp_path, 100_000).reserve(tmp_path / "a", 50_000)
+
+
+def test_a_folder_with_too_many_files_gets_no_further_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_storage, "MAX_ENTRIES", 5)
+    make(tmp_path, **{f"f{number}": 0 for number in range(6)})
+    with pytest.raises(StorageExceededError, match="more than 5 files"):
+        JobStorage(tmp_path, 1000).reserve(tmp_path / "a", 0)
+
+
+def test_a_job_without_a_work_directory_yet_may_announce(tmp_path: Path) -> None:
+    JobStorage(tmp_path / "none", 1000).reserve(tmp_path / "none" / "a", 1000)
+
+
+def test_concurrent_announcements_never_exceed_the_limit(tmp_path: Path) -> None:
+    storage, granted = JobStorage(tmp_path, 1000), []
+
+    def announce(number: int) -> None:
+        try:
+            storage.reserve(tmp_path / f"{number}", 90)
+        except StorageExceededError:
+            return
+        granted.append(number)
+
+    threads = [threading.Thread(target=announce, args=(number,)) for number in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(granted) == 11
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["announced", "without a length"])
+def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored(tmp_path: Path, older: bool) -> None:
+    """A peer of the older protocol states no length: its file grows until the storage is used up."""
+    source, work = tmp_path / "slice", tmp_path / "work"
+    work.mkdir()
+    source.write_bytes(b"x" * (3 << 20))
+
+    async def resolve(_peer: Any, _request: PullRequest) -> transfer.PullSource | Refusal:
+        return transfer.PullSource(source)
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("worker") as worker, network.endpoint("data") as data:
+            transfer.serve_pulls(data, resolve)
+            if older:
+                data.unhandle(PULL_WITH_HEADER)
+            files = PeerFiles(worker, JobStorage(work, 8 << 20))
+            for index in range(2):
+                await files.pull([data.peer_id], SliceAddress(dataset="d", index=index), work / f"{index}")
+            used = sum(path.stat().st_blocks * 512 for path in work.iterdir())
+            assert used >= 6 << 20
+            with pytest.raises(BridgeError, match=f"{6 << 20} of {8 << 20} bytes are used") as caught:
+                await files.pull([data.peer_id], SliceAddress(dataset="d", index=2), work / "2")
+            assert (caught.value.status, caught.value.kind) == (507, "storage-exceeded")
+            assert sum(path.stat().st_blocks * 512 for path in work.iterdir()) == used
+            (work / "0").unlink()  # the executor has used it
+            await files.pull([data.peer_id], SliceAddress(dataset="d", index=2), work / "2")
+
+    anyio.run(main, backend="trio")
+
+
+async def push(lab: Any, sender: Any, spec: Any, number: int, size: int, kind: str) -> None:
+    path = lab.folder / f"{uuid.uuid4()}"
+    path.write_bytes(os.urandom(size))
+    header = PushHeader(spec.job_id, number, kind, "update", *await transfer.describe(path))
+    await transfer.push(sender, lab.peer, path, header)
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["announced", "without a length"])
+def test_pushes_to_a_job_stay_within_its_lease_together(in_lab: InLab, older: bool) -> None:
+    async def case(lab: Any) -> None:
+        lab.write_script("time.sleep(60)")
+        spec = lab.train_spec()
+        lease = await lab.scheduler.hire(cpu=1.0, storage=0.001)
+        await lab.scheduler.dispatch(lab.peer, lease, spec)
+        if older:
+            lab.worker.endpoint.unhandle(PUSH_WITH_HEADER)
+        for number in range(1, 4):
+            await push(lab, lab.server, spec, number, 300_000, OUTER_UPDATE)
+        told = "reset the stream" if older else r"300000 bytes .* of 1000000 bytes are used"
+        with pytest.raises(TransferError, match=told):
+            await push(lab, lab.server, spec, 4, 300_000, OUTER_UPDATE)
+        [folder] = (lab.folder / "work").iterdir()
+        assert sum(path.stat().st_blocks * 512 for path in folder.rglob("*")) < 1_100_000
+
+    in_lab(case)
+
+
+def test_a_job_that_asked_for_no_storage_gets_the_default(in_lab: InLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a bound, 1 TiB was allocated when a peer announced it."""
+
+    async def case(lab: Any) -> None:
+        lab.worker.jobs._default_storage = 0.001
+        spec = lab.aggregate_spec([lab.data.peer_id], [lab.data.peer_id], members=None)
+        lease = await lab.scheduler.hire(lab.SERVER)
+        await lab.scheduler.dispatch(lab.peer, lease, spec)
+        path = lab.folder / "huge"
+        with path.open("wb") as file:
+            file.truncate(64 << 20)
+        header = PushHeader(spec.job_id, 1, PSEUDO_GRADIENT, "update", 64 << 20, f"blake3:{'0' * 64}")
+        with pytest.raises(TransferRefusedError, match="0 of 1000000 bytes are used"):
+            await transfer.push(lab.data, lab.peer, path, header)
+
+    in_lab(case)

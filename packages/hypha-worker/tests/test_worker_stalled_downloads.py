@@ -1,0 +1,132 @@
+"""Downloads from a server that stalls, over real sockets: other jobs go on and end, and what is cancelled stops."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import pytest
+from support.fake_http_server import served
+
+InLab = Callable[..., None]
+
+COUNT = 44
+"""Downloads of one job; anyio runs 40 threads at once by default."""
+STALLS = f"""
+import threading
+def stall(number):
+    post("/resources/fetch", {{"resource": config["model"]["artifact"], "path": f"in-{{number}}"}})
+for number in range({COUNT}):
+    threading.Thread(target=stall, args=(number,), daemon=True).start()
+time.sleep(60)
+"""
+GIVES_UP = """
+import threading
+def give_up(number):
+    bridge = Bridge("bridge")
+    bridge.timeout = 1.0
+    body = json.dumps({"resource": config["model"]["artifact"], "path": f"in-{number}"})
+    bridge.connect()
+    bridge.sock.settimeout(1.0)
+    bridge.request("POST", "/resources/fetch", body, {"content-type": "application/json"})
+    try:
+        bridge.getresponse()
+    except TimeoutError:
+        bridge.close()
+threads = [threading.Thread(target=give_up, args=(number,)) for number in range(12)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+post("/status/send", {"status": {"batch_size": 1}})
+started = time.monotonic()
+other = dict(config["model"]["artifact"], filenames=["other.json"])
+status, files = post("/resources/fetch", {"resource": other, "path": "other"})
+print(status, time.monotonic() - started < 5.0)
+"""
+
+
+@dataclass
+class StallingHub:
+    """A Hub whose ``config.json`` begins and never ends."""
+
+    stalled: int = 0
+    """Downloads that wait now."""
+    most: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def change(self, by: int) -> None:
+        with self._lock:
+            self.stalled += by
+            self.most = max(self.most, self.stalled)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StallingHub]:
+    hub = StallingHub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self.begin(5000)
+
+        def do_GET(self) -> None:
+            if not self.path.endswith("/config.json"):
+                self.begin(2)
+                self.wfile.write(b"{}")
+                return
+            self.begin(5000)
+            self.wfile.write(b"x")
+            self.wfile.flush()
+            hub.change(1)
+            self.connection.settimeout(60)
+            self.connection.recv(1)  # until the client closes
+            hub.change(-1)
+            self.close_connection = True
+
+        def begin(self, size: int) -> None:
+            self.send_response(200)
+            for name, value in (("etag", '"e"'), ("x-repo-commit", "0" * 40), ("content-length", str(size))):
+                self.send_header(name, value)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with served(Handler) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        yield hub
+
+
+def test_stalled_downloads_of_one_job_hold_up_no_other(in_lab: InLab, hub: StallingHub) -> None:
+    async def case(lab: Any) -> None:
+        first = await lab.start(STALLS)
+        await lab.scheduler.until(lambda: hub.stalled >= 8)
+        second = await lab.start("print('hello')")
+        began = time.monotonic()
+        end = await lab.scheduler.ended(5.0)
+        assert (end.lease, end.outcome, end.last_lines) == (second, "finished", ("hello",))
+        assert time.monotonic() - began < 5.0
+        await lab.scheduler.release(lab.peer, first)
+        assert (await lab.scheduler.ended(5.0)).lease == first
+        await lab.scheduler.until(lambda: hub.stalled == 0, 5.0)
+        assert lab.left_behind() == []
+        assert hub.most == 8
+
+    in_lab(case)
+
+
+def test_a_download_whose_executor_gave_up_gives_its_place_back(in_lab: InLab, hub: StallingHub) -> None:
+    async def case(lab: Any) -> None:
+        await lab.start(GIVES_UP)
+        await lab.scheduler.until(lambda: lab.scheduler.reports)
+        await lab.scheduler.until(lambda: hub.stalled == 0, 5.0)
+        assert (await lab.scheduler.ended()).last_lines == ("200 True",)
+        assert hub.most == 8
+
+    in_lab(case)
