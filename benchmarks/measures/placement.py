@@ -26,7 +26,7 @@ from hypha_net.testing import simulate
 from hypha_proto.offers import WORKER_REQUESTS_TOPIC
 
 TIMEOUT = 10.0
-SETTINGS = ((10, 8, 4.0), (100, 8, 2.0), (100, 90, 0.6), (200, 8, 1.0), (200, 180, 0.4))
+SETTINGS = ((10, 8, 4.0), (100, 8, 1.0), (100, 90, 0.4), (200, 8, 0.6), (200, 180, 0.4))
 """Workers, leases of the job, and simulations for each repetition: few of large networks, which take seconds each."""
 MS = 1000
 CROWD, CROWD_WORKERS, CROWD_LEASES, CROWD_TIMEOUT = 50, 200, 4, 60.0
