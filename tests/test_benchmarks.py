@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("transfer", "footprint", "relay", "requests", "connect", "gossip", "start", "memory")
+NAMES = ("transfer", "footprint", "relay", "requests", "connect", "gossip", "start", "memory", "placement")
 
 
 def run(tmp_path: Path, *arguments: str, timeout: float) -> tuple[str, list[dict[str, Any]]]:

@@ -24,6 +24,7 @@ from hypha_net.events import Connected, Disconnected, Events
 from hypha_net.subscription_queue import SubscriptionQueue
 from hypha_net.testing.fault_injection import Faults, Links
 from hypha_net.testing.memory_stream import MemoryStream, Pipe
+from hypha_net.testing.processor import Processor
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class MemoryNetwork:
     seed: int = 0
     faults: Faults = field(default_factory=Faults)
     """Faults of every link without its own (`degrade`)."""
+    processing: float = 0.0
+    """Seconds of the receiver's processor that each delivery takes: a gossip message, or a write to a stream."""
     links: Links = field(init=False)
     _nodes: dict[PeerId, MemoryEndpoint] = field(default_factory=dict)
     _names: dict[str, MemoryEndpoint] = field(default_factory=dict)
@@ -172,9 +175,12 @@ class MemoryEndpoint:
         self._tasks = tasks
         self._handlers: dict[str, StreamHandler] = {}
         self._streams: dict[PeerId, list[MemoryStream]] = {}
+        self._prune_at: dict[PeerId, int] = {}
         self._queues: dict[str, list[SubscriptionQueue]] = {}
         self._finished_sent = 0
         self._open = True
+        self.processor = Processor(network.processing)
+        """Counts what is delivered to this node, and delays it (`MemoryNetwork.processing`)."""
         self.events = Events()
         """See `Endpoint.events`."""
         self.role: str | None = None
@@ -308,13 +314,18 @@ class MemoryEndpoint:
             if links.occurs(faults.break_rate):
                 self.drop_peer(peer, "the connection broke off")
             await anyio.sleep(links.draw_delay(faults))
+            if (receiver := self._network.get(peer)) is not None:
+                await receiver.processor.handle(self._peer_id)
 
         return wait
 
     def _track(self, peer: PeerId, stream: MemoryStream) -> None:
+        """Add a stream; remove finished ones whenever the number has doubled, which keeps the cost constant."""
         streams = self._streams[peer]
-        self._finished_sent += sum(s.sent for s in streams if s.is_finished)
-        streams[:] = [s for s in streams if not s.is_finished]
+        if len(streams) >= self._prune_at.get(peer, 0):
+            self._finished_sent += sum(s.sent for s in streams if s.is_finished)
+            streams[:] = [s for s in streams if not s.is_finished]
+            self._prune_at[peer] = 2 * len(streams) + 8
         streams.append(stream)
 
     async def _serve(self, stream: MemoryStream) -> None:
@@ -362,7 +373,18 @@ class MemoryEndpoint:
                 node.deliver(topic, message)
 
     def deliver(self, topic: str, message: GossipMessage) -> None:
-        """Put a message into the queues of this node's subscriptions."""
+        """Put a message into the queues of this node's subscriptions, once its processor has handled it."""
+        if self.processor.is_instant:
+            self.processor.handled += 1
+            self._enqueue(topic, message)
+        else:
+            self._tasks.start_soon(self._process, topic, message)
+
+    async def _process(self, topic: str, message: GossipMessage) -> None:
+        await self.processor.handle(message.source)
+        self._enqueue(topic, message)
+
+    def _enqueue(self, topic: str, message: GossipMessage) -> None:
         for queue in self._queues.get(topic, []):
             queue.put(message)
 
