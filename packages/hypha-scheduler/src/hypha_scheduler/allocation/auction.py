@@ -24,6 +24,10 @@ DENIED: Final = "denied"
 """Code of a peer that did not grant the lease that it had offered; not sent, unlike `REJECTION_CODES`."""
 _DECISION_MARGIN: Final = 0.025
 """Seconds between a decision and the last moment at which an offer can be accepted, for delays on this machine."""
+_ACCEPT_MARGIN: Final = 0.01
+"""Seconds that an offer must have left: with less its renewal would come too late more often than not."""
+_SHORT_NOTICE: Final = 0.1
+"""A peer that offered the usual life is not blamed for a denial if its offer had less than these seconds left."""
 _LATE_ROUND_TRIPS: Final = 1.5
 _LATE_MARGIN: Final = 0.1
 """A renewal is late after 1.5 round trips and this many seconds: the next best offer is taken instead."""
@@ -101,11 +105,18 @@ class _Renewal:
     """Renewal in flight that accepts an offer."""
 
     offer: AcceptedOffer
+    asked_at: float
     late_at: float
     is_late: bool = False
     """Whether another offer may be taken in its place."""
     is_abandoned: bool = False
     """Whether its lease is no longer wanted."""
+
+    @property
+    def is_short_notice(self) -> bool:
+        """Whether this side waited so long that the lease may have ended before the renewal arrived."""
+        offer = self.offer
+        return offer.expires - offer.at >= TEMPORARY_LEASE and offer.accept_by - self.asked_at < _SHORT_NOTICE
 
 
 def resource_score(resources: Resources, weights: ResourceWeights = _DEFAULT_WEIGHTS) -> float:
@@ -200,7 +211,7 @@ class Auction:
         return [
             offer
             for offer in self._offers.values()
-            if offer.accept_by >= now and offer.peer not in taken and offer.lease not in used
+            if offer.accept_by >= now + _ACCEPT_MARGIN and offer.peer not in taken and offer.lease not in used
             if not self._backoff.is_left_out(offer.peer, now)
         ]
 
@@ -271,7 +282,7 @@ class Auction:
             chosen |= {offer.lease: offer for offer in found[: missing[role]]}
         for offer in chosen.values():
             late_at = now + _LATE_ROUND_TRIPS * offer.round_trip + _LATE_MARGIN
-            self._renewals[offer.lease] = _Renewal(offer, late_at)
+            self._renewals[offer.lease] = _Renewal(offer, now, late_at)
             del self._offers[offer.peer, offer.role]
         return tuple(chosen.values())
 
@@ -314,7 +325,9 @@ class Auction:
     def deny(self, lease: uuid.UUID, now: float) -> float:
         """Record that a worker did not grant a lease; return the seconds for which its offers are ignored."""
         renewal = self._renewals.pop(lease, None)
-        return 0.0 if renewal is None else self._leave_out(renewal.offer, "did not grant", now)
+        if renewal is None or renewal.is_short_notice:
+            return 0.0
+        return self._leave_out(renewal.offer, "did not grant", now)
 
     def lease_lost(self, lease: uuid.UUID, now: float) -> None:
         """Search again for a lease that was held and is lost; its peer is left out for a while."""
