@@ -18,7 +18,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, Preprocessor, TrainConfig
 from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.submit import PlacedJob, role_requests
-from hypha_worker.bidding.arbiter import OfferPolicy
+from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.cli import main as worker_main
 from hypha_worker.config import WorkerConfig
 

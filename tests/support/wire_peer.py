@@ -1,8 +1,8 @@
 """A scripted libp2p peer for tests that behaves like a Rust node and shares no code with ours but TLS keys.
 
 TCP or a relayed connection, multistream-select, TLS 1.3 by the standard library, multistream-select again, yamux
-frames, and on a stream whatever the test sends. It answers pings but sends none, half-closes after a request, and
-drops its connection when the test asks for it.
+frames, and on a stream whatever the test sends. It answers pings, unless told not to, and sends none, half-closes after
+a request, and drops its connection when the test asks for it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import trio
+from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 DATA, WINDOW, PING, GO_AWAY = range(4)
@@ -172,6 +173,11 @@ class WirePeer:
         self.handlers: dict[str, Handler] = {}
         self.negotiated: list[str] = []
         """Protocols that the remote side has negotiated."""
+        self.remote = b""
+        """The remote side's peer id, from its certificate."""
+        self.gates: dict[str, trio.Event] = {}
+        """Events to wait for before agreeing to a protocol."""
+        self.answers_pings = True
         self.closed = trio.Event()
 
     async def frame(self, kind: int, flags: int, number: int, content: bytes | int) -> None:
@@ -229,7 +235,7 @@ class WirePeer:
 
     async def _take(self, tasks: trio.Nursery, kind: int, flags: int, number: int, length: int, data: bytes) -> None:
         if kind == PING:
-            if flags & SYN:
+            if flags & SYN and self.answers_pings:
                 await self.frame(PING, ACK, 0, length)
             return
         if kind == GO_AWAY:
@@ -252,6 +258,8 @@ class WirePeer:
                 if wanted in self.handlers:
                     break
                 await stream.send_all(line("na"))
+            if wanted in self.gates:
+                await self.gates[wanted].wait()
             await stream.send_all(line(wanted))
             stream.protocol = wanted
             await self.handlers[wanted](stream)
@@ -261,6 +269,11 @@ class WirePeer:
     async def drop(self) -> None:
         """Close the connection without GoAway, as an idle timeout does."""
         await trio.aclose_forcefully(self._secured)
+
+
+def peer_id(public_key: bytes) -> bytes:
+    """Encode the peer id of an Ed25519 key: the identity multihash of its protobuf."""
+    return b"\x00\x24\x08\x01\x12\x20" + public_key
 
 
 def identify(public_key: bytes, addresses: list[bytes], protocols: list[str], agent: str) -> bytes:
@@ -299,7 +312,7 @@ async def speak(transport: trio.abc.Stream, identity: Any, *, opened: bool = Tru
     Args:
         identity: whose certificate is presented (`hypha_net.identity.Identity`).
         opened: whether this side dialled.
-        about: ``addresses`` (multiaddr bytes), ``handlers`` by protocol, ``agent``.
+        about: ``addresses`` (multiaddr bytes), ``handlers`` by protocol, ``agent``, ``answers_pings``.
     """
     await _select(transport, "/tls/1.0.0", opened=opened)
     context: ssl.SSLContext = identity.client_context() if opened else identity.server_context()
@@ -307,6 +320,9 @@ async def speak(transport: trio.abc.Stream, identity: Any, *, opened: bool = Tru
     await secured.do_handshake()
     await _select(secured, "/yamux/1.0.0", opened=opened)
     peer = WirePeer(secured, opened=opened)
+    certificate = x509.load_der_x509_certificate(secured.getpeercert(binary_form=True))
+    peer.answers_pings = about.get("answers_pings", True)
+    peer.remote = peer_id(certificate.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
     handlers: dict[str, Handler] = about.get("handlers", {})
     key = identity.key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
     told = identify(key, about.get("addresses", []), [*handlers, IDENTIFY], about.get("agent", "hypha-rust/0.0.1"))

@@ -416,3 +416,19 @@ def test_the_round_trip_is_known_once_a_peer_is_connected(opener: Opener) -> Non
         assert gateway.round_trip_time(stranger) is None
 
     play(opener, 3, case)
+
+
+def test_subscribers_can_be_connected_before_the_first_message(opener: Opener) -> None:
+    """The gateway here is in no topic: over libp2p it forwards nothing."""
+
+    async def case(nodes: list[Endpoint]) -> None:
+        _, publisher, subscriber = nodes
+        async with subscriber.subscribe("topic") as heard:
+            await publisher.connect_subscribers("topic", timeout=10)
+            await until(lambda: subscriber.peer_id in publisher.topic_peers("topic"))
+            await publisher.publish("topic", b"first")
+            with anyio.fail_after(10):
+                assert await anext(heard) == GossipMessage(publisher.peer_id, b"first")
+        await publisher.connect_subscribers("nobody is here", timeout=1)
+
+    play(opener, 3, case)

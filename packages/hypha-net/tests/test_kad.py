@@ -160,7 +160,14 @@ def test_records_survive_a_restart_and_a_corrupt_file_is_replaced(
     second.now += 30
     assert second.get(b"\xff\x00 any bytes") == (b"\x00\xff", PEERS[0], 70)
     (file,) = tmp_path.iterdir()
-    for spoilt in ("{", "[1]", '[["!", "!", "!", 1]]', "[[1, 2, 3, 4]]", json.dumps([["", "", "", "soon"]])):
+    for spoilt in (
+        "{",
+        "[" * 9000,
+        "[1]",
+        '[["!", "!", "!", 1]]',
+        "[[1, 2, 3, 4]]",
+        json.dumps([["", "", "", "soon"]]),
+    ):
         file.write_text(spoilt)
         caplog.clear()
         third = Gateway(tmp_path)

@@ -269,6 +269,9 @@ def test_malformed_and_missing_files_are_named(tmp_path: Path) -> None:
     file.write_text("a = 1\nb = = 2\n")
     with pytest.raises(ConfigError, match=r"broken.toml:2: is not TOML"):
         load_config(ExampleConfig, file, {}, {})
+    file.write_text("cert_pem = " + "[" * 50_000)
+    with pytest.raises(ConfigError, match=r"broken.toml:1: is not TOML: values are nested too deeply"):
+        load_config(ExampleConfig, file, {}, {})
     with pytest.raises(ConfigError, match=r"absent.toml: cannot be read: No such file"):
         load_config(ExampleConfig, tmp_path / "absent.toml", {}, {})
 

@@ -162,6 +162,29 @@ def test_history_is_determined_by_the_seed() -> None:
     assert one.history != other.history
 
 
+def test_a_request_over_a_standing_connection_takes_one_round_trip() -> None:
+    async def main() -> list[float]:
+        network = MemoryNetwork(seed=1, faults=Faults(delay=0.05))
+        async with network.endpoint("a") as a, network.endpoint("b") as b:
+
+            async def fail(_peer: PeerId, _request: RenewLease) -> LeaseRenewal:
+                return RenewalFailed()
+
+            rpc.serve(b, RENEW_LEASE, fail)
+            taken = []
+            for _ in range(3):
+                began = anyio.current_time()
+                await rpc.call(a, b.peer_id, RENEW_LEASE, RenewLease(id=uuid.UUID(int=1)))
+                taken.append(anyio.current_time() - began)
+            network.degrade(a.peer_id, b.peer_id, Faults(delay=30))
+            with pytest.raises(UnreachableError):
+                await a.open_stream(b.peer_id, [RENEW_LEASE.protocol], timeout=1, request=b"x")
+            assert b.peer_id in a.connected_peers()
+            return taken
+
+    assert simulate(main) == pytest.approx([0.15, 0.1, 0.1])  # the first has to connect
+
+
 def test_overdue_gossip_is_delivered_at_once() -> None:
     async def main() -> None:
         network = MemoryNetwork(seed=1, faults=Faults(delay=0.01))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import struct
+import sys
 import types
 import typing
 import uuid
@@ -14,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hypha_proto.codec import from_cbor, from_json, parse_cbor, to_cbor, to_json
+from hypha_proto.codec import MAX_JSON_DEPTH, from_cbor, from_json, parse_cbor, parse_json, to_cbor, to_json
 from hypha_proto.datasets import DATA, Manifest
 from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, PARAMETER_PULL, PARAMETER_PUSH
 from hypha_proto.errors import DecodeError, EncodeError, InvalidIdError
@@ -22,13 +24,13 @@ from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId, base58_decode, base58_encode, check_digest
 from hypha_proto.job_spec import JobSpec
 from hypha_proto.leases import CANCEL_JOB, JOB_END, RELEASE_LEASE, RENEW_LEASE, WHY_NOT
-from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerRequest, WorkerSpec
+from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerOffer, WorkerRequest, WorkerSpec
 from hypha_proto.progress import REPORT, BatchDone, ProgressRequest, ProgressValue
 from hypha_proto.protocols import RpcMethod
 from hypha_proto.resources import Resources, Timestamp
 from hypha_proto.round_membership import ROUND_MEMBERS, UPDATE_REFUSED
 from hypha_proto.transfer import PullAnswer, PullRequest, PushHeader
-from hypha_proto.wire_schema import FloatKind, IntRange, Mark, Message
+from hypha_proto.wire_schema import MAX_PRICE, FloatKind, IntRange, Mark, Message
 
 CONVERSATIONS: list[RpcMethod[Any, Any]] = [
     OFFER, RENEW_LEASE, JOB_STATUS, DISPATCH_JOB, PARAMETER_PULL, PARAMETER_PUSH, DATA, HEALTH_CHECK, REPORT,
@@ -50,7 +52,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
             if isinstance(mark, IntRange):
                 return st.integers(mark.low, mark.high)
             if isinstance(mark, FloatKind):
-                finite = st.floats(min_value=0, allow_infinity=False)
+                finite = st.floats(0, min(mark.largest, sys.float_info.max))
                 return finite if mark.amount else SINGLES if mark.width == 4 else st.floats(allow_nan=False)
             if mark is Mark.DIGEST:
                 return st.from_regex(r"(blake3|sha256):[0-9a-f]{64}", fullmatch=True)
@@ -137,6 +139,9 @@ def test_malformed_cbor_is_rejected(data: bytes, message: str) -> None:
         from_cbor(Health, data)
 
 
+TIME = {"secs_since_epoch": 0, "nanos_since_epoch": 0}
+
+
 def test_errors_name_the_field() -> None:
     spec = {"resources": {"gpu": 0.0, "cpu": -1.0, "storage": 0.0, "memory": 0.0}, "executor": []}
     with pytest.raises(DecodeError, match=r"^spec\.resources\.cpu: expected a finite number >= 0, got -1\.0$"):
@@ -145,6 +150,19 @@ def test_errors_name_the_field() -> None:
     spec["executor"] = [{"class": "train", "name": "a"}, {"class": "tr"}]  # type: ignore[list-item]
     with pytest.raises(DecodeError, match=r"^spec\.executor\[1\]\.class: expected one of train, aggregate, got 'tr'$"):
         from_cbor(WorkerRequest, cbor2.dumps({"id": b"\0" * 16, "spec": spec}))
+
+
+RESOURCES = {"gpu": 0.0, "cpu": 1.0, "storage": 0.0, "memory": 0.0}
+REQUEST = {"id": b"\0" * 16, "spec": {"resources": RESOURCES, "executor": []}, "timeout": TIME, "bid": 1e9}
+OFFERED = {"id": b"\0" * 16, "request_id": b"\0" * 16, "resources": RESOURCES, "timeout": TIME, "price": 1e9}
+
+
+@pytest.mark.parametrize(("kind", "plain", "field"), [(WorkerRequest, REQUEST, "bid"), (WorkerOffer, OFFERED, "price")])
+def test_prices_and_bids_are_bounded(kind: Any, plain: dict[str, Any], field: str) -> None:
+    assert getattr(from_cbor(kind, cbor2.dumps(plain)), field) == MAX_PRICE == 1e9
+    for value in (1e300, 1.0000001e9, float("inf"), float("nan"), -1.0):
+        with pytest.raises(DecodeError, match=rf"^{field}: expected a finite number from 0 to 1e\+09, got "):
+            from_cbor(kind, cbor2.dumps({**plain, field: value}))
 
 
 @pytest.mark.parametrize("item", [b"\xa0", b"\x80", b"\x60", b"\x00", b"\xf6"])
@@ -243,3 +261,34 @@ def test_duplicate_json_keys_are_rejected() -> None:
 def test_timestamps_are_never_negative() -> None:
     assert Timestamp.of(-5.0) == Timestamp(secs_since_epoch=0, nanos_since_epoch=0)
     assert Timestamp.of(2.25) == Timestamp(secs_since_epoch=2, nanos_since_epoch=250_000_000)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 20_000, "[" * 65 + "]" * 65, '{"a":' * 65 + "1" + "}" * 65])
+def test_nested_json_is_rejected(text: str) -> None:
+    with pytest.raises(DecodeError, match="nested"):
+        parse_json(text)
+    with pytest.raises(DecodeError, match="nested"):
+        from_json(Health, f'{{"healthy": true, "more": {text}}}')
+
+
+def test_json_within_the_depth_limit_is_parsed() -> None:
+    text = "[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH
+    assert json.dumps(parse_json(text), separators=(",", ":")) == text
+    assert parse_json("1") == 1
+
+
+@given(st.binary() | st.text())
+def test_any_input_is_json_or_a_decode_error(data: bytes | str) -> None:
+    with contextlib.suppress(DecodeError):
+        parse_json(data)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+@given(JSON_VALUES)
+def test_plain_json_is_parsed_as_it_was_written(value: object) -> None:
+    assert parse_json(json.dumps(value)) == value

@@ -148,6 +148,7 @@ HOSTILE: dict[str, tuple[Any, bytes]] = {
     "duplicate metadata": (b'{"__metadata__":{"a":"1","a":"2"}}', b""),
     "deeply nested": (b'{"a":' * 50_000, b""),
     "nested lists": (b"[" * 200_000, b""),
+    "nested in a tensor": (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", b""),
     "NaN": (b'{"a":NaN}', b""),
     "endless digits": (b'{"a":' + b"9" * 10_000 + b"}", b""),
     "trailing json": (b"{}{}", b""),

@@ -3,49 +3,76 @@
 from __future__ import annotations
 
 import uuid
+from random import Random
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerOffer, WorkerSpec
 from hypha_proto.resources import Resources, Timestamp
-from hypha_scheduler.allocation.auction import DECISION_WINDOW, AcceptedOffer, Auction, RoleRequest, resource_score
+from hypha_scheduler.allocation.auction import (
+    DECISION_WINDOW,
+    AcceptedOffer,
+    Auction,
+    AuctionSettings,
+    ResourceWeights,
+    RoleRequest,
+    resource_score,
+)
+from hypha_scheduler.allocation.peer_backoff import FIRST_PAUSE, LONGEST_PAUSE, PeerBackoff
 
 TRAIN, AGGREGATE = uuid.UUID(int=1), uuid.UUID(int=2)
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(8)]
 
 
-def auction(train: int = 3) -> Auction:
+def auction(train: int = 3, auction_settings: AuctionSettings | None = None) -> Auction:
     made = Auction(
-        [
+        (
             RoleRequest(
                 "train", WorkerSpec(resources=Resources(cpu=1), executor=(TrainExecutor(name="t"),)), 100, 120, train
             ),
             RoleRequest(
                 "aggregate", WorkerSpec(resources=Resources(), executor=(AggregateExecutor(name="p"),)), 100, 120, 1
             ),
-        ]
+        ),
+        auction_settings or AuctionSettings(),
+        Random(0),
     )
     made.register_request(TRAIN, "train")
     made.register_request(AGGREGATE, "aggregate")
     return made
 
 
-def offer(number: int, price: float = 100, request: uuid.UUID = TRAIN, cpu: float = 1.0) -> WorkerOffer:
-    lease = uuid.UUID(int=1000 + number)
-    return WorkerOffer(id=lease, request_id=request, price=price, resources=Resources(cpu=cpu), timeout=Timestamp.of(0))
+def offer(
+    number: int,
+    price: float = 100,
+    request: uuid.UUID = TRAIN,
+    cpu: float = 1.0,
+    timeout_ms: int | None = None,
+) -> WorkerOffer:
+    return WorkerOffer(
+        id=uuid.UUID(int=1000 + number),
+        request_id=request,
+        price=price,
+        resources=Resources(cpu=cpu),
+        timeout=Timestamp.of(0),
+        timeout_ms=timeout_ms,
+    )
 
 
 class AuctionMachine(RuleBasedStateMachine):
-    """Random offers, delays, decisions, confirmations and denials."""
+    """Random offers, delays, decisions, late, lost and denied leases, and sets that are given up."""
 
     def __init__(self) -> None:
         super().__init__()
         self.auction = auction()
         self.now = 10.0
         self.offers = 0
+        self.ends: dict[uuid.UUID, float] = {}
+        """When each worker drops its temporary lease, by its own count."""
         self.chosen: list[AcceptedOffer] = []
 
     @rule(
@@ -53,15 +80,28 @@ class AuctionMachine(RuleBasedStateMachine):
         price=st.floats(0, 200),
         cpu=st.floats(0, 4),
         request=st.sampled_from([TRAIN, AGGREGATE, uuid.UUID(int=99)]),
+        timeout_ms=st.none() | st.integers(0, 60_000),
+        round_trip=st.floats(0, 1),
+        repeats_id=st.booleans(),
     )
-    def offered(self, peer: PeerId, price: float, cpu: float, request: uuid.UUID) -> None:
-        self.offers += 1
-        good = self.auction.add_offer(peer, offer(self.offers, price, request, cpu), self.now)
-        assert good == (price <= 120 and (request == AGGREGATE or (request == TRAIN and cpu >= 1 - 1e-9)))
+    def offered(
+        self, peer: PeerId, price: float, cpu: float, request: uuid.UUID, timeout_ms: int | None, round_trip: float,
+        repeats_id: bool,
+    ) -> None:  # fmt: skip
+        self.offers += not repeats_id
+        made = offer(self.offers, price, request, cpu, timeout_ms)
+        life = 0.5 if timeout_ms is None else min(timeout_ms / 1000, 2.0)
+        if self.auction.add_offer(peer, made, self.now, round_trip):
+            assert price <= 120
+            assert request == AGGREGATE or (request == TRAIN and cpu >= 1 - 1e-9)
+            assert life >= round_trip - 1e-9
+            self.ends[made.id] = max(self.ends.get(made.id, 0.0), self.now + life - round_trip / 2)
 
     @rule(seconds=st.floats(0, 0.4))
     def wait(self, seconds: float) -> None:
         self.now += seconds
+        for late in self.auction.mark_late(self.now):
+            assert late in self.auction.unanswered
 
     @rule()
     def decide(self) -> None:
@@ -69,30 +109,66 @@ class AuctionMachine(RuleBasedStateMachine):
         new = self.auction.decide(self.now)
         for bid in new:
             assert bid.price <= 120
-            assert bid.expires > self.now
+            assert self.now + bid.round_trip / 2 <= self.ends[bid.lease] + 1e-9  # when the renewal arrives there
         for role in missing:
             assert sum(bid.role == role for bid in new) <= missing[role]
         self.chosen += new
 
-    @rule(taken=st.booleans())
-    def answer(self, taken: bool) -> None:
+    @rule(taken=st.booleans(), last=st.booleans())
+    def answer(self, taken: bool, last: bool) -> None:
         if self.chosen:
-            bid = self.chosen.pop()
+            bid = self.chosen.pop(-1 if last else 0)
             if taken:
-                self.auction.confirm(bid.lease)
+                assert self.auction.confirm(bid.lease) == (bid in self.auction.held)
             else:
                 self.auction.deny(bid.lease, self.now)
+
+    @rule()
+    def lose(self) -> None:
+        for bid in self.auction.held[:1]:
+            self.auction.lease_lost(bid.lease, self.now)
+
+    @rule()
+    def give_up(self) -> None:
+        held = self.auction.held
+        assert self.auction.give_up() == held
+        assert self.auction.held == ()
 
     @invariant()
     def one_lease_a_peer_and_never_too_many(self) -> None:
         taken = [*self.auction.held, *self.chosen]
         assert len({bid.peer for bid in taken}) == len(taken)
-        assert all(missing >= 0 for missing in self.auction.missing().values())
-        assert self.auction.complete == (not self.chosen and len(self.auction.held) == 4)
+        assert len({bid.lease for bid in taken}) == len(taken)
+        held = [bid.role for bid in self.auction.held]
+        assert held.count("train") <= 3
+        assert held.count("aggregate") <= 1
+        assert self.auction.complete == (len(held) == 4)
+
+    @invariant()
+    def decisions_are_due_within_the_window(self) -> None:
+        at = self.auction.decide_at(self.now)
+        assert at is None or at <= self.now + DECISION_WINDOW
 
 
 AuctionMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 test_any_order_of_offers_and_responses_keeps_the_invariants = AuctionMachine.TestCase
+
+
+@settings(max_examples=60, deadline=None)
+@given(cheats=st.integers(0, 7), count=st.integers(1, 3), pause=st.floats(0.0, 0.3))
+def test_each_cheat_keeps_an_honest_offer_back_once(cheats: int, count: int, pause: float) -> None:
+    made, now = auction(train=count), 10.0
+    for decision in range(1, 100):
+        for number, peer in enumerate(PEERS[:cheats]):
+            made.add_offer(peer, offer(100 * decision + number, 0.0), now)
+        made.add_offer(PEERS[7], offer(100 * decision + 99, 120.0), now)
+        chosen = made.decide(now)
+        if PEERS[7] in {bid.peer for bid in chosen}:
+            break
+        for bid in chosen:
+            made.deny(bid.lease, now)
+        now += pause
+    assert decision <= cheats // count + 1
 
 
 def test_ranking_by_resources_per_token_then_price_then_time() -> None:
@@ -100,8 +176,9 @@ def test_ranking_by_resources_per_token_then_price_then_time() -> None:
     for number, (price, cpu) in enumerate([(100, 1.0), (100, 4.0), (50, 2.0), (50, 2.0), (120.1, 99.0)]):
         made.add_offer(PEERS[number], offer(number, price, cpu=cpu), 1.0 + number / 100)
     assert [bid.peer for bid in made.decide(1.2)] == [PEERS[2], PEERS[3]]
-    assert "more than the job pays" in made.rejections[PEERS[4]]
-    assert "120" not in made.rejections[PEERS[4]].replace("120.1", "")
+    [reason] = made.rejections[PEERS[4], "train"].reasons
+    assert "more than the job pays" in reason
+    assert "120" not in reason.replace("120.1", "")
     assert resource_score(Resources(gpu=1, cpu=1, memory=10, storage=100)) == 28.0
 
 
@@ -125,16 +202,94 @@ def test_parameter_server_avoids_peers_needed_for_training() -> None:
 def test_decision_is_due_after_the_decision_window() -> None:
     made = auction(train=1)
     made.add_offer(PEERS[0], offer(0, 500), 1.0)
-    assert made.decide_at() is None
+    assert made.decide_at(1.0) is None
     made.add_offer(PEERS[1], offer(1), 2.0)
     made.add_offer(PEERS[2], offer(2), 2.1)
-    assert made.decide_at() == 2.0 + DECISION_WINDOW
+    assert made.decide_at(2.1) == 2.0 + DECISION_WINDOW
     assert not made.all_offers_in([PEERS[1]], 2.1)
     made.add_offer(PEERS[1], offer(3, request=AGGREGATE), 2.1)
     assert made.all_offers_in([PEERS[1]], 2.1)
+
+
+@pytest.mark.parametrize(
+    ("timeout_ms", "round_trip", "seconds"),
+    [(None, 0.0, 0.25), (None, 0.3, 0.175), (1100, 0.3, 0.25), (700, 0.5, 0.175), (60_000, 1.9, 0.075)],
+)
+def test_an_offer_is_decided_while_its_renewal_can_still_arrive(
+    timeout_ms: int | None, round_trip: float, seconds: float
+) -> None:
+    made = auction(train=1)
+    assert made.add_offer(PEERS[0], offer(0, timeout_ms=timeout_ms), 1.0, round_trip)
+    at = made.decide_at(1.0)
+    assert at == pytest.approx(1.0 + seconds)
+    assert made.decide(at) != ()
+
+
+def test_an_offer_that_cannot_be_accepted_in_time_does_not_count() -> None:
+    made = auction(train=1)
+    assert not made.add_offer(PEERS[0], offer(0), 1.0, round_trip=0.51)
+    assert made.add_offer(PEERS[1], offer(1), 1.0, round_trip=0.3)
+    assert made.decide_at(1.2) is not None
+    assert made.decide_at(1.21) is None
+    assert made.decide(1.21) == ()
 
 
 def test_expired_offer_is_not_selected() -> None:
     made = auction(train=1)
     made.add_offer(PEERS[0], offer(0), 1.0)
     assert made.decide(1.6) == ()
+
+
+def test_only_the_newest_offer_of_a_peer_and_role_counts() -> None:
+    made = auction(train=2)
+    for number, price in enumerate([50.0, 90.0]):
+        made.add_offer(PEERS[0], offer(number, price), 1.0)
+    assert [(bid.peer, bid.price) for bid in made.decide(1.0)] == [(PEERS[0], 90.0)]
+
+
+def test_the_next_best_offer_is_due_at_once_after_a_denial_or_a_late_answer() -> None:
+    made = auction(train=1)
+    for number in range(3):
+        made.add_offer(PEERS[number], offer(number, 10.0 * number), 1.0)
+    [first] = made.decide(1.25)
+    assert made.decide_at(1.25) is None
+    assert made.deny(first.lease, 1.26) > 0
+    at = made.decide_at(1.26)
+    assert at is not None
+    assert at <= 1.26
+    [second] = made.decide(1.26)
+    late_at = made.next_late_at()
+    assert late_at is not None
+    assert made.mark_late(late_at) == (second,)
+    [third] = made.decide(late_at)
+    assert (first.peer, second.peer, third.peer) == tuple(PEERS[:3])
+    assert made.confirm(third.lease)
+    assert not made.confirm(second.lease)
+
+
+def test_leases_granted_after_the_search_are_not_needed() -> None:
+    made = auction(train=1)
+    made.add_offer(PEERS[0], offer(0), 1.0)
+    [bid] = made.decide(1.1)
+    made.close()
+    assert not made.confirm(bid.lease)
+
+
+def test_weights_are_settings() -> None:
+    made = auction(train=1, auction_settings=AuctionSettings(0.1, ResourceWeights(cpu=0.0, memory=1.0)))
+    made.add_offer(PEERS[0], offer(0, 100, cpu=64), 1.0)
+    made.add_offer(PEERS[1], offer(1, 50), 1.0)
+    assert made.decide_at(1.0) == pytest.approx(1.1)
+    assert [bid.peer for bid in made.decide(1.1)] == [PEERS[1]]
+
+
+def test_pauses_of_a_peer_double_up_to_a_bound() -> None:
+    backoff, pauses = PeerBackoff(Random(1)), []
+    for _ in range(10):
+        pauses.append(pause := backoff.record_failure(PEERS[0], 100.0))
+        assert backoff.is_left_out(PEERS[0], 100.0 + 0.99 * pause)
+        assert not backoff.is_left_out(PEERS[0], 100.0 + pause)
+        assert not backoff.is_left_out(PEERS[1], 100.0)
+    for number, pause in enumerate(pauses):
+        assert 0.75 <= pause / min(LONGEST_PAUSE, FIRST_PAUSE * 2**number) <= 1.25
+    assert len(set(pauses)) == 10

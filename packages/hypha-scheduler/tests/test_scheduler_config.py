@@ -23,8 +23,10 @@ from hypha_proto.job_spec import (
 )
 from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_proto.resources import Resources
-from hypha_scheduler.config import SchedulerConfig
+from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
+from hypha_scheduler.config import AuctionTable, SchedulerConfig
 from hypha_scheduler.job_config import JobConfig
+from hypha_scheduler.service import auction_settings
 from hypha_scheduler.submit import PlacedJob, evaluation_shares, role_requests, round_settings
 
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(5)]
@@ -209,6 +211,29 @@ def test_job_specs_of_a_placed_job() -> None:
     assert aggregate.results.peers == (*PEERS[2:5], PEERS[0])
     assert aggregate.members is True
     assert aggregate.optimizer.nesterov is False
+
+
+def test_auction_settings_reach_the_auction(tmp_path: Path) -> None:
+    file = tmp_path / "scheduler.toml"
+    file.write_text(DOCUMENTED + "\n[scheduler.auction]\ndecision_window = 0.5\ngpu = 10\nstorage = 0\n")
+    table = load_config(SchedulerConfig, file, {}, {}).config.scheduler.auction
+    assert auction_settings(table) == AuctionSettings(0.5, ResourceWeights(10.0, 1.0, 0.1, 0.0))
+    assert auction_settings(AuctionTable()) == AuctionSettings()
+
+
+@pytest.mark.parametrize("key", ["decision_window", "gpu", "cpu", "memory", "storage"])
+@pytest.mark.parametrize("value", [-1.0, 1e7, float("nan"), float("inf")])
+def test_auction_settings_are_bounded(key: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=rf"{key}\n"):
+        AuctionTable.model_validate({key: value})
+
+
+@pytest.mark.parametrize("price", [1e300, 1.0000001e9, float("inf"), float("nan"), -1.0])
+@pytest.mark.parametrize("key", ["bid", "max"])
+def test_prices_are_finite_and_bounded(key: str, price: float) -> None:
+    assert job(resources={"worker_price": {"bid": 1e9, "max": 1e9}}).resources.worker_price.max == 1e9
+    with pytest.raises(ValidationError, match=rf"resources\.worker_price\.{key}\n"):
+        job(resources={"worker_price": {"bid": 1.0, "max": 1.0, key: price}})
 
 
 @pytest.mark.parametrize(

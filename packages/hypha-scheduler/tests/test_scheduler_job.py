@@ -655,6 +655,7 @@ def test_allocation_error_explains_missing_offers(tmp_path: Path, model: Path, m
         assert "not named here made no offer for train: the bid of 100 may be under" in text
         assert "asks 500 tokens an hour" in text
         assert "123" not in text.split("asks 500")[1]
+        assert "train: 1 of 4 suitable: 1 price, 1 taken, 1 unknown" in text
         assert all(worker.released for worker in (workers[2], workers[3]))
 
     def prepare(workers: list[Worker]) -> None:
@@ -662,6 +663,9 @@ def test_allocation_error_explains_missing_offers(tmp_path: Path, model: Path, m
         workers[1].price = 500.0
 
     run_network(tmp_path, case, prepare)
+    [shortage] = [event for event in events(tmp_path) if event["event"] == "shortage"]
+    assert shortage["rejections"] == {"price": 1, "taken": 1, "unknown": 1}
+    assert (shortage["role"], shortage["suitable"], shortage["known"]) == ("train", 1, 4)
 
 
 def test_allocation_error_names_workers_held_for_another_role(tmp_path: Path, model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from random import Random
 
 import anyio
 import pytest
@@ -75,16 +76,25 @@ test_lease_is_never_assumed_to_outlive_the_workers = LeaseMachine.TestCase
 
 
 def test_renewal_is_due_after_a_third_of_the_life_and_retried_until_expiry() -> None:
-    leases, lease = HeldLeases(), uuid.UUID(int=1)
+    leases, lease = HeldLeases(Random(0)), uuid.UUID(int=1)
     leases.record_renewal(lease, PEER, asked_at=0.0, life=9.0)
-    assert leases.begin_renewals(2.9) == ()
-    assert [held.lease for held in leases.begin_renewals(3.0)] == [lease]
-    assert leases.begin_renewals(3.1) == ()
+    assert leases.begin_renewals(2.69) == ()
+    assert [held.lease for held in leases.begin_renewals(3.31)] == [lease]
+    assert leases.begin_renewals(3.4) == ()
     leases.schedule_retry(lease, 8.0)
     assert leases.next_due() == 8.5
     assert [held.lease for held in leases.begin_renewals(8.5)] == [lease]
     assert [held.lease for held in leases.expire(9.0)] == [lease]
     assert lease not in leases
+
+
+def test_renewals_of_leases_that_were_taken_together_spread_out() -> None:
+    leases = HeldLeases(Random(0))
+    for number in range(200):
+        leases.record_renewal(uuid.UUID(int=number), PEER, asked_at=0.0, life=9.0)
+    due = [held.due for held in leases.held()]
+    assert 2.7 <= min(due) < 2.75
+    assert 3.25 < max(due) <= 3.3
 
 
 @pytest.mark.parametrize(("away", "kept"), [(6.0, True), (11.0, False)])

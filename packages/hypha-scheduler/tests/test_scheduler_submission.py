@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from collections.abc import Awaitable, Callable
@@ -11,12 +12,14 @@ import anyio
 import anyio.to_thread
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hypha_scheduler.cli import main
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import JobConfig
 from hypha_scheduler.submission.client import configured_socket, read_job
-from hypha_scheduler.submission.server import serve_submissions, socket_path
+from hypha_scheduler.submission.server import parse_job, serve_submissions, socket_path
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -124,3 +127,51 @@ def test_submit_without_a_scheduler_exits_with_3(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["submit", str(file), "--socket", str(tmp_path / "none")])
     assert done.exit_code == 3
     assert "no scheduler takes jobs at" in done.output
+
+
+NESTED = [
+    b"[" * 100_000,
+    b'{"job": ' * 12_500,
+    b'{"job": {"dataset": ' + b"[" * 500 + b"]" * 500 + b"}}",
+    b'{"job": {"model": ' + b'{"a": ' * 100 + b"1" + b"}" * 102,
+]
+
+
+@pytest.mark.parametrize("nested", NESTED, ids=["100 kB of arrays", "100 kB of objects", "within a job", "a table"])
+def test_nested_json_on_the_socket_is_refused_and_the_scheduler_goes_on(tmp_path: Path, nested: bytes) -> None:
+    async def run_job(job: JobConfig, job_id: uuid.UUID) -> Path:
+        return Path("/somewhere/result.json")
+
+    async def send(data: bytes) -> list[dict[str, object]]:
+        path = socket_path(tmp_path / "r")
+        async with await anyio.connect_unix(path) as stream:
+            await stream.send(data)
+            await stream.send_eof()
+            answer = b""
+            with contextlib.suppress(anyio.EndOfStream):
+                while True:
+                    answer += await stream.receive()
+        return [json.loads(line) for line in answer.splitlines()]
+
+    async def case() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve_submissions, tmp_path / "r", run_job)
+            while not await anyio.Path(socket_path(tmp_path / "r")).exists():
+                await anyio.sleep(0.01)
+            [refused] = await send(nested)
+            assert "nested" in str(refused["error"])
+            job = {"dataset": "d", "model": {"path": "m", "type": "auto"}, "inner_optimizer": {"learning_rate": 1}}
+            accepted, result = await send(json.dumps({"job": job}).encode())
+            assert (accepted["accepted"], result["result"]) == (True, "/somewhere/result.json")
+            tasks.cancel_scope.cancel()
+
+    run(case)
+
+
+JSON_VALUES = st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+
+
+@given(st.binary() | JSON_VALUES.map(lambda value: json.dumps({"job": value}).encode()))
+def test_what_is_no_job_is_a_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_job(data)

@@ -310,7 +310,7 @@ def worker_config(folder: Path, **changes: Any) -> WorkerConfig:
         "trust_pem": folder / "x-trust.pem",
         "gateway_addresses": ["/ip4/127.0.0.1/tcp/4001"],
         "work_dir": folder / "work",
-        "resources": {"cpu": 2.0, "memory": 4.0, "storage": 1.0},
+        "resources": {"cpu": 2.0, "memory": 4.0, "storage": 1.0, "default": {"storage": 0.5}},
         "offer": {"price": 50.0},
         "executors": [
             {

@@ -1,18 +1,23 @@
-"""The arbiter: prices, batches, ranking, devices, and reasons for rejection."""
+"""The arbiter: prices, quotas, defaults, devices, fairness, and reasons for rejection."""
 
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hypha_proto.ids import PeerId
+from hypha_proto.leases import REJECTION_CODES, Rejection
 from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources, Timestamp
-from hypha_worker.bidding.arbiter import Arbiter, OfferPolicy, ReceivedRequest, RequestBatch
-from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
+from hypha_worker.bidding.arbiter import Arbiter
+from hypha_worker.bidding.policy import OfferPolicy
+from hypha_worker.bidding.request_batch import ReceivedRequest
+from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, Device
+from hypha_worker.leasing.terms import LeaseUsage, Quota
 
 TRAIN = TrainExecutor(name="diloco-transformer")
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(6)]
@@ -32,6 +37,10 @@ def request(number: int = 0, bid: float = 100.0, timeout_ms: int | None = None, 
 def arbiter(machine: Capacity | None = None, **policy: object) -> Arbiter:
     capacity = machine or Capacity(MACHINE)
     return Arbiter(OfferPolicy(**policy), Capabilities(capacity, frozenset({TRAIN})))  # type: ignore[arg-type]
+
+
+def texts(worker: Arbiter, made: WorkerRequest, free: Capacity) -> list[str]:
+    return [reason.text for reason in worker.rejection_reasons(PEERS[0], made, free)]
 
 
 def received(made: WorkerRequest, peer: int = 0, received_at: float = 0.0) -> ReceivedRequest:
@@ -67,54 +76,139 @@ def test_whole_offers_nothing_while_a_part_is_leased() -> None:
     worker = arbiter(strategy="whole")
     left = Capacity(MACHINE).without([Capacity(MACHINE).fit(Resources(cpu=1.0))])  # type: ignore[list-item]
     assert worker.decide([received(request(cpu=2.0))], left, 0.0) == []
-    assert worker.rejection_reasons(PEERS[0], request(cpu=2.0), left) == (
-        "the machine is offered as a whole only, and a part of it is leased",
-    )
-
-
-def test_profit_takes_the_highest_bid_of_a_batch() -> None:
-    batch = [received(request(n, bid=bid, cpu=6.0)) for n, bid in enumerate((100.0, 140.0, 120.0))]
-    worker = arbiter()
-    assert [offer.price for offer in worker.decide(batch, Capacity(MACHINE), 0.1)] == [140.0]
-
-
-def test_utilization_prefers_the_fullest_use_and_affinity_the_preferred_scheduler() -> None:
-    batch = [received(request(0, bid=150.0, cpu=2.0), peer=0), received(request(1, cpu=8.0), peer=1)]
-    for policy in ({"evaluation": "utilization"}, {"evaluation": "affinity", "schedulers": (PEERS[1], PEERS[0])}):
-        offers = arbiter(**policy).decide(batch, Capacity(MACHINE), 0.1)
-        assert [offer.received_request.request.id.int for offer in offers] == [1]
+    assert texts(worker, request(cpu=2.0), left) == [
+        "the machine is offered as a whole only, and a part of it is leased"
+    ]
 
 
 def test_only_listed_schedulers_get_offers() -> None:
     worker = arbiter(schedulers=(PEERS[1],))
     batch = [received(request(0, cpu=1.0), peer=0), received(request(1, cpu=1.0), peer=1)]
     assert [offer.received_request.scheduler for offer in worker.decide(batch, Capacity(MACHINE), 0.0)] == [PEERS[1]]
-    assert "offer.schedulers" in worker.rejection_reasons(PEERS[0], batch[0].request, Capacity(MACHINE))[0]
+    [reason] = worker.rejection_reasons(PEERS[0], batch[0].request, Capacity(MACHINE))
+    assert "offer.schedulers" in reason.text
+    assert reason.rejection == Rejection(code="not-allowed")
 
 
 def test_a_request_gets_one_offer_and_none_after_its_deadline() -> None:
     worker, twice = arbiter(), [received(request(1, cpu=1.0)), received(request(1, cpu=1.0), received_at=0.1)]
     assert len(worker.decide(twice, Capacity(MACHINE), 0.2)) == 1
-    assert worker.decide(twice, Capacity(MACHINE), 0.2, leased=frozenset({uuid.UUID(int=1)})) == []
+    assert worker.decide(twice, Capacity(MACHINE), 0.2, leased={(PEERS[0], uuid.UUID(int=1))}) == []
     assert worker.decide([received(request(1, timeout_ms=150, cpu=1.0))], Capacity(MACHINE), 0.2) == []
     assert worker.decide([received(request(1, cpu=1.0))], Capacity(MACHINE), 5.0) == []
 
 
-def test_every_rejection_reason_is_listed() -> None:
+def test_a_copied_request_id_takes_nothing_from_the_scheduler_that_made_it() -> None:
+    batch = [received(request(1, cpu=1.0)), received(request(1, bid=200.0, cpu=1.0), peer=1)]
+    offers = arbiter().decide(batch, Capacity(MACHINE), 0.1, leased={(PEERS[2], uuid.UUID(int=1))})
+    assert {offer.received_request.scheduler for offer in offers} == {PEERS[0], PEERS[1]}
+
+
+def test_every_rejection_reason_is_listed_in_words_and_as_a_code() -> None:
     made = WorkerRequest(
         id=uuid.UUID(int=1),
         spec=WorkerSpec(
-            resources=Resources(cpu=9.0, gpu=1.0), executor=(TRAIN, AggregateExecutor(name="parameter-server"))
+            resources=Resources(cpu=9.0, gpu=1.0, memory=20.0),
+            executor=(TRAIN, AggregateExecutor(name="parameter-server")),
         ),
         timeout=Timestamp.of(0),
         bid=1.0,
     )
-    assert arbiter().rejection_reasons(PEERS[0], made, Capacity(MACHINE)) == (
-        "the bid of 1 is below 100, the least this worker accepts",
-        "executor aggregate/parameter-server is not configured; configured: train/diloco-transformer",
-        "gpu: 1 requested, 0 free of 0",
-        "cpu: 9 requested, 8 free of 8",
-    )
+    worker = arbiter(quota=Quota(max_offers=2, max_jobs=1))
+    left = Capacity(MACHINE).without([Allocation(Resources(memory=20.0))])
+    reasons = worker.rejection_reasons(PEERS[0], made, left, LeaseUsage(offers=2, jobs=1))
+    assert [(reason.text, reason.rejection) for reason in reasons] == [
+        (
+            "the bid of 1 is below 100, the least this worker accepts",
+            Rejection(code="price", required=100.0, available=1.0),
+        ),
+        (
+            "this scheduler has 2, and offer.max_offers of this worker is 2",
+            Rejection(code="quota", required=3.0, available=2.0),
+        ),
+        (
+            "this scheduler has 1, and offer.max_jobs of this worker is 1",
+            Rejection(code="quota", required=2.0, available=1.0),
+        ),
+        (
+            "executor aggregate/parameter-server is not configured; configured: train/diloco-transformer",
+            Rejection(code="executor"),
+        ),
+        ("gpu: 1 requested, this worker has 0", Rejection(code="gpu", required=1.0, available=0.0)),
+        ("cpu: 9 requested, this worker has 8", Rejection(code="cpu", required=9.0, available=8.0)),
+        ("memory: this worker has enough, but too much of it is leased", Rejection(code="busy")),
+    ]
+    assert {reason.rejection.code for reason in reasons} <= set(REJECTION_CODES)
+
+
+def test_a_busy_worker_does_not_say_how_much_others_hold() -> None:
+    worker, wanted = arbiter(), request(cpu=6.0, memory=30.0)
+    answers = [
+        worker.rejection_reasons(PEERS[0], wanted, Capacity(MACHINE).without([Allocation(held)]))
+        for held in (Resources(cpu=3.0, memory=3.0), Resources(cpu=8.0, memory=32.0))
+    ]
+    assert answers[0] == answers[1]
+    assert [reason.rejection for reason in answers[0]] == [Rejection(code="busy")]
+
+
+def test_a_request_for_thousands_of_executors_gets_a_short_answer() -> None:
+    spec = WorkerSpec(resources=Resources(), executor=tuple(TrainExecutor(name=f"n{n}") for n in range(5000)))
+    made = WorkerRequest(id=uuid.UUID(int=1), spec=spec, timeout=Timestamp.of(0), bid=100.0)
+    assert len(arbiter().rejection_reasons(PEERS[0], made, Capacity(MACHINE))) == 8
+
+
+@pytest.mark.parametrize(
+    ("quota", "usage", "offers"),
+    [
+        (Quota(), LeaseUsage(offers=50, leases=50, jobs=50), 4),
+        (Quota(max_offers=3), LeaseUsage(offers=1, leases=9), 2),
+        (Quota(max_leases=3), LeaseUsage(offers=1, leases=1), 1),
+        (Quota(max_leases=3), LeaseUsage(leases=3), 0),
+        (Quota(max_jobs=2), LeaseUsage(leases=2, jobs=1), 4),
+        (Quota(max_jobs=2), LeaseUsage(leases=2, jobs=2), 0),
+    ],
+)
+def test_quotas_bound_what_one_scheduler_is_offered(quota: Quota, usage: LeaseUsage, offers: int) -> None:
+    batch = [received(request(n, cpu=2.0)) for n in range(6)]
+    worker = arbiter(quota=quota)
+    assert len(worker.decide(batch, Capacity(MACHINE), 0.1, usage={PEERS[0]: usage})) == offers
+    assert len(worker.decide(batch, Capacity(MACHINE), 0.1, usage={PEERS[1]: usage})) == min(
+        4, quota.max_offers or 4, quota.max_leases or 4
+    ), "another scheduler's usage does not count"
+
+
+def test_a_job_gets_defaults_for_what_it_asked_none_of() -> None:
+    defaults = Resources(storage=10.0, cpu=1.0, memory=4.0)
+    machine = Capacity(Resources(cpu=2.0, memory=8.0, storage=15.0))
+    worker = Arbiter(OfferPolicy(), Capabilities(machine, frozenset({TRAIN}), defaults))
+
+    def allocate(free: Capacity, **asked: float) -> list[Resources]:
+        offers = worker.decide([received(request(**asked))], free, 0.0)  # type: ignore[arg-type]
+        return [offer.allocation.resources for offer in offers]
+
+    assert allocate(machine) == [Resources(cpu=1.0, memory=4.0, storage=10.0)]
+    assert allocate(machine, storage=3.0, cpu=2.0) == [Resources(cpu=2.0, memory=4.0, storage=3.0)]
+    left = machine.without([Allocation(Resources(storage=10.0))])
+    assert allocate(left) == [Resources(cpu=1.0, memory=4.0, storage=5.0)]
+    none = machine.without([Allocation(Resources(storage=15.0))])
+    assert allocate(none) == []
+    [reason] = worker.rejection_reasons(PEERS[0], request(), none)
+    assert reason.rejection == Rejection(code="storage", required=10.0, available=0.0)
+    assert "a job that asks for none gets 10 here" in reason.text
+
+
+def test_a_machine_that_lists_no_storage_reserves_none_by_default() -> None:
+    machine = Capacity(Resources(cpu=2.0))
+    worker = Arbiter(OfferPolicy(), Capabilities(machine, frozenset({TRAIN}), Resources(storage=10.0)))
+    [offer] = worker.decide([received(request(cpu=1.0))], machine, 0.0)
+    assert offer.allocation.resources == Resources(cpu=1.0)
+
+
+def test_a_default_of_gpu_memory_is_a_whole_device() -> None:
+    machine = Capacity(Resources(cpu=2.0), (Device(0, 24.0), Device(1, 24.0)))
+    worker = Arbiter(OfferPolicy(), Capabilities(machine, frozenset({TRAIN}), Resources(gpu=8.0)))
+    [offer] = worker.decide([received(request(cpu=1.0))], machine, 0.0)
+    assert offer.allocation.devices == (Device(0, 24.0),)
 
 
 def test_a_lease_gets_whole_devices() -> None:
@@ -133,31 +227,20 @@ def test_a_lease_gets_whole_devices() -> None:
     assert machine.fit(Resources(cpu=1.0)).devices == ()  # type: ignore[union-attr]
 
 
-def test_a_batch_is_due_after_its_window_or_when_it_is_full() -> None:
-    batch = RequestBatch(window=0.2, size=3)
-    assert batch.seconds_until_due(0.0) is None
-    batch.add(received(request(0), received_at=1.0))
-    assert batch.seconds_until_due(1.05) == pytest.approx(0.15)
-    assert batch.seconds_until_due(1.3) == 0.0
-    for number in range(1, 5):
-        batch.add(received(request(number), received_at=1.01))
-    assert batch.seconds_until_due(1.02) == 0.0
-    assert [ad.request.id.int for ad in batch.drain()] == [0, 1, 2]
-    assert batch.seconds_until_due(2.0) is None
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.floats(0, 300), st.floats(0, 10), st.floats(0, 90)), max_size=12),
     st.sampled_from(["profit", "utilization", "affinity"]),
     st.sampled_from(["flexible", "whole"]),
     st.booleans(),
+    st.sampled_from([Resources(), Resources(cpu=1.0, gpu=4.0)]),
 )
 def test_offers_of_a_batch_fit_the_machine_and_the_policy(
-    wanted: list[tuple[int, float, float, float]], evaluation: str, strategy: str, devices: bool
+    wanted: list[tuple[int, float, float, float]], evaluation: str, strategy: str, devices: bool, defaults: Resources
 ) -> None:
     owned = (Device(0, 24.0), Device(1, 48.0)) if devices else ()
     machine = Capacity(Resources(cpu=8.0, memory=32.0, gpu=72.0), owned)
-    worker = arbiter(machine, evaluation=evaluation, strategy=strategy, price=100.0, floor=60.0)
+    policy = OfferPolicy(evaluation=evaluation, strategy=strategy, price=100.0, floor=60.0)  # type: ignore[arg-type]
+    worker = Arbiter(policy, Capabilities(machine, frozenset({TRAIN}), defaults))
     batch = [
         received(request(n, bid=bid, cpu=cpu, gpu=gpu), peer=peer) for n, (peer, bid, cpu, gpu) in enumerate(wanted)
     ]
@@ -177,3 +260,36 @@ def test_offers_of_a_batch_fit_the_machine_and_the_policy(
     assert all(worker.rejection_reasons(ad.scheduler, ad.request, left) for ad in refused), (
         "a request that fits was rejected"
     )
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.floats(0, 0.2)), min_size=1, max_size=50),
+    st.lists(st.integers(0, 5), min_size=4, max_size=4),
+    st.integers(0, 12),
+)
+def test_equal_bids_of_schedulers_are_served_in_turn(
+    wanted: list[tuple[int, float]], held: list[int], capacity: int
+) -> None:
+    batch = [received(request(n, cpu=1.0), peer, at) for n, (peer, at) in enumerate(wanted)]
+    usage = {peer: LeaseUsage(leases=count) for peer, count in zip(PEERS, held, strict=False)}
+    offers = arbiter(Capacity(Resources(cpu=12.0))).decide(
+        batch, Capacity(Resources(cpu=float(capacity))), 0.2, usage=usage
+    )
+    assert len(offers) == min(capacity, len(batch))
+    asked = Counter(each.scheduler for each in batch)
+    served = Counter(offer.received_request.scheduler for offer in offers)
+    for poor in asked:
+        for rich in served:
+            if served[poor] < asked[poor]:
+                assert usage[poor].leases + served[poor] >= usage[rich].leases + served[rich] - 1, (
+                    "a scheduler got an offer while another one with fewer and an equal bid got none"
+                )
+
+
+@given(st.integers(1, 100), st.floats(100, 1e9), st.integers(1, 8))
+def test_a_flood_never_takes_everything_before_an_equal_or_better_bid(flood: int, bid: float, cores: int) -> None:
+    batch = [received(request(n, bid=100.0, cpu=1.0), peer=0) for n in range(flood)]
+    batch.append(received(request(1000, bid=bid, cpu=1.0), peer=1, received_at=0.19))
+    offers = arbiter().decide(batch, Capacity(Resources(cpu=float(cores))), 0.2)
+    served = {offer.received_request.scheduler for offer in offers}
+    assert PEERS[1] in served or (cores == 1 and bid == 100.0)

@@ -17,6 +17,7 @@ from hypha_worker.cli import main
 from hypha_worker.config import WorkerConfig
 from hypha_worker.hardware.detection import detect
 from hypha_worker.leasing.capacity import Device
+from hypha_worker.leasing.terms import LeaseTerms, Quota
 
 COMPLETE_EXAMPLE = """
 # TLS Configuration
@@ -117,7 +118,50 @@ def test_both_forms_of_the_strategy_are_accepted(tmp_path: Path, section: str) -
 def test_defaults_are_the_documented_ones(tmp_path: Path) -> None:
     policy = load(tmp_path, LEAST).config.offer.policy()
     assert (policy.price, policy.floor, policy.strategy, policy.evaluation) == (100.0, 0.0, "flexible", "profit")
-    assert policy.schedulers == ()
+    assert (policy.schedulers, policy.prefer, policy.quota) == ((), (), Quota())
+    config = load(tmp_path, LEAST).config
+    assert config.offer.lease_terms() == LeaseTerms(temporary_lease=0.5, idle_lease=60.0)
+    assert config.capabilities().defaults == Resources(storage=10.0)
+
+
+def test_terms_and_defaults_are_configurable(tmp_path: Path) -> None:
+    text = f"""
+[offer]
+evaluation = "affinity"
+prefer = ["{PEER}", "x"]
+max_offers = 4
+max_leases = 3
+max_jobs = 2
+idle_lease = 30
+temporary_lease = 1.5
+
+[resources]
+cpu = 4
+
+[resources.default]
+cpu = 1
+memory = 2
+storage = 5
+gpu = 8
+
+[[executors]]
+class = "train"
+name = "x"
+cmd = "y"
+"""
+    loaded = load(tmp_path, LEAST + text)
+    quota = Quota(max_offers=4, max_leases=3, max_jobs=2)
+    policy = loaded.config.offer.policy()
+    assert (policy.prefer, policy.quota) == ((PeerId.parse(PEER), "x"), quota)
+    assert loaded.config.offer.lease_terms() == LeaseTerms(1.5, 30.0, quota)
+    assert loaded.config.capabilities().defaults == Resources(cpu=1.0, memory=2.0, storage=5.0, gpu=8.0)
+    assert loaded.warnings == ()
+
+
+def test_a_preferred_name_that_no_executor_has_is_a_warning(tmp_path: Path) -> None:
+    text = '[resources]\ncpu = 1\n[offer]\nprefer = ["y"]\n[[executors]]\nclass = "train"\nname = "x"\ncmd = "z"\n'
+    [warning] = load(tmp_path, LEAST + text).warnings
+    assert warning == "offer.prefer: 'y' is neither a peer id nor the name of one of the [[executors]]"
 
 
 def test_devices_determine_the_gpu_memory(tmp_path: Path) -> None:
@@ -147,6 +191,15 @@ PEER = str(PeerId.from_public_key(bytes(32)))
         ("[resources]\ngpu = 80\n[[resources.devices]]\nindex = 0\nmemory = 24\n", "80 GB"),
         ('[offer]\nstrategy = "half"\n', "flexible"),
         ('[offer]\nschedulers = ["me"]\n', "peer id 'me'"),
+        ('[offer]\nprefer = ["12D3KooWx"]\n', "offer.prefer"),
+        ('[offer]\nevaluation = "greed"\n', "affinity, profit, utilization"),
+        ("[offer]\nprice = 1e300\n", "offer.price"),
+        ("[offer]\nfloor = 1000000001.0\n", "offer.floor"),
+        ("[offer]\nprice = inf\n", "offer.price"),
+        ("[offer]\nmax_leases = 0\n", "offer.max_leases"),
+        ("[offer]\nidle_lease = 0\n", "offer.idle_lease"),
+        ("[offer]\ntemporary_lease = 2.5\n", "offer.temporary_lease"),
+        ("[resources.default]\nstorage = -1\n", "resources.default.storage"),
         ('[cache]\npath = "/x"\n', "not yet"),
         ('[connectors]\nbuckets = ["b"]\n', "not yet"),
     ],

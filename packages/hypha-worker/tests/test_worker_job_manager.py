@@ -305,10 +305,10 @@ def test_a_worker_explains_why_it_would_not_bid(in_lab: InLab) -> None:
         assert await reasons(cpu=1.0) == ()
         assert await reasons(cpu=8.0, bid=10.0) == (
             "the bid of 10 is below 50, the least this worker accepts",
-            "cpu: 8 requested, 2 free of 2",
+            "cpu: 8 requested, this worker has 2",
         )
         await lab.scheduler.hire(cpu=2.0)
-        assert await reasons(cpu=1.0) == ("cpu: 1 requested, 0 free of 2",)
+        assert await reasons(cpu=1.0) == ("cpu: this worker has enough, but too much of it is leased",)
 
     in_lab(case)
 

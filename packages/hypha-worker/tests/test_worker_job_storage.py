@@ -162,11 +162,10 @@ def test_pushes_to_a_job_stay_within_its_lease_together(in_lab: InLab, older: bo
     in_lab(case)
 
 
-def test_a_job_that_asked_for_no_storage_gets_the_default(in_lab: InLab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_asked_for_no_storage_gets_the_default(in_lab: InLab) -> None:
     """Without a bound, 1 TiB was allocated when a peer announced it."""
 
     async def case(lab: Any) -> None:
-        lab.worker.jobs._default_storage = 0.001
         spec = lab.aggregate_spec([lab.data.peer_id], [lab.data.peer_id], members=None)
         lease = await lab.scheduler.hire(lab.SERVER)
         await lab.scheduler.dispatch(lab.peer, lease, spec)
@@ -177,4 +176,4 @@ def test_a_job_that_asked_for_no_storage_gets_the_default(in_lab: InLab, monkeyp
         with pytest.raises(TransferRefusedError, match="0 of 1000000 bytes are used"):
             await transfer.push(lab.data, lab.peer, path, header)
 
-    in_lab(case)
+    in_lab(case, resources={"cpu": 2.0, "memory": 4.0, "default": {"storage": 0.001}})

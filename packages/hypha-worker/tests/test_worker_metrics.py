@@ -80,6 +80,7 @@ async def train(lab: Any, recorded: Any) -> None:
     assert end.outcome == "finished", end
     assert isinstance(await lab.scheduler.renew(lab.peer, uuid.uuid4()), RenewalFailed)
     await lab.scheduler.release(lab.peer, lease)
+    assert isinstance(await lab.scheduler.renew(lab.peer, lease), RenewalFailed)
     await lab.start("sys.exit(3)")
     assert (await lab.scheduler.ended()).outcome == "failed"
 
@@ -102,10 +103,14 @@ async def aggregate(lab: Any, receiver: Any) -> None:
     await lab.scheduler.until(lambda: receiver.files)
 
 
-async def let_expire(lab: Any, recorded: Any) -> None:
-    """Let a lease expire."""
+async def let_leases_end(lab: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let two leases end, one of them idle; release one that does not exist."""
     await lab.scheduler.hire(cpu=0.5)
-    await lab.scheduler.until(lambda: values(recorded, "hypha.worker.lease.ends", hypha__lease__state="held"))
+    await lab.scheduler.until(lambda: values(recorded, "hypha.worker.lease.ends", hypha__outcome="idle"))
+    monkeypatch.setattr("hypha_worker.leasing.lease_manager.RENEWED_LEASE", 0.5)
+    await lab.scheduler.hire(cpu=0.5)
+    await lab.scheduler.until(lambda: values(recorded, "hypha.worker.lease.ends", hypha__outcome="expired"))
+    assert not await lab.scheduler.release(lab.peer, uuid.uuid4())
 
 
 def test_every_documented_metric_has_a_value(
@@ -116,10 +121,9 @@ def test_every_documented_metric_has_a_value(
     async def case(lab: Any) -> None:
         await train(lab, recorded)
         await aggregate(lab, push_receiver(lab.server, lab.folder / "receiver"))
-        monkeypatch.setattr("hypha_worker.leasing.lease_manager.RENEWED_LEASE", 0.5)
-        await let_expire(lab, recorded)
+        await let_leases_end(lab, recorded, monkeypatch)
 
-    in_lab(case)
+    in_lab(case, offer={"price": 50.0, "idle_lease": 2.0})
     expected: dict[str, list[dict[str, str | bool]]] = {
         "hypha.worker.jobs.active": [{"hypha__job__class": "train"}, {"hypha__job__class": "aggregate"}],
         "hypha.worker.jobs.started": [{"hypha__job__class": "train"}, {"hypha__job__class": "aggregate"}],
@@ -135,8 +139,10 @@ def test_every_documented_metric_has_a_value(
         "hypha.worker.requests": [{"hypha__offered": True}],
         "hypha.worker.leases.active": [{"hypha__lease__state": "held"}],
         "hypha.worker.dispatches": [{"hypha__outcome": "accepted"}],
-        "hypha.worker.lease.renewals": [{"hypha__outcome": "renewed"}, {"hypha__outcome": "refused"}],
-        "hypha.worker.lease.ends": [{"hypha__outcome": "expired"}, {"hypha__outcome": "released"}],
+        "hypha.worker.lease.renewals": [{"hypha__outcome": outcome} for outcome in ("renewed", "refused", "stranger")],
+        "hypha.worker.lease.ends": [
+            {"hypha__outcome": outcome} for outcome in ("expired", "idle", "released", "stranger")
+        ],
         "hypha.worker.slices": [{"hypha__dataset": "digits"}],
         "hypha.worker.slice.io": [{"hypha__dataset": "digits"}],
         "hypha.worker.slice.duration": [{"hypha__dataset": "digits"}],

@@ -157,15 +157,18 @@ class Endpoint(Protocol):
     async def connect_peer(self, peer: PeerId, *, timeout: float = 10.0) -> None:
         """Connect to `peer` as `open_stream` does, and measure the round trip; return at once if both are done.
 
+        A peer that answers no ping within 2 s counts as connected; its `round_trip_time` stays None.
+
         Raises:
             UnreachableError: the peer cannot be reached within `timeout` seconds.
         """
         ...
 
     def round_trip_time(self, peer: PeerId) -> float | None:
-        """Return the shortest round trip measured on the connection to `peer`, in seconds.
+        """Return the shortest round trip measured on the connection to `peer`, in seconds, end to end if relayed.
 
-        None without a connection, or before the first measurement, which is made as soon as a connection stands.
+        None without a connection, or before the first measurement, which is made as soon as a connection stands. While
+        a new connection to the peer is not measured, that of the one before it, if it is still open.
         """
         ...
 
@@ -209,7 +212,20 @@ class Endpoint(Protocol):
         ...
 
     async def publish(self, topic: str, data: bytes) -> None:
-        """Publish to the subscribers of `topic`. Each receives the message at most once."""
+        """Publish to the subscribers of `topic`. Each receives the message at most once.
+
+        Also does what `connect_subscribers` does, in the background.
+        """
+        ...
+
+    async def connect_subscribers(self, topic: str, *, timeout: float = 1.0) -> None:
+        """Connect to those subscribers of `topic` that need it to receive what this node publishes, or to answer.
+
+        Behind a gateway of the older network, which forwards nothing, these are all its neighbours; behind one of ours
+        the nodes of the older network, which answer connected peers only. Returns when they have been dialled, or after
+        `timeout` seconds (the rest goes on in the background); at once if that has been done lately. Raises nothing:
+        `topic_peers` tells who is there.
+        """
         ...
 
     def subscribe(self, topic: str) -> AbstractAsyncContextManager[AsyncIterator[GossipMessage]]:

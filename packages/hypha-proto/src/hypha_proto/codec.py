@@ -23,6 +23,9 @@ Floats = Literal["double", "shortest"]
 
 MAX_DEPTH: Final = 32
 """Maximum nesting depth of a CBOR message."""
+MAX_JSON_DEPTH: Final = 64
+"""Maximum nesting depth of a JSON text."""
+_TOO_DEEP: Final = f"nested more than {MAX_JSON_DEPTH} levels deep"
 MAX_ITEMS: Final = 1 << 17
 """Maximum number of values and keys in a CBOR message.
 
@@ -118,7 +121,16 @@ def from_json(kind: Any, data: bytes | str, limit: int | None = None) -> Any:
     """Decode one JSON text of the annotated type `kind`.
 
     Raises:
-        DecodeError: `data` is longer than `limit`, not JSON, has a duplicate key, or is not of type `kind`.
+        DecodeError: as `parse_json`, or `data` is not of type `kind`.
+    """
+    return from_plain(kind, parse_json(data, limit))
+
+
+def parse_json(data: bytes | str, limit: int | None = None) -> Any:
+    """Decode one JSON text to plain Python objects, strictly; for whatever comes from a socket or a file.
+
+    Raises:
+        DecodeError: `data` is longer than `limit`, not JSON, has a duplicate key, or is nested too deeply.
     """
     if limit is not None and len(data) > limit:
         raise DecodeError(f"message of {len(data)} bytes is over the limit of {limit}")
@@ -126,9 +138,24 @@ def from_json(kind: Any, data: bytes | str, limit: int | None = None) -> Any:
         plain = json.loads(data, object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant)
     except DecodeError:
         raise
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise DecodeError(_TOO_DEEP) from None
+    except ValueError as error:
         raise DecodeError(f"not JSON: {error}") from None
-    return from_plain(kind, plain)
+    _check_depth(plain)
+    return plain
+
+
+def _check_depth(plain: object) -> None:
+    """Check the depth level by level: what is not too deep for the parser may be for what handles its result."""
+    level = [plain] if isinstance(plain, dict | list) else []
+    for _ in range(MAX_JSON_DEPTH):
+        if not level:
+            return
+        children = (child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent))
+        level = [child for child in children if isinstance(child, dict | list)]
+    if level:
+        raise DecodeError(_TOO_DEEP)
 
 
 def from_plain(kind: Any, plain: object) -> Any:

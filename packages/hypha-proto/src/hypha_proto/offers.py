@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 
 from hypha_proto.protocols import API, WORKER_REQUESTS_TOPIC, RpcMethod, Topic
 from hypha_proto.resources import Resources, Timestamp
-from hypha_proto.wire_schema import OMIT, U64, Amount, Message
+from hypha_proto.wire_schema import OMIT, U64, Message, Price
 
 ExecutorClass = Literal["train", "aggregate"]
 
@@ -43,7 +43,7 @@ class WorkerRequest(Message, frozen=True):
     spec: WorkerSpec
     timeout: Timestamp
     """End of the offer window by the scheduler's clock; only for older peers."""
-    bid: Amount
+    bid: Price
     """Price in tokens per lease-hour."""
     timeout_ms: Annotated[U64 | None, OMIT] = None
     """Length of the offer window in milliseconds from receipt."""
@@ -57,7 +57,7 @@ class WorkerOffer(Message, frozen=True):
     """Id of the temporary lease; `leases.RenewLease` accepts the offer."""
     request_id: uuid.UUID
     """Id of the `WorkerRequest` that it answers."""
-    price: Amount
+    price: Price
     """Price in tokens per lease-hour."""
     resources: Resources
     timeout: Timestamp
@@ -76,6 +76,8 @@ OFFER: Final = RpcMethod[WorkerOffer, OfferReceived](API, WorkerOffer, OfferRece
 
 OFFER_WINDOW: Final = 5.0
 """Maximum time in seconds for which offers are collected."""
+MAX_OFFER_LIFE: Final = 2.0
+"""Seconds that count at most of the life that an offer states."""
 REQUEST_BATCH_WINDOW: Final = 0.2
 """Time in seconds for which a worker collects requests before it decides."""
 REQUEST_BATCH_SIZE: Final = 100

@@ -25,7 +25,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hypha_proto.errors import TensorFileError
+from hypha_proto.codec import parse_json
+from hypha_proto.errors import DecodeError, TensorFileError
 
 HEADER_LIMIT: Final = 16 << 20
 """Maximum length of a header in bytes; enough for about 100,000 tensors."""
@@ -229,25 +230,12 @@ def _check_header(header: bytes, data_size: int) -> tuple[dict[str, str], dict[s
 
 def _parse_json(header: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(header.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
-    except TensorFileError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise TensorFileError(f"the header is not JSON: {str(error)[:200]}") from None
+        value = parse_json(header)
+    except DecodeError as error:
+        raise TensorFileError(f"the header is not strict JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise TensorFileError("the header is not a JSON object")
     return value
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        raise TensorFileError("the header has a duplicate key")
-    return entries
-
-
-def _refuse_constant(text: str) -> Any:
-    raise TensorFileError(f"the header holds {text}, which is not JSON")
 
 
 def _check_metadata(metadata: Any) -> dict[str, str]:

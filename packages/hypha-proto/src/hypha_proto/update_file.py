@@ -18,7 +18,8 @@ from typing import Final
 
 import numpy as np
 
-from hypha_proto.errors import TensorFileError
+from hypha_proto.codec import parse_json
+from hypha_proto.errors import DecodeError, TensorFileError
 from hypha_proto.safetensors_io import (
     FLOAT_DTYPES,
     HEADER_LIMIT,
@@ -109,8 +110,8 @@ def _decode_count(texts: Mapping[str, str], key: str) -> int | None:
 
 def _decode_names(text: str) -> frozenset[str]:
     try:
-        names = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        names = parse_json(text)
+    except DecodeError as error:
         raise TensorFileError(f"metadata statistics: not JSON: {str(error)[:120]}") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise TensorFileError("metadata statistics: not a list of tensor names")
@@ -182,9 +183,9 @@ def _indexed_files(index: Path) -> list[str]:
     if index.stat().st_size > HEADER_LIMIT:
         raise TensorFileError(f"{index.name} is longer than {HEADER_LIMIT} bytes")
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        weight_map = parse_json(index.read_bytes())["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (DecodeError, KeyError, TypeError, AttributeError):
         raise TensorFileError(f"{index.name} is not an index with a weight_map of tensor to file name") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):

@@ -42,6 +42,8 @@ class FloatKind:
     """Width in bytes."""
     amount: bool = False
     """Whether it must be finite and not negative."""
+    largest: float = math.inf
+    """Largest permitted amount."""
 
 
 class Mark(Enum):
@@ -61,7 +63,11 @@ U64 = Annotated[int, IntRange(0, 2**64 - 1)]
 I64 = Annotated[int, IntRange(-(2**63), 2**63 - 1)]
 F32 = Annotated[float, FloatKind(4)]
 Amount = Annotated[float, FloatKind(8, amount=True)]
-"""Finite, non-negative number: an amount of a resource, or a price."""
+"""Finite, non-negative number, such as an amount of a resource."""
+MAX_PRICE: Final = 1e9
+"""Largest price or bid in tokens per lease-hour."""
+Price = Annotated[float, FloatKind(8, amount=True, largest=MAX_PRICE)]
+"""Price or bid in tokens per lease-hour: a finite number from 0 to `MAX_PRICE`."""
 Digest = Annotated[str, Mark.DIGEST]
 """Content digest such as ``blake3:<64 hex digits>``; see `hypha_proto.ids.check_digest`."""
 
@@ -137,8 +143,9 @@ def _float(kind: FloatKind) -> Shape:
     def check(value: object, path: str, error: type[DecodeError | EncodeError]) -> float:
         if type(value) is not float:
             raise error(f"expected a float, got {_kind(value)}", path)
-        if kind.amount and not (math.isfinite(value) and value >= 0):
-            raise error(f"expected a finite number >= 0, got {value}", path)
+        if kind.amount and not (math.isfinite(value) and 0 <= value <= kind.largest):
+            bounds = ">= 0" if math.isinf(kind.largest) else f"from 0 to {kind.largest:g}"
+            raise error(f"expected a finite number {bounds}, got {value}", path)
         return value
 
     def load(value: object, path: str, dialect: Dialect) -> float:

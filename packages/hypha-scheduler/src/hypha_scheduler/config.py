@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from hypha_net.node.config.models import NodeConfig
+from hypha_proto.offers import MAX_OFFER_LIFE
 from hypha_scheduler.job_config import JobConfig, Table, not_yet
+
+Weight = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class DashboardTable(Table):
@@ -25,11 +29,27 @@ class DashboardTable(Table):
         return self
 
 
+class AuctionTable(Table):
+    """``[scheduler.auction]``: how offers of workers are chosen; the weights value one unit of each resource."""
+
+    decision_window: float = Field(
+        default=0.25,
+        ge=0,
+        le=MAX_OFFER_LIFE,
+        description="Seconds from the first acceptable offer until the best are chosen, or less if offers end before.",
+    )
+    gpu: Weight = Field(default=25.0, description="Weight of a GB of GPU memory.")
+    cpu: Weight = Field(default=1.0, description="Weight of a core.")
+    memory: Weight = Field(default=0.1, description="Weight of a GB of memory.")
+    storage: Weight = Field(default=0.01, description="Weight of a GB of storage.")
+
+
 class SchedulerTable(Table):
     """``[scheduler]``."""
 
     job: JobConfig | None = Field(default=None, description="One job to run.")
     jobs: tuple[JobConfig, ...] = Field(default=(), description="Several jobs, run one after the other.")
+    auction: AuctionTable = Field(default=AuctionTable(), description="How offers of workers are chosen.")
     status_bridge: str | None = Field(
         default=None, description="The same as status_bridge at the top level, which it overrides."
     )

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, model_valida
 from hypha_net.node.config.models import Section
 from hypha_proto.job_spec import PREPROCESSOR_TASKS, TASKS
 from hypha_proto.resources import Resources
+from hypha_proto.wire_schema import MAX_PRICE
 
 ALIASES: Final = {"vision-classification": "image-classification"}
 """Names of model types in job files, and their wire names."""
@@ -242,9 +243,9 @@ Requirements = Annotated[tuple[Requirement, ...], BeforeValidator(_requirements)
 class PriceTable(Table):
     """Price of a worker in tokens per lease-hour."""
 
-    bid: float = Field(default=100.0, ge=0, allow_inf_nan=False, description="Price that is published in requests.")
+    bid: float = Field(default=100.0, ge=0, le=MAX_PRICE, description="Price that is published in requests, up to 1e9.")
     max: float = Field(
-        default=100.0, ge=0, allow_inf_nan=False, description="Maximum price; never sent. Offers above it are refused."
+        default=100.0, ge=0, le=MAX_PRICE, description="Maximum price, up to 1e9; never sent. Offers above are refused."
     )
 
     @model_validator(mode="before")

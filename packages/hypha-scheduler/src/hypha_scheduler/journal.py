@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from hypha_proto.codec import parse_json
+
 
 class Journal:
     """Appends records to a file and syncs them to disk, either at once or on a background thread.
@@ -67,7 +69,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         return []
     records: list[dict[str, Any]] = []
     for line in lines[:-1]:  # what follows the last line feed was truncated by a crash
-        found = json.loads(line)
+        found = parse_json(line)
         if isinstance(found, dict):
             records.append(found)
     return records

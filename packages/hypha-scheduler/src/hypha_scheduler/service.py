@@ -23,7 +23,8 @@ from hypha_proto.offers import OFFER, OfferReceived, WorkerOffer
 from hypha_proto.progress import REPORT, ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
-from hypha_scheduler.config import SchedulerConfig
+from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
+from hypha_scheduler.config import AuctionTable, SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import JobConfig
 from hypha_scheduler.metrics.status_bridge import StatusBridge
@@ -35,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 _LAST_METRICS: Final = 2.0
 """Seconds to wait for the last metrics to reach the bridge after all jobs have ended."""
+_DEFAULT_AUCTION: Final = AuctionSettings()
 _ACTIVE: Final = instrumentation.UpDownCounter("hypha.scheduler.jobs.active", "{job}", "Running jobs.")
 _ENDED: Final = instrumentation.Counter("hypha.scheduler.jobs.ended", "{job}", "Jobs that have ended, by outcome.")
 _OFFERS: Final = instrumentation.Counter("hypha.scheduler.offers", "{offer}", "Offers received from workers.")
@@ -50,7 +52,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     if config.bridge_address is not None:
         bridge = StatusBridge(config.bridge_address)
         node.tasks.start_soon(bridge.run)
-    service = SchedulerService(node.endpoint, config.runs_dir, bridge)
+    service = SchedulerService(node.endpoint, config.runs_dir, bridge, auction_settings(config.scheduler.auction))
     node.ready()
     if not config.jobs:
         await serve_submissions(config.runs_dir, service.run_job)
@@ -65,6 +67,12 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
         await bridge.drain(_LAST_METRICS)
     if failures:
         raise JobFailedError("\n".join(failures))
+
+
+def auction_settings(table: AuctionTable) -> AuctionSettings:
+    """Return the settings of all auctions, from their configuration."""
+    weights = ResourceWeights(table.gpu, table.cpu, table.memory, table.storage)
+    return AuctionSettings(table.decision_window, weights)
 
 
 @contextmanager
@@ -83,11 +91,18 @@ def _counted() -> Iterator[None]:
 class SchedulerService:
     """Jobs of one scheduler, and the request handlers that route messages to them."""
 
-    def __init__(self, endpoint: Endpoint, runs: Path, bridge: StatusBridge | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        runs: Path,
+        bridge: StatusBridge | None = None,
+        auction: AuctionSettings = _DEFAULT_AUCTION,
+    ) -> None:
         """Register the request handlers on `endpoint`; jobs write to directories in `runs`."""
         self._endpoint = endpoint
         self._runs_dir = runs
         self._bridge = bridge
+        self._auction_settings = auction
         self._runs: dict[uuid.UUID, TrainingRun] = {}
         rpc.serve(endpoint, OFFER, self._offer)
         rpc.serve(endpoint, DATA, self._data)
@@ -104,7 +119,7 @@ class SchedulerService:
         Raises:
             JobFailedError: the job failed.
         """
-        run = TrainingRun(self._endpoint, job, self._runs_dir, self._bridge, job_id)
+        run = TrainingRun(self._endpoint, job, self._runs_dir, self._bridge, job_id, self._auction_settings)
         self._runs[run.job_id] = run
         about = {"hypha.job.id": str(run.job_id), "hypha.dataset": job.dataset.dataset}
         try:

@@ -31,9 +31,10 @@ from hypha_proto.progress import ProgressError, ProgressRequest, ProgressRespons
 from hypha_proto.round_membership import UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.allocator import Allocator, release
-from hypha_scheduler.allocation.auction import AcceptedOffer
+from hypha_scheduler.allocation.auction import AcceptedOffer, AuctionSettings
 from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
 from hypha_scheduler.allocation.renewal import renew_leases
+from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.answers import ResponseCache
 from hypha_scheduler.datasets.dataset import Dataset, open_dataset
 from hypha_scheduler.datasets.providers import Providers
@@ -72,6 +73,7 @@ _RELEASE_TIMEOUT: Final = 3.0
 _JOB_END_GRACE: Final = 2.0
 """Seconds to wait for a `JobEnd` with details after a `JobStatus` reported the end of an executor."""
 _DEADLINE_CHECK_INTERVAL: Final = 0.5
+_DEFAULT_AUCTION: Final = AuctionSettings()
 
 
 @dataclass(slots=True)
@@ -94,6 +96,7 @@ class TrainingRun:
         runs: Path,
         bridge: StatusBridge | None = None,
         job_id: uuid.UUID | None = None,
+        auction: AuctionSettings = _DEFAULT_AUCTION,
     ) -> None:
         """Create a job with a directory in `runs`, under a new id unless one is given; nothing runs before `run`."""
         self.job_id = job_id or uuid.uuid4()
@@ -101,6 +104,7 @@ class TrainingRun:
         self._endpoint = endpoint
         self._job = job
         self._bridge = bridge
+        self._auction_settings = auction
         self._leases = HeldLeases()
         self._result = ResultModel(self.directory / "model", job.rounds.checkpoint_every)
         self._start_barrier = StartBarrier(0)
@@ -216,11 +220,22 @@ class TrainingRun:
         allocator = self._allocator = Allocator(
             self._endpoint, role_requests(self._job), self._leases,
             minimum={TRAIN: resources.least_workers, AGGREGATE: 1}, timeout=resources.allocation_timeout,
+            tasks=self._tasks, settings=self._auction_settings, on_shortage=self._report_shortage,
         )  # fmt: skip
         self._tasks.start_soon(renew_leases, self._endpoint, self._leases, self._lease_lost)
         offers = await allocator.allocate()
         self._report.placed(offers, allocator.seconds)
         return offers, allocator.seconds
+
+    def _report_shortage(self, shortage: Shortage) -> None:
+        self._report.emit(
+            "shortage",
+            role=shortage.role,
+            suitable=shortage.suitable,
+            known=shortage.known,
+            rejections=dict(shortage.counts),
+            text=str(shortage),
+        )
 
     def _prepare(self, offers: tuple[AcceptedOffer, ...], dataset: Dataset, model: StartModel) -> _Running:
         trains = sorted(
@@ -283,6 +298,8 @@ class TrainingRun:
             for held in self._leases.held():
                 self._leases.drop(held.lease)
                 tasks.start_soon(release, self._endpoint, held.peer, held.lease, reason)
+            for offer in self._allocator.auction.unanswered if self._allocator is not None else ():
+                tasks.start_soon(release, self._endpoint, offer.peer, offer.lease, reason)
 
     # -------------------------------------------------------------------------------------------------------- failures
 

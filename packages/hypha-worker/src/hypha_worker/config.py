@@ -7,17 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hypha_net.node.config.models import UNSUPPORTED_KEYS, NodeConfig, Section
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
+from hypha_proto.leases import TEMPORARY_LEASE
 from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
 from hypha_proto.resources import Resources
-from hypha_worker.bidding.arbiter import Evaluation, OfferPolicy, Strategy
+from hypha_worker.bidding.evaluation import find_evaluation
+from hypha_worker.bidding.policy import OfferPolicy, Strategy
 from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
+from hypha_worker.leasing.terms import IDLE_LEASE, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
+
+MAX_PRICE: Final = 1e9
+"""Highest price that may be configured, tokens per lease-hour."""
 
 
 def _peer(text: str) -> str:
@@ -27,8 +33,23 @@ def _peer(text: str) -> str:
         raise ValueError(str(error)) from None
 
 
+def _preferred(text: str) -> str:
+    """Check an entry of `OfferSection.prefer`: what begins like a peer id must be one."""
+    return _peer(text) if text.startswith(_PEER_ID_START) else text
+
+
+def _evaluation(name: str) -> str:
+    find_evaluation(name)
+    return name
+
+
+_PEER_ID_START: Final = "12D3Koo"
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Price = Annotated[float, Field(ge=0, le=MAX_PRICE, allow_inf_nan=False)]
+Limit = Annotated[int, Field(ge=1)] | None
 PeerText = Annotated[str, AfterValidator(_peer)]
+PreferredText = Annotated[str, Field(min_length=1), AfterValidator(_preferred)]
+EvaluationName = Annotated[str, AfterValidator(_evaluation)]
 
 
 class DeviceSection(Section):
@@ -36,6 +57,15 @@ class DeviceSection(Section):
 
     index: int = Field(ge=0, description="Index of the GPU in the driver's order.")
     memory: Amount = Field(description="Its memory, GB.")
+
+
+class DefaultResourcesSection(Section):
+    """``[resources.default]``."""
+
+    cpu: Amount = Field(default=0.0, description="Cores.")
+    memory: Amount = Field(default=0.0, description="RAM, GB.")
+    storage: Amount = Field(default=10.0, description="Disk, GB; it bounds the job even if resources.storage is 0.")
+    gpu: Amount = Field(default=0.0, description="GPU memory, GB.")
 
 
 class ResourcesSection(Section):
@@ -47,6 +77,10 @@ class ResourcesSection(Section):
     gpu: Amount = Field(default=0.0, description="GPU memory, GB.")
     devices: list[DeviceSection] = Field(
         default=[], description="One table per GPU. With them, a lease gets whole GPUs, and a job sees only its own."
+    )
+    default: DefaultResourcesSection = Field(
+        default=DefaultResourcesSection(),
+        description="What a job gets of a resource that it asked none of, or less if less is free.",
     )
 
     @model_validator(mode="after")
@@ -69,24 +103,56 @@ class StrategySection(Section):
 class OfferSection(Section):
     """``[offer]``."""
 
-    price: Amount = Field(default=100.0, description="Price of this worker, in tokens per lease-hour.")
-    floor: Amount = Field(default=0.0, description="Bids below this get no offer.")
+    price: Price = Field(default=100.0, description="Price of this worker, in tokens per lease-hour, at most 1e9.")
+    floor: Price = Field(default=0.0, description="Bids below this get no offer.")
     strategy: Strategy | StrategySection = Field(
         default="flexible",
         description="flexible: offer what is requested, at the bid. whole: offer everything at once.",
     )
-    evaluation: Evaluation = Field(
+    evaluation: EvaluationName = Field(
         default="profit", description="Which request wins when several compete: profit, utilization or affinity."
     )
     schedulers: list[PeerText] = Field(
-        default=[], description="Peer ids of the only schedulers that get offers, the preferred ones first; empty: all."
+        default=[], description="Peer ids of the only schedulers that get offers; empty: all."
+    )
+    prefer: list[PreferredText] = Field(
+        default=[],
+        description="Peer ids of schedulers and names of executors whose requests are preferred, the most preferred "
+        "first: before the price with affinity, between equal prices otherwise. Excludes nobody.",
+    )
+    max_offers: Limit = Field(default=None, description="Live offers to one scheduler at the same time.")
+    max_leases: Limit = Field(default=None, description="Leases of one scheduler, live offers to it included.")
+    max_jobs: Limit = Field(default=None, description="Running jobs of one scheduler.")
+    idle_lease: float = Field(
+        default=IDLE_LEASE, gt=0, allow_inf_nan=False, description="Seconds without a job after which a lease ends."
+    )
+    temporary_lease: float = Field(
+        default=TEMPORARY_LEASE,
+        ge=0.1,
+        le=MAX_TEMPORARY_LEASE,
+        allow_inf_nan=False,
+        description="Seconds for which an offer is reserved, 0.1 to 2; two round trips to the scheduler are added, up "
+        "to 2 s in all.",
     )
 
     def policy(self) -> OfferPolicy:
-        """Return the section as the arbiter's policy."""
-        strategy = self.strategy if isinstance(self.strategy, str) else self.strategy.type
-        schedulers = tuple(PeerId.parse(text) for text in self.schedulers)
-        return OfferPolicy(self.price, self.floor, strategy, self.evaluation, schedulers)
+        """Return the owner's prices and preferences."""
+        return OfferPolicy(
+            price=self.price,
+            floor=self.floor,
+            strategy=self.strategy if isinstance(self.strategy, str) else self.strategy.type,
+            evaluation=self.evaluation,
+            schedulers=tuple(map(PeerId.parse, self.schedulers)),
+            prefer=tuple(PeerId.parse(text) if text.startswith(_PEER_ID_START) else text for text in self.prefer),
+            quota=self._quota(),
+        )
+
+    def lease_terms(self) -> LeaseTerms:
+        """Return the owner's terms for leases."""
+        return LeaseTerms(self.temporary_lease, self.idle_lease, self._quota())
+
+    def _quota(self) -> Quota:
+        return Quota(self.max_offers, self.max_leases, self.max_jobs)
 
 
 class ExecutorSection(Section):
@@ -179,13 +245,20 @@ class WorkerConfig(NodeConfig):
         owned = self.resources
         amounts = Resources(gpu=owned.gpu, cpu=owned.cpu, storage=owned.storage, memory=owned.memory)
         devices = tuple(Device(device.index, device.memory) for device in owned.devices)
-        return Capabilities(Capacity(amounts, devices), frozenset(entry.descriptor for entry in self.executors))
+        given = owned.default
+        defaults = Resources(gpu=given.gpu, cpu=given.cpu, storage=given.storage, memory=given.memory)
+        executors = frozenset(entry.descriptor for entry in self.executors)
+        return Capabilities(Capacity(amounts, devices), executors, defaults)
 
     def config_warnings(self) -> list[str]:
         """See `NodeConfig.config_warnings`."""
         found = super().config_warnings()
         if not self.executors:
             found.append("no [[executors]] are configured: this worker will get no jobs")
-        if self.resources == ResourcesSection():
+        if self.resources == ResourcesSection(default=self.resources.default):
             found.append("[resources] offers nothing: this worker will get no jobs")
+        names = {executor.name for executor in self.executors}
+        for text in self.offer.prefer:
+            if text not in names and not text.startswith(_PEER_ID_START):
+                found.append(f"offer.prefer: {text!r} is neither a peer id nor the name of one of the [[executors]]")
         return found

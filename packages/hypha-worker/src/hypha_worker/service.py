@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +18,7 @@ import anyio.to_thread
 
 from hypha_net import instrumentation, rpc, transfer
 from hypha_net.endpoint import Endpoint
+from hypha_net.log_throttle import LogThrottle
 from hypha_proto.dispatch import DISPATCH_JOB
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import (
@@ -48,7 +49,15 @@ from hypha_worker.executors.process.execution import ProcessExecution, ProcessSe
 from hypha_worker.jobs.execution import ExecutionFactory, JobContext
 from hypha_worker.jobs.job_manager import JobManager
 from hypha_worker.leasing.expiry import expiry_fields
-from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager, LeaseState
+from hypha_worker.leasing.lease_manager import (
+    Lease,
+    LeaseEnd,
+    LeaseError,
+    LeaseManager,
+    LeaseState,
+    UnknownLeaseError,
+)
+from hypha_worker.leasing.terms import LeaseUsage
 from hypha_worker.work_dir import clear_work_dir, open_socket_folder, prepare_work_dir
 
 if TYPE_CHECKING:
@@ -66,7 +75,9 @@ _RENEWALS: Final = instrumentation.Counter(
     "hypha.worker.lease.renewals", "{renewal}", "Renewals that were asked for, by outcome."
 )
 _ENDS: Final = instrumentation.Counter(
-    "hypha.worker.lease.ends", "{lease}", "Leases that ended, by how: expired or released."
+    "hypha.worker.lease.ends",
+    "{lease}",
+    "Leases that ended, by how: expired, idle or released; stranger: releases by peers that have no such lease.",
 )
 
 
@@ -102,8 +113,15 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
         await anyio.to_thread.run_sync(clear_work_dir, config.work_dir, stack)
         async with anyio.create_task_group() as tasks:
             capabilities = config.capabilities()
-            lease_manager = LeaseManager(capabilities.capacity)
-            jobs = JobManager(endpoint, lease_manager, make_factories(config, sockets), config.work_dir, tasks)
+            lease_manager = LeaseManager(capabilities.capacity, config.offer.lease_terms())
+            jobs = JobManager(
+                endpoint,
+                lease_manager,
+                make_factories(config, sockets),
+                config.work_dir,
+                tasks,
+                default_storage=config.resources.default.storage,
+            )
             worker = Worker(endpoint, Arbiter(config.offer.policy(), capabilities), lease_manager, jobs)
             worker.listen()
             await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep).run)
@@ -155,6 +173,7 @@ class Worker:
     arbiter: Arbiter
     lease_manager: LeaseManager
     jobs: JobManager
+    _refusals: LogThrottle = field(default_factory=lambda: LogThrottle(anyio.current_time))
 
     def listen(self) -> None:
         """Register the handlers of schedulers' requests and of peers' pushes."""
@@ -173,12 +192,16 @@ class Worker:
             self.sweep(anyio.current_time())
 
     def sweep(self, now: float) -> None:
-        """End leases that have expired, and cancel their jobs."""
-        before, expired = self.lease_manager.leases, self.lease_manager.sweep(now)
-        for lease in expired:
+        """End leases that have expired or are idle, and cancel the jobs of the former."""
+        open_leases = [lease for lease in self.lease_manager.leases if lease.end is None]
+        for lease in self.lease_manager.sweep(now):
             self.jobs.cancel(lease.id, lease.scheduler, "the lease was not renewed in time")
+        ended = [lease for lease in open_leases if lease.end is not None]
+        for lease in ended:
+            if lease.end is LeaseEnd.IDLE:
+                _log.info("lease %s of scheduler %s ended: %s", lease.id, lease.scheduler, lease.end.reason)
         if instrumentation.enabled():
-            _record_leases(before, expired, self.lease_manager.leases)
+            _record_leases(ended, self.lease_manager.leases)
 
     async def renew(self, scheduler: PeerId, message: RenewLease) -> LeaseRenewal:
         """Extend a lease."""
@@ -186,8 +209,9 @@ class Worker:
         try:
             lease = self.lease_manager.renew(message.id, scheduler, now)
         except LeaseError as error:
-            _log.info("renewal refused: %s", error)
-            _RENEWALS.add(1, {"hypha.outcome": "refused"})
+            self._log_refusal("renewal", scheduler, error)
+            is_stranger = isinstance(error, UnknownLeaseError)
+            _RENEWALS.add(1, {"hypha.outcome": "stranger" if is_stranger else "refused"})
             return RenewalFailed()
         _RENEWALS.add(1, {"hypha.outcome": "renewed"})
         timeout, timeout_ms = expiry_fields(lease.remaining(now))
@@ -198,12 +222,21 @@ class Worker:
         try:
             lease = self.lease_manager.release(message.id, scheduler)
         except LeaseError as error:
-            _log.debug("release: %s", error)
+            self._log_refusal("release", scheduler, error)
+            if isinstance(error, UnknownLeaseError):
+                _ENDS.add(1, {"hypha.outcome": "stranger"})
             return LeaseReleased(known=False)
         _ENDS.add(1, {"hypha.outcome": "released"})
         reason = f"the scheduler released the lease: {message.reason}" if message.reason else "the lease was released"
         self.jobs.cancel(lease.id, scheduler, reason)
         return LeaseReleased(known=True)
+
+    def _log_refusal(self, what: str, scheduler: PeerId, error: LeaseError) -> None:
+        """Log a refused request, once a minute for each scheduler and kind of error."""
+        suppressed = self._refusals.suppressed_count((what, scheduler, type(error)))
+        if suppressed is not None:
+            more = f" ({suppressed} more since it was last logged)" if suppressed else ""
+            _log.info("%s refused: %s%s", what, error, more)
 
     async def cancel(self, scheduler: PeerId, message: CancelJob) -> JobCancelled:
         """Cancel the job on a lease; the lease stays."""
@@ -211,21 +244,25 @@ class Worker:
 
     async def explain(self, scheduler: PeerId, message: WhyNot) -> Reasons:
         """Return why this worker would make no offer for a request."""
-        return Reasons(reasons=self.arbiter.rejection_reasons(scheduler, message.request, self.lease_manager.free))
+        leases = self.lease_manager
+        usage = leases.usage.get(scheduler, LeaseUsage())
+        reasons = self.arbiter.rejection_reasons(scheduler, message.request, leases.free, usage)
+        return Reasons(
+            reasons=tuple(reason.text for reason in reasons),
+            rejections=tuple(reason.rejection for reason in reasons),
+        )
 
 
-def _record_leases(before: Sequence[Lease], expired: Sequence[Lease], after: Sequence[Lease]) -> None:
+def _record_leases(ended: Sequence[Lease], after: Sequence[Lease]) -> None:
     """Record how many leases there are, and which ones a sweep ended.
 
     Args:
-        before: all leases before the sweep.
-        expired: those that the sweep ended and that still have a job; the others without a job are not in `after`.
+        ended: those that the sweep ended; spent ones have ended with their job and do not count.
         after: all leases after the sweep.
     """
     for state in LeaseState:
         _LEASES.set(sum(lease.state is state for lease in after), {"hypha.lease.state": state.value})
-    known = {lease.id for lease in after}
-    for lease in before:
-        if lease in expired or (lease.id not in known and lease.state in (LeaseState.OFFERED, LeaseState.HELD)):
+    for lease in ended:
+        if lease.end is not None and lease.state is not LeaseState.SPENT:
             state_before = "offered" if lease.state is LeaseState.OFFERED else "held"
-            _ENDS.add(1, {"hypha.outcome": "expired", "hypha.lease.state": state_before})
+            _ENDS.add(1, {"hypha.outcome": lease.end.value, "hypha.lease.state": state_before})

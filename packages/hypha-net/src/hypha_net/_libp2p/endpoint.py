@@ -17,10 +17,10 @@ from typing import Final, cast
 
 import anyio
 import anyio.abc
+import trio
 from libp2p.abc import IRawConnection
 from libp2p.custom_types import TProtocol
 from libp2p.identity.identify_push.identify_push import push_identify_to_peer
-from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.tools.anyio_service import background_trio_service
@@ -30,6 +30,7 @@ from multiaddr import Multiaddr
 
 from hypha_net._libp2p.bootstrap.gateways import Gateways
 from hypha_net._libp2p.bootstrap.record_publisher import RecordPublisher
+from hypha_net._libp2p.bootstrap.topic_peers import TopicPeers
 from hypha_net._libp2p.compat.host import check_port_free, make_host
 from hypha_net._libp2p.compat.logging import adopt_library_logs
 from hypha_net._libp2p.compat.notifee import EventNotifee
@@ -74,6 +75,8 @@ _log = logging.getLogger("hypha_net.endpoint")
 
 ANNOUNCE_TIMEOUT: Final = 5.0
 CLOSE_TIMEOUT: Final = 1.0
+ROUND_TRIP_TIMEOUT: Final = 2.0
+"""Age in seconds at which a connection whose peer has answered no ping counts as connected all the same."""
 
 
 class Libp2pEndpoint:
@@ -144,11 +147,11 @@ class Libp2pEndpoint:
         self.handle(DCUTR, self._puncher.serve)
 
     def _make_gateways(self) -> None:
+        self._topic_peers = TopicPeers(self._dialer, self._dht, self._subscriptions)
         self._gateways = Gateways(
             self._dialer,
-            self._dht,
             self._publisher,
-            self._subscriptions,
+            self._topic_peers,
             self._relay_client if self._can_reserve else None,
         )
         self._dialer.set_routes(
@@ -202,18 +205,23 @@ class Libp2pEndpoint:
         return connection is not None and is_direct(connection)
 
     async def connect_peer(self, peer: PeerId, *, timeout: float = 10.0) -> None:
-        """See `Endpoint.connect_peer`; a peer that does not answer the ping in time counts as connected, too."""
-        connection: SwarmConn | None = None
+        """See `Endpoint.connect_peer`."""
+        is_connected = False
         with anyio.move_on_after(timeout):
-            connection = await self._dialer.get_or_connect(peer)
-            await cast(YamuxSession, connection.muxed_conn).event_round_trip_measured.wait()
-        if connection is None:
+            while not is_connected:
+                connection = await self._dialer.get_or_connect(peer)
+                is_connected = True
+                if self.round_trip_time(peer) is None:
+                    is_connected = await _wait_for_round_trip(cast(YamuxSession, connection.muxed_conn))
+        if not is_connected:
             raise UnreachableError(f"{peer} did not answer within {timeout:g} s")
 
     def round_trip_time(self, peer: PeerId) -> float | None:
-        """See `Endpoint.round_trip_time`."""
-        connection = self._dialer.connection(peer)
-        return None if connection is None else cast(YamuxSession, connection.muxed_conn).shortest_round_trip
+        """See `Endpoint.round_trip_time`; while the connection in use is not measured, that of another to the peer."""
+        in_use = self._dialer.connection(peer)
+        connections = [] if in_use is None else [in_use, *self._dialer.connections(peer)]
+        measured = (cast(YamuxSession, connection.muxed_conn).shortest_round_trip for connection in connections)
+        return next((seconds for seconds in measured if seconds is not None), None)
 
     def direct_connections(self, peer: PeerId) -> frozenset[object]:
         """Return the connections to `peer` that are not relayed."""
@@ -246,7 +254,10 @@ class Libp2pEndpoint:
 
     def _known_peers(self) -> list[KnownPeer]:
         """Return the connected peers for the DHT server."""
-        return [KnownPeer(peer, partial(self._shared_addresses, peer)) for peer in self._peers.ids()]
+        return [
+            KnownPeer(peer, partial(self._shared_addresses, peer), partial(self._peers.is_ours, peer))
+            for peer in self._peers.ids()
+        ]
 
     def _shared_addresses(self, peer: PeerId) -> tuple[bytes, ...]:
         """Return a peer's addresses for others, with circuits through this node if it has a reservation here."""
@@ -310,11 +321,16 @@ class Libp2pEndpoint:
 
     async def publish(self, topic: str, data: bytes) -> None:
         """See `Endpoint.publish`."""
+        self._topic_peers.note_publish(topic)
         await self._subscriptions.publish(topic, data)
 
     def subscribe(self, topic: str) -> AbstractAsyncContextManager[AsyncIterator[GossipMessage]]:
         """See `Endpoint.subscribe`."""
         return self._subscriptions.subscribe(topic)
+
+    async def connect_subscribers(self, topic: str, *, timeout: float = 1.0) -> None:
+        """See `Endpoint.connect_subscribers`."""
+        await self._topic_peers.connect(topic, timeout)
 
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
         """See `Endpoint.topic_peers`."""
@@ -367,6 +383,7 @@ class Libp2pEndpoint:
             self._tasks.start_soon(self._pruner.run)
             self._tasks.start_soon(IdentifyRetrier(self._host).run)
             self._tasks.start_soon(self._gateways.renew_records)
+            self._tasks.start_soon(self._topic_peers.run)
             for address in self._settings.gateway_addresses:
                 self._tasks.start_soon(self._gateways.keep_connected, address)
             self._tasks.start_soon(self._certificates.run, self._settings.certificate_interval)
@@ -421,6 +438,20 @@ async def run_endpoint(identity: Identity, settings: EndpointSettings) -> AsyncI
         raise failure
     if endpoint is not None and endpoint.fault is not None:
         raise NetError(f"the network engine failed: {first_leaf_error(endpoint.fault)!r}") from endpoint.fault
+
+
+async def _wait_for_round_trip(session: YamuxSession) -> bool:
+    """Wait until a new session is measured or the peer owes the answer; return False if it was closed meanwhile."""
+
+    async def wait(event: trio.Event) -> None:
+        await event.wait()
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.cancel_scope.deadline = session.started_at + ROUND_TRIP_TIMEOUT
+        tasks.start_soon(wait, session.event_round_trip_measured)
+        tasks.start_soon(wait, session.event_closed)
+    return not session.event_closed.is_set()
 
 
 async def _run_handler(handler: StreamHandler, stream: Libp2pStream) -> None:

@@ -17,7 +17,10 @@ class Faults:
     """Faults of a link; may be changed while the network runs."""
 
     delay: float = 0.0
-    """Seconds that opening a stream, each write and each gossip delivery take."""
+    """Seconds that connecting, opening a stream, each write and each gossip delivery take.
+
+    A request over a standing connection is sent as the stream is opened: with its response it takes twice as long.
+    """
     jitter: float = 0.0
     """Largest random extra delay in seconds; it reorders gossip messages, but not the bytes of a stream."""
     gossip_loss: float = 0.0

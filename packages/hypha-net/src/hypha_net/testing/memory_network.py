@@ -269,8 +269,12 @@ class MemoryEndpoint:
     async def open_stream(
         self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0, request: bytes | None = None
     ) -> Stream:
-        """See `Endpoint.open_stream`."""
-        node = await self._connect_to(peer, timeout)
+        """See `Endpoint.open_stream`; over a standing connection a `request` arrives after one delay of the link."""
+        await anyio.lowlevel.checkpoint()
+        if request is not None and peer in self._streams:
+            node = self._network.find(peer, self._peer_id)
+        else:
+            node = await self._connect_to(peer, timeout)
         protocol = next((p for p in protocols if p in node._handlers), None)
         if protocol is None:
             raise UnsupportedProtocolError(f"{peer} speaks none of {', '.join(protocols)}")
@@ -280,12 +284,20 @@ class MemoryEndpoint:
         node._track(self._peer_id, theirs := MemoryStream(self._peer_id, protocol, there, back))
         node._tasks.start_soon(node._serve, theirs)
         if request is not None:
-            try:
-                await ours.send_eof(request)
-            except BaseException:
-                await ours.reset()
-                raise
+            await self._send_request(ours, request, timeout)
         return ours
+
+    @staticmethod
+    async def _send_request(stream: MemoryStream, request: bytes, timeout: float) -> None:
+        try:
+            with anyio.fail_after(timeout):
+                await stream.send_eof(request)
+        except TimeoutError:
+            await stream.reset()
+            raise UnreachableError(f"{stream.peer} did not answer within {timeout:g} s") from None
+        except BaseException:
+            await stream.reset()
+            raise
 
     def _write_delay(self, peer: PeerId) -> Callable[[], Awaitable[None]]:
         """Return the delay and possible break of each write to `peer`."""
@@ -370,6 +382,10 @@ class MemoryEndpoint:
             queues.remove(queue)
             if not queues:
                 self._network.leave(topic, self)
+
+    async def connect_subscribers(self, topic: str, *, timeout: float = 1.0) -> None:
+        """See `Endpoint.connect_subscribers`; here every subscriber receives what is published, connected or not."""
+        await anyio.lowlevel.checkpoint()
 
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
         """See `Endpoint.topic_peers`; all subscribers count as connected here."""

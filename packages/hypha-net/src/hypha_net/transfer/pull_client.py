@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
+
+import anyio
 
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, Stream
-from hypha_net.errors import TransferError, TransferRefusedError
+from hypha_net.errors import TransferError, TransferRefusedError, UnsupportedProtocolError
 from hypha_net.transfer.framing import (
     TransferInterruptedError,
     describe_request,
@@ -29,6 +32,9 @@ from hypha_proto.codec import from_cbor, to_cbor, to_json
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PULL_WITH_HEADER
 from hypha_proto.transfer import PullAnswer, PullHeader, PullRequest, PullStart, Refusal
+
+IDENTIFY_TIMEOUT: Final = 5.0
+"""Seconds that a peer without the newer protocol has to say by identify whether it speaks the older one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +128,38 @@ class _Pull:
 
     async def attempt(self) -> PullResult:
         offset = 0 if self.restart else await self.sink.resumable_bytes(self.announced_digest)
-        stream = await self.drops.open_stream(self.endpoint, self.peer, [PULL_WITH_HEADER, PULL])
-        if stream.protocol == PULL:
-            return await self._pull_without_header(stream)
+        try:
+            stream = await self.drops.open_stream(self.endpoint, self.peer, [PULL_WITH_HEADER])
+        except UnsupportedProtocolError:
+            if not await self._speaks_older_protocol():
+                raise
+            return await self._pull_without_header()
         async with reset_on_error(stream, self.what):
             return await self._pull_with_header(stream, offset)
 
-    async def _pull_without_header(self, stream: Stream) -> PullResult:
+    async def _speaks_older_protocol(self) -> bool:
+        """Return what identify says, and do not try it: a data node of the older protocol ends at an empty stream."""
+        with anyio.move_on_after(IDENTIFY_TIMEOUT):
+            while info := self.endpoint.connected_peers().get(self.peer):
+                if info.protocols:
+                    return PULL in info.protocols
+                await anyio.sleep(0.02)  # there is no event for it
+        return False
+
+    async def _pull_without_header(self) -> PullResult:
+        """Pull a slice by the older protocol.
+
+        Such a data node ends when a stream ends before a whole header, so the header is in one frame with the proposal
+        of the protocol. The end of this side is in it too: the peer drops the stream after the file's last byte, which
+        is a reset unless it has seen our FIN, and with a small file that reset would overtake a later FIN.
+        """
+        if self.request.name is not None:
+            raise TransferRefusedError(f"the peer serves slices only, and no {self.request.name}")
+        header = PullHeader(dataset=self.request.dataset, index=self.request.index)
+        proposal = length_prefixed(to_json(PullHeader, header))
+        stream = await self.drops.open_stream(self.endpoint, self.peer, [PULL], proposal)
         try:
             async with reset_on_error(stream, self.what):
-                if self.request.name is not None:
-                    raise TransferRefusedError(f"the peer serves slices only, and no {self.request.name}")
-                header = PullHeader(dataset=self.request.dataset, index=self.request.index)
-                # A peer of the older protocol drops the stream after the file's last byte, which is a reset unless it
-                # has seen our FIN: with a small file that reset would overtake a FIN sent after the header.
-                await stream.send_eof(length_prefixed(to_json(PullHeader, header)))
                 return await self._receive(stream, None, self.expected_digest, 0)
         except TransferInterruptedError as error:
             cut = TransferError(str(error))  # such a peer would send all of it again

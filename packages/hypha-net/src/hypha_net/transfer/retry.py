@@ -38,10 +38,12 @@ class DropAllowance:
         self._left -= 1
         return TransferInterruptedError(str(error)) if self._left >= 0 else otherwise
 
-    async def open_stream(self, endpoint: Endpoint, peer: PeerId, protocols: Sequence[str]) -> Stream:
+    async def open_stream(
+        self, endpoint: Endpoint, peer: PeerId, protocols: Sequence[str], request: bytes | None = None
+    ) -> Stream:
         """Call `Endpoint.open_stream`; a stream dropped during protocol negotiation counts too."""
         try:
-            return await endpoint.open_stream(peer, protocols)
+            return await endpoint.open_stream(peer, protocols, request=request)
         except StreamDroppedError as error:
             raise self.error_for(error, error) from error
 

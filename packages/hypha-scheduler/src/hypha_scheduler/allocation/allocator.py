@@ -1,7 +1,7 @@
-"""Worker allocation: publishes requests, accepts the offers that the auction selects, and explains failures.
+"""Worker allocation: publishes requests and accepts the offers that the auction selects.
 
 The I/O around `auction`. Called by `training` with the role requests that `submit` made; `service` delivers the offers.
-Accepted leases are kept alive by `renewal`.
+Accepted leases are kept alive by `renewal`; `shortage_report` explains why workers are missing.
 """
 
 from __future__ import annotations
@@ -10,40 +10,38 @@ import logging
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from random import Random
 from typing import Final
 
 import anyio
+import anyio.abc
 
 from hypha_net import instrumentation, pubsub, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import (
-    RELEASE_LEASE,
-    RENEW_LEASE,
-    RENEWED_LEASE,
-    WHY_NOT,
-    ReleaseLease,
-    Renewed,
-    RenewLease,
-    WhyNot,
-)
+from hypha_proto.leases import RELEASE_LEASE, RENEW_LEASE, RENEWED_LEASE, ReleaseLease, Renewed, RenewLease
 from hypha_proto.offers import OFFER_WINDOW, WORKER_REQUESTS, WorkerOffer, WorkerRequest
 from hypha_proto.resources import Timestamp
-from hypha_scheduler.allocation.auction import AcceptedOffer, Auction, RoleRequest
+from hypha_scheduler.allocation.attempts import Attempts
+from hypha_scheduler.allocation.auction import AcceptedOffer, Auction, AuctionSettings, RoleRequest
 from hypha_scheduler.allocation.leases import HeldLeases
+from hypha_scheduler.allocation.shortage import Shortage
+from hypha_scheduler.allocation.shortage_report import ShortageReport, candidates
 from hypha_scheduler.errors import AllocationError
 
 _log = logging.getLogger(__name__)
 
 REPUBLISH: Final = 1.0
 """Seconds after which an unmet request is published again."""
+_REPUBLISH_WITH_SET: Final = 0.5
+"""The same while an incomplete set is held: it gets what others release before it is released itself."""
 _QUICK_REPUBLISH: Final = 0.25
 _RENEW_TIMEOUT: Final = 5.0
-_REASON_TIMEOUT: Final = 3.0
-_MAX_PEERS_ASKED: Final = 32
 _MAX_LEASE_LIFE: Final = 3600.0
+_DEFAULT_SETTINGS: Final = AuctionSettings()
 
 
 def lease_life(timeout_ms: int | None) -> float:
@@ -69,29 +67,41 @@ class Allocator:
     endpoint: Endpoint
     role_requests: tuple[RoleRequest, ...]
     leases: HeldLeases
-    minimum: dict[str, int]
-    """Number of workers of each role that suffices after `timeout`."""
+    minimum: Mapping[str, int]
+    """Number of workers of each role that suffices after `timeout`, and without which leases are not kept for long."""
     timeout: float
     """Seconds to find all workers."""
+    tasks: anyio.abc.TaskGroup
+    """Task group of the job. Unanswered renewals and releases go on in it when the search is over."""
+    settings: AuctionSettings = _DEFAULT_SETTINGS
+    on_shortage: Callable[[Shortage], None] = lambda _shortage: None
+    """Called with what is logged about a role that lacks workers."""
+    random: Random = field(default_factory=Random)
     seconds: float = 0.0
     """Time from the first published request until all leases were held."""
     auction: Auction = field(init=False)
+    _shortage: ShortageReport = field(init=False)
+    _attempts: Attempts = field(init=False)
+    _next_publish: float = 0.0
     _changed: anyio.Event = field(default_factory=anyio.Event)
     _requests: dict[str, WorkerRequest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.auction = Auction(self.role_requests)
+        self.auction = Auction(self.role_requests, self.settings, self.random)
+        self._shortage = ShortageReport(self.endpoint, self.auction, self._requests, self.on_shortage)
 
     def add_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
         """Pass a received offer to the auction."""
-        if self.auction.add_offer(peer, offer, anyio.current_time()):
+        if self.auction.add_offer(peer, offer, anyio.current_time(), self.endpoint.round_trip_time(peer) or 0.0):
             self._changed.set()
         else:
-            _log.debug("offer %s of %s rejected: %s", offer.id, peer, self.auction.rejections.get(peer, "stale"))
+            _log.debug("offer %s of %s at %g is not acceptable", offer.id, peer, offer.price)
 
     def lease_lost(self, lease: uuid.UUID) -> None:
         """Search for a replacement of a lease that was lost during the search."""
-        self.auction.lease_lost(lease)
+        now = anyio.current_time()
+        self.auction.lease_lost(lease, now)
+        self._attempts.restart_patience(now)
         self._changed.set()
 
     async def allocate(self) -> tuple[AcceptedOffer, ...]:
@@ -103,29 +113,64 @@ class Allocator:
         """
         deadline = anyio.current_time() + self.timeout
         await self._wait_for_peers(deadline)
-        began = anyio.current_time()
-        next_publish = began
-        while not self.auction.complete:
-            now = anyio.current_time()
-            if now >= deadline:
-                if not self._has_minimum():
-                    raise AllocationError(await self._explain_shortage())
-                break
-            if now >= next_publish:
-                await self._publish()
-                next_publish = now + REPUBLISH
-            if await self._decide():
-                next_publish = min(next_publish, anyio.current_time() + _QUICK_REPUBLISH)
-            else:
-                await self._wait(min(next_publish, deadline, self.auction.decide_at() or deadline))
+        began = self._next_publish = anyio.current_time()
+        self._attempts = Attempts(deadline, self.random)
+        async with anyio.create_task_group() as watching:
+            watching.start_soon(self._shortage.watch)
+            await self._search(deadline)
+            watching.cancel_scope.cancel()
+        self.auction.close()
+        if not self._has_minimum():
+            raise AllocationError(await self._shortage.explain(self.timeout))
         self.seconds = anyio.current_time() - began
         return self.auction.held
+
+    async def _search(self, deadline: float) -> None:
+        """Search until all leases are held, or until the deadline."""
+        while not self.auction.complete and (now := anyio.current_time()) < deadline:
+            for offer in self.auction.mark_late(now):
+                _log.info("%s is late to confirm its offer for %s: taking the next best", offer.peer, offer.role)
+            if self._is_stalled(now):
+                self._give_up(now)
+            resume_at = self._attempts.resume_at
+            if resume_at is not None and now < resume_at:
+                await self._wait(resume_at)
+                continue
+            self._attempts.resume(now)
+            if now >= self._next_publish and self.auction.open_requests:
+                await self._publish()
+                self._next_publish = now + (_REPUBLISH_WITH_SET if self.auction.held else REPUBLISH)
+            self._accept_offers(now)
+            times = (deadline, self._next_publish, self.auction.decide_at(now), self.auction.next_late_at())
+            await self._wait(min(at for at in (*times, self._attempts.give_up_at) if at is not None and at > now))
 
     def _has_minimum(self) -> bool:
         held = Counter(offer.role for offer in self.auction.held)
         return all(held[role] >= count for role, count in self.minimum.items())
 
+    def _is_stalled(self, now: float) -> bool:
+        """Return whether the set of leases is too small for the job and does not grow any more."""
+        at = self._attempts.give_up_at
+        if at is None or now < at or self._has_minimum():
+            return False
+        return self.auction.decide_at(now) is None and self.auction.next_late_at() is None
+
+    def _give_up(self, now: float) -> None:
+        """Release all leases, which other schedulers may be waiting for, and pause."""
+        released = self.auction.give_up()
+        for offer in released:
+            self._release(offer, "the scheduler found too few workers to go with it")
+        pause = self._attempts.give_up(now)
+        self._next_publish = now + pause
+        if released:
+            _log.info("released an incomplete set of %d leases, trying again in %.1f s", len(released), pause)
+
+    def _release(self, offer: AcceptedOffer, reason: str) -> None:
+        self.leases.drop(offer.lease)
+        self.tasks.start_soon(release, self.endpoint, offer.peer, offer.lease, reason)
+
     async def _wait_for_peers(self, deadline: float) -> None:
+        await self.endpoint.connect_subscribers(WORKER_REQUESTS.name)  # a Rust gateway forwards no request to them
         logged = False
         while not self.endpoint.topic_peers(WORKER_REQUESTS.name) and anyio.current_time() < deadline:
             if not logged:
@@ -134,113 +179,58 @@ class Allocator:
             await anyio.sleep(0.05)
 
     async def _publish(self) -> None:
-        for role_request in self.role_requests:
-            if self.auction.missing()[role_request.role] > 0:
-                request = make_request(role_request)
-                self._requests[role_request.role] = request
-                self.auction.register_request(request.id, role_request.role)
-                with instrumentation.span(
-                    "advertise", {"hypha.role": role_request.role, "hypha.bid": role_request.bid}, kind="producer"
-                ):
-                    await pubsub.publish(self.endpoint, WORKER_REQUESTS, request)
+        for role_request in self.auction.open_requests:
+            request = make_request(role_request)
+            self._requests[role_request.role] = request
+            self.auction.register_request(request.id, role_request.role)
+            with instrumentation.span(
+                "advertise", {"hypha.role": role_request.role, "hypha.bid": role_request.bid}, kind="producer"
+            ):
+                await pubsub.publish(self.endpoint, WORKER_REQUESTS, request)
 
-    def _candidates(self) -> list[PeerId]:
-        """Return the peers that may make offers: subscribers whose certificate does not state a role but worker."""
-        known = self.endpoint.connected_peers()
-        peers = self.endpoint.topic_peers(WORKER_REQUESTS.name)
-        return [peer for peer in peers if peer not in known or known[peer].role in (None, "worker")]
-
-    async def _decide(self) -> bool:
-        """Select offers and accept them if it is time to; return whether any were selected."""
-        at = self.auction.decide_at()
-        now = anyio.current_time()
-        if at is None or (now < at and not self.auction.all_offers_in(self._candidates(), now)):
-            return False
-        chosen = self.auction.decide(now)
-        async with anyio.create_task_group() as tasks:
-            for offer in chosen:
-                tasks.start_soon(self._accept, offer)
-        return bool(chosen)
+    def _accept_offers(self, now: float) -> None:
+        """Select offers and begin to accept them if it is time to."""
+        at = self.auction.decide_at(now)
+        if at is None or (now < at and not self.auction.all_offers_in(candidates(self.endpoint), now)):
+            return
+        for offer in self.auction.decide(now):
+            self.tasks.start_soon(self._accept, offer)
+        self._next_publish = min(self._next_publish, now + _QUICK_REPUBLISH)
 
     async def _accept(self, offer: AcceptedOffer) -> None:
         with instrumentation.span("lease", {"hypha.role": offer.role, "hypha.peer.id": str(offer.peer)}) as span:
             span.set({"hypha.taken": await self._renew(offer)})
+        self._changed.set()
 
     async def _renew(self, offer: AcceptedOffer) -> bool:
-        """Accept an offer by renewing its lease; return whether the worker confirmed it."""
+        """Accept an offer by renewing its lease; return whether the worker confirmed it and it is still needed."""
         asked_at = anyio.current_time()
         try:
             answer = await rpc.call(
                 self.endpoint, offer.peer, RENEW_LEASE, RenewLease(id=offer.lease), timeout=_RENEW_TIMEOUT
             )
         except NetError as error:
-            _log.warning("%s made an offer but cannot be reached: %s", offer.peer, error)
-            self.auction.deny(offer.lease, anyio.current_time())
+            pause = self.auction.deny(offer.lease, anyio.current_time())
+            _log.warning("%s made an offer but did not confirm it, ignored for %.1f s: %s", offer.peer, pause, error)
+            self._release(offer, "its renewal was not answered")  # the answer may have been lost
             return False
-        if isinstance(answer, Renewed):
-            self.leases.record_renewal(offer.lease, offer.peer, asked_at, lease_life(answer.timeout_ms))
-            self.auction.confirm(offer.lease)
-            return True
-        _log.info("the offer of %s expired before it was accepted", offer.peer)
-        self.auction.deny(offer.lease, anyio.current_time())
-        return False
+        now = anyio.current_time()
+        if not isinstance(answer, Renewed):
+            pause = self.auction.deny(offer.lease, now)
+            _log.info("the offer of %s expired before it was accepted, ignored for %.1f s", offer.peer, pause)
+            return False
+        if not self.auction.confirm(offer.lease):
+            _log.info("the lease of %s was confirmed when it was no longer needed", offer.peer)
+            self._release(offer, "it was no longer needed")
+            return False
+        self.leases.record_renewal(offer.lease, offer.peer, asked_at, lease_life(answer.timeout_ms))
+        self._attempts.restart_patience(now)
+        return True
 
     async def _wait(self, until: float) -> None:
         with anyio.move_on_after(max(0.0, until - anyio.current_time())):
             await self._changed.wait()
         self._changed = anyio.Event()
-
-    async def _explain_shortage(self) -> str:
-        """Describe for the job's owner why not enough workers were found."""
-        held = Counter(offer.role for offer in self.auction.held)
-        found = ", ".join(
-            f"{held[role_request.role]} of {role_request.count} for {role_request.role}"
-            for role_request in self.role_requests
-        )
-        lines = [f"not enough workers within {self.timeout:g} s: {found}"]
-        peers = sorted(self.endpoint.topic_peers(WORKER_REQUESTS.name))
-        if not peers:
-            return (
-                f"{lines[0]}; no peer subscribes to worker requests: is a gateway connected, and is a worker running?"
-            )
-        reasons: dict[PeerId, list[str]] = {peer: [text] for peer, text in self.auction.rejections.items()}
-        missing = [role for role, count in self.auction.missing().items() if count > 0 and role in self._requests]
-        async with anyio.create_task_group() as tasks:
-            for peer in (await self._peers_to_ask(peers))[:_MAX_PEERS_ASKED]:
-                for role in missing:
-                    tasks.start_soon(self._ask_reasons, peer, role, reasons)
-        for offer in self.auction.held:
-            reasons[offer.peer] = [f"taken for {offer.role} already: each part of a job runs on a worker of its own"]
-        for peer, texts in sorted(reasons.items()):
-            lines.append(f"{peer}: {'; '.join(texts) or 'would make an offer now'}")
-        lines += [_hint_for_unlisted(role, self._requests[role].bid) for role in missing]
-        return "\n  ".join(lines)
-
-    async def _peers_to_ask(self, connected: list[PeerId]) -> list[PeerId]:
-        """Return the peers to ask for reasons; workers without an offer often have no connection to this node."""
-        try:
-            found = await self.endpoint.find_peers(timeout=_REASON_TIMEOUT)
-        except NetError as error:
-            _log.debug("cannot look up further workers to ask why they made no offer: %s", error)
-            return connected
-        return list(dict.fromkeys((*connected, *found)))
-
-    async def _ask_reasons(self, peer: PeerId, role: str, reasons: dict[PeerId, list[str]]) -> None:
-        question = WhyNot(request=self._requests[role])
-        try:
-            answer = await rpc.call(self.endpoint, peer, WHY_NOT, question, timeout=_REASON_TIMEOUT)
-        except NetError as error:
-            _log.debug("%s did not answer why it made no offer: %s", peer, error)
-            return
-        reasons.setdefault(peer, []).extend(f"{role}: {reason[:200]}" for reason in answer.reasons[:8])
-
-
-def _hint_for_unlisted(role: str, bid: float) -> str:
-    """Explain likely reasons of workers that were not found or did not answer."""
-    return (
-        f"workers that are not named here made no offer for {role}: the bid of {bid:g} may be under their price or "
-        "floor (raise the bid), or they lack required resources"
-    )
 
 
 async def release(endpoint: Endpoint, peer: PeerId, lease: uuid.UUID, reason: str, *, timeout: float = 2.5) -> None:

@@ -1,4 +1,4 @@
-"""Auction: decides which offers win, by most resources per token. Pure; the clock is passed in.
+"""Auction: decides which offers win, by most resources per token. Pure; clock, randomness, round trips are passed in.
 
 Called by `allocator`, which does the I/O: it registers requests and offers, asks for a decision, and accepts what was
 selected. The maximum price is compared here and never leaves the scheduler.
@@ -8,18 +8,49 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from random import Random
 from typing import Final
 
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import TEMPORARY_LEASE
-from hypha_proto.offers import WorkerOffer, WorkerSpec
+from hypha_proto.leases import TEMPORARY_LEASE, Reasons, Rejection
+from hypha_proto.offers import MAX_OFFER_LIFE, WorkerOffer, WorkerSpec
 from hypha_proto.resources import Resources
+from hypha_scheduler.allocation.peer_backoff import PeerBackoff
 
 DECISION_WINDOW: Final = 0.25
-"""Seconds between the first acceptable offer and the decision: half the life of an offer's lease."""
-_MAX_OFFERS: Final = 4096
-"""Limit of stored offers, so that a flood of offers cannot exhaust memory."""
+"""Seconds between the first acceptable offer and the decision: half the life of a nearby worker's offer."""
+DENIED: Final = "denied"
+"""Code of a peer that did not grant the lease that it had offered; not sent, unlike `REJECTION_CODES`."""
+_DECISION_MARGIN: Final = 0.025
+"""Seconds between a decision and the last moment at which an offer can be accepted, for delays on this machine."""
+_LATE_ROUND_TRIPS: Final = 1.5
+_LATE_MARGIN: Final = 0.1
+"""A renewal is late after 1.5 round trips and this many seconds: the next best offer is taken instead."""
+_MAX_PEERS: Final = 4096
+"""Peers whose offers and rejections are stored, so that memory is bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceWeights:
+    """Value of one unit of each resource: a GB, or a core."""
+
+    gpu: float = 25.0
+    cpu: float = 1.0
+    memory: float = 0.1
+    storage: float = 0.01
+
+
+_DEFAULT_WEIGHTS: Final = ResourceWeights()
+
+
+@dataclass(frozen=True, slots=True)
+class AuctionSettings:
+    """Settings of all auctions of a scheduler."""
+
+    decision_window: float = DECISION_WINDOW
+    """Seconds between the first acceptable offer and the decision."""
+    weights: ResourceWeights = _DEFAULT_WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,135 +79,263 @@ class AcceptedOffer:
     at: float
     """Time of receipt."""
     expires: float
-    """Time at which the worker drops the temporary lease."""
+    """Time at which the worker drops the temporary lease, if the offer took no time to arrive."""
+    score: float
+    """Value of the resources; see `resource_score`."""
+    round_trip: float = 0.0
+    """Seconds to the peer and back."""
+
+    @property
+    def accept_by(self) -> float:
+        """Last moment to accept it: the offer was on its way for half a round trip, the renewal takes another half."""
+        return self.expires - self.round_trip
 
     @property
     def rank(self) -> tuple[float, float, float]:
         """Sort key, best offer first: most resources per token, then lower price, then earlier receipt."""
-        score = resource_score(self.resources)
-        return (-(score / self.price) if self.price > 0 else float("-inf"), self.price, self.at)
+        return (-(self.score / self.price) if self.price > 0 else float("-inf"), self.price, self.at)
 
 
-def resource_score(resources: Resources) -> float:
-    """Return the value of resources as an equivalent number of CPU cores."""
-    return 25 * resources.gpu + resources.cpu + 0.1 * resources.memory + 0.01 * resources.storage
+@dataclass(slots=True)
+class _Renewal:
+    """Renewal in flight that accepts an offer."""
+
+    offer: AcceptedOffer
+    late_at: float
+    is_late: bool = False
+    """Whether another offer may be taken in its place."""
+    is_abandoned: bool = False
+    """Whether its lease is no longer wanted."""
 
 
+def resource_score(resources: Resources, weights: ResourceWeights = _DEFAULT_WEIGHTS) -> float:
+    """Return the value of resources; with the default weights, an equivalent number of CPU cores."""
+    return (
+        weights.gpu * resources.gpu
+        + weights.cpu * resources.cpu
+        + weights.memory * resources.memory
+        + weights.storage * resources.storage
+    )
+
+
+@dataclass(slots=True)
 class Auction:
     """State of one job's search for workers.
 
     All leases of a job are on different peers, since reports of older executors name only the peer: two executors of
-    one job on the same peer could not be told apart.
+    one job on the same peer could not be told apart. A peer therefore has at most one live offer for each role.
     """
 
-    def __init__(self, role_requests: Iterable[RoleRequest], excluded: frozenset[PeerId] = frozenset()) -> None:
-        """Start a search for `role_requests` that accepts no offers of `excluded` peers."""
-        self._role_requests = {role_request.role: role_request for role_request in role_requests}
-        self._request_roles: dict[uuid.UUID, str] = {}
-        self._offers: dict[uuid.UUID, AcceptedOffer] = {}
-        self._chosen: dict[uuid.UUID, AcceptedOffer] = {}
-        self._held: dict[uuid.UUID, AcceptedOffer] = {}
-        self._excluded = set(excluded)
-        self._first_at: float | None = None
-        self.rejections: dict[PeerId, str] = {}
-        """Reason for which the last offer of a peer was rejected, in words for the operator."""
+    role_requests: tuple[RoleRequest, ...]
+    settings: AuctionSettings = AuctionSettings()
+    random: Random = field(default_factory=Random)
+    rejections: dict[tuple[PeerId, str], Reasons] = field(default_factory=dict)
+    """Reason for which the last offer of a peer for a role was rejected or came to nothing."""
+    _requests: dict[str, RoleRequest] = field(init=False)
+    _request_roles: dict[uuid.UUID, str] = field(default_factory=dict)
+    _offers: dict[tuple[PeerId, str], AcceptedOffer] = field(default_factory=dict)
+    _renewals: dict[uuid.UUID, _Renewal] = field(default_factory=dict)
+    _held: dict[uuid.UUID, AcceptedOffer] = field(default_factory=dict)
+    _backoff: PeerBackoff = field(init=False)
+    _is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._requests = {role_request.role: role_request for role_request in self.role_requests}
+        self._backoff = PeerBackoff(self.random)
+
+    # ---------------------------------------------------------------------------------------------------------- offers
 
     def register_request(self, request: uuid.UUID, role: str) -> None:
         """Register the id of a published request for `role`; offers for earlier requests stay valid."""
         self._request_roles[request] = role
 
-    def add_offer(self, peer: PeerId, offer: WorkerOffer, now: float) -> bool:
-        """Store an offer if it meets its request; return whether it does."""
+    def add_offer(self, peer: PeerId, offer: WorkerOffer, now: float, round_trip: float = 0.0) -> bool:
+        """Store an offer in place of an older one of its peer and role; return whether it can be accepted."""
         role = self._request_roles.get(offer.request_id)
-        if role is None or len(self._offers) >= _MAX_OFFERS:
+        if role is None or self._backoff.is_left_out(peer, now):
             return False
-        role_request = self._role_requests[role]
-        if offer.price > role_request.max_price:
-            self.rejections[peer] = f"asks {offer.price:g} tokens an hour for {role}, more than the job pays"
+        if (reasons := self._reasons_against(offer, self._requests[role])) is not None:
+            self._offers.pop((peer, role), None)
+            self._record_rejection(peer, role, reasons)
             return False
-        if not offer.resources.covers(role_request.spec.resources):
-            lacking = ", ".join(offer.resources.lacking(role_request.spec.resources))
-            self.rejections[peer] = f"offers too little {lacking} for {role}"
+        life = TEMPORARY_LEASE if offer.timeout_ms is None else min(offer.timeout_ms / 1000, MAX_OFFER_LIFE)
+        score = resource_score(offer.resources, self.settings.weights)
+        accepted = AcceptedOffer(role, offer.id, peer, offer.price, offer.resources, now, now + life, score, round_trip)
+        if accepted.accept_by < now or not self._has_room_for(peer, role, now):
             return False
-        if peer in self._excluded:
-            return False
-        life = TEMPORARY_LEASE if offer.timeout_ms is None else min(offer.timeout_ms / 1000, 60.0)
-        self._offers[offer.id] = AcceptedOffer(role, offer.id, peer, offer.price, offer.resources, now, now + life)
-        if self._first_at is None and self.missing()[role]:
-            self._first_at = now
+        self._offers[peer, role] = accepted
+        self.rejections.pop((peer, role), None)
         return True
+
+    def _reasons_against(self, offer: WorkerOffer, role_request: RoleRequest) -> Reasons | None:
+        role, wanted = role_request.role, role_request.spec.resources
+        if offer.price > role_request.max_price:
+            text = f"asks {offer.price:g} tokens an hour for {role}, more than the job pays"
+            return Reasons(reasons=(text,), rejections=(Rejection(code="price"),))
+        if lacking := offer.resources.lacking(wanted):
+            rejections = tuple(
+                Rejection(code=name, required=getattr(wanted, name), available=getattr(offer.resources, name))
+                for name in lacking
+            )
+            return Reasons(reasons=(f"offers too little {', '.join(lacking)} for {role}",), rejections=rejections)
+        return None
+
+    def _record_rejection(self, peer: PeerId, role: str, reasons: Reasons) -> None:
+        if (peer, role) in self.rejections or len(self.rejections) < _MAX_PEERS * len(self._requests):
+            self.rejections[peer, role] = reasons
+
+    def _has_room_for(self, peer: PeerId, role: str, now: float) -> bool:
+        limit = _MAX_PEERS * len(self._requests)
+        if (peer, role) not in self._offers and len(self._offers) >= limit:
+            self._offers = {key: offer for key, offer in self._offers.items() if offer.accept_by >= now}
+        return (peer, role) in self._offers or len(self._offers) < limit
+
+    def _taken_peers(self) -> set[PeerId]:
+        renewing = (renewal.offer.peer for renewal in self._renewals.values())
+        return {*renewing, *(offer.peer for offer in self._held.values())}
+
+    def _usable(self, now: float) -> list[AcceptedOffer]:
+        """Return the offers that can still be accepted, of peers with which no lease is held or being renewed."""
+        taken, used = self._taken_peers(), {*self._held, *self._renewals}
+        return [
+            offer
+            for offer in self._offers.values()
+            if offer.accept_by >= now and offer.peer not in taken and offer.lease not in used
+            if not self._backoff.is_left_out(offer.peer, now)
+        ]
+
+    # ----------------------------------------------------------------------------------------------------------- state
 
     def missing(self) -> dict[str, int]:
         """Return the number of workers of each role that are neither held nor being accepted."""
-        taken = [offer.role for offer in (*self._chosen.values(), *self._held.values())]
-        return {role: role_request.count - taken.count(role) for role, role_request in self._role_requests.items()}
+        expected = [renewal.offer.role for renewal in self._renewals.values() if not renewal.is_late]
+        taken = [*expected, *(offer.role for offer in self._held.values())]
+        return {role: max(0, request.count - taken.count(role)) for role, request in self._requests.items()}
+
+    @property
+    def open_requests(self) -> tuple[RoleRequest, ...]:
+        """Requests for roles that lack workers."""
+        missing = self.missing()
+        return tuple(role_request for role_request in self.role_requests if missing[role_request.role])
 
     @property
     def complete(self) -> bool:
         """Whether all requested workers are held."""
-        return not self._chosen and not any(self.missing().values())
+        return len(self._held) == sum(request.count for request in self._requests.values())
 
     @property
     def held(self) -> tuple[AcceptedOffer, ...]:
         """Offers that were accepted and confirmed by their workers."""
         return tuple(self._held.values())
 
-    def decide_at(self) -> float | None:
-        """Return the time of the next decision, or None without an acceptable offer."""
-        return None if self._first_at is None else self._first_at + DECISION_WINDOW
+    @property
+    def unanswered(self) -> tuple[AcceptedOffer, ...]:
+        """Offers whose renewals have not been answered: their workers may or may not hold the leases."""
+        return tuple(renewal.offer for renewal in self._renewals.values())
+
+    # ------------------------------------------------------------------------------------------------------- decisions
+
+    def decide_at(self, now: float) -> float | None:
+        """Return the time of the next decision, or None without an acceptable offer for an open role.
+
+        It is the end of the decision window, or earlier if an offer at hand must be accepted before. What is at hand
+        after a denial has waited for its window already, so that the next best offer is taken at once.
+        """
+        missing = self.missing()
+        offers = [offer for offer in self._usable(now) if missing[offer.role]]
+        if not offers:
+            return None
+        window_end = min(offer.at for offer in offers) + self.settings.decision_window
+        return min(window_end, min(offer.accept_by for offer in offers) - _DECISION_MARGIN)
 
     def all_offers_in(self, candidates: Iterable[PeerId], now: float) -> bool:
         """Return whether waiting cannot improve the choice: every candidate has made an offer for every open role."""
         open_roles = [role for role, missing in self.missing().items() if missing]
         bidders = {(offer.peer, offer.role) for offer in self._usable(now)}
-        taken = {offer.peer for offer in (*self._held.values(), *self._chosen.values())}
-        return all((peer, role) in bidders for peer in candidates if peer not in taken for role in open_roles)
-
-    def _usable(self, now: float) -> list[AcceptedOffer]:
-        taken = {offer.peer for offer in (*self._held.values(), *self._chosen.values())}
-        return [b for b in self._offers.values() if b.expires > now and b.peer not in taken | self._excluded]
+        taken = self._taken_peers()
+        waited_for = (peer for peer in candidates if peer not in taken and not self._backoff.is_left_out(peer, now))
+        return all((peer, role) in bidders for peer in waited_for for role in open_roles)
 
     def decide(self, now: float) -> tuple[AcceptedOffer, ...]:
-        """Select the best offers; the caller passes each of them to `confirm` or `deny`."""
-        self._offers = {offer.lease: offer for offer in self._usable(now)}
-        self._first_at = None
-        chosen: list[AcceptedOffer] = []
-        for role in sorted(self._role_requests, key=lambda role: self._role_requests[role].count):
-            busy = {offer.peer for offer in chosen}
+        """Select the best offers; the caller renews each and passes it to `confirm` or `deny`."""
+        self._offers = {(offer.peer, offer.role): offer for offer in self._usable(now)}
+        missing = self.missing()
+        chosen: dict[uuid.UUID, AcceptedOffer] = {}
+        for role in sorted(self._requests, key=lambda role: self._requests[role].count):
+            busy = {offer.peer for offer in chosen.values()}
             ranked = sorted(
-                (b for b in self._offers.values() if b.role == role and b.peer not in busy), key=self._preference
+                (offer for offer in self._offers.values() if offer.role == role and offer.peer not in busy),
+                key=self._preference,
             )
-            seen: set[PeerId] = set()
-            for offer in ranked:
-                if len(seen) < self.missing()[role] and offer.peer not in seen:
-                    seen.add(offer.peer)
-                    chosen.append(offer)
-        for offer in chosen:
-            self._chosen[offer.lease] = self._offers.pop(offer.lease)
-        return tuple(chosen)
+            found = [offer for offer in ranked if offer.lease not in chosen]
+            chosen |= {offer.lease: offer for offer in found[: missing[role]]}
+        for offer in chosen.values():
+            late_at = now + _LATE_ROUND_TRIPS * offer.round_trip + _LATE_MARGIN
+            self._renewals[offer.lease] = _Renewal(offer, late_at)
+            del self._offers[offer.peer, offer.role]
+        return tuple(chosen.values())
 
-    def _preference(self, offer: AcceptedOffer) -> tuple[bool, tuple[float, float, float]]:
-        """Return the sort key of an offer; peers that another role needs come last."""
-        return (self._needed_elsewhere(offer), offer.rank)
+    def _preference(self, offer: AcceptedOffer) -> tuple[bool, int, tuple[float, float, float]]:
+        """Return the sort key of an offer; peers that another role needs come last, then those that failed before."""
+        return (self._needed_elsewhere(offer), self._backoff.failures(offer.peer), offer.rank)
 
     def _needed_elsewhere(self, offer: AcceptedOffer) -> bool:
         for role, missing in self.missing().items():
-            if role != offer.role and self._role_requests[role].count > self._role_requests[offer.role].count:
+            if role != offer.role and self._requests[role].count > self._requests[offer.role].count:
                 peers = {other.peer for other in self._offers.values() if other.role == role}
                 if offer.peer in peers and len(peers) <= missing:
                     return True
         return False
 
-    def confirm(self, lease: uuid.UUID) -> None:
-        """Record that the worker confirmed a selected offer."""
-        self._held[lease] = self._chosen.pop(lease)
+    # ---------------------------------------------------------------------------------------------------------- leases
 
-    def deny(self, lease: uuid.UUID, now: float) -> None:
-        """Record that a selected offer was no longer available; its peer may make another."""
-        self._chosen.pop(lease, None)
-        if self._first_at is None and any(self.missing()[offer.role] for offer in self._usable(now)):
-            self._first_at = now
+    def next_late_at(self) -> float | None:
+        """Return when the next renewal in flight is late, or None if none will be."""
+        return min((renewal.late_at for renewal in self._renewals.values() if not renewal.is_late), default=None)
 
-    def lease_lost(self, lease: uuid.UUID) -> None:
-        """Search again for a lease that was held and is lost."""
-        self._held.pop(lease, None)
+    def mark_late(self, now: float) -> tuple[AcceptedOffer, ...]:
+        """Stop counting on renewals that are late; return their offers. Their answers still count if they come."""
+        late = [renewal for renewal in self._renewals.values() if not renewal.is_late and renewal.late_at <= now]
+        for renewal in late:
+            renewal.is_late = True
+        return tuple(renewal.offer for renewal in late)
+
+    def confirm(self, lease: uuid.UUID) -> bool:
+        """Record that the worker granted a lease; return whether it is still needed. If not, release it."""
+        renewal = self._renewals.pop(lease, None)
+        if renewal is None or renewal.is_abandoned or self._is_closed:
+            return False
+        role = renewal.offer.role
+        if sum(offer.role == role for offer in self._held.values()) >= self._requests[role].count:
+            return False
+        self._held[lease] = renewal.offer
+        return True
+
+    def deny(self, lease: uuid.UUID, now: float) -> float:
+        """Record that a worker did not grant a lease; return the seconds for which its offers are ignored."""
+        renewal = self._renewals.pop(lease, None)
+        return 0.0 if renewal is None else self._leave_out(renewal.offer, "did not grant", now)
+
+    def lease_lost(self, lease: uuid.UUID, now: float) -> None:
+        """Search again for a lease that was held and is lost; its peer is left out for a while."""
+        offer = self._held.pop(lease, None)
+        if offer is not None:
+            self._leave_out(offer, "did not keep", now)
+
+    def _leave_out(self, offer: AcceptedOffer, what: str, now: float) -> float:
+        pause = self._backoff.record_failure(offer.peer, now)
+        text = f"{what} the lease that it had offered for {offer.role}; its offers are ignored for {pause:.1f} s"
+        self._record_rejection(offer.peer, offer.role, Reasons(reasons=(text,), rejections=(Rejection(code=DENIED),)))
+        return pause
+
+    def give_up(self) -> tuple[AcceptedOffer, ...]:
+        """Drop all leases, also those that are granted later; return those that were held, to be released."""
+        released = self.held
+        self._held.clear()
+        for renewal in self._renewals.values():
+            renewal.is_late = renewal.is_abandoned = True
+        return released
+
+    def close(self) -> None:
+        """End the search: leases that are granted from now on are not needed."""
+        self._is_closed = True

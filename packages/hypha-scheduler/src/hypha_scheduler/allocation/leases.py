@@ -1,4 +1,4 @@
-"""Leases held for one job: when each is due for renewal, and when it expires. Pure; the clock is passed in.
+"""Leases held for one job: when each is due for renewal, and when it expires. Pure; clock and randomness are passed in.
 
 `allocator` adds leases and `renewal` renews those that are due and reports to `training` those that are lost.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from random import Random
 from typing import Final
 
 from hypha_proto.ids import PeerId
@@ -14,6 +15,8 @@ from hypha_proto.leases import RENEW_AT, RENEWED_LEASE
 
 RETRY_PAUSE: Final = 0.5
 """Seconds between attempts to renew a lease."""
+JITTER: Final = (0.9, 1.1)
+"""Bounds of the factor by which the time until each renewal is multiplied, so that those of many leases spread out."""
 
 
 @dataclass(slots=True)
@@ -37,8 +40,9 @@ class HeldLeases:
     than at the worker.
     """
 
-    def __init__(self) -> None:
-        """Start without leases."""
+    def __init__(self, random: Random | None = None) -> None:
+        """Start without leases; the times of renewals are drawn from `random`."""
+        self._random = random or Random()
         self._held: dict[uuid.UUID, HeldLease] = {}
 
     def __len__(self) -> int:
@@ -53,7 +57,8 @@ class HeldLeases:
 
     def record_renewal(self, lease: uuid.UUID, peer: PeerId, asked_at: float, life: float = RENEWED_LEASE) -> None:
         """Record a successful renewal that was sent at `asked_at`; the lease lasts `life` seconds from then."""
-        self._held[lease] = HeldLease(lease, peer, asked_at + RENEW_AT * life, asked_at + life)
+        due = asked_at + RENEW_AT * life * self._random.uniform(*JITTER)
+        self._held[lease] = HeldLease(lease, peer, due, asked_at + life)
 
     def next_due(self) -> float | None:
         """Return the time of the next renewal or expiry, or None without leases."""

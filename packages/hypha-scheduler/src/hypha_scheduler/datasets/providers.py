@@ -11,11 +11,9 @@ from typing import Final
 
 import anyio
 
-from hypha_net import rpc
 from hypha_net.dataset_directory import find_dataset
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnreachableError
-from hypha_proto.health import HEALTH_CHECK, HealthRequest
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger(__name__)
@@ -84,6 +82,6 @@ class Providers:
         if peer in self._endpoint.connected_peers():
             return
         try:
-            await rpc.call(self._endpoint, peer, HEALTH_CHECK, HealthRequest(), timeout=_CONNECT_TIMEOUT)
+            await self._endpoint.connect_peer(peer, timeout=_CONNECT_TIMEOUT)
         except NetError as error:
-            _log.info("data node %s does not respond: %s", peer, error)
+            _log.info("data node %s is not reachable: %s", peer, error)

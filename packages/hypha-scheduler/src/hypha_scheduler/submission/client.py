@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from hypha_proto.codec import parse_json
+
 _CONNECT_TIMEOUT: Final = 5.0
 _TABLES_WITH_PATHS: Final = ("model", "preprocessor")
 
@@ -26,6 +28,8 @@ def _read_toml(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise JobFileError(f"{file}: {error}") from None
+    except RecursionError:
+        raise JobFileError(f"{file}: values are nested too deeply") from None
 
 
 def _scheduler_table(plain: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def submit_job(path: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dic
         connection.settimeout(None)
         with connection.makefile("rb") as answers:
             for line in answers:
-                answer: dict[str, Any] = json.loads(line)
+                answer: dict[str, Any] = parse_json(line)
                 yield answer
                 if detach or "error" in answer or "result" in answer:
                     return

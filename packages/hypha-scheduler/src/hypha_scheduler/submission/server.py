@@ -18,6 +18,7 @@ import anyio
 import anyio.abc
 from pydantic import ValidationError
 
+from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import JobConfig
 
@@ -95,9 +96,9 @@ def parse_job(data: bytes) -> JobConfig:
     """Parse and validate ``{"job": {…}}``.
 
     Raises:
-        ValueError: `data` is not JSON or not a valid job; the message names every invalid key.
+        ValueError: `data` is not strict JSON or not a valid job; the message names every invalid key.
     """
-    found = json.loads(data)
+    found = parse_json(data)
     if not isinstance(found, dict) or not isinstance(found.get("job"), dict):
         raise ValueError('expected {"job": {…}}')
     try:

@@ -1,7 +1,8 @@
 """Listens for requests for workers, lets the arbiter decide, and sends offers.
 
 Called by `service`, which runs it for as long as the worker is up. Calls `arbiter` with each batch of requests,
-`leasing` to reserve what is offered, and `hypha_net.rpc` to send the offer to its scheduler.
+`leasing` to reserve what is offered, and `hypha_net.rpc` to send the offer to its scheduler. The reservation is
+provisional until the connection to the scheduler stands; from then on the offer lives for as long as the link needs.
 """
 
 from __future__ import annotations
@@ -17,15 +18,24 @@ import anyio.abc
 from hypha_net import instrumentation, pubsub, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
+from hypha_net.log_throttle import LogThrottle
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import TEMPORARY_LEASE
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerOffer
-from hypha_worker.bidding.arbiter import Arbiter, PlannedOffer, ReceivedRequest, RequestBatch
+from hypha_worker.bidding.arbiter import Arbiter, PlannedOffer
+from hypha_worker.bidding.request_batch import ReceivedRequest, RequestBatch
+from hypha_worker.bidding.scheduler_dials import SchedulerDials
 from hypha_worker.leasing.expiry import expiry_fields
-from hypha_worker.leasing.lease_manager import Lease, LeaseManager
+from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager
 
 _log = logging.getLogger(__name__)
 
-OFFER_TIMEOUT: Final = 5.0
-"""Seconds in which an offer must reach its scheduler."""
+DIAL_TIMEOUT: Final = 2.0
+"""Seconds in which the scheduler of an offer must be connected; its resources are reserved meanwhile."""
+_DIAL_MARGIN: Final = 0.25
+"""Seconds for which a reservation outlasts the dial, which cancels it: it must be there when the dial has succeeded."""
+ACKNOWLEDGE_TIMEOUT: Final = 5.0
+"""Seconds in which a scheduler must acknowledge an offer. The offer itself may end earlier."""
 _REQUESTS: Final = instrumentation.Counter(
     "hypha.worker.requests", "{request}", "Requests decided, by whether an offer was made."
 )
@@ -51,17 +61,18 @@ class Bidder:
         self._sweep = sweep
         self._batch = RequestBatch()
         self._changed = anyio.Event()
+        self._failures = LogThrottle(anyio.current_time)
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Listen for requests and answer them batch by batch, until cancelled."""
         async with pubsub.subscribe(self._endpoint, WORKER_REQUESTS) as messages, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._decide_batches, tasks)
+            tasks.start_soon(self._decide_batches, tasks, SchedulerDials(self._endpoint, tasks))
             task_status.started()
             async for scheduler, request in messages:
                 self._batch.add(ReceivedRequest(scheduler, request, anyio.current_time()))
                 self._changed.set()
 
-    async def _decide_batches(self, tasks: anyio.abc.TaskGroup) -> None:
+    async def _decide_batches(self, tasks: anyio.abc.TaskGroup, dials: SchedulerDials) -> None:
         while True:
             while (due := self._batch.seconds_until_due(anyio.current_time())) != 0.0:
                 self._changed = anyio.Event()
@@ -69,13 +80,13 @@ class Bidder:
                     await self._changed.wait()
             now = anyio.current_time()
             self._sweep(now)
-            batch = self._batch.drain()
-            planned = self._arbiter.decide(batch, self._lease_manager.free, now, self._lease_manager.leased_requests)
+            batch, leases = self._batch.drain(), self._lease_manager
+            planned = self._arbiter.decide(batch, leases.free, now, leases.leased_requests, leases.usage)
             _log.debug("%d requests, %d offers", len(batch), len(planned))
             traces = _record_decisions(batch, planned, now)
             for plan in planned:
                 lease = self._reserve(plan, now)
-                tasks.start_soon(self._send_offer, lease, traces.get(lease.request_id))
+                tasks.start_soon(self._send_offer, lease, dials, traces.get((lease.scheduler, lease.request_id)))
 
     def _reserve(self, plan: PlannedOffer, now: float) -> Lease:
         received = plan.received_request
@@ -87,38 +98,57 @@ class Bidder:
             plan.price,
             now,
             received.request.spec.executor,
+            life=DIAL_TIMEOUT + _DIAL_MARGIN,
         )
 
-    async def _send_offer(self, lease: Lease, traceparent: str | None) -> None:
-        timeout, timeout_ms = expiry_fields(lease.remaining(anyio.current_time()))
-        offer = WorkerOffer(
-            id=lease.id,
-            request_id=lease.request_id,
-            price=lease.price,
-            resources=lease.allocation.resources,
-            timeout=timeout,
-            timeout_ms=timeout_ms,
-        )
+    async def _send_offer(self, lease: Lease, dials: SchedulerDials, traceparent: str | None) -> None:
         try:
             with instrumentation.span("offer", {"hypha.price": lease.price}, parent=traceparent):
-                await rpc.call(self._endpoint, lease.scheduler, OFFER, offer, timeout=OFFER_TIMEOUT)
-        except NetError as error:
+                await dials.connect(lease.scheduler, DIAL_TIMEOUT)
+                now, round_trip = anyio.current_time(), self._endpoint.round_trip_time(lease.scheduler)
+                self._lease_manager.start_offer(lease.id, now, round_trip)
+                offer = _make_offer(lease, lease.remaining(now))
+                await rpc.call(self._endpoint, lease.scheduler, OFFER, offer, timeout=ACKNOWLEDGE_TIMEOUT)
+        except (NetError, LeaseError) as error:
             self._lease_manager.cancel_offer(lease.id)
-            _log.warning("offer for request %s did not reach %s: %s", lease.request_id, lease.scheduler, error)
+            self._log_failure(lease, error)
+
+    def _log_failure(self, lease: Lease, error: Exception) -> None:
+        suppressed = self._failures.suppressed_count(lease.scheduler)
+        if suppressed is not None:
+            more = f" ({suppressed} more since it was last logged)" if suppressed else ""
+            _log.warning("offer for request %s did not reach %s: %s%s", lease.request_id, lease.scheduler, error, more)
+
+
+def _make_offer(lease: Lease, life: float) -> WorkerOffer:
+    """Return the message; the time for older schedulers is the temporary lease that they expect."""
+    timeout, _ = expiry_fields(min(life, TEMPORARY_LEASE))
+    return WorkerOffer(
+        id=lease.id,
+        request_id=lease.request_id,
+        price=lease.price,
+        resources=lease.allocation.resources,
+        timeout=timeout,
+        timeout_ms=int(life * 1000),
+    )
 
 
 def _record_decisions(
     batch: Sequence[ReceivedRequest], planned: Sequence[PlannedOffer], now: float
-) -> dict[uuid.UUID, str | None]:
+) -> dict[tuple[PeerId, uuid.UUID], str | None]:
     """Record how requests were decided; return the ``traceparent`` that the offer to each request belongs to."""
-    offered = {plan.received_request.request.id for plan in planned}
-    traces: dict[uuid.UUID, str | None] = {}
+    offered = {_key(plan.received_request) for plan in planned}
+    traces: dict[tuple[PeerId, uuid.UUID], str | None] = {}
     for received in batch:
         request = received.request
-        _REQUESTS.add(1, {"hypha.offered": request.id in offered})
+        _REQUESTS.add(1, {"hypha.offered": _key(received) in offered})
         about: instrumentation.Attributes = {"hypha.peer.id": str(received.scheduler), "hypha.bid": request.bid}
         parent, waited = instrumentation.trace_of(request), now - received.received_at
         with instrumentation.span("evaluate", about, parent=parent, kind="consumer", ago=waited) as span:
-            span.set({"hypha.offered": request.id in offered})
-        traces[request.id] = span.traceparent
+            span.set({"hypha.offered": _key(received) in offered})
+        traces[_key(received)] = span.traceparent
     return traces
+
+
+def _key(received: ReceivedRequest) -> tuple[PeerId, uuid.UUID]:
+    return received.scheduler, received.request.id

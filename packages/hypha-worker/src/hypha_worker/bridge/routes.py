@@ -7,7 +7,6 @@ Runs in the bridge's thread (`server`). Each route decodes a body strictly with 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, TypeVar
@@ -29,7 +28,7 @@ from hypha_proto.bridge_api import (
     read_spans,
     read_transfer,
 )
-from hypha_proto.codec import from_json, to_json, to_plain
+from hypha_proto.codec import from_json, parse_json, to_json, to_plain
 from hypha_proto.errors import DecodeError
 from hypha_proto.progress import ProgressResponse, ProgressValue
 from hypha_worker.bridge.backend import BridgeBackend
@@ -186,11 +185,9 @@ async def _error_response(_request: Request, error: Exception) -> Response:
 
 async def _read_transfer(request: Request, action: str) -> Transfer:
     try:
-        return read_transfer(action, json.loads(await _read_body(request)))
+        return read_transfer(action, parse_json(await _read_body(request)))
     except DecodeError as error:
         raise bad_request(f"{action}: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"{action}: the body is not JSON: {error}") from None
 
 
 async def _read_body(request: Request) -> bytes:

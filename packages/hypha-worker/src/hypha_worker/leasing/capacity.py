@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import asdict
+
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.resources import Resources
 
@@ -97,6 +99,25 @@ class Capabilities:
 
     capacity: Capacity
     executors: frozenset[ExecutorDescriptor] = field(default_factory=frozenset)
+    defaults: Resources = field(default_factory=Resources)
+    """What a job gets of a resource that it asked none of, as far as it is free."""
+
+    def with_defaults(self, wanted: Resources, free: Resources) -> Resources:
+        """Return `wanted`, and the defaults of what it asks none of, as far as they are `free`."""
+        amounts = {
+            name: asked if (asked := getattr(wanted, name)) > _SLACK else min(default, getattr(free, name))
+            for name, default in asdict(self.defaults).items()
+        }
+        return Resources(**amounts)
+
+    def exhausted_defaults(self, wanted: Resources, free: Resources) -> tuple[str, ...]:
+        """Return the resources of which a job would get a default, but none is `free` of what the machine has."""
+        total = self.capacity.resources
+        return tuple(
+            name
+            for name, default in asdict(self.defaults).items()
+            if min(default, getattr(total, name)) > _SLACK >= max(getattr(wanted, name), getattr(free, name))
+        )
 
     def missing_executors(self, wanted: Sequence[ExecutorDescriptor]) -> tuple[ExecutorDescriptor, ...]:
         """Return those of `wanted` that are not configured here."""

@@ -8,30 +8,63 @@ lease expires.
 from __future__ import annotations
 
 import uuid
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import RENEWED_LEASE, TEMPORARY_LEASE
+from hypha_proto.leases import RENEWED_LEASE
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_worker.leasing.capacity import Allocation, Capacity
+from hypha_worker.leasing.terms import LeaseTerms, LeaseUsage
+
+REMEMBERED_ENDS: Final = 256
+"""Leases that are remembered after their end, so that their scheduler is told why and not counted as a stranger."""
 
 
 class LeaseError(Exception):
     """A lease cannot be used as requested; the message says why."""
 
 
+class UnknownLeaseError(LeaseError):
+    """The peer has and had no such lease here."""
+
+
 class LeaseState(Enum):
     """The states of a lease."""
 
     OFFERED = "offered"
-    """An offer was sent; its resources are reserved."""
+    """Its resources are reserved for an offer that is not accepted yet."""
     HELD = "held"
     """A scheduler accepted the offer and renews the lease."""
     ENDING = "ending"
-    """It was released or has expired, but its job still has processes."""
+    """It is over, but its job still has processes."""
     SPENT = "spent"
     """Its job has ended and its resources are free; it stays known until it expires."""
+
+
+class LeaseEnd(Enum):
+    """How a lease ended."""
+
+    EXPIRED = "expired"
+    IDLE = "idle"
+    RELEASED = "released"
+    UNDELIVERED = "undelivered"
+
+    @property
+    def reason(self) -> str:
+        """The end in words."""
+        return _END_REASONS[self]
+
+
+_END_REASONS: Final = {
+    LeaseEnd.EXPIRED: "it was not renewed in time",
+    LeaseEnd.IDLE: "no job ran on it for too long",
+    LeaseEnd.RELEASED: "it was released",
+    LeaseEnd.UNDELIVERED: "its offer could not be delivered",
+}
 
 
 @dataclass(slots=True)
@@ -50,6 +83,10 @@ class Lease:
     """Whether a job is attached."""
     executors: tuple[ExecutorDescriptor, ...] = ()
     """The executors that its request asked for."""
+    idle_since: float | None = None
+    """When it was accepted or its last job ended, on the local clock; None until that is known."""
+    end: LeaseEnd | None = None
+    """How it ended; None while it may be renewed."""
 
     def remaining(self, now: float) -> float:
         """Return the seconds left."""
@@ -59,9 +96,11 @@ class Lease:
 class LeaseManager:
     """All leases of one worker. Together they never hold more than the machine has."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, terms: LeaseTerms | None = None) -> None:
         self._capacity = capacity
+        self._terms = terms or LeaseTerms()
         self._leases: dict[uuid.UUID, Lease] = {}
+        self._ended: OrderedDict[uuid.UUID, Lease] = OrderedDict()
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -75,9 +114,28 @@ class LeaseManager:
         return self._capacity.without(taken)
 
     @property
-    def leased_requests(self) -> frozenset[uuid.UUID]:
-        """Requests with a lease that still holds resources."""
-        return frozenset(lease.request_id for lease in self._leases.values() if lease.state is not LeaseState.SPENT)
+    def leased_requests(self) -> frozenset[tuple[PeerId, uuid.UUID]]:
+        """Schedulers and requests with a lease that still holds resources.
+
+        Anybody can copy the id of a published request, so an id alone names none.
+        """
+        return frozenset(
+            (lease.scheduler, lease.request_id)
+            for lease in self._leases.values()
+            if lease.state is not LeaseState.SPENT
+        )
+
+    @property
+    def usage(self) -> Mapping[PeerId, LeaseUsage]:
+        """What each scheduler has; those with nothing are left out."""
+        found: dict[PeerId, LeaseUsage] = {}
+        for lease in self._leases.values():
+            if lease.state is not LeaseState.SPENT:
+                known, offered = found.get(lease.scheduler, LeaseUsage()), lease.state is LeaseState.OFFERED
+                found[lease.scheduler] = LeaseUsage(
+                    known.offers + offered, known.leases + (not offered), known.jobs + lease.has_job
+                )
+        return found
 
     def offer(
         self,
@@ -88,8 +146,12 @@ class LeaseManager:
         price: float,
         now: float,
         executors: tuple[ExecutorDescriptor, ...] = (),
+        life: float | None = None,
     ) -> Lease:
         """Reserve `allocation` for an offer.
+
+        Args:
+            life: seconds until the reservation is dropped, by default a temporary lease on a link without delay.
 
         Raises:
             LeaseError: it is not free, or the id is in use.
@@ -99,37 +161,62 @@ class LeaseManager:
             raise LeaseError(f"lease {lease_id} already exists")
         if not free.resources.covers(allocation.resources) or not set(allocation.devices) <= set(free.devices):
             raise LeaseError(f"{allocation.resources} is no longer free: free is {free.resources}")
-        lease = Lease(lease_id, scheduler, request_id, allocation, price, now + TEMPORARY_LEASE, executors=executors)
+        expires = now + (self._terms.offer_life(None) if life is None else life)
+        lease = Lease(lease_id, scheduler, request_id, allocation, price, expires, executors=executors)
         self._leases[lease_id] = lease
         return lease
 
-    def renew(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
-        """Extend a lease; a spent one is confirmed but not extended.
+    def start_offer(self, lease_id: uuid.UUID, now: float, round_trip: float | None) -> Lease:
+        """Start the temporary lease of an offer, now that the connection to its scheduler stands.
+
+        Args:
+            round_trip: round trip of that connection in seconds, None if it is not known.
 
         Raises:
-            LeaseError: it is unknown, another scheduler's, or over.
+            LeaseError: the reservation was dropped meanwhile.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.state is not LeaseState.OFFERED or now >= lease.expires:
+            raise LeaseError(f"the reservation for offer {lease_id} is over")
+        lease.expires = now + self._terms.offer_life(round_trip)
+        return lease
+
+    def renew(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
+        """Extend a lease, without a job to the end of the time that it may be idle; a spent one is only confirmed.
+
+        Raises:
+            UnknownLeaseError: there was no such lease of this scheduler.
+            LeaseError: it is over.
         """
         lease = self._owned_lease(lease_id, scheduler)
+        if self._is_idle(lease, now):
+            raise LeaseError(f"lease {lease_id} is over: no job ran on it for {self._terms.idle_lease:g} s")
         if now >= lease.expires or lease.state is LeaseState.ENDING:
             raise LeaseError(f"lease {lease_id} is over")
         if lease.state is not LeaseState.SPENT:
             lease.state = LeaseState.HELD
             lease.expires = now + RENEWED_LEASE
+            if not lease.has_job:
+                lease.idle_since = now if lease.idle_since is None else lease.idle_since
+                lease.expires = min(lease.expires, lease.idle_since + self._terms.idle_lease)
         return lease
 
     def attach_job(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
         """Attach a job to a lease; this also accepts an offer that was not renewed yet.
 
         Raises:
-            LeaseError: the lease is unknown, another scheduler's, over, spent, or has a job.
+            UnknownLeaseError: there was no such lease of this scheduler.
+            LeaseError: the lease is over, spent, or has a job, or the scheduler has `Quota.max_jobs` jobs.
         """
         lease = self._owned_lease(lease_id, scheduler)
         if lease.state is LeaseState.SPENT:
             raise LeaseError(f"lease {lease_id} is spent: its job has ended")
-        self.renew(lease_id, scheduler, now)
         if lease.has_job:
             raise LeaseError(f"a job already runs on lease {lease_id}")
+        self._check_job_quota(scheduler)
+        self.renew(lease_id, scheduler, now)
         lease.has_job = True
+        lease.expires = now + RENEWED_LEASE
         return lease
 
     def detach_job(self, lease_id: uuid.UUID, *, keep: bool = False) -> None:
@@ -142,8 +229,9 @@ class LeaseManager:
         if lease is None or not lease.has_job:
             return
         lease.has_job = False
+        lease.idle_since = None  # the next sweep or renewal starts the time
         if lease.state is LeaseState.ENDING:
-            del self._leases[lease_id]
+            self._forget(lease)
         elif not keep:
             lease.state = LeaseState.SPENT
 
@@ -151,26 +239,32 @@ class LeaseManager:
         """End a lease. If it has a job, its resources stay reserved until `detach_job`.
 
         Raises:
-            LeaseError: it is unknown or another scheduler's.
+            UnknownLeaseError: there was no such lease of this scheduler.
+            LeaseError: it is over.
         """
         lease = self._owned_lease(lease_id, scheduler)
-        self._end(lease)
+        self._end(lease, LeaseEnd.RELEASED)
         return lease
 
     def cancel_offer(self, lease_id: uuid.UUID) -> None:
         """Remove an offer that could not be sent; keep it if it was accepted meanwhile."""
         lease = self._leases.get(lease_id)
         if lease is not None and lease.state is LeaseState.OFFERED:
-            del self._leases[lease_id]
+            self._end(lease, LeaseEnd.UNDELIVERED)
 
     def sweep(self, now: float) -> list[Lease]:
-        """End leases that have expired; return those whose jobs must be cancelled now."""
-        expired = [
-            lease for lease in self._leases.values() if now >= lease.expires and lease.state is not LeaseState.ENDING
-        ]
-        for lease in expired:
-            self._end(lease)
-        return [lease for lease in expired if lease.has_job]
+        """End leases that have expired; return those whose jobs must be cancelled now.
+
+        An idle lease expires, too: none ends before the time that its scheduler was told.
+        """
+        ended = []
+        for lease in self.leases:
+            if lease.idle_since is None and lease.state is LeaseState.HELD and not lease.has_job:
+                lease.idle_since = now
+            if now >= lease.expires and lease.state is not LeaseState.ENDING:
+                ended.append(lease)
+                self._end(lease, LeaseEnd.IDLE if self._is_idle(lease, now) else LeaseEnd.EXPIRED)
+        return [lease for lease in ended if lease.has_job]
 
     def find(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease | None:
         """Return the lease if it is known and belongs to `scheduler`, else None."""
@@ -196,12 +290,34 @@ class LeaseManager:
 
     def _owned_lease(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease:
         lease = self.find(lease_id, scheduler)
-        if lease is None:  # the same answer for other schedulers' leases, so that it reveals nothing about them
-            raise LeaseError(f"{scheduler} has no lease {lease_id} here")
-        return lease
+        if lease is not None:
+            return lease
+        ended = self._ended.get(lease_id)
+        if ended is not None and ended.end is not None and ended.scheduler == scheduler:
+            raise LeaseError(f"{scheduler} has no lease {lease_id} here any more: {ended.end.reason}")
+        # the same answer for other schedulers' leases, so that it reveals nothing about them
+        raise UnknownLeaseError(f"{scheduler} has no lease {lease_id} here")
 
-    def _end(self, lease: Lease) -> None:
+    def _is_idle(self, lease: Lease, now: float) -> bool:
+        is_open = lease.state is LeaseState.HELD and not lease.has_job and now >= lease.expires
+        return is_open and lease.idle_since is not None and now >= lease.idle_since + self._terms.idle_lease
+
+    def _check_job_quota(self, scheduler: PeerId) -> None:
+        limit = self._terms.quota.max_jobs
+        running = self.usage.get(scheduler, LeaseUsage()).jobs
+        if limit is not None and running >= limit:
+            raise LeaseError(f"{scheduler} runs {running} jobs here, and offer.max_jobs of this worker is {limit}")
+
+    def _end(self, lease: Lease, how: LeaseEnd) -> None:
+        lease.end = lease.end or how
         if lease.has_job:
             lease.state = LeaseState.ENDING
         else:
-            del self._leases[lease.id]
+            self._forget(lease)
+
+    def _forget(self, lease: Lease) -> None:
+        """Remove a lease; remember how it ended while there is room."""
+        del self._leases[lease.id]
+        self._ended[lease.id] = lease
+        if len(self._ended) > REMEMBERED_ENDS:
+            self._ended.popitem(last=False)

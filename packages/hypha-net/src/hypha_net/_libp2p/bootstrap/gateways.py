@@ -1,31 +1,28 @@
 """Keeps the connections to the gateways, and restores what depends on them after each reconnection.
 
-A gateway that connects is given this node's records (`record_publisher`) and asked for a relay reservation
-(`relay.client`). Where it is not in this node's topics, and so forwards none of their messages (as gateways of other
-implementations), the peers closest to this node are dialled instead. Started by `endpoint`.
+A gateway that connects is given this node's records (`record_publisher`), and asked for a relay reservation
+(`relay.client`) and for peers that this node has to connect to (`topic_peers`). Started by `endpoint`.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final, cast
 
 import anyio
-import anyio.abc
 from libp2p.network.connection.swarm_connection import SwarmConn
 
 from hypha_net._libp2p.bootstrap.record_publisher import RecordPublisher
+from hypha_net._libp2p.bootstrap.topic_peers import TopicPeers
 from hypha_net._libp2p.dial.dialer import Dialer
 from hypha_net._libp2p.dial.upgrade import tls_connection_of
-from hypha_net._libp2p.gossipsub.subscriptions import Subscriptions
-from hypha_net._libp2p.kad.client import ASK_TIMEOUT, KadClient
 from hypha_net._libp2p.relay.client import RelayClient
 from hypha_net._libp2p.yamux.session import YamuxSession
 from hypha_net.addresses import split_peer
 from hypha_net.backoff import jittered
-from hypha_net.errors import NetError, RefusedError, StreamClosedError, UnreachableError
+from hypha_net.errors import NetError, RefusedError, StreamClosedError
 from hypha_net.log_throttle import OutageLogSchedule
 from hypha_proto.ids import PeerId
 
@@ -39,12 +36,6 @@ REFUSED_BACKOFF: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
 """The same where one side refuses the other, which an operator has to fix; reloaded certificates end the pause."""
 STABLE_AFTER: Final = 5.0
 """Seconds after which a connection to a gateway resets its backoff."""
-TOPIC_PEER_INTERVAL: Final = 30.0
-"""Seconds between two attempts to find peers of this node's topics."""
-TOPIC_PEER_TIMEOUT: Final = 3.0
-MAX_CONCURRENT_DIALS: Final = 8
-ANNOUNCEMENT_TIMEOUT: Final = 2.0
-"""Seconds that a gateway has to announce its topics."""
 
 
 class Gateways:
@@ -53,16 +44,14 @@ class Gateways:
     def __init__(
         self,
         dialer: Dialer,
-        dht: KadClient,
         publisher: RecordPublisher,
-        subscriptions: Subscriptions,
+        topic_peers: TopicPeers,
         relay: RelayClient | None,
     ) -> None:
         """Make it for one endpoint; without `relay` no reservations are requested."""
         self._dialer = dialer
-        self._dht = dht
         self._publisher = publisher
-        self._subscriptions = subscriptions
+        self._topic_peers = topic_peers
         self._relay = relay
         self._peer_at: dict[str, PeerId] = {}
         """The gateway that was last connected at each address."""
@@ -155,43 +144,11 @@ class Gateways:
         """Run the tasks that depend on a gateway until it disconnects."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._publisher.publish_to, gateway)
-            tasks.start_soon(self._connect_topic_peers, gateway)
+            tasks.start_soon(self._topic_peers.use_gateway, gateway)
             if self._relay is not None:
                 tasks.start_soon(self._relay.keep_reservation, gateway)
             await _wait_disconnected(gateway, self._dialer.connection)
             tasks.cancel_scope.cancel()
-
-    async def _connect_topic_peers(self, gateway: PeerId) -> None:
-        """Dial peers that the gateway knows, while it is in none of this node's topics and so forwards nothing."""
-        while True:
-            with anyio.move_on_after(ANNOUNCEMENT_TIMEOUT):  # py-libp2p has no event for a peer's subscriptions
-                while not self._subscriptions.has_announced_topics(gateway):  # noqa: ASYNC110
-                    await anyio.sleep(0.05)
-            topics = self._subscriptions.topics()
-            if topics and not any(gateway in self._subscriptions.peers(topic) for topic in topics):
-                await self._dial_closest_peers()
-            await anyio.sleep(TOPIC_PEER_INTERVAL if topics else ANNOUNCEMENT_TIMEOUT)
-
-    async def _dial_closest_peers(self) -> None:
-        try:
-            found = await self._dht.closest_peers(ASK_TIMEOUT)
-        except UnreachableError as error:
-            _log.info("closest peers not found: %s", error)
-            return
-        limiter = anyio.CapacityLimiter(MAX_CONCURRENT_DIALS)
-        async with anyio.create_task_group() as tasks:
-            for peer, addresses in found.items():
-                tasks.start_soon(self._dial_peer, peer, addresses, limiter)
-
-    async def _dial_peer(self, peer: PeerId, addresses: Iterable[bytes], limiter: anyio.CapacityLimiter) -> None:
-        async with limiter:
-            for address in self._dialer.filter_dialable(addresses):
-                try:
-                    with anyio.fail_after(TOPIC_PEER_TIMEOUT):
-                        await self._dialer.connect_to_advertised(peer, address)
-                    return
-                except (NetError, TimeoutError) as error:
-                    _log.debug("peer %s at %s: %s", peer, address, error)
 
 
 async def _wait_disconnected(peer: PeerId, connection_to: Callable[[PeerId], SwarmConn | None]) -> None:

@@ -25,7 +25,7 @@ from multiaddr import Multiaddr
 
 from hypha_net._libp2p.compat.multiselect_limits import limit_multiselect_lines
 from hypha_net._libp2p.compat.swarm import YamuxMultistream, patch_swarm
-from hypha_net._libp2p.identify.peer_metadata import store_identify
+from hypha_net._libp2p.identify.peer_metadata import AGENT, store_identify
 from hypha_net._libp2p.security.tls import TLS_PROTOCOL, SecurityState, TlsTransport, libp2p_key_pair
 from hypha_net._libp2p.streams.inbound import NEGOTIATE_TIMEOUT, InboundStreams
 from hypha_net._libp2p.yamux.session import PROTOCOL, YamuxSession
@@ -45,7 +45,7 @@ def make_host(
     for module in (basic_host, push_module):
         vars(module)["update_peerstore_from_identify"] = store_identify
     identify_module.PROTOCOL_VERSION = IDENTIFY_VERSION
-    identify_module.AGENT_VERSION = f"hypha-python/{version('hypha-net')}"
+    identify_module.AGENT_VERSION = f"{AGENT}/{version('hypha-net')}"
     swarm = _build_swarm(identity, records, max_connections)
     host = BasicHost(swarm, negotiate_timeout=NEGOTIATE_TIMEOUT, disable_identify_address_discovery=True)
     # py-libp2p's own method cuts a circuit's address at its first /p2p/, which makes it the relay's

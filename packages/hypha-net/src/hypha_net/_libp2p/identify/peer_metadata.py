@@ -17,6 +17,8 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStoreError
 from multiaddr import Multiaddr
 
+AGENT: Final = "hypha-python"
+"""Agent version of this implementation, before the slash and its number."""
 _AGENT: Final = "agent_version"
 _OBSERVED: Final = "observed_address"
 _IDENTIFIED_AT: Final = "identified_at"
@@ -77,6 +79,11 @@ def agent_version(peerstore: IPeerStore, peer: ID) -> str:
         return str(peerstore.get(peer, _AGENT))
     except (PeerStoreError, KeyError):
         return ""
+
+
+def is_ours(peerstore: IPeerStore, peer: ID) -> bool:
+    """Return whether `peer` runs this implementation."""
+    return agent_version(peerstore, peer).startswith(f"{AGENT}/")
 
 
 def supported_protocols(peerstore: IPeerStore, peer: ID) -> frozenset[str]:

@@ -9,7 +9,10 @@ publisher as provider of the plain key: that way all publishers of a key are fou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import anyio
@@ -30,8 +33,14 @@ ASK_TIMEOUT: Final = 5.0
 GRACE: Final = 0.5
 """Seconds to wait for the other gateways once one has answered."""
 
+MAX_PART_BITS: Final = 5
+"""Halvings of the key space in a search for all neighbours: at most 63 requests, which find some 600 peers."""
+MAX_CONCURRENT_LOOKUPS: Final = 8
+
 Answers = Mapping[PeerId, Any]
 """Answers by gateway; None for a message that has no answer."""
+PeerAddresses = dict[PeerId, list[bytes]]
+"""Addresses of peers, as multiaddr bytes."""
 
 
 class KadClient:
@@ -137,11 +146,56 @@ class KadClient:
                     found.update(dict.fromkeys(bytes(address) for address in closer.addrs[:32]))
         return list(found)
 
-    async def closest_peers(self, timeout: float) -> dict[PeerId, list[bytes]]:
-        """Return the peers closest to this node, with their addresses as multiaddr bytes."""
-        answers = await self._ask_all(Message(type=Kind.FIND_NODE, key=self._endpoint.peer_id.raw), timeout)
-        found: dict[PeerId, list[bytes]] = {}
-        for answer in answers.values():
+    async def closest_peers(self, timeout: float, gateways: Iterable[PeerId] | None = None) -> PeerAddresses:
+        """Return the peers closest to this node that `gateways` know, by default all gateways."""
+        answers = await self._ask_all(Message(type=Kind.FIND_NODE, key=self._endpoint.peer_id.raw), timeout, gateways)
+        return self._named_peers(answers.values())
+
+    async def neighbours(
+        self, gateways: Collection[PeerId], timeout: float, *, other_implementations: bool = False
+    ) -> PeerAddresses:
+        """Return the peers that `gateways` know, or only those of other implementations where gateways can tell.
+
+        An answer names the 20 peers closest to its key, so the key space is halved until an answer covers its part:
+        if it names fewer peers, or one outside the part. See `MAX_PART_BITS` for the limit.
+
+        Raises:
+            UnreachableError: no gateway answered.
+        """
+        found: PeerAddresses = {}
+        parts, answered = [""], False
+        with anyio.move_on_after(timeout):
+            while parts and len(parts[0]) <= MAX_PART_BITS:
+                answers = await self._find_in_parts(parts, gateways, timeout, other_implementations)
+                answered = answered or bool(answers)
+                for each in answers.values():
+                    found.update(self._named_peers(each.values()))
+                parts = [part + bit for part, each in answers.items() if not _covers(each, part) for bit in "01"]
+        if not answered:
+            raise UnreachableError("no gateway answered a request for its neighbours")
+        return found
+
+    async def _find_in_parts(
+        self, parts: Iterable[str], gateways: Collection[PeerId], timeout: float, other_implementations: bool
+    ) -> dict[str, Answers]:
+        """Ask for peers in parts of the key space; return the answers by part."""
+        answers: dict[str, Answers] = {}
+        limiter = anyio.CapacityLimiter(MAX_CONCURRENT_LOOKUPS)
+
+        async def ask(part: str) -> None:
+            message = Message(type=Kind.FIND_NODE, key=_key_in(part), other_implementations=int(other_implementations))
+            async with limiter:
+                with suppress(UnreachableError):
+                    answers[part] = await self._ask_all(message, timeout, gateways)
+
+        async with anyio.create_task_group() as tasks:
+            for part in parts:
+                tasks.start_soon(ask, part)
+        return answers
+
+    def _named_peers(self, answers: Iterable[Any]) -> PeerAddresses:
+        found: PeerAddresses = {}
+        for answer in answers:
             for closer in answer.closer_peers[: 4 * CLOSEST]:
                 if (peer := _peer_id(closer.id)) is not None and peer != self._endpoint.peer_id:
                     found.setdefault(peer, [bytes(address) for address in closer.addrs[:32]])
@@ -187,6 +241,24 @@ class KadClient:
         if answer is None or answer.type != message.type:
             raise StreamResetError("unexpected answer of the gateway")
         return answer
+
+
+def _covers(answers: Answers, part: str) -> bool:
+    """Return whether every answer names all peers that its gateway knows in a part of the key space."""
+    return all(
+        len(answer.closer_peers) < CLOSEST or any(not _is_in(closer.id, part) for closer in answer.closer_peers)
+        for answer in answers.values()
+    )
+
+
+def _is_in(key: bytes, part: str) -> bool:
+    """Return whether the SHA-256 of `key` begins with the bits of `part`, at most `MAX_PART_BITS`."""
+    return f"{hashlib.sha256(key).digest()[0]:08b}".startswith(part)
+
+
+def _key_in(part: str) -> bytes:
+    """Return some key in a part of the key space."""
+    return next(key for number in itertools.count() if _is_in(key := number.to_bytes(4, "big"), part))
 
 
 def _records(answers: Answers, key: bytes) -> list[Any]:

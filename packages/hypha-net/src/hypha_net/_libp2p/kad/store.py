@@ -21,6 +21,8 @@ import anyio
 import anyio.to_thread
 import trio
 
+from hypha_proto.codec import parse_json
+from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.signed_records import PREFIX, split_heartbeat
 
@@ -168,7 +170,7 @@ class RecordStore:
         if self._path is None or not self._path.exists():
             return
         try:
-            for *parts, expires in json.loads(self._path.read_text()):
+            for *parts, expires in parse_json(self._path.read_bytes()):
                 key, value, publisher = (base64.b64decode(part, validate=True) for part in parts)
                 self._remove(key)
                 self._insert(key, StoredRecord(value, publisher, float(expires)))
@@ -242,8 +244,8 @@ class ProviderStore:
 def sequence(value: bytes) -> int:
     """Return the `seq` of a record's JSON value; 0 when it has none."""
     try:
-        number = json.loads(value).get("seq", 0)
-    except (ValueError, AttributeError, RecursionError):
+        number = parse_json(value).get("seq", 0)
+    except (DecodeError, AttributeError):
         return 0
     return number if type(number) is int else 0
 

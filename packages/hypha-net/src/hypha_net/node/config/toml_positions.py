@@ -63,6 +63,8 @@ def read_toml(text: str, path: Path) -> Document:
         found = re.search(r"at line (\d+)", str(error))
         line = int(found[1]) if found else text.count("\n") + 1
         raise TomlError(re.sub(r" \(at .*\)$", "", str(error)), line) from None
+    except RecursionError:
+        raise TomlError("values are nested too deeply", 1) from None
     return Document(data, _LineScanner(text.replace("\r\n", "\n")).lines(), path)
 
 

@@ -1,0 +1,267 @@
+"""Our nodes in a network of Rust nodes: what those were seen to do, by scripted nodes (`support.rust_node`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import trio
+from multiaddr import Multiaddr
+from support.rust_node import (
+    FIND_NODE,
+    KAD,
+    PULL,
+    WORKER_TOPIC,
+    RustDataNode,
+    RustGateway,
+    RustNode,
+    RustWorker,
+    running,
+)
+from support.waiting import run, until
+from support.wire_peer import Stream, dial, field, fields, speak
+
+from hypha_net import EndpointSettings, open_endpoint, transfer
+from hypha_net._libp2p.endpoint import Libp2pEndpoint
+from hypha_net.errors import TransferRefusedError
+from hypha_proto.ids import PeerId
+from hypha_proto.transfer import PullRequest
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+HOP, STOP = "/libp2p/circuit/relay/0.2.0/hop", "/libp2p/circuit/relay/0.2.0/stop"
+
+
+@asynccontextmanager
+async def leaf_of(authority: Any, gateway: str, identity: Any = None) -> AsyncIterator[Libp2pEndpoint]:
+    """Open one of our endpoints, connected to a gateway."""
+    identity = identity or authority.identity("leaf", "scheduler")
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway,))
+    async with open_endpoint(identity, settings) as leaf:
+        await leaf.wait_for_gateway(10)
+        yield leaf
+
+
+def negotiated(node: RustNode, peer: Libp2pEndpoint) -> list[str]:
+    """Return the protocols that `peer` has proposed to a scripted node."""
+    connection = node.neighbours.get(peer.peer_id.raw)
+    return [] if connection is None else connection.negotiated
+
+
+# -------------------------------------------------------------------------------------------------------------- pulls
+
+
+def test_an_old_data_node_survives_a_request_for_its_manifest(authority: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        gateway = RustGateway(authority.identity("gateway", "gateway"))
+        data = RustDataNode(authority.identity("data", "data"), "mnist", [b"first", b"second"])
+        async with running(gateway, data):
+            await data.announce(gateway)
+            async with leaf_of(authority, gateway.address) as leaf:
+                peer = data.identity.peer_id
+                for _ in range(3):
+                    manifest = PullRequest(dataset="mnist", index=0, name="manifest")
+                    with pytest.raises(TransferRefusedError, match="slices only"):
+                        await transfer.pull(leaf, peer, manifest, tmp_path / "manifest")
+                    with pytest.raises(TransferRefusedError, match="slices only"):
+                        await transfer.pull_bytes(leaf, peer, manifest, max_bytes=100)
+                await transfer.pull(leaf, peer, PullRequest(dataset="mnist", index=1), tmp_path / "slice")
+                assert (tmp_path / "slice").read_bytes() == b"second"
+                assert data.is_running
+                assert data.log == []
+
+    run(main)
+
+
+def test_an_old_data_node_survives_a_pull_that_is_cancelled(authority: Any, tmp_path: Path) -> None:
+    """The header is in the same frame as the proposal: at no moment has the stream been opened without it."""
+
+    async def main() -> None:
+        gateway = RustGateway(authority.identity("gateway", "gateway"))
+        data = RustDataNode(authority.identity("data", "data"), "mnist", [b"first"])
+        gate = trio.Event()
+        data.gates[PULL] = gate
+        async with running(gateway, data):
+            await data.announce(gateway)
+            async with leaf_of(authority, gateway.address) as leaf:
+                async with anyio.create_task_group() as tasks:
+                    request = PullRequest(dataset="mnist", index=0)
+                    tasks.start_soon(transfer.pull, leaf, data.identity.peer_id, request, tmp_path / "slice")
+                    await until(lambda: PULL in negotiated(data, leaf))
+                    tasks.cancel_scope.cancel()
+                gate.set()
+                await until(lambda: data.served or data.log)
+                assert data.served == [0]
+                assert data.is_running
+
+    run(main)
+
+
+# ------------------------------------------------------------------------------------------------------------- topics
+
+
+@asynccontextmanager
+async def hypha_gateway(authority: Any) -> AsyncIterator[Libp2pEndpoint]:
+    """Open a gateway of ours, which is in the topic of worker requests."""
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+    async with (
+        open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
+        gateway.subscribe(WORKER_TOPIC),
+    ):
+        yield gateway
+
+
+def test_a_publisher_behind_a_rust_gateway_finds_the_subscribers_at_once(authority: Any) -> None:
+    """A scheduler publishes and joins nothing; the gateway forwards nothing."""
+
+    async def main() -> None:
+        gateway = RustGateway(authority.identity("gateway", "gateway"))
+        worker = RustWorker(authority.identity("worker", "worker"))
+        async with running(gateway, worker):
+            await worker.connect(gateway.address)
+            async with leaf_of(authority, gateway.address) as leaf:
+                await leaf.connect_subscribers(WORKER_TOPIC)
+                await until(lambda: worker.identity.peer_id in leaf.topic_peers(WORKER_TOPIC), 5)
+
+    run(main)
+
+
+def test_a_publish_alone_looks_for_subscribers(authority: Any) -> None:
+    async def main() -> None:
+        gateway = RustGateway(authority.identity("gateway", "gateway"))
+        worker = RustWorker(authority.identity("worker", "worker"))
+        async with running(gateway, worker):
+            await worker.connect(gateway.address)
+            async with leaf_of(authority, gateway.address) as leaf:
+                assert not leaf.topic_peers(WORKER_TOPIC)
+                await leaf.publish(WORKER_TOPIC, b"x")
+                await until(lambda: worker.identity.peer_id in leaf.topic_peers(WORKER_TOPIC), 5)
+
+    run(main)
+
+
+def test_a_publisher_finds_more_peers_than_one_answer_names(authority: Any) -> None:
+    """An answer to FIND_NODE names the 20 peers closest to its key, and the worker is far from this node's."""
+
+    async def main() -> None:
+        own = authority.identity("leaf", "scheduler")
+        half = key_space_half(own.peer_id.raw)
+        far = authority.identity("far", "worker")
+        while key_space_half(far.peer_id.raw) == half:
+            far = authority.identity("far", "worker")
+        gateway, worker = RustGateway(authority.identity("gateway", "gateway")), RustWorker(far)
+        strangers = [PeerId.from_public_key(bytes((number,)) * 32).raw for number in range(120)]
+        assert sum(key_space_half(stranger) == half for stranger in strangers) > 20
+        nowhere = b"\x04\x7f\0\0\x01\x06\0\x01"  # port 1
+        gateway.extra = {stranger: [nowhere] for stranger in strangers}
+        async with running(gateway, worker):
+            await worker.connect(gateway.address)
+            async with leaf_of(authority, gateway.address, own) as leaf:
+                await leaf.publish(WORKER_TOPIC, b"x")
+                await until(lambda: far.peer_id in leaf.topic_peers(WORKER_TOPIC), 10)
+                assert gateway.find_nodes < 64
+
+    run(main)
+
+
+def key_space_half(peer: bytes) -> int:
+    return hashlib.sha256(peer).digest()[0] >> 7
+
+
+def test_looks_at_a_gateways_neighbours_are_limited_while_messages_are_published(authority: Any) -> None:
+    async def main() -> None:
+        gateway = RustGateway(authority.identity("gateway", "gateway"))
+        async with running(gateway), leaf_of(authority, gateway.address) as leaf:
+            for _ in range(300):
+                await leaf.publish(WORKER_TOPIC, b"x")
+            await until(lambda: gateway.find_nodes, 5)
+            began = anyio.current_time()
+            while anyio.current_time() - began < 1.5:
+                await leaf.publish(WORKER_TOPIC, b"x")
+                await anyio.sleep(0.01)
+            assert 1 <= gateway.find_nodes <= 2
+
+    run(main)
+
+
+def test_a_publisher_connects_to_rust_workers_behind_our_gateway_and_not_to_ours(authority: Any) -> None:
+    """A Rust worker makes offers to connected schedulers only, also when it got the request from our gateway."""
+
+    async def main() -> None:
+        worker = RustWorker(authority.identity("rust", "worker"))
+        async with hypha_gateway(authority) as gateway, running(worker):
+            [address, *_] = gateway.addresses
+            await worker.connect(address)
+            settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(address,))
+            async with (
+                open_endpoint(authority.identity("ours", "worker"), settings) as ours,
+                ours.subscribe(WORKER_TOPIC),
+            ):
+                await ours.wait_for_gateway(10)
+                listed = {worker.identity.peer_id, ours.peer_id}
+                await until(lambda: listed <= gateway.topic_peers(WORKER_TOPIC))
+                await until(lambda: listed <= {known.peer for known in gateway._known_peers() if known.addresses()})
+                async with leaf_of(authority, address) as leaf:
+                    await until(lambda: gateway.peer_id in leaf.topic_peers(WORKER_TOPIC))
+                    await leaf.connect_subscribers(WORKER_TOPIC)
+                    assert set(leaf.connected_peers()) == {gateway.peer_id, worker.identity.peer_id}
+                    await until(lambda: leaf.peer_id.raw in worker.neighbours)
+
+    run(main)
+
+
+def test_a_gateway_lists_all_peers_to_nodes_that_do_not_ask_for_other_implementations(authority: Any) -> None:
+    async def main() -> None:
+        worker = RustWorker(authority.identity("rust", "worker"))
+        async with (
+            hypha_gateway(authority) as gateway,
+            running(worker),
+            leaf_of(authority, gateway.addresses[0]) as leaf,
+        ):
+            await worker.connect(gateway.addresses[0])
+            await until(lambda: len([known for known in gateway._known_peers() if known.addresses()]) == 2)
+            async with speak(await dial(gateway.addresses[0]), authority.identity("other", "worker")) as peer:
+                ask = field(1, FIND_NODE) + field(2, b"key")
+                everyone, _ = await peer.ask(KAD, ask)
+                assert {fields(each)[1][0] for each in fields(everyone)[8]} == {
+                    leaf.peer_id.raw,
+                    worker.identity.peer_id.raw,
+                }
+                assert 1000 not in fields(everyone)
+                others, _ = await peer.ask(KAD, ask + field(1000, 1))
+                assert [fields(each)[1][0] for each in fields(others)[8]] == [worker.identity.peer_id.raw]
+                assert fields(others)[1000] == [1]
+
+    run(main)
+
+
+def test_a_rust_worker_that_can_only_be_relayed_to_is_connected_through_our_gateway(authority: Any) -> None:
+    async def main() -> None:
+        identity = authority.identity("rust", "worker")
+        sources: list[bytes] = []
+
+        async def stop(stream: Stream) -> None:
+            request = fields(await stream.message())
+            await stream.say(field(1, 1) + field(4, 100))
+            async with speak(stream, identity, opened=False) as inner:
+                sources.append(fields(request[2][0])[1][0])
+                await inner.closed.wait()
+
+        async with hypha_gateway(authority) as gateway:
+            circuit = Multiaddr(f"{gateway.addresses[0]}/p2p-circuit").to_bytes()
+            about = {"addresses": [circuit], "handlers": {STOP: stop}}
+            async with speak(await dial(gateway.addresses[0]), identity, **about) as rust:
+                answer, _ = await rust.ask(HOP, field(1, 0))
+                assert fields(answer)[5] == [100]
+                async with leaf_of(authority, gateway.addresses[0]) as leaf:
+                    await until(lambda: gateway.peer_id in leaf.topic_peers(WORKER_TOPIC))
+                    await until(lambda: any(known.addresses() for known in gateway._known_peers()))
+                    await leaf.connect_subscribers(WORKER_TOPIC, timeout=10)
+                    assert identity.peer_id in leaf.connected_peers()
+                    assert sources == [leaf.peer_id.raw]
+
+    run(main)

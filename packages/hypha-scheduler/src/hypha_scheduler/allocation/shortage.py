@@ -1,0 +1,116 @@
+"""Shortage of workers in words and numbers: why how many peers are not suitable for a role. Pure.
+
+The auction records why it rejected offers; `shortage_report` asks the workers and reports the result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import Reasons, Rejection
+from hypha_proto.resources import Resources
+from hypha_scheduler.allocation.auction import DENIED
+
+TAKEN: Final = "taken"
+"""Code of a peer that already has another role of this job."""
+UNKNOWN: Final = "unknown"
+"""Code of a worker that gives its reasons in words only, as older ones do."""
+_UNITS: Final = {"gpu": "GB", "cpu": "cores", "memory": "GB", "storage": "GB"}
+_ORDER: Final = ("not-allowed", "executor", *_UNITS, "price", "quota", "busy", DENIED, TAKEN, UNKNOWN)
+"""Codes by how hard the reason is to remove: of several reasons of one peer, the first one counts."""
+_CODE: Final = re.compile(r"[a-z][a-z-]{0,23}")
+_MAX_REASONS: Final = 8
+"""Reasons of one peer that are read, and their length in characters."""
+_MAX_REASON_LENGTH: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Number of peers that are suitable for a role, and of those that are not, by reason."""
+
+    role: str
+    suitable: int
+    known: int
+    """Peers that answered or made an offer."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Peers that are not suitable, by the code of their most important reason."""
+    largest: Mapping[str, float] = field(default_factory=dict)
+    """Largest amount that one of them has of a resource of which it has too little."""
+    wanted: Resources = field(default_factory=Resources)
+
+    def __str__(self) -> str:
+        ranked = sorted(self.counts.items(), key=lambda entry: (-entry[1], _position(entry[0])))
+        causes = ", ".join(f"{count} {code}{self._amount(code)}" for code, count in ranked)
+        return f"{self.suitable} of {self.known} suitable" + (f": {causes}" if causes else "")
+
+    def _amount(self, code: str) -> str:
+        if code not in self.largest:
+            return ""
+        return f" ({self.largest[code]:g} of {getattr(self.wanted, code):g} {_UNITS[code]})"
+
+
+Answers = Mapping[tuple[PeerId, str], Reasons]
+"""Reasons against an offer, by peer and role; none if the peer would make one."""
+
+
+def count_reasons(role: str, wanted: Resources, answers: Answers, held: Mapping[PeerId, str]) -> Shortage:
+    """Count the reasons against offers for `role`.
+
+    Args:
+        role: the role that lacks workers.
+        wanted: the resources that it requires.
+        answers: answers of workers, and why their offers were rejected.
+        held: roles for which leases are held, by peer.
+    """
+    counts: Counter[str] = Counter()
+    largest: dict[str, float] = {}
+    peers = {*held, *(peer for peer, other in answers if other == role)}
+    for peer in peers:
+        rejection = _most_important(answers.get((peer, role))) if peer not in held else _taken(held[peer], role)
+        if rejection is not None:
+            counts[rejection.code] += 1
+            if rejection.code in _UNITS and rejection.available is not None:
+                largest[rejection.code] = max(largest.get(rejection.code, 0.0), rejection.available)
+    return Shortage(role, len(peers) - counts.total(), len(peers), dict(counts), largest, wanted)
+
+
+def _taken(held: str, role: str) -> Rejection | None:
+    return None if held == role else Rejection(code=TAKEN)
+
+
+def _most_important(answer: Reasons | None) -> Rejection | None:
+    """Return the reason by which a peer is counted; None if it would make an offer."""
+    if answer is None:
+        return None
+    known = [entry for entry in (answer.rejections or ())[:_MAX_REASONS] if _CODE.fullmatch(entry.code)]
+    if known:
+        return min(known, key=lambda entry: _position(entry.code))
+    return Rejection(code=UNKNOWN) if answer.reasons or answer.rejections else None
+
+
+def _position(code: str) -> int:
+    return _ORDER.index(code) if code in _ORDER else len(_ORDER)
+
+
+def describe_peers(answers: Answers, held: Mapping[PeerId, str]) -> list[str]:
+    """Return a line for each peer with all its reasons."""
+    texts: dict[PeerId, list[str]] = {}
+    for (peer, role), answer in answers.items():
+        reasons = answer.reasons[:_MAX_REASONS]
+        texts.setdefault(peer, []).extend(f"{role}: {reason[:_MAX_REASON_LENGTH]}" for reason in reasons)
+    for peer, role in held.items():
+        texts[peer] = [f"taken for {role} already: each part of a job runs on a worker of its own"]
+    return [f"{peer}: {'; '.join(found) or 'would make an offer now'}" for peer, found in sorted(texts.items())]
+
+
+def hint_for_unlisted(role: str, bid: float) -> str:
+    """Explain likely reasons of workers that were not found or did not answer."""
+    return (
+        f"workers that are not named here made no offer for {role}: the bid of {bid:g} may be under their price or "
+        "floor (raise the bid), or they lack required resources"
+    )

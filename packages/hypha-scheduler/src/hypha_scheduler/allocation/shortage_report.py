@@ -1,0 +1,117 @@
+"""Asks workers why they make no offer, and reports it while a search goes on and when it has failed.
+
+The I/O around `shortage`. Called by `allocator`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import anyio
+
+from hypha_net import rpc
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import NetError
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import WHY_NOT, Reasons, WhyNot
+from hypha_proto.offers import WORKER_REQUESTS, WorkerRequest
+from hypha_scheduler.allocation.auction import Auction
+from hypha_scheduler.allocation.shortage import Answers, Shortage, count_reasons, describe_peers, hint_for_unlisted
+
+_log = logging.getLogger(__name__)
+
+REPORT_INTERVAL: Final = 5.0
+"""Seconds between questions to workers why they make no offer."""
+_TIMEOUT: Final = 3.0
+_MAX_PEERS_ASKED: Final = 32
+
+
+def candidates(endpoint: Endpoint) -> list[PeerId]:
+    """Return the peers that may make offers: subscribers whose certificate does not state a role but worker."""
+    known = endpoint.connected_peers()
+    peers = endpoint.topic_peers(WORKER_REQUESTS.name)
+    return [peer for peer in peers if peer not in known or known[peer].role in (None, "worker")]
+
+
+@dataclass(slots=True)
+class ShortageReport:
+    """Why roles of one search lack workers."""
+
+    endpoint: Endpoint
+    auction: Auction
+    requests: Mapping[str, WorkerRequest]
+    """The last request that was published for each role."""
+    on_shortage: Callable[[Shortage], None]
+    """Called with what is logged or part of an error message."""
+
+    async def watch(self) -> None:
+        """Log regularly why workers are missing, unless it has not changed, until cancelled."""
+        logged: dict[str, str] = {}
+        while True:
+            await anyio.sleep(REPORT_INTERVAL)
+            for shortage in self._count(await self._ask()):
+                if logged.get(shortage.role) != str(shortage):
+                    logged[shortage.role] = str(shortage)
+                    _log.info("waiting for workers: %s: %s", shortage.role, shortage)
+                    self.on_shortage(shortage)
+
+    async def explain(self, timeout: float) -> str:
+        """Describe for the job's owner why not enough workers were found within `timeout` seconds."""
+        held = Counter(offer.role for offer in self.auction.held)
+        wanted = self.auction.role_requests
+        found = ", ".join(f"{held[request.role]} of {request.count} for {request.role}" for request in wanted)
+        first = f"not enough workers within {timeout:g} s: {found}"
+        if not self.endpoint.topic_peers(WORKER_REQUESTS.name):
+            return f"{first}; no peer subscribes to worker requests: is a gateway connected, and is a worker running?"
+        answers = await self._ask()
+        lines = [first]
+        for shortage in self._count(answers):
+            self.on_shortage(shortage)
+            lines.append(f"{shortage.role}: {shortage}")
+        lines += describe_peers(answers, self._held())
+        lines += [hint_for_unlisted(request.role, request.bid) for request in self.auction.open_requests]
+        return "\n  ".join(lines)
+
+    def _held(self) -> dict[PeerId, str]:
+        return {offer.peer: offer.role for offer in self.auction.held}
+
+    def _count(self, answers: Answers) -> list[Shortage]:
+        held = self._held()
+        return [
+            count_reasons(request.role, request.spec.resources, answers, held) for request in self.auction.open_requests
+        ]
+
+    async def _ask(self) -> dict[tuple[PeerId, str], Reasons]:
+        """Ask workers about the open requests; return their answers, and why offers were rejected here."""
+        answers: dict[tuple[PeerId, str], Reasons] = {}
+        open_roles = {request.role for request in self.auction.open_requests}
+        requests = {role: request for role, request in self.requests.items() if role in open_roles}
+        async with anyio.create_task_group() as tasks:
+            for peer in await self._find_peers() if requests else ():
+                for role, request in requests.items():
+                    tasks.start_soon(self._ask_peer, peer, role, request, answers)
+        return answers | self.auction.rejections
+
+    async def _find_peers(self) -> list[PeerId]:
+        """Return whom to ask: workers without an offer often have no connection to this node."""
+        found: list[PeerId] = []
+        try:
+            found = await self.endpoint.find_peers(timeout=_TIMEOUT)
+        except NetError as error:
+            _log.debug("cannot look up further workers to ask why they made no offer: %s", error)
+        connected = sorted(candidates(self.endpoint))
+        return list(dict.fromkeys((*connected, *found)))[:_MAX_PEERS_ASKED]
+
+    async def _ask_peer(
+        self, peer: PeerId, role: str, request: WorkerRequest, answers: dict[tuple[PeerId, str], Reasons]
+    ) -> None:
+        try:
+            answers[peer, role] = await rpc.call(
+                self.endpoint, peer, WHY_NOT, WhyNot(request=request), timeout=_TIMEOUT
+            )
+        except NetError as error:
+            _log.debug("%s did not answer why it made no offer: %s", peer, error)

@@ -1,0 +1,507 @@
+"""Allocation on the in-memory network and a virtual clock: slow links, peers that cheat, incomplete sets."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from random import Random
+
+import anyio
+import anyio.abc
+import pytest
+
+from hypha_net import pubsub, rpc
+from hypha_net.errors import NetError
+from hypha_net.testing import Faults, MemoryEndpoint, MemoryNetwork, simulate
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import (
+    RELEASE_LEASE,
+    RENEW_LEASE,
+    WHY_NOT,
+    LeaseReleased,
+    LeaseRenewal,
+    Reasons,
+    Rejection,
+    ReleaseLease,
+    RenewalFailed,
+    Renewed,
+    RenewLease,
+    WhyNot,
+)
+from hypha_proto.offers import (
+    OFFER,
+    WORKER_REQUESTS,
+    AggregateExecutor,
+    OfferReceived,
+    TrainExecutor,
+    WorkerOffer,
+    WorkerRequest,
+    WorkerSpec,
+)
+from hypha_proto.resources import Resources, Timestamp
+from hypha_scheduler.allocation.allocator import Allocator
+from hypha_scheduler.allocation.auction import AcceptedOffer, RoleRequest
+from hypha_scheduler.allocation.leases import HeldLeases
+from hypha_scheduler.allocation.renewal import renew_leases
+from hypha_scheduler.allocation.shortage import Shortage
+from hypha_scheduler.errors import AllocationError
+
+NOW = Timestamp.of(0)
+BATCH_WINDOW = 0.2
+RENEWED = 10.0
+
+
+@dataclass
+class Worker:
+    """Worker for one role with room for one lease, whose offers live for 500 ms and two round trips."""
+
+    endpoint: MemoryEndpoint
+    tasks: anyio.abc.TaskGroup
+    role: str = "train"
+    price: float = 100.0
+    amounts: Resources = field(default_factory=lambda: Resources(cpu=1))
+    offers: bool = True
+    grants: Callable[[], Awaitable[bool]] | None = None
+    """Whether it grants a renewal; None for all of its own leases."""
+    reasons: Reasons = field(default_factory=lambda: Reasons(reasons=("no",)))
+    lease: uuid.UUID | None = None
+    expires: float = 0.0
+    released: list[str] = field(default_factory=list)
+    renewals: int = 0
+    asked: int = 0
+    """Questions why it makes no offer."""
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        rpc.serve(self.endpoint, RENEW_LEASE, self.renew)
+        rpc.serve(self.endpoint, RELEASE_LEASE, self.release)
+        rpc.serve(self.endpoint, WHY_NOT, self.why_not)
+        async with pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as requests:
+            task_status.started()
+            async for scheduler, request in requests:
+                if request.spec.executor[0].name == self.role and self.offers:
+                    self.tasks.start_soon(self.bid, scheduler, request)
+
+    @property
+    def is_free(self) -> bool:
+        return self.lease is None or anyio.current_time() >= self.expires
+
+    async def bid(self, scheduler: PeerId, request: WorkerRequest) -> None:
+        await anyio.sleep(BATCH_WINDOW)
+        if not self.is_free:
+            return
+        self.lease, self.expires = uuid.uuid4(), anyio.current_time() + 2.0
+        lease = self.lease
+        await self.endpoint.connect_peer(scheduler)
+        life = min(2.0, 0.5 + 2 * (self.endpoint.round_trip_time(scheduler) or 0.0))
+        self.expires = anyio.current_time() + life
+        await self.send(scheduler, request.id, lease, int(life * 1000))
+
+    async def send(self, scheduler: PeerId, request: uuid.UUID, lease: uuid.UUID, timeout_ms: int) -> None:
+        offer = WorkerOffer(
+            id=lease, request_id=request, price=self.price, resources=self.amounts, timeout=NOW, timeout_ms=timeout_ms
+        )
+        await rpc.call(self.endpoint, scheduler, OFFER, offer)
+
+    async def renew(self, _peer: PeerId, request: RenewLease) -> LeaseRenewal:
+        self.renewals += 1
+        granted = request.id == self.lease and not self.is_free if self.grants is None else await self.grants()
+        if not granted:
+            return RenewalFailed()
+        self.expires = anyio.current_time() + RENEWED
+        return Renewed(id=request.id, timeout=NOW, timeout_ms=int(RENEWED * 1000))
+
+    async def release(self, _peer: PeerId, request: ReleaseLease) -> LeaseReleased:
+        known = request.id == self.lease
+        if known:
+            self.lease = None
+            self.released.append(request.reason)
+        return LeaseReleased(known=known)
+
+    async def why_not(self, _peer: PeerId, _question: WhyNot) -> Reasons:
+        self.asked += 1
+        return self.reasons if self.is_free else Reasons(reasons=("leased",), rejections=(Rejection(code="busy"),))
+
+
+def role_request(role: str, count: int, max_price: float = 120.0) -> RoleRequest:
+    kind = TrainExecutor if role == "train" else AggregateExecutor
+    spec = WorkerSpec(resources=Resources(cpu=1), executor=(kind(name=role),))
+    return RoleRequest(role, spec, bid=100.0, max_price=max_price, count=count)
+
+
+@dataclass
+class Lab:
+    """A scheduler's endpoint and workers around it."""
+
+    network: MemoryNetwork
+    scheduler: MemoryEndpoint
+    tasks: anyio.abc.TaskGroup
+    workers: list[Worker]
+    leases: HeldLeases = field(default_factory=HeldLeases)
+    shortages: list[Shortage] = field(default_factory=list)
+
+    def allocator(self, *requests: RoleRequest, timeout: float = 60.0, least: int | None = None) -> Allocator:
+        """Make an allocator that gets the offers to this scheduler, and keep its leases renewed."""
+        made = Allocator(
+            self.scheduler,
+            requests,
+            self.leases,
+            minimum={request.role: request.count if least is None else least for request in requests},
+            timeout=timeout,
+            tasks=self.tasks,
+            on_shortage=self.shortages.append,
+            random=Random(0),
+        )
+
+        async def offered(peer: PeerId, offer: WorkerOffer) -> OfferReceived:
+            made.add_offer(peer, offer)
+            return OfferReceived()
+
+        rpc.serve(self.scheduler, OFFER, offered)
+        self.tasks.start_soon(renew_leases, self.scheduler, self.leases, lambda held, _: made.lease_lost(held.lease))
+        return made
+
+
+Case = Callable[[Lab], Awaitable[None]]
+
+
+def play(
+    case: Case,
+    count: int,
+    prepare: Callable[[list[Worker]], None] = lambda workers: None,
+    delays: Sequence[float] = (),
+    seed: int = 0,
+) -> None:
+    """Run a case with a scheduler and `count` workers; `delays` are the seconds of their links, one way."""
+
+    async def main() -> None:
+        network = MemoryNetwork(seed=seed, faults=Faults(delay=0.005))
+        async with AsyncExitStack() as stack:
+            stack.enter_context(anyio.fail_after(1000))
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            scheduler = await stack.enter_async_context(network.endpoint("scheduler"))
+            workers = []
+            for number in range(count):
+                endpoint = await stack.enter_async_context(network.endpoint(f"worker-{number}"))
+                workers.append(Worker(endpoint, tasks))
+            for worker, delay in zip(workers, delays, strict=False):
+                network.degrade(worker.endpoint.peer_id, scheduler.peer_id, Faults(delay=delay))
+            prepare(workers)
+            for worker in workers:
+                await tasks.start(worker.run)
+            await case(Lab(network, scheduler, tasks, workers))
+            tasks.cancel_scope.cancel()
+
+    simulate(main, seed=seed)
+
+
+async def never() -> bool:
+    await anyio.sleep_forever()
+    raise AssertionError
+
+
+async def deny() -> bool:
+    return False
+
+
+def peers(offers: Sequence[AcceptedOffer]) -> set[PeerId]:
+    return {offer.peer for offer in offers}
+
+
+# ----------------------------------------------------------------------------------------------------------- slow links
+
+DELAYS = (0.005, 0.05, 0.15, 0.3)
+
+
+def test_workers_with_slow_links_are_placed_among_fast_ones() -> None:
+    async def case(lab: Lab) -> None:
+        allocator = lab.allocator(role_request("train", 4))
+        assert len(await allocator.allocate()) == 4
+        assert allocator.seconds < 4.0
+
+    play(case, 4, delays=DELAYS)
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_a_worker_is_placed_while_others_of_the_topic_stay_silent(delay: float) -> None:
+    async def case(lab: Lab) -> None:
+        allocator = lab.allocator(role_request("train", 1))
+        assert len(await allocator.allocate()) == 1
+        assert allocator.seconds < 0.6 + 8 * delay
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[1].offers = False
+
+    play(case, 2, prepare, [delay])
+
+
+@pytest.mark.parametrize("slow", [0.05, 0.15, 0.3])
+def test_slow_workers_delay_a_fast_one_by_less_than_its_round_trip(slow: float) -> None:
+    fast, seconds = 0.005, list[float]()
+
+    async def case(lab: Lab) -> None:
+        allocator = lab.allocator(role_request("train", 1))
+        assert peers(await allocator.allocate()) == {lab.workers[0].endpoint.peer_id}
+        seconds.append(allocator.seconds)
+
+    def silent(workers: list[Worker]) -> None:
+        workers[1].offers = False
+
+    play(case, 2, silent, [fast, slow])
+    play(case, 2, delays=[fast, slow])
+    assert seconds[1] <= seconds[0] + 2 * fast
+
+
+# ---------------------------------------------------------------------------------------------------- peers that cheat
+
+
+@pytest.mark.parametrize("grants", [never, deny])
+def test_free_offers_that_are_never_granted_do_not_prevent_placement(grants: Callable[[], Awaitable[bool]]) -> None:
+    async def case(lab: Lab) -> None:
+        allocator = lab.allocator(role_request("train", 2))
+        found = await allocator.allocate()
+        assert peers(found) == {worker.endpoint.peer_id for worker in lab.workers[2:]}
+        assert allocator.seconds < 1.5
+        assert sum(worker.renewals for worker in lab.workers[:2]) <= 4
+
+    def prepare(workers: list[Worker]) -> None:
+        for cheat in workers[:2]:
+            cheat.price, cheat.grants = 0.0, grants
+
+    play(case, 4, prepare)
+
+
+def test_a_peer_that_grants_nothing_is_asked_ever_less_often() -> None:
+    async def case(lab: Lab) -> None:
+        allocator = lab.allocator(role_request("train", 2), timeout=60)
+        with pytest.raises(AllocationError, match="1 denied"):
+            await allocator.allocate()
+        assert 3 <= lab.workers[0].renewals <= 8
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].price, workers[0].grants = 0.0, deny
+
+    play(case, 2, prepare)
+
+
+def test_a_renewal_that_is_granted_late_is_released_unless_needed() -> None:
+    async def late() -> bool:
+        await anyio.sleep(3.0)
+        return True
+
+    async def case(lab: Lab) -> None:
+        first, second = lab.workers
+        assert peers(await lab.allocator(role_request("train", 1)).allocate()) == {second.endpoint.peer_id}
+        await anyio.sleep(5.0)
+        assert first.released == ["it was no longer needed"]
+        assert second.released == []
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].price, workers[0].grants = 50.0, late
+
+    play(case, 2, prepare)
+
+
+def test_a_renewal_that_is_granted_late_counts_while_it_is_needed() -> None:
+    async def late() -> bool:
+        await anyio.sleep(3.0)
+        return True
+
+    async def case(lab: Lab) -> None:
+        allocator = lab.allocator(role_request("train", 1))
+        assert len(await allocator.allocate()) == 1
+        assert 3.0 < allocator.seconds < 4.0
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].grants = late
+
+    play(case, 1, prepare)
+
+
+def test_a_flood_of_offers_does_not_displace_honest_ones() -> None:
+    async def case(lab: Lab) -> None:
+        cheat, honest = lab.workers
+        allocator = lab.allocator(role_request("train", 1))
+
+        async def flood() -> None:
+            while True:
+                await anyio.sleep(0.1)
+                [request] = [request.id for request in allocator._requests.values()]
+                for number in range(4200):
+                    offer = WorkerOffer(
+                        id=uuid.UUID(int=number), request_id=request, price=110.0, resources=Resources(cpu=1),
+                        timeout=NOW, timeout_ms=60_000,
+                    )  # fmt: skip
+                    allocator.add_offer(cheat.endpoint.peer_id, offer)
+
+        lab.tasks.start_soon(flood)
+        assert peers(await allocator.allocate()) == {honest.endpoint.peer_id}
+        assert allocator.seconds < 1.0
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].offers, workers[0].grants = False, deny
+
+    play(case, 2, prepare)
+
+
+# ----------------------------------------------------------------------------------------------------- incomplete sets
+
+
+def test_an_incomplete_set_is_released_for_others_and_sought_again() -> None:
+    async def case(lab: Lab) -> None:
+        allocator = lab.allocator(role_request("train", 3), timeout=60)
+
+        async def appear() -> None:
+            await anyio.sleep(30)
+            lab.workers[2].offers = True
+
+        lab.tasks.start_soon(appear)
+        assert len(await allocator.allocate()) == 3
+        assert 30 < allocator.seconds < 45
+        for worker in lab.workers[:2]:
+            assert 3 <= len(worker.released) <= 10
+            assert set(worker.released) == {"the scheduler found too few workers to go with it"}
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[2].offers = False
+
+    play(case, 3, prepare)
+
+
+def test_a_set_that_is_large_enough_to_start_is_kept_until_the_timeout() -> None:
+    async def case(lab: Lab) -> None:
+        allocator = lab.allocator(role_request("train", 3), timeout=20, least=2)
+        assert len(await allocator.allocate()) == 2
+        assert allocator.seconds == pytest.approx(20)
+        assert [worker.released for worker in lab.workers] == [[], [], []]
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[2].offers = False
+
+    play(case, 3, prepare)
+
+
+def test_a_set_that_still_grows_over_slow_links_is_not_released() -> None:
+    async def case(lab: Lab) -> None:
+        assert len(await lab.allocator(role_request("train", 6)).allocate()) == 6
+        assert [worker.released for worker in lab.workers] == [[]] * 6
+
+    for seed in range(5):
+        play(case, 6, delays=[0.005, 0.1, 0.2, 0.3, 0.3, 0.3], seed=seed)
+
+
+def test_the_last_attempt_begins_in_time_before_the_deadline() -> None:
+    async def case(lab: Lab) -> None:
+        allocator = lab.allocator(role_request("train", 2), timeout=30)
+        late = lab.workers[1]
+
+        async def appear() -> None:
+            await anyio.sleep(27.5)
+            late.offers = True
+
+        lab.tasks.start_soon(appear)
+        assert len(await allocator.allocate()) == 2
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[1].offers = False
+
+    for seed in range(5):
+        play(case, 2, prepare, seed=seed)
+
+
+def test_a_lease_that_its_worker_ends_is_sought_again_while_others_are_missing() -> None:
+    async def case(lab: Lab) -> None:
+        first = lab.workers[0]
+        allocator = lab.allocator(role_request("train", 2), timeout=100, least=1)
+
+        async def end_idle_lease() -> None:
+            await anyio.sleep(60)
+            first.lease = None
+            await anyio.sleep(20)
+            lab.workers[1].offers = True
+
+        lab.tasks.start_soon(end_idle_lease)
+        assert len(await allocator.allocate()) == 2
+        assert allocator.seconds < 85
+        assert first.renewals > 20
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[1].offers = False
+
+    play(case, 2, prepare)
+
+
+def test_renewals_in_flight_at_the_deadline_are_released() -> None:
+    async def late() -> bool:
+        await anyio.sleep(3.0)
+        return True
+
+    async def case(lab: Lab) -> None:
+        with pytest.raises(AllocationError):
+            await lab.allocator(role_request("train", 1), timeout=1.0).allocate()
+        await anyio.sleep(5.0)
+        assert lab.workers[0].released == ["it was no longer needed"]
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].grants = late
+
+    play(case, 1, prepare)
+
+
+# ------------------------------------------------------------------------------------------------------------- reasons
+
+
+def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def case(lab: Lab) -> None:
+        wanted = RoleRequest(
+            "train", WorkerSpec(resources=Resources(gpu=40), executor=(TrainExecutor(name="train"),)), 100, 120, 1
+        )
+        with pytest.raises(AllocationError) as caught:
+            await lab.allocator(wanted, timeout=12).allocate()
+        counted = "train: 0 of 8 suitable: 3 gpu (24 of 40 GB), 2 price, 2 busy, 1 unknown"
+        lines = str(caught.value).splitlines()
+        assert lines[:2] == ["not enough workers within 12 s: 0 of 1 for train", f"  {counted}"]
+        assert [record.getMessage() for record in caplog.records if "suitable" in record.getMessage()] == [
+            f"waiting for workers: {counted}"
+        ]
+        assert lab.shortages[0].counts == {"gpu": 3, "price": 2, "busy": 2, "unknown": 1}
+        assert len(lab.shortages) == 2
+        assert all(worker.asked == 3 for worker in lab.workers)
+
+    def prepare(workers: list[Worker]) -> None:
+        codes = [
+            (Rejection(code="gpu", required=40.0, available=16.0), Rejection(code="price")),
+            (Rejection(code="busy"), Rejection(code="gpu", required=40.0, available=24.0)),
+            (Rejection(code="gpu", required=40.0, available=8.0),),
+            (Rejection(code="price", required=150.0, available=100.0),),
+            (),
+            (Rejection(code="busy"),),
+            (Rejection(code="busy"),),
+            None,
+        ]
+        for worker, rejections in zip(workers, codes, strict=True):
+            worker.offers = False
+            worker.reasons = Reasons(reasons=("no",), rejections=rejections)
+        workers[4].offers, workers[4].price, workers[4].amounts = True, 500.0, Resources(gpu=40)
+
+    with caplog.at_level(logging.INFO, "hypha_scheduler.allocation"):
+        play(case, 8, prepare)
+
+
+def test_unreachable_workers_do_not_end_the_search() -> None:
+    async def case(lab: Lab) -> None:
+        first, second = lab.workers
+
+        async def vanish() -> bool:
+            lab.network.partition(lab.scheduler.peer_id, first.endpoint.peer_id)
+            raise NetError("gone")
+
+        first.grants = vanish
+        assert peers(await lab.allocator(role_request("train", 1)).allocate()) == {second.endpoint.peer_id}
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].price = 10.0
+
+    play(case, 2, prepare)

@@ -1,0 +1,84 @@
+"""Reasons against an offer, each in words for the operator and as a code for programs.
+
+Pure; called by `arbiter`. Of other schedulers' leases a reason reveals only that they hold too much (``busy``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import Rejection
+from hypha_proto.offers import ExecutorDescriptor, WorkerRequest
+from hypha_proto.resources import Resources
+from hypha_worker.bidding.policy import OfferPolicy
+from hypha_worker.leasing.capacity import Capabilities, Capacity, executor_text
+from hypha_worker.leasing.terms import LeaseUsage, Quota
+
+MAX_EXECUTORS: Final = 8
+"""Missing executors that are named; a request may ask for thousands."""
+
+
+@dataclass(frozen=True, slots=True)
+class RejectionReason:
+    """One reason against an offer."""
+
+    text: str
+    rejection: Rejection
+
+
+def policy_reasons(policy: OfferPolicy, scheduler: PeerId, bid: float) -> Iterator[RejectionReason]:
+    """Yield reasons in the owner's choice of schedulers and prices."""
+    if not policy.is_allowed(scheduler):
+        text = f"scheduler {scheduler} is not among offer.schedulers of this worker"
+        yield RejectionReason(text, Rejection(code="not-allowed"))
+    if policy.offer_price(bid) is None:
+        text = f"the bid of {bid:g} is below {policy.least_bid:g}, the least this worker accepts"
+        yield RejectionReason(text, Rejection(code="price", required=policy.least_bid, available=bid))
+
+
+def quota_reasons(quota: Quota, usage: LeaseUsage) -> Iterator[RejectionReason]:
+    """Yield the limits of `quota` that the scheduler has reached."""
+    for limit in quota.reached(usage):
+        text = f"this scheduler has {limit.used}, and offer.{limit.key} of this worker is {limit.limit}"
+        yield RejectionReason(text, Rejection(code="quota", required=limit.used + 1.0, available=float(limit.limit)))
+
+
+def executor_reasons(capabilities: Capabilities, wanted: tuple[ExecutorDescriptor, ...]) -> Iterator[RejectionReason]:
+    """Yield the executors of a request that this worker lacks, at most `MAX_EXECUTORS`."""
+    configured = ", ".join(sorted(map(executor_text, capabilities.executors))) or "none"
+    for executor in capabilities.missing_executors(wanted)[:MAX_EXECUTORS]:
+        text = f"executor {executor_text(executor)} is not configured; configured: {configured}"
+        yield RejectionReason(text, Rejection(code="executor"))
+
+
+def resource_reasons(
+    policy: OfferPolicy, capabilities: Capabilities, request: WorkerRequest, free: Capacity
+) -> Iterator[RejectionReason]:
+    """Yield the resources of which the machine has too little, or too little at present."""
+    wanted, total = request.spec.resources, capabilities.capacity.resources
+    lacking = total.lacking(wanted)
+    for name in lacking:
+        required, available = getattr(wanted, name), getattr(total, name)
+        text = f"{name}: {required:g} requested, this worker has {available:g}"
+        yield RejectionReason(text, Rejection(code=name, required=required, available=available))
+    leased = [name for name in free.resources.lacking(wanted) if name not in lacking]
+    if policy.strategy == "whole" and not free.resources.covers(total):
+        yield _busy("the machine is offered as a whole only, and a part of it is leased")
+    elif leased:
+        yield _busy(f"{', '.join(leased)}: this worker has enough, but too much of it is leased")
+    if policy.strategy == "flexible":
+        yield from _default_reasons(capabilities, wanted, free)
+
+
+def _default_reasons(capabilities: Capabilities, wanted: Resources, free: Capacity) -> Iterator[RejectionReason]:
+    for name in capabilities.exhausted_defaults(wanted, free.resources):
+        default = getattr(capabilities.defaults, name)
+        text = f"{name}: none is free, and a job that asks for none gets {default:g} here"
+        yield RejectionReason(text, Rejection(code=name, required=default, available=0.0))
+
+
+def _busy(text: str) -> RejectionReason:
+    return RejectionReason(text, Rejection(code="busy"))

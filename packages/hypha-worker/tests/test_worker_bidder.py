@@ -1,0 +1,331 @@
+"""Bidding over a network on a virtual clock: how long offers live, what is reserved, and messages by strangers."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import pytest
+
+from hypha_net import pubsub, rpc
+from hypha_net.testing import Faults, MemoryEndpoint, MemoryNetwork, simulate
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import (
+    RELEASE_LEASE,
+    RENEW_LEASE,
+    WHY_NOT,
+    Rejection,
+    ReleaseLease,
+    RenewalFailed,
+    Renewed,
+    RenewLease,
+    WhyNot,
+)
+from hypha_proto.offers import (
+    OFFER,
+    WORKER_REQUESTS,
+    OfferReceived,
+    TrainExecutor,
+    WorkerOffer,
+    WorkerRequest,
+    WorkerSpec,
+)
+from hypha_proto.resources import Resources, Timestamp
+from hypha_worker.bidding.arbiter import Arbiter
+from hypha_worker.bidding.bidder import Bidder
+from hypha_worker.bidding.policy import OfferPolicy
+from hypha_worker.jobs.job_manager import JobManager
+from hypha_worker.leasing.capacity import Capabilities, Capacity
+from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
+from hypha_worker.leasing.terms import LeaseTerms
+from hypha_worker.service import Worker
+
+TRAIN = TrainExecutor(name="x")
+MACHINE = Capacity(Resources(cpu=4.0))
+
+
+@dataclass
+class Scheduler:
+    """A scheduler that records the offers that reach it."""
+
+    endpoint: MemoryEndpoint
+    offers: list[tuple[float, PeerId, WorkerOffer]] = field(default_factory=list)
+    arrived: anyio.Event = field(default_factory=anyio.Event)
+
+    def listen(self) -> None:
+        rpc.serve(self.endpoint, OFFER, self._receive)
+
+    async def _receive(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
+        self.offers.append((anyio.current_time(), peer, offer))
+        self.arrived.set()
+        return OfferReceived()
+
+    def request(self, bid: float, cpu: float) -> WorkerRequest:
+        spec = WorkerSpec(resources=Resources(cpu=cpu), executor=(TRAIN,))
+        return WorkerRequest(id=uuid.uuid4(), spec=spec, timeout=Timestamp.of(0), bid=bid, timeout_ms=5000)
+
+    async def publish(self, bid: float = 100.0, cpu: float = 1.0) -> None:
+        await pubsub.publish(self.endpoint, WORKER_REQUESTS, self.request(bid, cpu))
+
+    async def get_offer(self, **request: float) -> WorkerOffer:
+        """Publish a request and wait for its offer."""
+        self.arrived = anyio.Event()
+        await self.publish(**request)
+        with anyio.fail_after(10):
+            await self.arrived.wait()
+        return self.offers[-1][2]
+
+    async def renew(self, worker: PeerId, lease: uuid.UUID) -> object:
+        return await rpc.call(self.endpoint, worker, RENEW_LEASE, RenewLease(id=lease))
+
+
+@dataclass
+class Site:
+    """A worker without executors among schedulers."""
+
+    network: MemoryNetwork
+    worker: Worker
+    schedulers: list[Scheduler]
+
+    @property
+    def peer(self) -> PeerId:
+        return self.worker.endpoint.peer_id
+
+    @property
+    def free(self) -> float:
+        return self.worker.lease_manager.free.resources.cpu
+
+    def delay(self, scheduler: Scheduler, seconds: float) -> None:
+        """Set the delay of the link to a scheduler, one way."""
+        self.network.degrade(self.peer, scheduler.endpoint.peer_id, Faults(delay=seconds))
+
+
+@asynccontextmanager
+async def open_site(terms: LeaseTerms) -> AsyncIterator[Site]:
+    network = MemoryNetwork()
+    policy = OfferPolicy(price=50.0, quota=terms.quota)
+    async with (
+        network.endpoint("worker") as endpoint,
+        network.endpoint("scheduler-0") as first,
+        network.endpoint("scheduler-1") as second,
+        anyio.create_task_group() as tasks,
+    ):
+        leases = LeaseManager(MACHINE, terms)
+        jobs = JobManager(endpoint, leases, {}, Path("work"), tasks)
+        arbiter = Arbiter(policy, Capabilities(MACHINE, frozenset({TRAIN})))
+        worker = Worker(endpoint, arbiter, leases, jobs)
+        worker.listen()
+        await tasks.start(Bidder(endpoint, arbiter, leases, worker.sweep).run)
+        tasks.start_soon(worker.sweep_loop)
+        site = Site(network, worker, [Scheduler(each) for each in (first, second)])
+        for scheduler in site.schedulers:
+            scheduler.listen()
+        yield site
+        tasks.cancel_scope.cancel()
+
+
+def play(case: Callable[[Site], Awaitable[None]], terms: LeaseTerms | None = None) -> None:
+    async def main() -> None:
+        with anyio.fail_after(1000):
+            async with open_site(terms or LeaseTerms()) as site:
+                await case(site)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("delay", [0.005, 0.05, 0.15, 0.3])
+def test_an_offer_can_be_accepted_over_a_link_of_any_length(delay: float) -> None:
+    async def case(site: Site) -> None:
+        [scheduler, _] = site.schedulers
+        site.delay(scheduler, delay)
+        offer = await scheduler.get_offer()
+        assert offer.timeout_ms == pytest.approx(500 + 4000 * delay, abs=1)
+        await anyio.sleep(0.25)  # the scheduler's decision window
+        assert isinstance(await scheduler.renew(site.peer, offer.id), Renewed)
+
+    play(case)
+
+
+def test_the_life_of_an_offer_counts_from_when_its_scheduler_is_connected() -> None:
+    async def case(site: Site) -> None:
+        [scheduler, _] = site.schedulers
+        site.delay(scheduler, 0.3)
+        begun = anyio.current_time()
+        await scheduler.get_offer()
+        [lease] = site.worker.lease_manager.leases
+        connected = begun + 0.3 + 0.2 + 0.3  # gossip, batch window, dial
+        assert lease.expires == pytest.approx(connected + 1.7, abs=0.01)
+        await anyio.sleep(lease.remaining(anyio.current_time()) - 0.01)
+        assert site.free == 3.0
+        await anyio.sleep(0.01 + 0.25)
+        assert site.free == 4.0
+
+    play(case)
+
+
+def test_no_offer_lives_longer_than_two_seconds_and_old_schedulers_are_told_of_half_a_second() -> None:
+    async def case(site: Site) -> None:
+        for scheduler, delay in zip(site.schedulers, (0.45, 0.0), strict=True):
+            site.delay(scheduler, delay)
+            before = time.time()
+            offer = await scheduler.get_offer()
+            old_timeout = offer.timeout.secs_since_epoch + offer.timeout.nanos_since_epoch / 1e9
+            assert before + 0.5 <= old_timeout <= time.time() + 0.5
+        assert [offer.timeout_ms for scheduler in site.schedulers for _, _, offer in scheduler.offers] == [2000, 500]
+
+    play(case)
+
+
+def test_a_configured_temporary_lease_is_stated() -> None:
+    async def case(site: Site) -> None:
+        assert (await site.schedulers[0].get_offer()).timeout_ms == 1200
+
+    play(case, LeaseTerms(temporary_lease=1.2))
+
+
+@pytest.mark.parametrize("how", ["cut", "silent"])
+def test_an_offer_to_an_unreachable_scheduler_is_given_up(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def case(site: Site) -> None:
+        lost, other = site.schedulers
+        await lost.publish(cpu=4.0)
+        if how == "cut":
+            site.network.partition(site.peer, lost.endpoint.peer_id)
+        else:
+            site.delay(lost, 3600.0)
+        await anyio.sleep(0.21)
+        assert site.free == (4.0 if how == "cut" else 0.0)
+        await anyio.sleep(2.0)
+        assert site.free == 4.0
+        assert lost.offers == []
+        await other.get_offer(cpu=4.0)
+
+    play(case)
+    assert [record.levelname for record in caplog.records if "did not reach" in record.getMessage()] == ["WARNING"]
+
+
+def test_a_slow_handshake_goes_on_so_that_the_next_request_gets_an_offer() -> None:
+    async def case(site: Site) -> None:
+        [scheduler, _] = site.schedulers
+        await scheduler.publish(cpu=4.0)
+        site.delay(scheduler, 3.0)
+        await anyio.sleep(0.2 + 2.01)
+        assert site.free == 4.0
+        assert scheduler.endpoint.peer_id not in site.worker.endpoint.connected_peers()
+        site.delay(scheduler, 0.3)  # the dial keeps the delay that it began with
+        await anyio.sleep(1.0)
+        assert scheduler.endpoint.peer_id in site.worker.endpoint.connected_peers()
+        assert scheduler.offers == []
+        await scheduler.get_offer(cpu=4.0)
+
+    play(case)
+
+
+def test_one_attempt_to_connect_serves_all_offers_to_a_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(site: Site) -> None:
+        [lost, _] = site.schedulers
+        dialled, connect_peer = [], site.worker.endpoint.connect_peer
+
+        async def count(peer: PeerId, *, timeout: float = 10.0) -> None:
+            dialled.append(peer)
+            await connect_peer(peer, timeout=timeout)
+
+        monkeypatch.setattr(site.worker.endpoint, "connect_peer", count)
+        for _ in range(20):
+            await lost.publish(cpu=0.0)
+        site.delay(lost, 3600.0)
+        await anyio.sleep(5.0)
+        assert dialled == [lost.endpoint.peer_id]
+        await anyio.sleep(6.0)
+        site.delay(lost, 0.0)
+        await lost.get_offer()
+
+    play(case)
+
+
+def test_a_scheduler_that_only_renews_loses_its_lease(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hypha_worker")
+
+    async def case(site: Site) -> None:
+        scheduler, other = site.schedulers
+        offer, begun = await scheduler.get_offer(bid=1e9, cpu=4.0), anyio.current_time()
+        while isinstance(await scheduler.renew(site.peer, offer.id), Renewed):
+            assert anyio.current_time() < begun + 61
+            await anyio.sleep(3.3)
+        assert anyio.current_time() >= begun + 60
+        await other.get_offer(cpu=4.0)
+        lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+        assert [line for line in lines if f"lease {offer.id}" in line and "ended: no job ran on it" in line]
+        assert any(line.startswith("renewal refused: ") for line in lines)
+
+    play(case)
+
+
+def test_a_flood_of_requests_leaves_capacity_for_an_equal_bid() -> None:
+    async def case(site: Site) -> None:
+        cheat, honest = site.schedulers
+        for _ in range(100):
+            await cheat.publish()
+        await honest.get_offer()
+        assert len(cheat.offers) <= 3
+
+    play(case)
+
+
+def test_a_worker_answers_why_it_would_not_bid_with_codes() -> None:
+    async def case(site: Site) -> None:
+        asking, other = site.schedulers
+        await other.get_offer(cpu=2.0)
+        codes = []
+        for cpu, bid in ((1.0, 100.0), (3.0, 10.0), (8.0, 100.0)):
+            answer = await rpc.call(asking.endpoint, site.peer, WHY_NOT, WhyNot(request=asking.request(bid, cpu)))
+            assert answer.rejections is not None
+            assert len(answer.reasons) == len(answer.rejections)
+            codes.append(list(answer.rejections))
+        assert codes == [
+            [],
+            [Rejection(code="price", required=50.0, available=10.0), Rejection(code="busy")],
+            [Rejection(code="cpu", required=8.0, available=4.0)],
+        ]
+
+    play(case)
+
+
+def test_messages_by_strangers_are_counted_and_logged_once(recorded: object, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "hypha_worker")
+
+    async def case(site: Site) -> None:
+        owner, stranger = site.schedulers
+        lease = (await owner.get_offer()).id
+        assert isinstance(await owner.renew(site.peer, lease), Renewed)
+        for wrong in (lease, *(uuid.uuid4() for _ in range(49))):
+            assert isinstance(await stranger.renew(site.peer, wrong), RenewalFailed)
+            answer = await rpc.call(stranger.endpoint, site.peer, RELEASE_LEASE, ReleaseLease(id=wrong))
+            assert not answer.known
+        assert [each.state for each in site.worker.lease_manager.leases] == [LeaseState.HELD]
+        released = await rpc.call(owner.endpoint, site.peer, RELEASE_LEASE, ReleaseLease(id=lease))
+        assert released.known
+        assert isinstance(await owner.renew(site.peer, lease), RenewalFailed)
+
+    play(case)
+    total = recorded.total  # type: ignore[attr-defined]
+    outcomes = {
+        (name, outcome): total(f"hypha.worker.lease.{name}", hypha_outcome=outcome)
+        for name in ("renewals", "ends")
+        for outcome in ("stranger", "refused", "released", "renewed")
+    }
+    assert {key: count for key, count in outcomes.items() if count} == {
+        ("renewals", "stranger"): 50,
+        ("renewals", "renewed"): 1,
+        ("renewals", "refused"): 1,
+        ("ends", "stranger"): 50,
+        ("ends", "released"): 1,
+    }
+    refused = [record for record in caplog.records if "refused" in record.getMessage()]
+    assert len(refused) == 3, "one line for each scheduler and kind of error"

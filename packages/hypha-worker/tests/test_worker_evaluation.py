@@ -1,0 +1,105 @@
+"""Evaluations: what each prefers, and that a further one is a new file only."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hypha_proto.ids import PeerId
+from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
+from hypha_proto.resources import Resources, Timestamp
+from hypha_worker.bidding import evaluation, strategies
+from hypha_worker.bidding.arbiter import Arbiter
+from hypha_worker.bidding.evaluation import evaluation_names, find_evaluation, register_evaluation
+from hypha_worker.bidding.policy import OfferPolicy
+from hypha_worker.bidding.request_batch import ReceivedRequest
+from hypha_worker.config import OfferSection
+from hypha_worker.leasing.capacity import Capabilities, Capacity
+
+NAMES = ("common", "rare")
+PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(4)]
+MACHINE = Capacity(Resources(cpu=8.0, memory=8.0))
+
+FOURTH = """
+from hypha_worker.bidding.evaluation import Evaluation, register_evaluation
+
+@register_evaluation
+class Smallest(Evaluation):
+    name = "smallest"
+
+    def score(self, received, policy, free):
+        return (-received.request.spec.resources.cpu,)
+"""
+
+
+def received(
+    number: int, peer: int = 0, bid: float = 100.0, cpu: float = 5.0, executor: str = "common"
+) -> ReceivedRequest:
+    spec = WorkerSpec(resources=Resources(cpu=cpu), executor=(TrainExecutor(name=executor),))
+    request = WorkerRequest(id=uuid.UUID(int=number), spec=spec, timeout=Timestamp.of(0), bid=bid)
+    return ReceivedRequest(PEERS[peer], request, 0.0)
+
+
+def chosen(batch: list[ReceivedRequest], **policy: object) -> list[int]:
+    """Return the numbers of the requests that get an offer, in order."""
+    capabilities = Capabilities(MACHINE, frozenset(TrainExecutor(name=name) for name in NAMES))
+    arbiter = Arbiter(OfferPolicy(**policy), capabilities)  # type: ignore[arg-type]
+    return [offer.received_request.request.id.int for offer in arbiter.decide(batch, MACHINE, 0.1)]
+
+
+def test_profit_prefers_the_highest_price() -> None:
+    assert chosen([received(0), received(1, bid=140.0), received(2, bid=120.0)]) == [1]
+
+
+def test_utilization_prefers_the_fullest_use() -> None:
+    assert chosen([received(0, bid=140.0, cpu=3.0), received(1, cpu=8.0)], evaluation="utilization") == [1]
+
+
+def test_affinity_prefers_peers_and_executors_in_the_order_of_the_list() -> None:
+    batch = [received(0, bid=150.0), received(1, peer=1), received(2, peer=2, executor="rare")]
+    assert chosen(batch, evaluation="affinity", prefer=(PEERS[1], "rare")) == [1]
+    assert chosen(batch, evaluation="affinity", prefer=("rare", PEERS[1])) == [2]
+    assert chosen(batch, evaluation="affinity") == [0]
+
+
+def test_affinity_excludes_nobody() -> None:
+    assert chosen([received(0, peer=3)], evaluation="affinity", prefer=(PEERS[1], "rare")) == [0]
+
+
+@pytest.mark.parametrize("name", ["profit", "utilization"])
+def test_preference_decides_between_equal_prices(name: str) -> None:
+    batch = [received(0), received(1, peer=1)]
+    assert chosen(batch, evaluation=name) == [0]
+    assert chosen(batch, evaluation=name, prefer=(PEERS[1],)) == [1]
+
+
+@pytest.fixture
+def fourth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A fourth evaluation: one file in a folder of the package `strategies`."""
+    (tmp_path / "smallest.py").write_text(FOURTH)
+    monkeypatch.setattr(strategies, "__path__", [*strategies.__path__, str(tmp_path)])
+    monkeypatch.setattr(evaluation, "_registered", dict(evaluation._registered))
+    yield
+    sys.modules.pop(f"{strategies.__name__}.smallest", None)
+
+
+def test_a_fourth_evaluation_is_one_more_file(fourth: None) -> None:
+    assert evaluation_names() == ("affinity", "profit", "smallest", "utilization")
+    policy = OfferSection(evaluation="smallest").policy()
+    assert chosen([received(0, bid=150.0), received(1, cpu=4.0)], evaluation=policy.evaluation) == [1]
+
+
+def test_an_unknown_evaluation_is_refused_with_the_names() -> None:
+    with pytest.raises(ValueError, match="affinity, profit, utilization"):
+        find_evaluation("smallest")
+
+
+def test_a_name_is_registered_once() -> None:
+    profit = type(find_evaluation("profit"))
+    assert register_evaluation(profit) is profit
+    with pytest.raises(ValueError, match="'profit' is registered twice"):
+        register_evaluation(type("Other", (profit,), {}))
