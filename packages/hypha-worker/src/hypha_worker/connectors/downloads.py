@@ -1,7 +1,7 @@
 """Downloads from the Hugging Face Hub, from web servers and from this machine, bounded in size and time.
 
 Called by `bridge.backend`; asks `access_policy` first. A download holds a thread only while it writes a block, so that
-one whose server stalls ends as soon as it is cancelled. That is why `huggingface_hub` gives the addresses, headers,
+one whose server stalls ends as soon as it is cancelled. That is why `huggingface_hub` gives the addresses,
 client and errors, but not `hf_hub_download`, which blocks. It and `httpx` are imported when the first job needs them,
 which keeps the worker's start short.
 """
@@ -196,13 +196,13 @@ class _HubDownload:
         self.received, self.etag, self._sha256 = 0, etag, hashlib.sha256()
 
     def _headers(self) -> dict[str, str]:
-        from huggingface_hub.utils import build_hf_headers
-
-        headers = {"accept-encoding": "identity"}
+        """Return the headers; `build_hf_headers` may ask the Hub for a list first, and block for seconds."""
+        headers = {"accept-encoding": "identity", "user-agent": _user_agent()}
+        if self.reference.token:  # never this machine's own
+            headers["authorization"] = f"Bearer {self.reference.token}"
         if self.received:
             headers["range"] = f"bytes={self.received}-"
-        token = self.reference.token or False  # not None, which sends this machine's own token
-        return build_hf_headers(token=token, library_name="hypha-worker", library_version=_version(), headers=headers)
+        return headers
 
     def _check_status(self, response: httpx2.Response) -> None:
         """Raise a `BridgeError`, with the Hub's reason, unless the answer is the file or a part of it."""
@@ -232,8 +232,9 @@ class _HubDownload:
                 self.received += len(block)
 
 
-def _version() -> str:
-    return importlib.metadata.version("hypha-worker")
+def _user_agent() -> str:
+    version = importlib.metadata.version
+    return f"hypha-worker/{version('hypha-worker')}; hf_hub/{version('huggingface-hub')}"
 
 
 def _one_line(error: Exception, response: httpx2.Response) -> str:
