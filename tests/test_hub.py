@@ -9,7 +9,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from support.fake_hf_hub import COMMIT, Hub, hub_server
+from support.fake_hf_hub import COMMIT, SIGNATURE, Hub, hub_server
 
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference
@@ -119,6 +119,21 @@ def test_missing_files_are_named(hub: Hub, tmp_path: Path) -> None:
         by_worker(tmp_path, "config.json", revision="v9")
     with pytest.raises(JobFailedError, match="v9"):
         by_scheduler(tmp_path / "s", revision="v9")
+
+
+def test_a_missing_repository_is_reported_with_the_reason_of_the_hub(hub: Hub, tmp_path: Path) -> None:
+    hub.repository = "org/other"
+    with pytest.raises(BridgeError, match=r"Repository Not Found for url: .*/resolve/v2/config\.json") as fault:
+        by_worker(tmp_path, "config.json")
+    assert fault.value.status == 502
+
+
+def test_signatures_of_storage_urls_are_not_shown(hub: Hub, tmp_path: Path) -> None:
+    hub.elsewhere += "/gone"
+    with pytest.raises(BridgeError, match=r"/gone/model\.safetensors") as fault:
+        by_worker(tmp_path, "model.safetensors")
+    assert (fault.value.status, "403" in fault.value.detail) == (502, True)
+    assert SIGNATURE not in fault.value.detail
 
 
 def test_an_unreachable_hub_fails_a_job_in_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,14 @@ FILES = {
     "/org/model/resolve/main/config.json": b'{"a": 1}',
     "/org/model/resolve/v2/model.safetensors": b"weights",
 }
+FAULTS = {
+    "/org/model/resolve/main/busy": (503, b'{"error": "Try again later"}'),
+    "/org/model/resolve/main/list": (500, b'["not", "an object"]'),
+    "/org/model/resolve/main/binary": (500, b'"\xff"'),
+    "/org/model/resolve/main/number": (500, b'{"errors": [1]}'),
+    "/org/model/resolve/main/nothing": (204, b""),
+    "/org/model/resolve/main/unmoved": (304, b""),
+}
 ACCESS = AccessPolicy(hosts=("127.0.0.1",))
 
 
@@ -34,6 +43,7 @@ ACCESS = AccessPolicy(hosts=("127.0.0.1",))
 class Web:
     url: str
     tokens: list[str | None] = field(default_factory=list)
+    agents: list[str | None] = field(default_factory=list)
 
 
 @contextmanager
@@ -51,11 +61,18 @@ def web_server() -> Iterator[Web]:
 
         def answer(self, *, body: bool) -> None:
             web.tokens.append(self.headers.get("authorization"))
+            web.agents.append(self.headers.get("user-agent"))
             if self.path.startswith("/to/"):
                 self.send_response(302)
                 self.send_header("location", self.path[4:])
                 self.send_header("content-length", "0")
                 self.end_headers()
+                return
+            if self.path in FAULTS:
+                self.send_response(FAULTS[self.path][0])
+                self.send_header("content-length", str(len(FAULTS[self.path][1])))
+                self.end_headers()
+                self.wfile.write(FAULTS[self.path][1])
                 return
             content = FILES.get(self.path)
             self.send_response(404 if content is None else 200)
@@ -142,13 +159,46 @@ def hub(tmp_path: Path, access: AccessPolicy = ACCESS, limit: int = 1000, **chan
     return anyio.run(main, backend="trio")
 
 
-def test_files_of_a_repository_keep_their_names_and_the_token_is_used(web: Web, tmp_path: Path) -> None:
+def test_files_of_a_repository_keep_their_names_and_only_the_token_of_the_job_is_used(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_this_machine")
     [config] = hub(tmp_path)
     assert json.loads(config.read_bytes()) == {"a": 1}
     assert config == (tmp_path / "config.json").resolve()
     assert "Bearer hf_secret" in web.tokens
     [weights] = hub(tmp_path, revision="v2", filenames=("model.safetensors",), token=None)
     assert weights.read_bytes() == b"weights"
+    assert web.tokens == ["Bearer hf_secret", None]
+
+
+def test_the_hub_is_told_which_libraries_ask(web: Web, tmp_path: Path) -> None:
+    hub(tmp_path)
+    assert all(agent and re.match(r"hypha-worker/[\d.]+; hf_hub/\d", agent) for agent in web.agents), web.agents
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("busy", "Try again later"),
+        ("list", "status 500"),
+        ("binary", "status 500"),
+        ("number", "status 500"),
+        ("nothing", "status 204"),
+        ("unmoved", "status 304"),
+    ],
+)
+def test_answers_other_than_a_file_are_reported(web: Web, tmp_path: Path, name: str, told: str) -> None:
+    status, detail = refused(lambda: hub(tmp_path, filenames=(name,)))
+    assert (status, told in detail, "\n" in detail) == (502, True, False), detail
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_offline_worker_asks_no_hub(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    status, detail = refused(lambda: hub(tmp_path))
+    assert (status, "HF_HUB_OFFLINE" in detail) == (502, True), detail
+    assert web.tokens == []
 
 
 def test_forbidden_invalid_or_too_large_repositories_are_refused(web: Web, tmp_path: Path) -> None:
@@ -160,6 +210,7 @@ def test_forbidden_invalid_or_too_large_repositories_are_refused(web: Web, tmp_p
         ({"limit": 3}, 507),
         ({"filenames": ("altered.bin",)}, 502),
         ({"repository": "not a repository"}, 400),
+        ({"repository": "org/model.git"}, 400),
     ):
         found, detail = refused(lambda changes=changes: hub(tmp_path, **changes))  # type: ignore[misc]
         assert found == status, detail

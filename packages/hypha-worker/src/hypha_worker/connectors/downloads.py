@@ -1,23 +1,25 @@
 """Downloads from the Hugging Face Hub, from web servers and from this machine, bounded in size and time.
 
 Called by `bridge.backend`; asks `access_policy` first. A download holds a thread only while it writes a block, so that
-one whose server stalls ends as soon as it is cancelled. `httpx` is imported when the first job needs it, which keeps
-the worker's start short.
+one whose server stalls ends as soon as it is cancelled. That is why `huggingface_hub` gives the addresses,
+client and errors, but not `hf_hub_download`, which blocks. It and `httpx` are imported when the first job needs them,
+which keeps the worker's start short.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import anyio
 import anyio.from_thread
@@ -38,14 +40,13 @@ from hypha_worker.paths import check_relative, safe_name
 
 if TYPE_CHECKING:
     import httpx
+    import httpx2
 
 _CHUNK: Final = 1 << 20
 _REDIRECTS: Final = 5
 _IDLE: Final = 60.0
-HUB: Final = "https://huggingface.co"
 RESUME_DELAYS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds before each further attempt at a download from the Hub that broke off."""
-_REPOSITORY: Final = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -94,13 +95,18 @@ async def download_from_hub(
     Raises:
         BridgeError: not allowed, not found, too large, too slow, or the Hub is unreachable.
     """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
     repository = reference.repository
     access.check_repository(repository)
     names = [check_relative(name).as_posix() for name in reference.filenames]
     if not names:
         raise bad_request(f"repository {repository[:120]!r}: filenames is empty")
-    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
-        raise bad_request(f"repository {repository[:120]!r} is not a name such as owner/model")
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise bad_request(f"repository {repository[:120]!r}: {str(error)[:400]}") from error
     downloaded = []
     try:
         with anyio.fail_after(timeout):
@@ -114,13 +120,13 @@ async def download_from_hub(
 
 
 async def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path, storage: JobStorage) -> Path:
-    import httpx
+    from huggingface_hub import get_async_session
 
     target = folder / name
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _incomplete(target, storage) as part:
         download = _HubDownload(reference, name, part, storage)
-        async with httpx.AsyncClient(timeout=_IDLE, follow_redirects=False) as client:
+        async with get_async_session() as client:
             await download.run(client)
         os.replace(part, target)
     return target.resolve()
@@ -145,34 +151,40 @@ class _HubDownload:
     def _where(self) -> str:
         return f"{self.reference.repository[:120]}/{self.name[:120]}"
 
-    async def run(self, client: httpx.AsyncClient) -> None:
+    async def run(self, client: httpx2.AsyncClient) -> None:
         """Download the file and check it.
 
         Raises:
             BridgeError: it is not there, or cannot be downloaded.
         """
-        import httpx
+        from huggingface_hub.errors import OfflineModeIsEnabled
+        from huggingface_hub.utils import httpx as hub_httpx
 
         delays = iter(RESUME_DELAYS)
         while True:
             try:
                 await self._attempt(client)
                 break
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
+            except OfflineModeIsEnabled as error:
+                raise peer_failed(f"{self._where}: {error}") from error
+            except (hub_httpx.HTTPError, hub_httpx.InvalidURL) as error:
                 delay = next(delays, None)
                 if not self._began or delay is None:
-                    raise _connection_error(self._where, error) from error
+                    slow = isinstance(error, hub_httpx.TimeoutException)
+                    raise (timed_out if slow else peer_failed)(f"{self._where}: {error!r}") from error
                 await anyio.sleep(delay)
         if _SHA256.fullmatch(self.etag) and self._sha256.hexdigest() != self.etag:
             raise peer_failed(f"{self._where}: the SHA-256 of the content is not {self.etag}, as the Hub stated")
 
-    async def _attempt(self, client: httpx.AsyncClient) -> None:
-        revision = self.reference.revision or "main"
-        endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
-        url = f"{endpoint}/{self.reference.repository}/resolve/{quote(revision, safe='')}/{quote(self.name)}"
-        async with self._open(client, url) as (response, etag):
-            if response.status_code not in (200, 206):
-                raise self._status_error(response)
+    async def _attempt(self, client: httpx2.AsyncClient) -> None:
+        from huggingface_hub import hf_hub_url
+
+        reference, endpoint = self.reference, os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+        url = hf_hub_url(reference.repository, self.name, revision=reference.revision or None, endpoint=endpoint)
+        # The client follows redirects, and sends the token to the Hub's own origin only.
+        async with client.stream("GET", url, headers=self._headers(), timeout=_IDLE) as response:
+            self._check_status(response)
+            etag = _etag(response)
             if response.status_code == 200 or etag != self.etag:
                 self._restart(etag)
             if response.status_code == 206 and not self.received and _range_start(response):
@@ -183,28 +195,34 @@ class _HubDownload:
     def _restart(self, etag: str) -> None:
         self.received, self.etag, self._sha256 = 0, etag, hashlib.sha256()
 
-    @asynccontextmanager
-    async def _open(self, client: httpx.AsyncClient, url: str) -> AsyncIterator[tuple[httpx.Response, str]]:
-        """Request the rest of the file, following redirects; the token goes to the Hub's own host only."""
-        hub, etag = urlsplit(url).netloc, ""
-        for _ in range(_REDIRECTS + 1):
-            async with client.stream("GET", url, headers=self._headers(urlsplit(url).netloc == hub)) as response:
-                etag = etag or _etag(response.headers)
-                if not response.has_redirect_location:
-                    yield response, etag
-                    return
-                url = urljoin(url, response.headers["location"])
-        raise peer_failed(f"{self._where}: more than {_REDIRECTS} redirects")
-
-    def _headers(self, is_hub: bool) -> dict[str, str]:
-        headers = {"accept-encoding": "identity"}
-        if is_hub and self.reference.token:
+    def _headers(self) -> dict[str, str]:
+        """Return the headers; `build_hf_headers` may ask the Hub for a list first, and block for seconds."""
+        headers = {"accept-encoding": "identity", "user-agent": _user_agent()}
+        if self.reference.token:  # never this machine's own
             headers["authorization"] = f"Bearer {self.reference.token}"
         if self.received:
             headers["range"] = f"bytes={self.received}-"
         return headers
 
-    async def _store(self, response: httpx.Response) -> None:
+    def _check_status(self, response: httpx2.Response) -> None:
+        """Raise a `BridgeError`, with the Hub's reason, unless the answer is the file or a part of it."""
+        from huggingface_hub import hf_raise_for_status
+        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+        revision = (self.reference.revision or "main")[:120]
+        where = f"{self._where} at revision {revision}"
+        try:
+            hf_raise_for_status(response)
+        except EntryNotFoundError as error:
+            raise not_found(f"{self._where} does not exist at revision {revision}") from error
+        except HfHubHTTPError as error:
+            raise peer_failed(f"{where}: {_one_line(error, response)}") from error
+        except (AttributeError, TypeError, ValueError):
+            pass  # the body is not of the shape that it expects; the status is reported
+        if response.status_code not in (200, 206):
+            raise peer_failed(f"{where}: the Hub answered with status {response.status_code}")
+
+    async def _store(self, response: httpx2.Response) -> None:
         size = self.received + int(response.headers.get("content-length", 0))
         with FileIO(self.part, "r+" if self.received else "w") as file:
             file.seek(self.received)
@@ -213,21 +231,26 @@ class _HubDownload:
                 self._sha256.update(block)
                 self.received += len(block)
 
-    def _status_error(self, response: httpx.Response) -> BridgeError:
-        code = response.headers.get("x-error-code", "")
-        revision = self.reference.revision or "main"
-        if response.status_code == 404 and code in ("", "EntryNotFound"):
-            return not_found(f"{self._where} does not exist at revision {revision[:120]}")
-        text = f"{self._where} at revision {revision[:120]}: the Hub answered with status {response.status_code}"
-        about = " ".join(part for part in (code, response.headers.get("x-error-message", "")) if part)
-        return peer_failed(f"{text} ({about[:300]})" if about else text)
+
+def _user_agent() -> str:
+    version = importlib.metadata.version
+    return f"hypha-worker/{version('hypha-worker')}; hf_hub/{version('huggingface-hub')}"
 
 
-def _etag(headers: Mapping[str, str]) -> str:
-    return headers.get("x-linked-etag", headers.get("etag", "")).removeprefix("W/").strip('"')
+def _one_line(error: Exception, response: httpx2.Response) -> str:
+    """Return the message on one line, without the signature of a storage server's URL."""
+    text = str(error).replace(str(response.url), str(response.url.copy_with(query=None)))
+    return " ".join(text.split())[:400]
 
 
-def _range_start(response: httpx.Response) -> int:
+def _etag(response: httpx2.Response) -> str:
+    """Return what identifies the content, as the Hub states it before it redirects to its storage."""
+    answers = (*response.history, response)
+    stated = (answer.headers.get(name) for name in ("x-linked-etag", "etag") for answer in answers)
+    return next(filter(None, stated), "").removeprefix("W/").strip('"')
+
+
+def _range_start(response: httpx2.Response) -> int:
     found = re.match(r"bytes (\d+)-", response.headers.get("content-range", ""))
     return int(found[1]) if found else 0
 
