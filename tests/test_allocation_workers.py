@@ -141,3 +141,25 @@ def test_as_many_of_ten_schedulers_are_placed_as_fit_on_twenty_workers(seed: int
     assert [len(scheduler.held) for scheduler in placed] == [4] * 5
     peers = [offer.peer for scheduler in placed for offer in scheduler.held]
     assert len(set(peers)) == 20
+
+
+ONE_WAY = (0.005, 0.05, 0.15, 0.3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_workers_on_long_links_are_placed_beside_near_ones(seed: int) -> None:
+    [scheduler] = play(seed, 1, 4, role_requests(3, 1), lambda _random, number: ONE_WAY[number])
+    assert len(scheduler.held) == 4
+    assert scheduler.seconds < 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("far", ONE_WAY[1:])
+def test_near_workers_are_delayed_by_far_ones_by_a_round_trip_at_most(seed: int, far: float) -> None:
+    def near_and_far(_random: Random, number: int) -> float:
+        return ONE_WAY[0] if number < 2 else far
+
+    [alone] = play(seed, 1, 2, role_requests(2, 0), near_and_far)
+    [beside] = play(seed, 1, 4, role_requests(2, 0), near_and_far)
+    assert len(alone.held) == len(beside.held) == 2
+    assert beside.seconds <= alone.seconds + max(2 * far, 0.25)  # or the decision window, if that is longer

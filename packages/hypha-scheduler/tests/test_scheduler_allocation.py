@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from random import Random
 
@@ -103,7 +103,8 @@ class Worker:
         offer = WorkerOffer(
             id=lease, request_id=request, price=self.price, resources=self.amounts, timeout=NOW, timeout_ms=timeout_ms
         )
-        await rpc.call(self.endpoint, scheduler, OFFER, offer)
+        with suppress(NetError):  # the test may have cut the link
+            await rpc.call(self.endpoint, scheduler, OFFER, offer)
 
     async def renew(self, _peer: PeerId, request: RenewLease) -> LeaseRenewal:
         self.renewals += 1

@@ -229,9 +229,18 @@ def test_an_offer_that_cannot_be_accepted_in_time_does_not_count() -> None:
     made = auction(train=1)
     assert not made.add_offer(PEERS[0], offer(0), 1.0, round_trip=0.51)
     assert made.add_offer(PEERS[1], offer(1), 1.0, round_trip=0.3)
-    assert made.decide_at(1.2) is not None
-    assert made.decide_at(1.21) is None
-    assert made.decide(1.21) == ()
+    assert made.decide_at(1.18) is not None
+    assert made.decide_at(1.195) is None  # its renewal would take until 1.495 at best, and the lease ends at 1.5
+    assert made.decide(1.195) == ()
+
+
+def test_a_peer_is_not_blamed_for_an_offer_that_was_accepted_at_the_last_moment() -> None:
+    """Unless it offered less than the usual life: then the short notice is its own."""
+    made = auction(train=1)
+    for index, timeout_ms, blamed in ((0, 500, False), (1, 90, True)):
+        assert made.add_offer(PEERS[index], offer(index, timeout_ms=timeout_ms), 1.0)
+        [chosen] = made.decide(1.0 + timeout_ms / 1000 - 0.05)
+        assert (made.deny(chosen.lease, 1.5) > 0) is blamed
 
 
 def test_expired_offer_is_not_selected() -> None:

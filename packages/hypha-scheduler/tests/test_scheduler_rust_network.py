@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import anyio
 from support.authority import Authority
 from support.rust_node import WORKER_TOPIC, RustDataNode, RustGateway, RustWorker, running
 from support.waiting import run, until
@@ -55,14 +56,15 @@ async def allocate(endpoint: Endpoint, count: int) -> set[PeerId]:
     """Look for `count` training workers within 15 s; return those whose leases are held."""
     spec = WorkerSpec(resources=Resources(cpu=1), executor=(TrainExecutor(name="t"),))
     wanted = (RoleRequest("train", spec, bid=100, max_price=100, count=count),)
-    allocator = Allocator(endpoint, wanted, HeldLeases(), {"train": count}, 15)
+    async with anyio.create_task_group() as tasks:
+        allocator = Allocator(endpoint, wanted, HeldLeases(), {"train": count}, 15, tasks)
 
-    async def take(peer: PeerId, offer: WorkerOffer) -> OfferReceived:
-        allocator.add_offer(peer, offer)
-        return OfferReceived()
+        async def take(peer: PeerId, offer: WorkerOffer) -> OfferReceived:
+            allocator.add_offer(peer, offer)
+            return OfferReceived()
 
-    rpc.serve(endpoint, OFFER, take)
-    return {offer.peer for offer in await allocator.allocate()}
+        rpc.serve(endpoint, OFFER, take)
+        return {offer.peer for offer in await allocator.allocate()}
 
 
 def test_rust_workers_behind_a_rust_gateway_are_placed(authority: Authority) -> None:

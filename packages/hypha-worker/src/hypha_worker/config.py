@@ -17,13 +17,11 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import TEMPORARY_LEASE
 from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
 from hypha_proto.resources import Resources
+from hypha_proto.wire_schema import MAX_PRICE
 from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy, Strategy
 from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
 from hypha_worker.leasing.terms import IDLE_LEASE, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
-
-MAX_PRICE: Final = 1e9
-"""Highest price that may be configured, tokens per lease-hour."""
 
 
 def _peer(text: str) -> str:

@@ -12,8 +12,8 @@ from typing import Final, Literal, TextIO
 LogFormat = Literal["text", "json"]
 
 LEVELS: Final = ("debug", "info", "warning", "error")
-_WARNINGS_ONLY: Final = ("libp2p", "trio", "uvicorn", "asyncio", "multiaddr", "async_service")
-"""Libraries of which only warnings are logged."""
+_WARNINGS_ONLY: Final = ("libp2p", "trio", "uvicorn", "asyncio", "multiaddr", "async_service", "httpx", "httpx2")
+"""Libraries of which only warnings are logged; HTTP clients would log URLs, which may contain signatures."""
 FLOOD: Final = 500
 """Records from one source line within `FLOOD_SECONDS`; further ones are dropped, except debug records."""
 FLOOD_SECONDS: Final = 60.0

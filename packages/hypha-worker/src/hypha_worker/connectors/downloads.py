@@ -40,7 +40,7 @@ from hypha_worker.paths import check_relative, safe_name
 
 if TYPE_CHECKING:
     import httpx
-    import httpx2
+    from huggingface_hub.utils import httpx as hub_httpx
 
 _CHUNK: Final = 1 << 20
 _REDIRECTS: Final = 5
@@ -151,7 +151,7 @@ class _HubDownload:
     def _where(self) -> str:
         return f"{self.reference.repository[:120]}/{self.name[:120]}"
 
-    async def run(self, client: httpx2.AsyncClient) -> None:
+    async def run(self, client: hub_httpx.AsyncClient) -> None:
         """Download the file and check it.
 
         Raises:
@@ -176,7 +176,7 @@ class _HubDownload:
         if _SHA256.fullmatch(self.etag) and self._sha256.hexdigest() != self.etag:
             raise peer_failed(f"{self._where}: the SHA-256 of the content is not {self.etag}, as the Hub stated")
 
-    async def _attempt(self, client: httpx2.AsyncClient) -> None:
+    async def _attempt(self, client: hub_httpx.AsyncClient) -> None:
         from huggingface_hub import hf_hub_url
 
         reference, endpoint = self.reference, os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
@@ -204,7 +204,7 @@ class _HubDownload:
             headers["range"] = f"bytes={self.received}-"
         return headers
 
-    def _check_status(self, response: httpx2.Response) -> None:
+    def _check_status(self, response: hub_httpx.Response) -> None:
         """Raise a `BridgeError`, with the Hub's reason, unless the answer is the file or a part of it."""
         from huggingface_hub import hf_raise_for_status
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
@@ -222,7 +222,7 @@ class _HubDownload:
         if response.status_code not in (200, 206):
             raise peer_failed(f"{where}: the Hub answered with status {response.status_code}")
 
-    async def _store(self, response: httpx2.Response) -> None:
+    async def _store(self, response: hub_httpx.Response) -> None:
         size = self.received + int(response.headers.get("content-length", 0))
         with FileIO(self.part, "r+" if self.received else "w") as file:
             file.seek(self.received)
@@ -237,20 +237,20 @@ def _user_agent() -> str:
     return f"hypha-worker/{version('hypha-worker')}; hf_hub/{version('huggingface-hub')}"
 
 
-def _one_line(error: Exception, response: httpx2.Response) -> str:
+def _one_line(error: Exception, response: hub_httpx.Response) -> str:
     """Return the message on one line, without the signature of a storage server's URL."""
     text = str(error).replace(str(response.url), str(response.url.copy_with(query=None)))
     return " ".join(text.split())[:400]
 
 
-def _etag(response: httpx2.Response) -> str:
+def _etag(response: hub_httpx.Response) -> str:
     """Return what identifies the content, as the Hub states it before it redirects to its storage."""
     answers = (*response.history, response)
     stated = (answer.headers.get(name) for name in ("x-linked-etag", "etag") for answer in answers)
     return next(filter(None, stated), "").removeprefix("W/").strip('"')
 
 
-def _range_start(response: httpx2.Response) -> int:
+def _range_start(response: hub_httpx.Response) -> int:
     found = re.match(r"bytes (\d+)-", response.headers.get("content-range", ""))
     return int(found[1]) if found else 0
 
