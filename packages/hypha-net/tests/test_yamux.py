@@ -23,6 +23,7 @@ from libp2p.stream_muxer.yamux.yamux import Yamux
 from hypha_net._libp2p.yamux import session as session_module
 from hypha_net._libp2p.yamux.buffer_pool import release_buffer
 from hypha_net._libp2p.yamux.frames import INITIAL_WINDOW, MAX_WINDOW
+from hypha_net._libp2p.yamux.link_estimator import ReceiveRate
 from hypha_net._libp2p.yamux.receive_buffer import UnreadBytes
 from hypha_net._libp2p.yamux.session import MAX_STREAMS, PING_INTERVAL, PING_TIMEOUT, YamuxSession
 
@@ -481,6 +482,19 @@ def test_window_grows_on_links_with_long_round_trip_or_high_rate(delay: float, r
             assert far._receive_window == window
 
     run(case)
+
+
+def test_a_pause_does_not_count_as_a_slow_link() -> None:
+    rate = ReceiveRate()
+    for arrival in range(200):
+        rate.add(1 << 20, arrival * 0.001)
+    fast = rate.bytes_per_second
+    assert fast == pytest.approx(1000 << 20, rel=0.05)
+    rate.add(1 << 20, 100.0)
+    assert rate.bytes_per_second == fast
+    for arrival in range(200):
+        rate.add(1 << 10, 100 + arrival * 0.001)
+    assert rate.bytes_per_second == pytest.approx(1000 << 10, rel=0.05)
 
 
 @pytest.mark.parametrize("rate", [40_000_000, 2_000_000], ids=lambda rate: f"{rate // 125_000} Mbit/s")

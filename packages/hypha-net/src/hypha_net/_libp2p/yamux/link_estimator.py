@@ -53,14 +53,18 @@ class AdaptiveFrameSize:
 
 
 class ReceiveRate:
-    """Rate at which a connection receives, over the last period of at least `RATE_SECONDS`."""
+    """Rate at which a connection receives, over the last period of at least `RATE_SECONDS` without a pause as long."""
 
     def __init__(self) -> None:
         self.bytes_per_second = 0.0
-        self._began, self._received = float("-inf"), 0
+        self._began = self._last = float("-inf")
+        self._received = 0
 
     def add(self, count: int, now: float) -> None:
         """Record that `count` bytes have arrived."""
+        if now - self._last >= RATE_SECONDS:  # nothing was sent, which says nothing about the link
+            self._began, self._received = now, 0
+        self._last = now
         self._received += count
         if now - self._began >= RATE_SECONDS:
             self.bytes_per_second = self._received / (now - self._began)
