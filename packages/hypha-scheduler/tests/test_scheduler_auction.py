@@ -243,6 +243,17 @@ def test_a_peer_is_not_blamed_for_an_offer_that_was_accepted_at_the_last_moment(
         assert (made.deny(chosen.lease, 1.5) > 0) is blamed
 
 
+def test_offers_for_a_filled_role_are_unneeded_while_another_role_lacks_workers() -> None:
+    made = auction(train=1)
+    assert made.add_offer(PEERS[0], offer(0), 1.0)
+    [chosen] = made.decide(1.1)
+    assert made.add_offer(PEERS[1], offer(1), 1.1)
+    assert made.take_unneeded(1.1) == ()  # the lease of the first is not confirmed, the second may be needed
+    assert made.confirm(chosen.lease)
+    assert [each.peer for each in made.take_unneeded(1.2)] == [PEERS[1]]
+    assert made.take_unneeded(1.2) == ()
+
+
 def test_expired_offer_is_not_selected() -> None:
     made = auction(train=1)
     made.add_offer(PEERS[0], offer(0), 1.0)

@@ -39,6 +39,8 @@ REPUBLISH: Final = 1.0
 _REPUBLISH_WITH_SET: Final = 0.5
 """The same while an incomplete set is held: it gets what others release before it is released itself."""
 _QUICK_REPUBLISH: Final = 0.25
+_SOON: Final = 0.01
+"""Seconds until a request that the present turn makes possible."""
 _RENEW_TIMEOUT: Final = 5.0
 _MAX_LEASE_LIFE: Final = 3600.0
 _DEFAULT_SETTINGS: Final = AuctionSettings()
@@ -82,6 +84,7 @@ class Allocator:
     auction: Auction = field(init=False)
     _shortage: ShortageReport = field(init=False)
     _attempts: Attempts = field(init=False)
+    _published_at: float = 0.0
     _next_publish: float = 0.0
     _changed: anyio.Event = field(default_factory=anyio.Event)
     _requests: dict[str, WorkerRequest] = field(default_factory=dict)
@@ -139,8 +142,10 @@ class Allocator:
             self._attempts.resume(now)
             if now >= self._next_publish and self.auction.open_requests:
                 await self._publish()
+                self._published_at = now
                 self._next_publish = now + (_REPUBLISH_WITH_SET if self.auction.held else REPUBLISH)
             self._accept_offers(now)
+            self._decline_unneeded(now)
             times = (deadline, self._next_publish, self.auction.decide_at(now), self.auction.next_late_at())
             await self._wait(min(at for at in (*times, self._attempts.give_up_at) if at is not None and at > now))
 
@@ -196,6 +201,14 @@ class Allocator:
         for offer in self.auction.decide(now):
             self.tasks.start_soon(self._accept, offer)
         self._next_publish = min(self._next_publish, now + _QUICK_REPUBLISH)
+
+    def _decline_unneeded(self, now: float) -> None:
+        """Release offers for roles that are filled, and ask their workers for the role that is not."""
+        unneeded = self.auction.take_unneeded(now)
+        for offer in unneeded:
+            self._release(offer, f"all workers for {offer.role} are found")
+        if unneeded:
+            self._next_publish = min(self._next_publish, max(now + _SOON, self._published_at + _QUICK_REPUBLISH))
 
     async def _accept(self, offer: AcceptedOffer) -> None:
         with instrumentation.span("lease", {"hypha.role": offer.role, "hypha.peer.id": str(offer.peer)}) as span:

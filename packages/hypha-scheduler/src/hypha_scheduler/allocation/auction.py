@@ -7,6 +7,7 @@ selected. The maximum price is compared here and never leaves the scheduler.
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
@@ -285,6 +286,21 @@ class Auction:
             self._renewals[offer.lease] = _Renewal(offer, now, late_at)
             del self._offers[offer.peer, offer.role]
         return tuple(chosen.values())
+
+    def take_unneeded(self, now: float) -> tuple[AcceptedOffer, ...]:
+        """Remove and return the offers for roles whose leases are all held, while another role lacks workers.
+
+        Released at once, their workers can make an offer for that role; otherwise they would keep what they offered for
+        the unneeded one until it ends.
+        """
+        held = Counter(offer.role for offer in self._held.values())
+        full = {role for role, request in self._requests.items() if held[role] >= request.count}
+        if len(full) == len(self._requests):
+            return ()
+        unneeded = tuple(offer for offer in self._usable(now) if offer.role in full)
+        for offer in unneeded:
+            del self._offers[offer.peer, offer.role]
+        return unneeded
 
     def _preference(self, offer: AcceptedOffer) -> tuple[bool, int, tuple[float, float, float]]:
         """Return the sort key of an offer; peers that another role needs come last, then those that failed before."""
