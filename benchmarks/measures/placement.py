@@ -6,6 +6,7 @@ that is not placed within `TIMEOUT` counts with that time.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import statistics
@@ -63,7 +64,8 @@ class Result:
 def measure(run: BenchmarkRun) -> list[Row]:
     """Measure simulated placements in as many processes as there are processors, then real ones."""
     rows: list[Row] = []
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    # what nodes warn of beside cheats would hide the table
+    with ProcessPoolExecutor(os.cpu_count(), initializer=logging.disable, initargs=(logging.WARNING,)) as pool:
         crowd = pool.submit(place_crowd)
         for nodes, leases, share in SETTINGS:
             runs = max(1, round(share * run.repeat))
