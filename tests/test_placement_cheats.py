@@ -34,8 +34,9 @@ def place(
     capacity: Resources = FOUR_CORES,
     processing: float = PROCESSING,
     seed: int = 1,
+    afterwards: float = 0.0,
 ) -> Outcome:
-    """Place one job among six workers, after the cheats had a second to take what they want."""
+    """Place one job among six workers, after the cheats had a second to take what they want; wait `afterwards`."""
 
     async def main() -> Outcome:
         async with open_placement_network(seed, processing=processing) as network:
@@ -44,6 +45,7 @@ def place(
                 await network.add_cheat(name, cheat.run)
             await anyio.sleep(1.0)
             async with network.place("scheduler", demand) as placement:
+                await anyio.sleep(afterwards)
                 return Outcome(placement, {offer.peer for offer in placement.offers} <= set(network.workers))
 
     with seeded_ids(seed):
@@ -76,8 +78,9 @@ def test_bids_beyond_every_price() -> None:
 def test_leases_without_a_job_end() -> None:
     """Four of six workers are held by a scheduler that needs more: the honest job gets its four when two are freed."""
     holder = LeaseHolder(BID, ONE_CORE, leases=4, requests=4)
-    found = place({"cheat": holder}, Demand(train=3, timeout=2 * IDLE_LEASE), capacity=ONE_CORE)
+    found = place({"cheat": holder}, Demand(train=3, timeout=2 * IDLE_LEASE), capacity=ONE_CORE, afterwards=10.0)
     assert IDLE_LEASE / 2 < found.placement.seconds < IDLE_LEASE + 10.0, found.placement.failure
+    assert holder.held == {}
 
 
 def test_a_hundred_requests_in_each_batch_window() -> None:

@@ -52,7 +52,12 @@ class Progress:
         return pacer_for(self.endpoint, self.peer, self.direction)
 
     def begin(self, done: int, size: int | None) -> None:
-        """Start an attempt at byte `done`; the first one emits an event."""
+        """Start an attempt at byte `done`; the first one emits an event.
+
+        A further attempt may begin after the counted bytes: part of a chunk that failed had arrived, and counts now.
+        """
+        if self._emitted_at != float("-inf"):
+            self.total_moved += max(0, done - self.done)
         self.done, self.size = done, size
         self._checked_at, self._moved_at_check = anyio.current_time(), self.total_moved
         if self._emitted_at == float("-inf"):
