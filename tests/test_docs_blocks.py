@@ -17,7 +17,7 @@ from hypha_net.node.config.loader import Loaded, load_config
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, Preprocessor, TrainConfig
 from hypha_scheduler.config import SchedulerConfig
-from hypha_scheduler.submit import PlacedJob, role_requests
+from hypha_scheduler.strategies.diloco.specs import PlacedJob, role_requests
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.cli import main as worker_main
 from hypha_worker.config import WorkerConfig

@@ -14,8 +14,8 @@ from support.fake_hf_hub import COMMIT, SIGNATURE, Hub, hub_server
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.job_config import ModelTable
-from hypha_scheduler.results import open_start_model
+from hypha_scheduler.jobs.artifacts import open_start_model
+from hypha_scheduler.jobs.config import ModelTable
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_hub
 from hypha_worker.errors import BridgeError

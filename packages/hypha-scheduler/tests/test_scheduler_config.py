@@ -25,9 +25,9 @@ from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
-from hypha_scheduler.job_config import JobConfig
+from hypha_scheduler.jobs.config import JobConfig
 from hypha_scheduler.service import auction_settings
-from hypha_scheduler.submit import PlacedJob, evaluation_shares, role_requests, round_settings
+from hypha_scheduler.strategies.diloco.specs import PlacedJob, evaluation_shares, role_requests, round_settings
 
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(5)]
 

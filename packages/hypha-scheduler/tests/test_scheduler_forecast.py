@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.strategies.diloco.forecast import ThroughputEstimate, WorkerProgress, allocate_batches
+from hypha_scheduler.strategies.diloco.batch_allocation import ThroughputEstimate, WorkerProgress, allocate_batches
 
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(6)]
 SPEEDS = st.lists(st.floats(0.01, 5.0), min_size=1, max_size=6)

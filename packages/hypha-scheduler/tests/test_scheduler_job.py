@@ -70,8 +70,8 @@ from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown, RoundMembe
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.errors import AllocationError, JobFailedError
-from hypha_scheduler.job_config import JobConfig
-from hypha_scheduler.journal import Journal
+from hypha_scheduler.jobs.config import JobConfig
+from hypha_scheduler.jobs.journal import Journal
 from hypha_scheduler.service import SchedulerService
 from hypha_scheduler.training import TrainingRun
 
@@ -426,7 +426,7 @@ def test_start_of_each_worker_is_logged_once(tmp_path: Path, model: Path, caplog
         await service.run_job(job(model))
         peers.extend(str(worker.endpoint.peer_id) for worker in workers[:3])
 
-    with caplog.at_level(logging.INFO, "hypha_scheduler.start_gate"):
+    with caplog.at_level(logging.INFO, "hypha_scheduler.strategies.diloco.start_barrier"):
         run_network(tmp_path, case)
     messages = [record.getMessage().split() for record in caplog.records if "trains after" in record.getMessage()]
     assert sorted(words[1] for words in messages) == sorted(peers)

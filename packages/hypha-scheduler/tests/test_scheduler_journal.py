@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hypha_scheduler.journal import Journal, read_journal
+from hypha_scheduler.jobs.journal import Journal, read_journal
 
 
 def test_truncated_last_line_is_skipped(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypha_net import rpc
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown, RoundMembers
-from hypha_scheduler.membership import RoundAnnouncer
+from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
 from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Rounds, RoundSettings
 
 A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in range(2))

@@ -6,8 +6,8 @@ import uuid
 from pathlib import Path
 
 from hypha_proto.ids import PeerId
+from hypha_scheduler.jobs.events import JobReport
 from hypha_scheduler.metrics.status_bridge import StatusBridge
-from hypha_scheduler.reporting import JobReport
 from hypha_scheduler.strategies.diloco.rounds import Measured, RoundClosed
 
 PEER = PeerId.from_public_key(bytes(32))

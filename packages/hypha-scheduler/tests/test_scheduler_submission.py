@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hypha_scheduler.cli import main
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.job_config import JobConfig
+from hypha_scheduler.jobs.config import JobConfig
 from hypha_scheduler.submission.client import configured_socket, read_job
 from hypha_scheduler.submission.server import parse_job, serve_submissions, socket_path
 

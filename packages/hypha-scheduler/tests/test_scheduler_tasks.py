@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.tasks import Task, TaskError, TaskGraph, TaskState
+from hypha_scheduler.jobs.task_graph import Task, TaskError, TaskGraph, TaskState
 
 PEER = PeerId.from_public_key(bytes(32))
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from hypha_net.node.config.models import NodeConfig
 from hypha_proto.offers import MAX_OFFER_LIFE
-from hypha_scheduler.job_config import JobConfig, Table, not_yet
+from hypha_scheduler.jobs.config import JobConfig, Table, not_yet
 
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 

@@ -26,9 +26,9 @@ from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.job_config import JobConfig
+from hypha_scheduler.jobs.artifacts import model_dataset, preprocessor_dataset
+from hypha_scheduler.jobs.config import JobConfig
 from hypha_scheduler.metrics.status_bridge import StatusBridge
-from hypha_scheduler.results import model_dataset, preprocessor_dataset
 from hypha_scheduler.submission.server import serve_submissions
 from hypha_scheduler.training import TrainingRun
 

@@ -35,17 +35,10 @@ from hypha_scheduler.allocation.auction import AcceptedOffer, AuctionSettings
 from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
 from hypha_scheduler.allocation.renewal import renew_leases
 from hypha_scheduler.allocation.shortage import Shortage
-from hypha_scheduler.answers import ResponseCache
 from hypha_scheduler.datasets.dataset import Dataset, open_dataset
 from hypha_scheduler.datasets.providers import Providers
-from hypha_scheduler.dispatch import dispatch_ready
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.job_config import JobConfig
-from hypha_scheduler.membership import RoundAnnouncer
-from hypha_scheduler.metrics.status_bridge import StatusBridge
-from hypha_scheduler.metrics.traffic import TrafficCounts, measure_traffic
-from hypha_scheduler.reporting import JobReport
-from hypha_scheduler.results import (
+from hypha_scheduler.jobs.artifacts import (
     ResultModel,
     StartModel,
     model_dataset,
@@ -54,13 +47,27 @@ from hypha_scheduler.results import (
     preprocessor_dataset,
     write_result,
 )
-from hypha_scheduler.start_gate import StartBarrier
+from hypha_scheduler.jobs.config import JobConfig
+from hypha_scheduler.jobs.dispatcher import dispatch_ready
+from hypha_scheduler.jobs.events import JobReport
+from hypha_scheduler.jobs.idempotency_cache import ResponseCache
+from hypha_scheduler.jobs.task_graph import Task, TaskGraph, TaskState
+from hypha_scheduler.metrics.status_bridge import StatusBridge
+from hypha_scheduler.metrics.traffic import TrafficCounts, measure_traffic
 from hypha_scheduler.strategies.diloco.operator import START_MODEL, DilocoOperator, diloco_tasks
+from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
 from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, Late, Measured, RoundClosed, Rounds
 from hypha_scheduler.strategies.diloco.slices import LedgerFullError, SliceLedger
-from hypha_scheduler.submit import AGGREGATE, TRAIN, PlacedJob, evaluation_shares, role_requests, round_settings
-from hypha_scheduler.summary import summarize
-from hypha_scheduler.tasks import Task, TaskGraph, TaskState
+from hypha_scheduler.strategies.diloco.specs import (
+    AGGREGATE,
+    TRAIN,
+    PlacedJob,
+    evaluation_shares,
+    role_requests,
+    round_settings,
+)
+from hypha_scheduler.strategies.diloco.start_barrier import StartBarrier
+from hypha_scheduler.strategies.diloco.summary import summarize
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.job_config import JobConfig
+from hypha_scheduler.jobs.config import JobConfig
 
 _log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from hypha_proto.progress import (
     RoundMetrics,
     SendingUpdate,
 )
+from hypha_scheduler.jobs.task_graph import Task
 from hypha_scheduler.strategies.diloco.rounds import Effect, Measured, RoundClosed, Rounds
 from hypha_scheduler.strategies.diloco.slices import Assignment, SliceLedger
-from hypha_scheduler.tasks import Task
 
 START_MODEL: Final = "start-model"
 PARAMETER_SERVER: Final = "parameter-server"

@@ -14,7 +14,7 @@ from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, ProgressResponse, ScheduleUpdate
-from hypha_scheduler.strategies.diloco.forecast import (
+from hypha_scheduler.strategies.diloco.batch_allocation import (
     BatchAllocation,
     ThroughputEstimate,
     WorkerProgress,

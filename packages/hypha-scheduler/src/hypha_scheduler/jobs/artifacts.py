@@ -26,7 +26,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Reference, SliceAddress
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.job_config import ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.dispatch import DISPATCH_JOB, Dispatched, DispatchJob, DispatchResult
 from hypha_proto.job_spec import JobSpec
-from hypha_scheduler.tasks import Task, TaskGraph
+from hypha_scheduler.jobs.task_graph import Task, TaskGraph
 
 _log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from hypha_proto.job_spec import (
 )
 from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerSpec
 from hypha_scheduler.allocation.auction import RoleRequest
-from hypha_scheduler.job_config import JobConfig, PriceTable, Requirement, amounts, kinds
+from hypha_scheduler.jobs.config import JobConfig, PriceTable, Requirement, amounts, kinds
 from hypha_scheduler.strategies.diloco.rounds import RoundSettings
 
 TRAIN: Final = "train"

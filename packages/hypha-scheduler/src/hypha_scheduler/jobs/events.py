@@ -16,7 +16,7 @@ from typing import Final
 from hypha_net import instrumentation
 from hypha_proto.ids import PeerId
 from hypha_scheduler.allocation.auction import AcceptedOffer
-from hypha_scheduler.journal import Journal
+from hypha_scheduler.jobs.journal import Journal
 from hypha_scheduler.metrics.status_bridge import EventFile, StatusBridge
 from hypha_scheduler.strategies.diloco.rounds import Late, Measured, RoundClosed
 
