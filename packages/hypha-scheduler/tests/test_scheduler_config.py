@@ -25,8 +25,8 @@ from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
-from hypha_scheduler.jobs.config import JobConfig
 from hypha_scheduler.service import auction_settings
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, evaluation_shares, role_requests, round_settings
 
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(5)]
@@ -86,13 +86,13 @@ max = 120.0
 """
 
 
-def job(**changes: Any) -> JobConfig:
+def job(**changes: Any) -> DilocoJobConfig:
     plain: dict[str, Any] = {
         "dataset": "digits",
         "model": {"path": "model", "type": "vision-classification"},
         "inner_optimizer": {"learning_rate": 0.001},
     }
-    return JobConfig.model_validate(plain | changes)
+    return DilocoJobConfig.model_validate(plain | changes)
 
 
 def test_documented_configuration_yields_role_requests(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_several_jobs_and_shorthand_tables() -> None:
         resources = { worker = { gpu = 8, cpu = 2, kind = "mine" }, parameter_server = { memory = 4 } }
         """
     )
-    made = JobConfig.model_validate(plain["jobs"][0])
+    made = DilocoJobConfig.model_validate(plain["jobs"][0])
     train, aggregate = role_requests(made)
     assert train.spec.resources == Resources(gpu=8, cpu=2)
     assert train.spec.executor == (TrainExecutor(name="mine"),)

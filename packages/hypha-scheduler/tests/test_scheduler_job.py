@@ -70,9 +70,9 @@ from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown, RoundMembe
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.errors import AllocationError, JobFailedError
-from hypha_scheduler.jobs.config import JobConfig
 from hypha_scheduler.jobs.journal import Journal
 from hypha_scheduler.service import SchedulerService
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.training import TrainingRun
 
 NOW = Timestamp.of(0)
@@ -82,7 +82,7 @@ MIN_ROUND_SAMPLES = 192 - 3 * 8
 """A round may miss its target by one batch per worker, since smaller changes of an allocation are not sent."""
 
 
-def job(model: Path, **changes: Any) -> JobConfig:
+def job(model: Path, **changes: Any) -> DilocoJobConfig:
     plain: dict[str, Any] = {
         "dataset": "digits",
         "model": {"path": str(model), "type": "vision-classification"},
@@ -92,7 +92,7 @@ def job(model: Path, **changes: Any) -> JobConfig:
     }
     for key, value in changes.items():
         plain[key] = {**plain[key], **value} if isinstance(plain[key], dict) else value
-    return JobConfig.model_validate(plain)
+    return DilocoJobConfig.model_validate(plain)
 
 
 @pytest.fixture

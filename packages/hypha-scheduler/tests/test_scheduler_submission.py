@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hypha_scheduler.cli import main
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.config import JobConfig
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.submission.client import configured_socket, read_job
 from hypha_scheduler.submission.server import parse_job, serve_submissions, socket_path
 
@@ -39,7 +39,7 @@ inner_optimizer = { learning_rate = 1e-3 }
 
 
 def submit_with(
-    tmp_path: Path, text: str, run_job: Callable[[JobConfig, uuid.UUID], Awaitable[Path]]
+    tmp_path: Path, text: str, run_job: Callable[[DilocoJobConfig, uuid.UUID], Awaitable[Path]]
 ) -> tuple[int, str]:
     """Run `submit` against a scheduler with this `run_job`; return exit code and output."""
     file = tmp_path / "job.toml"
@@ -65,10 +65,10 @@ def submit_with(
 
 
 def test_submit_runs_a_job_on_a_running_scheduler(tmp_path: Path) -> None:
-    received: list[JobConfig] = []
+    received: list[DilocoJobConfig] = []
     ids: list[uuid.UUID] = []
 
-    async def run_job(job: JobConfig, job_id: uuid.UUID) -> Path:
+    async def run_job(job: DilocoJobConfig, job_id: uuid.UUID) -> Path:
         received.append(job)
         ids.append(job_id)
         return Path("/somewhere/result.json")
@@ -83,7 +83,7 @@ def test_submit_runs_a_job_on_a_running_scheduler(tmp_path: Path) -> None:
 
 
 def test_submit_reports_failed_and_invalid_jobs(tmp_path: Path) -> None:
-    async def run_job(job: JobConfig, job_id: uuid.UUID) -> Path:
+    async def run_job(job: DilocoJobConfig, job_id: uuid.UUID) -> Path:
         raise JobFailedError("no workers at all")
 
     code, output = submit_with(tmp_path, JOB, run_job)
@@ -95,9 +95,9 @@ def test_submit_reports_failed_and_invalid_jobs(tmp_path: Path) -> None:
 
 
 def test_toml_dates_are_submitted_as_text(tmp_path: Path) -> None:
-    received: list[JobConfig] = []
+    received: list[DilocoJobConfig] = []
 
-    async def run_job(job: JobConfig, _job_id: uuid.UUID) -> Path:
+    async def run_job(job: DilocoJobConfig, _job_id: uuid.UUID) -> Path:
         received.append(job)
         return Path("/somewhere/result.json")
 
@@ -139,7 +139,7 @@ NESTED = [
 
 @pytest.mark.parametrize("nested", NESTED, ids=["100 kB of arrays", "100 kB of objects", "within a job", "a table"])
 def test_nested_json_on_the_socket_is_refused_and_the_scheduler_goes_on(tmp_path: Path, nested: bytes) -> None:
-    async def run_job(job: JobConfig, job_id: uuid.UUID) -> Path:
+    async def run_job(job: DilocoJobConfig, job_id: uuid.UUID) -> Path:
         return Path("/somewhere/result.json")
 
     async def send(data: bytes) -> list[dict[str, object]]:

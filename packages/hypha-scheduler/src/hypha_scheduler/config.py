@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from hypha_net.node.config.models import NodeConfig
 from hypha_proto.offers import MAX_OFFER_LIFE
-from hypha_scheduler.jobs.config import JobConfig, Table, not_yet
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig, Table, not_yet
 
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 
@@ -47,8 +47,8 @@ class AuctionTable(Table):
 class SchedulerTable(Table):
     """``[scheduler]``."""
 
-    job: JobConfig | None = Field(default=None, description="One job to run.")
-    jobs: tuple[JobConfig, ...] = Field(default=(), description="Several jobs, run one after the other.")
+    job: DilocoJobConfig | None = Field(default=None, description="One job to run.")
+    jobs: tuple[DilocoJobConfig, ...] = Field(default=(), description="Several jobs, run one after the other.")
     auction: AuctionTable = Field(default=AuctionTable(), description="How offers of workers are chosen.")
     status_bridge: str | None = Field(
         default=None, description="The same as status_bridge at the top level, which it overrides."
@@ -71,7 +71,7 @@ class SchedulerConfig(NodeConfig):
     scheduler: SchedulerTable = Field(default=SchedulerTable(), description="Jobs to run.")
 
     @property
-    def jobs(self) -> tuple[JobConfig, ...]:
+    def jobs(self) -> tuple[DilocoJobConfig, ...]:
         """All configured jobs, in the order in which they run."""
         first = () if self.scheduler.job is None else (self.scheduler.job,)
         return first + self.scheduler.jobs

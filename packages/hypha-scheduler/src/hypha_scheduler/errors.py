@@ -9,3 +9,7 @@ class JobFailedError(Exception):
 
 class AllocationError(JobFailedError):
     """Too few workers were found in time."""
+
+
+class StrategyError(Exception):
+    """No strategy for a type of job, or one that cannot be loaded."""

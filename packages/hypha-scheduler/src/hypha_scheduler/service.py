@@ -27,8 +27,8 @@ from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import model_dataset, preprocessor_dataset
-from hypha_scheduler.jobs.config import JobConfig
 from hypha_scheduler.metrics.status_bridge import StatusBridge
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.submission.server import serve_submissions
 from hypha_scheduler.training import TrainingRun
 
@@ -113,7 +113,7 @@ class SchedulerService:
         transfer.serve_pulls(endpoint, self._pull)
         transfer.serve_pushes(endpoint, self._push)
 
-    async def run_job(self, job: JobConfig, job_id: uuid.UUID | None = None) -> Path:
+    async def run_job(self, job: DilocoJobConfig, job_id: uuid.UUID | None = None) -> Path:
         """Run a job, under a new id unless one is given; return the path of its ``result.json``.
 
         Raises:

@@ -47,13 +47,13 @@ from hypha_scheduler.jobs.artifacts import (
     preprocessor_dataset,
     write_result,
 )
-from hypha_scheduler.jobs.config import JobConfig
 from hypha_scheduler.jobs.dispatcher import dispatch_ready
 from hypha_scheduler.jobs.events import JobReport
 from hypha_scheduler.jobs.idempotency_cache import ResponseCache
 from hypha_scheduler.jobs.task_graph import Task, TaskGraph, TaskState
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.metrics.traffic import TrafficCounts, measure_traffic
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.operator import START_MODEL, DilocoOperator, diloco_tasks
 from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
 from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, Late, Measured, RoundClosed, Rounds
@@ -99,7 +99,7 @@ class TrainingRun:
     def __init__(
         self,
         endpoint: Endpoint,
-        job: JobConfig,
+        job: DilocoJobConfig,
         runs: Path,
         bridge: StatusBridge | None = None,
         job_id: uuid.UUID | None = None,

@@ -78,19 +78,24 @@ class Allocator:
     settings: AuctionSettings = _DEFAULT_SETTINGS
     on_shortage: Callable[[Shortage], None] = lambda _shortage: None
     """Called with what is logged about a role that lacks workers."""
+    excluded: frozenset[PeerId] = frozenset()
+    """Peers with which the job has leases already."""
+    on_acquired: Callable[[AcceptedOffer], None] = lambda _offer: None
+    """Called with each confirmed lease; while the minimum is not held it may be given up again."""
     random: Random = field(default_factory=Random)
     seconds: float = 0.0
     """Time from the first published request until all leases were held."""
     auction: Auction = field(init=False)
     _shortage: ShortageReport = field(init=False)
     _attempts: Attempts = field(init=False)
+    _began: float = 0.0
     _published_at: float = 0.0
     _next_publish: float = 0.0
     _changed: anyio.Event = field(default_factory=anyio.Event)
     _requests: dict[str, WorkerRequest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.auction = Auction(self.role_requests, self.settings, self.random)
+        self.auction = Auction(self.role_requests, self.settings, self.random, self.excluded)
         self._shortage = ShortageReport(self.endpoint, self.auction, self._requests, self.on_shortage)
 
     def add_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
@@ -116,7 +121,7 @@ class Allocator:
         """
         deadline = anyio.current_time() + self.timeout
         await self._wait_for_peers(deadline)
-        began = self._next_publish = anyio.current_time()
+        self._began = self._next_publish = anyio.current_time()
         self._attempts = Attempts(deadline, self.random)
         async with anyio.create_task_group() as watching:
             watching.start_soon(self._shortage.watch)
@@ -125,8 +130,17 @@ class Allocator:
         self.auction.close()
         if not self._has_minimum():
             raise AllocationError(await self._shortage.explain(self.timeout))
-        self.seconds = anyio.current_time() - began
+        self.seconds = self.elapsed
         return self.auction.held
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first published request."""
+        return anyio.current_time() - self._began
+
+    async def explain_shortage(self) -> str:
+        """Describe for the job's owner why workers are missing."""
+        return await self._shortage.explain(self.timeout)
 
     async def _search(self, deadline: float) -> None:
         """Search until all leases are held, or until the deadline."""
@@ -238,6 +252,7 @@ class Allocator:
             return False
         self.leases.record_renewal(offer.lease, offer.peer, asked_at, lease_life(answer.timeout_ms))
         self._attempts.restart_patience(now)
+        self.on_acquired(offer)
         return True
 
     async def _wait(self, until: float) -> None:

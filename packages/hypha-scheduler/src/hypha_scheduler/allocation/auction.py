@@ -70,6 +70,10 @@ class RoleRequest:
     max_price: float
     """Maximum price in tokens per lease-hour; never sent."""
     count: int
+    minimum: int = 0
+    """Number of leases without which the job cannot go on."""
+    distinct_peers: bool = True
+    """Whether each lease is on another peer. Several on one peer need executors that name their lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +138,15 @@ def resource_score(resources: Resources, weights: ResourceWeights = _DEFAULT_WEI
 class Auction:
     """State of one job's search for workers.
 
-    All leases of a job are on different peers, since reports of older executors name only the peer: two executors of
-    one job on the same peer could not be told apart. A peer therefore has at most one live offer for each role.
+    Leases of roles with `distinct_peers` are on different peers, since reports of older executors name only the peer:
+    two executors of one job on the same peer could not be told apart. A peer has at most one live offer for each role.
     """
 
     role_requests: tuple[RoleRequest, ...]
     settings: AuctionSettings = AuctionSettings()
     random: Random = field(default_factory=Random)
+    excluded: frozenset[PeerId] = frozenset()
+    """Peers with which the job has leases from earlier searches."""
     rejections: dict[tuple[PeerId, str], Reasons] = field(default_factory=dict)
     """Reason for which the last offer of a peer for a role was rejected or came to nothing."""
     _requests: dict[str, RoleRequest] = field(init=False)
@@ -204,7 +210,10 @@ class Auction:
 
     def _taken_peers(self) -> set[PeerId]:
         renewing = (renewal.offer.peer for renewal in self._renewals.values())
-        return {*renewing, *(offer.peer for offer in self._held.values())}
+        return {*self.excluded, *renewing, *(offer.peer for offer in self._held.values())}
+
+    def _may_lease(self, offer: AcceptedOffer, taken: set[PeerId]) -> bool:
+        return offer.peer not in taken or not self._requests[offer.role].distinct_peers
 
     def _usable(self, now: float) -> list[AcceptedOffer]:
         """Return the offers that can still be accepted, of peers with which no lease is held or being renewed."""
@@ -212,7 +221,7 @@ class Auction:
         return [
             offer
             for offer in self._offers.values()
-            if offer.accept_by >= now + _ACCEPT_MARGIN and offer.peer not in taken and offer.lease not in used
+            if offer.accept_by >= now + _ACCEPT_MARGIN and self._may_lease(offer, taken) and offer.lease not in used
             if not self._backoff.is_left_out(offer.peer, now)
         ]
 
@@ -276,7 +285,7 @@ class Auction:
         for role in sorted(self._requests, key=lambda role: self._requests[role].count):
             busy = {offer.peer for offer in chosen.values()}
             ranked = sorted(
-                (offer for offer in self._offers.values() if offer.role == role and offer.peer not in busy),
+                (offer for offer in self._offers.values() if offer.role == role and self._may_lease(offer, busy)),
                 key=self._preference,
             )
             found = [offer for offer in ranked if offer.lease not in chosen]

@@ -1,8 +1,4 @@
-"""Model files of a job: the start model and preprocessor served to workers, and the trained model.
-
-The scheduler keeps a copy of the start model in the job's directory and adds to it every outer update that the
-parameter server pushes; that copy is the result. Called by `training`.
-"""
+"""Artifacts of a job: models and preprocessors that this scheduler serves to executors, and the result file."""
 
 from __future__ import annotations
 
@@ -12,16 +8,13 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import anyio
 import anyio.to_thread
 
 from hypha_net.transfer import PullSource, describe
-from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Reference, SliceAddress
 from hypha_proto.transfer import PullRequest, Refusal
@@ -39,7 +32,7 @@ PREPROCESSOR_PATTERNS: Final = ("*.json", "*.txt", "*.model")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFile:
+class ArtifactFile:
     """File that this scheduler serves."""
 
     name: str
@@ -47,33 +40,28 @@ class ModelFile:
 
 
 @dataclass(frozen=True, slots=True)
-class StartModel:
-    """Start model or preprocessor: a reference for executors, and the files if this scheduler serves them."""
+class Artifact:
+    """Model or preprocessor: a reference for executors, and the files if this scheduler serves them."""
 
     reference: Reference
-    files: tuple[ModelFile, ...] = ()
+    files: tuple[ArtifactFile, ...] = ()
 
     def resolve(self, request: PullRequest) -> PullSource | Refusal:
         """Return the requested file, or a refusal."""
         if request.index >= len(self.files):
-            return Refusal(reason=f"the model has {len(self.files)} files, none with index {request.index}")
+            return Refusal(reason=f"there are {len(self.files)} files, none with index {request.index}")
         return self.files[request.index].offered
 
 
-def model_dataset(job_id: uuid.UUID) -> str:
-    """Return the dataset name under which a job's start model is served."""
-    return f"{job_id}/model"
-
-
-def preprocessor_dataset(job_id: uuid.UUID) -> str:
-    """Return the dataset name under which a job's preprocessor is served."""
-    return f"{job_id}/preprocessor"
+def artifact_dataset(job_id: uuid.UUID, name: str) -> str:
+    """Return the dataset name under which an artifact of a job is served."""
+    return f"{job_id}/{name}"
 
 
 async def open_preprocessor(
-    table: PreprocessorTable | None, copy: Path, job_id: uuid.UUID, scheduler: PeerId
-) -> StartModel | None:
-    """Copy a local preprocessor to `copy` and return it for serving; None if executors fetch it from the hub.
+    table: PreprocessorTable | None, copy: Path, job_id: uuid.UUID, scheduler: PeerId, name: str = "preprocessor"
+) -> Artifact | None:
+    """Copy a local preprocessor to `copy` and return it for serving as `name`; None if executors fetch it from the hub.
 
     Raises:
         JobFailedError: the directory does not exist or holds no preprocessor files.
@@ -81,12 +69,12 @@ async def open_preprocessor(
     if table is None or table.path is None:
         return None
     names = await anyio.to_thread.run_sync(_copy_preprocessor, table.path, table.filenames, copy)
-    files = [ModelFile(name, PullSource(copy / name, (await describe(copy / name))[1])) for name in names]
+    files = [ArtifactFile(name, PullSource(copy / name, (await describe(copy / name))[1])) for name in names]
     reference = PeersReference(
-        peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset=preprocessor_dataset(job_id), index=0),
+        peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset=artifact_dataset(job_id, name), index=0),
         filenames=tuple(names),
     )  # fmt: skip
-    return StartModel(reference, tuple(files))
+    return Artifact(reference, tuple(files))
 
 
 def _copy_preprocessor(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
@@ -102,24 +90,26 @@ def _copy_preprocessor(source: Path, wanted: tuple[str, ...], target: Path) -> l
     return names
 
 
-async def open_start_model(model: ModelTable, copy: Path, job_id: uuid.UUID, scheduler: PeerId) -> StartModel:
-    """Copy the start model to `copy` and return where executors fetch it.
+async def open_start_model(
+    model: ModelTable, copy: Path, job_id: uuid.UUID, scheduler: PeerId, name: str = "model"
+) -> Artifact:
+    """Copy a start model to `copy` and return where executors fetch it: from its hub, or served here as `name`.
 
     Raises:
         JobFailedError: the directory or repository does not exist or holds no model.
     """
     if model.path is None:
-        return StartModel(await anyio.to_thread.run_sync(_download, model, copy, abandon_on_cancel=True))
+        return Artifact(await anyio.to_thread.run_sync(_download, model, copy, abandon_on_cancel=True))
     names = await anyio.to_thread.run_sync(_copy_model, model.path, model.filenames, copy)
     files = []
     for name in names:
         path = model.path / name
-        files.append(ModelFile(name, PullSource(path, (await describe(path))[1])))
+        files.append(ArtifactFile(name, PullSource(path, (await describe(path))[1])))
     reference = PeersReference(
-        peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset=model_dataset(job_id), index=0),
+        peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset=artifact_dataset(job_id, name), index=0),
         filenames=tuple(names),
     )  # fmt: skip
-    return StartModel(reference, tuple(files))
+    return Artifact(reference, tuple(files))
 
 
 def _copy_model(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
@@ -161,65 +151,6 @@ def _download(model: ModelTable, target: Path) -> HuggingFaceReference:
     return HuggingFaceReference(repository=repository, revision=commit, filenames=names, token=token)
 
 
-@dataclass(slots=True)
-class ResultModel:
-    """The job's copy of the model, to which outer updates are added."""
-
-    directory: Path
-    """Directory of the model's files."""
-    every: int = 1
-    """Number of received updates after which they are added to the files."""
-    round: int = 0
-    """Last round whose outer update was received."""
-    update_bytes: int = 0
-    """Size of the last outer update in bytes."""
-    _pending: list[Path] = field(default_factory=list)
-    _lock: anyio.Lock = field(default_factory=anyio.Lock)
-
-    async def apply_update(self, update: Path, round_number: int) -> None:
-        """Take the outer update of the next round and add it to the model; the file is deleted afterwards.
-
-        Raises:
-            JobFailedError: the update does not match the model.
-        """
-        async with self._lock:
-            if round_number != self.round + 1:
-                await anyio.Path(update).unlink(missing_ok=True)
-                _log.info("ignoring the outer update of round %d, expected round %d", round_number, self.round + 1)
-                return
-            self.update_bytes = (await anyio.Path(update).stat()).st_size
-            self._pending.append(update)
-            if len(self._pending) >= self.every:
-                await self._add_pending()
-            self.round = round_number
-
-    def largest_update(self) -> int:
-        """Return the size limit of an outer update in bytes: float32 for a model stored in 8 bits or more a number."""
-        return 4 * sum(path.stat().st_size for path in self.directory.glob("*.safetensors")) + (16 << 20)
-
-    async def finish(self) -> None:
-        """Add the remaining updates and sync the model to disk.
-
-        Raises:
-            JobFailedError: an update does not match the model.
-            OSError: the files cannot be synced.
-        """
-        async with self._lock:
-            await self._add_pending()
-            await anyio.to_thread.run_sync(_fsync, *(p for p in self.directory.rglob("*") if p.is_file()))
-
-    async def _add_pending(self) -> None:
-        from hypha_proto.update_file import apply_update_to_dir  # imported late: numpy takes 0.1 s
-
-        for update in list(self._pending):
-            try:
-                await anyio.to_thread.run_sync(partial(apply_update_to_dir, self.directory, update))
-            except (TensorFileError, OSError) as error:
-                raise JobFailedError(f"outer update {update.name} cannot be added to the model: {error}") from None
-            update.unlink()
-            self._pending.remove(update)
-
-
 def write_result(path: Path, result: Mapping[str, object]) -> None:
     """Write ``result.json`` atomically and sync it to disk.
 
@@ -228,12 +159,12 @@ def write_result(path: Path, result: Mapping[str, object]) -> None:
     """
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result, indent=2) + "\n")
-    _fsync(part)
+    sync_to_disk(part)
     os.replace(part, path)
-    _fsync(path)
+    sync_to_disk(path)
 
 
-def _fsync(*paths: Path) -> None:
+def sync_to_disk(*paths: Path) -> None:
     """Sync files and their directory entries to disk."""
     for path in (*paths, *sorted({path.parent for path in paths})):
         descriptor = os.open(path, os.O_RDONLY)

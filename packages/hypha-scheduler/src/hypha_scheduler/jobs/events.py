@@ -1,121 +1,143 @@
-"""Job report: events in ``metrics.jsonl``, records in ``journal.jsonl``, and worker metrics for the status bridge.
+"""Events of a job: ``metrics.jsonl`` and the log, records of the runner in the journal, metrics for the status bridge.
 
-Called by `training` for everything that happens in a job. Programs such as `hypha-local` and `export-metrics` read the
-events. The journal is for people after a crash: the scheduler does not read it and cannot resume a job from it.
+Called by `runner` for what happens to every job and for what its operator asks for. Programs such as `hypha-local` and
+`export-metrics` read the events.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import IO, Final
 
-from hypha_net import instrumentation
-from hypha_proto.ids import PeerId
-from hypha_scheduler.allocation.auction import AcceptedOffer
+from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.jobs.journal import Journal
-from hypha_scheduler.metrics.status_bridge import EventFile, StatusBridge
-from hypha_scheduler.strategies.diloco.rounds import Late, Measured, RoundClosed
+from hypha_scheduler.metrics.status_bridge import StatusBridge
+from hypha_scheduler.strategies.base import Lease, PostMetric, TaskEnded, TaskRef
 
-_SCHEDULER_METRICS: Final = frozenset({"samples", "batch_size", "utilisation"})
-"""Metrics that the scheduler computes itself; reports of workers with these names are not posted."""
-_ROUND_SECONDS: Final = instrumentation.Histogram("hypha.scheduler.round.duration", "s", "Duration of a job's rounds.")
-_SAMPLES: Final = instrumentation.Counter("hypha.scheduler.samples", "{sample}", "Samples of closed rounds.")
+_log = logging.getLogger(__name__)
+
+_MAX_TEXT: Final = 300
+_DEBUG_EVENTS: Final = frozenset({"metric"})
 
 
-class JobReport:
-    """Event file, journal and metrics bridge of one job; a context manager that opens and closes the files."""
+class EventFile:
+    """Appends events to a file as JSON lines; each line is written at once."""
 
-    def __init__(self, directory: Path, bridge: StatusBridge | None = None) -> None:
-        """Report to files in `directory`, which must exist, and to `bridge` if there is one."""
+    def __init__(self, path: Path) -> None:
+        """Open `path` for appending."""
+        self._file: IO[bytes] = path.open("ab", buffering=0)
+
+    def __enter__(self) -> EventFile:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._file.close()
+
+    def write(self, event: str, **fields: object) -> None:
+        """Write an event with the current time, and log it; numbers that are not finite become null."""
+        line = {"event": event, "time": round(time.time(), 3)} | {key: _plain(value) for key, value in fields.items()}
+        self._file.write(json.dumps(line).encode() + b"\n")
+        level = logging.DEBUG if event in _DEBUG_EVENTS else logging.INFO
+        _log.log(level, "%s", _readable(event, fields), extra={"event": event, "fields": line})
+
+
+def _readable(event: str, fields: Mapping[str, object]) -> str:
+    """Format an event's scalar fields as a log line."""
+    short = [f"{key}={_short(value)}" for key, value in fields.items() if isinstance(value, int | float | str)]
+    return " ".join([event, *short])
+
+
+def _short(value: int | float | str) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value).partition("\n")[0][:_MAX_TEXT]
+
+
+def _plain(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class JobEvents:
+    """Event file, journal and metrics of one job; a context manager that opens and closes the files."""
+
+    def __init__(self, job_id: uuid.UUID, directory: Path, bridge: StatusBridge | None = None) -> None:
+        """Write to files in `directory`, which must exist, and to `bridge` if there is one."""
+        self._job_id = str(job_id)
         self._directory = directory
         self._bridge = bridge
-        self._job_id: str | None = None
         self._resources = ExitStack()
         self._events: EventFile
-        self._journal: Journal
+        self.journal: Journal
 
-    def __enter__(self) -> JobReport:
+    def __enter__(self) -> JobEvents:
         self._events = self._resources.enter_context(EventFile(self._directory / "metrics.jsonl"))
-        self._journal = self._resources.enter_context(Journal(self._directory / "journal.jsonl"))
+        self.journal = self._resources.enter_context(Journal(self._directory / "journal.jsonl"))
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._resources.close()
 
     def emit(self, event: str, **fields: object) -> None:
-        """Write an event to ``metrics.jsonl``."""
+        """Write an event to ``metrics.jsonl`` and the log."""
         self._events.write(event, **fields)
 
-    def persist(self, kind: str, **fields: object) -> None:
-        """Write a journal record and wait until it is on disk."""
-        self._journal.record(kind, **fields)
-
-    def persist_async(self, kind: str, **fields: object) -> None:
-        """Write a journal record without waiting for the disk."""
-        self._journal.record_async(kind, **fields)
-
-    def accepted(self, job_id: uuid.UUID, job: Mapping[str, object]) -> None:
-        """Report the start of the job; secrets in `job` must be masked already."""
-        self._job_id = str(job_id)
-        self.persist("accepted", job_id=str(job_id), job=job)
-        self.emit("accepted", job_id=str(job_id), directory=str(self._directory))
-
-    def placed(self, offers: tuple[AcceptedOffer, ...], seconds: float) -> None:
-        """Report that all leases are held, `seconds` after the first request."""
-        workers = [{"peer": str(offer.peer), "role": offer.role, "price": offer.price} for offer in offers]
-        self.emit("placement", seconds=round(seconds, 4), workers=workers)
-        leases = [{"peer": str(offer.peer), "role": offer.role, "lease": str(offer.lease)} for offer in offers]
-        self.persist("placed", leases=leases)
-
-    def measured(self, measured: Measured) -> None:
-        """Report the metrics of a worker over a round."""
-        for name, value in measured.values.items():
-            self.emit("metric", worker=str(measured.peer), round=measured.round, name=name, value=value)
-            if name not in _SCHEDULER_METRICS:
-                self._post(measured.peer, measured.round, name, value)
-
-    def late(self, late: Late) -> None:
-        """Report that a round continues without a late worker, which takes part again in the next."""
-        self.emit("worker_late", worker=str(late.peer), round=late.round, seconds=round(late.seconds, 4))
-
-    def _post(self, worker: PeerId, number: int, name: str, value: float) -> None:
+    def post(self, metric: PostMetric) -> None:
+        """Queue a metric for the status bridge."""
         if self._bridge is not None:
-            self._bridge.put(str(worker), number, name, value, job_id=self._job_id)
+            self._bridge.put(str(metric.worker), metric.step, metric.name, metric.value, job_id=self._job_id)
 
-    def round_closed(self, closed: RoundClosed, update_bytes: int) -> None:
-        """Report a closed round; `update_bytes` is the size of its outer update, and of each worker's update."""
-        samples, members = sum(closed.samples.values()), len(closed.samples)
+    def accepted(self, job: Mapping[str, object]) -> None:
+        """Report the start of the job; secrets in `job` must be masked already."""
+        self.journal.record("accepted", job_id=self._job_id, job=job)
+        self.emit("accepted", job_id=self._job_id, directory=str(self._directory))
+
+    def placed(self, leases: Sequence[Lease], seconds: float) -> None:
+        """Report the leases with which the job begins, all held `seconds` after the first request."""
+        workers = [{"peer": str(lease.peer), "role": lease.role, "price": lease.price} for lease in leases]
+        self.emit("placement", seconds=round(seconds, 4), workers=workers)
+        self.journal.record("placed", leases=_recorded(leases))
+
+    def leased(self, leases: Sequence[Lease], seconds: float) -> None:
+        """Report leases that were added to a running job, `seconds` after the first request for them."""
+        for lease in leases:
+            fields = {"peer": str(lease.peer), "role": lease.role, "price": lease.price}
+            self.emit("lease_added", seconds=round(seconds, 4), **fields)
+        self.journal.record_async("leased", leases=_recorded(leases))
+
+    def shortage(self, shortage: Shortage) -> None:
+        """Report why workers are missing."""
         self.emit(
-            "round",
-            round=closed.round,
-            samples=samples,
-            loss=closed.loss,
-            samples_per_second=round(samples / closed.seconds, 2) if closed.seconds > 0 else None,
-            seconds=round(closed.seconds, 4),
-            waits={str(peer): round(wait, 4) for peer, wait in closed.waits.items()},
-            counts={str(peer): count for peer, count in closed.batches.items()},
-            update_bytes=update_bytes * (2 * members + 1),  # from every member, and to every member and the scheduler
+            "shortage",
+            role=shortage.role,
+            suitable=shortage.suitable,
+            known=shortage.known,
+            rejections=dict(shortage.counts),
+            text=str(shortage),
         )
-        _ROUND_SECONDS.record(closed.seconds)
-        _SAMPLES.add(samples)
-        self.persist_async("round", round=closed.round, samples=samples)
-        for peer, count in closed.samples.items():
-            self._post(peer, closed.round, "samples", count)
-            if batches := closed.batches[peer]:
-                self._post(peer, closed.round, "batch_size", count / batches)
-            if closed.seconds > 0:
-                self._post(peer, closed.round, "utilisation", max(0.0, 1.0 - closed.waits[peer] / closed.seconds))
+
+    def task_ended(self, task: TaskRef, end: TaskEnded) -> None:
+        """Record the end of a task."""
+        self.journal.record_async("ended", task=task.name, outcome=end.state.value, exit_code=end.exit_code)
 
     def failed(self, error: str) -> None:
         """Report that the job failed."""
-        self.persist("failed", error=error)
+        self.journal.record("failed", error=error)
         self.emit("failed", error=error)
 
-    def finished(self, summary: dict[str, object]) -> None:
-        """Report that the job finished."""
-        self.persist("finished", rounds=summary["rounds"])
+    def finished(self, summary: Mapping[str, object]) -> None:
+        """Report that the job finished; the journal gets the plain values of its summary."""
+        plain = {key: value for key, value in summary.items() if isinstance(value, int | float | str | None)}
+        self.journal.record("finished", **plain)
         self.emit("finished", **summary)
+
+
+def _recorded(leases: Sequence[Lease]) -> list[dict[str, str]]:
+    return [{"peer": str(lease.peer), "role": lease.role, "lease": str(lease.id)} for lease in leases]

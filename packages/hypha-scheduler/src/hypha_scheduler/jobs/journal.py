@@ -1,8 +1,8 @@
 """Journal of a job: an append-only file of JSON records, synced to disk.
 
-It records that the job was accepted, its leases, its closed rounds and its end, for inspection after a crash. The
-scheduler itself does not read it back: a job does not continue after a restart. A crash can truncate only the last
-line, which `read_journal` skips. Written by `reporting`.
+The runner records that the job was accepted, its leases, the ends of its tasks and its own end; between them stand the
+records of its operator, from which a strategy restores the operator's state. The first record has the version of the
+format. A crash can truncate only the last line, which does not count.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Final
+
+import anyio
+import anyio.to_thread
 
 from hypha_proto.codec import parse_json
+
+FORMAT: Final = 1
+"""Version of the format; written to the first record."""
+_BLOCK: Final = 1 << 16
 
 
 class Journal:
@@ -24,9 +31,18 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create `path`, readable by its owner only, since a job may name the location of secrets."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        """Open or create `path`, readable by its owner only, since a job may name the location of secrets.
+
+        A last line that a crash has cut short is removed.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self._file: IO[bytes] = os.fdopen(descriptor, "ab", buffering=0)
+        self._is_new = _cut_last_line(descriptor) == 0
+        self._limiter = anyio.CapacityLimiter(1)
+        self.written = 0
+        """Number of records that were appended."""
+        self.synced = 0
+        """How many of these are on disk."""
         self._disk = ThreadPoolExecutor(1, "journal")
         self._pending_sync: Future[None] | None = None
 
@@ -46,6 +62,25 @@ class Journal:
         self._write(kind, fields)
         os.fsync(self._file.fileno())
 
+    def append(self, kind: str, **fields: object) -> None:
+        """Write a record; `sync` brings it to disk.
+
+        Raises:
+            OSError: this record could not be written, or an earlier one not synced.
+        """
+        self._write(kind, fields)
+        self.written += 1
+
+    async def sync(self) -> None:
+        """Sync all records that were appended to disk, in a thread.
+
+        Raises:
+            OSError: they could not be synced.
+        """
+        written = self.written
+        await anyio.to_thread.run_sync(os.fsync, self._file.fileno(), limiter=self._limiter)
+        self.synced = written
+
     def record_async(self, kind: str, **fields: object) -> None:
         """Write a record and sync it to disk in the background; a later call raises the error of a failed sync.
 
@@ -58,7 +93,23 @@ class Journal:
     def _write(self, kind: str, fields: dict[str, object]) -> None:
         if self._pending_sync is not None and self._pending_sync.done():
             self._pending_sync.result()
-        self._file.write(json.dumps({"record": kind} | fields).encode() + b"\n")
+        first: dict[str, object] = {"record": kind, "format": FORMAT} if self._is_new else {"record": kind}
+        self._file.write(json.dumps(first | fields).encode() + b"\n")
+        self._is_new = False
+
+
+def _cut_last_line(descriptor: int) -> int:
+    """Truncate a file after its last line feed; return its size then."""
+    size = end = os.fstat(descriptor).st_size
+    while end > 0:
+        begin = max(0, end - _BLOCK)
+        if (found := os.pread(descriptor, end - begin, begin).rfind(b"\n")) >= 0:
+            end = begin + found + 1
+            break
+        end = begin
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return end
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""Live metrics of a job: events written to ``metrics.jsonl`` and the log, and worker metrics posted to a status bridge.
+"""Status bridge: posts metrics of workers to an HTTP server.
 
 A failing bridge never delays a job: metrics are queued, a background task posts them and retries failed posts, and new
-metrics are dropped when the queue is full. The failure is logged once, and so is the recovery. Called by `reporting`.
+metrics are dropped when the queue is full. The failure is logged once, and so is the recovery. Called by `jobs.events`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
-from typing import IO, TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -31,44 +27,6 @@ _RETRY_LONGEST: Final = 10.0
 _RETRYABLE: Final = frozenset({408, 425, 429})
 """HTTP client errors after which the same request may succeed later."""
 _MAX_TEXT: Final = 300
-_DEBUG_EVENTS: Final = frozenset({"metric"})
-
-
-class EventFile:
-    """Appends events to a file as JSON lines; each line is written at once."""
-
-    def __init__(self, path: Path) -> None:
-        """Open `path` for appending."""
-        self._file: IO[bytes] = path.open("ab", buffering=0)
-
-    def __enter__(self) -> EventFile:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._file.close()
-
-    def write(self, event: str, **fields: object) -> None:
-        """Write an event with the current time, and log it; numbers that are not finite become null."""
-        line = {"event": event, "time": round(time.time(), 3)} | {key: _plain(value) for key, value in fields.items()}
-        self._file.write(json.dumps(line).encode() + b"\n")
-        level = logging.DEBUG if event in _DEBUG_EVENTS else logging.INFO
-        _log.log(level, "%s", _readable(event, fields), extra={"event": event, "fields": line})
-
-
-def _readable(event: str, fields: Mapping[str, object]) -> str:
-    """Format an event's scalar fields as a log line."""
-    short = [f"{key}={_short(value)}" for key, value in fields.items() if isinstance(value, int | float | str)]
-    return " ".join([event, *short])
-
-
-def _short(value: int | float | str) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value).partition("\n")[0][:_MAX_TEXT]
-
-
-def _plain(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +55,11 @@ class StatusBridge:
     def __post_init__(self) -> None:
         self._send, self._receive = anyio.create_memory_object_stream[dict[str, object]](_QUEUE_SIZE)
 
-    def put(self, worker: str, round_number: int, name: str, value: float, *, job_id: str | None = None) -> None:
+    def put(self, worker: str, step: int, name: str, value: float, *, job_id: str | None = None) -> None:
         """Queue one metric; drop it if the queue is full or the value is not finite."""
         if not math.isfinite(value):
             return
-        metric: dict[str, object] = {"worker_id": worker, "round": round_number, "metric_name": name, "value": value}
+        metric: dict[str, object] = {"worker_id": worker, "round": step, "metric_name": name, "value": value}
         try:
             self._send.send_nowait(metric if job_id is None else metric | {"job_id": job_id})
             self._queued += 1

@@ -20,14 +20,14 @@ from pydantic import ValidationError
 
 from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.config import JobConfig
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 
 _log = logging.getLogger(__name__)
 
 SOCKET_NAME: Final = "scheduler.sock"
 _MAX_JOB_BYTES: Final = 1 << 20
 _READ_TIMEOUT: Final = 10.0
-RunJob = Callable[[JobConfig, uuid.UUID], Awaitable[Path]]
+RunJob = Callable[[DilocoJobConfig, uuid.UUID], Awaitable[Path]]
 
 
 def socket_path(runs: Path) -> Path:
@@ -92,7 +92,7 @@ async def _answer(stream: anyio.abc.SocketStream, answer: dict[str, Any]) -> Non
         _log.info("the client that submitted the job has disconnected")
 
 
-def parse_job(data: bytes) -> JobConfig:
+def parse_job(data: bytes) -> DilocoJobConfig:
     """Parse and validate ``{"job": {…}}``.
 
     Raises:
@@ -102,7 +102,7 @@ def parse_job(data: bytes) -> JobConfig:
     if not isinstance(found, dict) or not isinstance(found.get("job"), dict):
         raise ValueError('expected {"job": {…}}')
     try:
-        return JobConfig.model_validate(found["job"])
+        return DilocoJobConfig.model_validate(found["job"])
     except ValidationError as error:
         lines = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
         raise ValueError("\n".join(lines)) from None

@@ -37,7 +37,7 @@ from hypha_proto.job_spec import (
 )
 from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerSpec
 from hypha_scheduler.allocation.auction import RoleRequest
-from hypha_scheduler.jobs.config import JobConfig, PriceTable, Requirement, amounts, kinds
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig, PriceTable, Requirement, amounts, kinds
 from hypha_scheduler.strategies.diloco.rounds import RoundSettings
 
 TRAIN: Final = "train"
@@ -49,7 +49,7 @@ _EVALUATION: Final = 86400.0
 _DECAY_SHARE: Final = 10  # a wsd schedule without decay_steps decays in the last tenth
 
 
-def role_requests(job: JobConfig) -> tuple[RoleRequest, RoleRequest]:
+def role_requests(job: DilocoJobConfig) -> tuple[RoleRequest, RoleRequest]:
     """Return the job's demand for training workers and for a parameter server."""
     resources = job.resources
     return (
@@ -65,7 +65,7 @@ def _role_request(role: str, requirements: tuple[Requirement, ...], price: Price
     return RoleRequest(role, spec, bid=price.bid, max_price=price.max, count=count)
 
 
-def round_settings(job: JobConfig, workers: int) -> RoundSettings:
+def round_settings(job: DilocoJobConfig, workers: int) -> RoundSettings:
     """Return the settings of the job's rounds with `workers` training workers."""
     return RoundSettings(
         rounds=job.rounds.update_rounds,
@@ -82,7 +82,7 @@ class PlacedJob:
     """Job with allocated workers; builds the job spec of each."""
 
     job_id: uuid.UUID
-    job: JobConfig
+    job: DilocoJobConfig
     scheduler: PeerId
     server: PeerId
     workers: tuple[PeerId, ...]
@@ -131,7 +131,7 @@ class PlacedJob:
         return None if share is None else Evaluation(data=share, every=self.job.rounds.evaluate_every)
 
 
-def _preprocessor(job: JobConfig, artifact: Reference | None) -> Preprocessor | None:
+def _preprocessor(job: DilocoJobConfig, artifact: Reference | None) -> Preprocessor | None:
     table = job.preprocessor
     if table is None:
         return None
@@ -158,7 +158,7 @@ def evaluation_shares(
     return shares
 
 
-def _adam(job: JobConfig) -> Adam:
+def _adam(job: DilocoJobConfig) -> Adam:
     inner = job.inner_optimizer
     return Adam(
         learning_rate=inner.learning_rate,
@@ -169,7 +169,7 @@ def _adam(job: JobConfig) -> Adam:
     )
 
 
-def _schedule(job: JobConfig, workers: int, batch_size: int) -> LearningRateSchedule | None:
+def _schedule(job: DilocoJobConfig, workers: int, batch_size: int) -> LearningRateSchedule | None:
     inner = job.inner_optimizer
     samples = job.rounds.update_rounds * job.rounds.avg_samples_between_updates
     steps = inner.total_steps or max(1, samples // (workers * batch_size))

@@ -1,0 +1,111 @@
+"""What a strategy may use of the scheduler: datasets, artifacts and notices of its own job. Created by `runner`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio.abc
+
+from hypha_net.endpoint import Endpoint
+from hypha_net.transfer import PullSource
+from hypha_proto.datasets import SliceAssigned
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import HuggingFaceReference
+from hypha_proto.transfer import PullRequest, Refusal
+from hypha_scheduler.datasets.dataset import Dataset, open_dataset
+from hypha_scheduler.datasets.providers import Providers
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.artifacts import Artifact, artifact_dataset, open_preprocessor, open_start_model
+from hypha_scheduler.jobs.config import ArtifactTable, ModelTable, PreprocessorTable
+from hypha_scheduler.strategies.base import DatasetView, SliceToUse
+
+
+@dataclass(slots=True)
+class RunnerContext:
+    """`strategies.base.JobContext` of one job, and what the runner serves from it."""
+
+    endpoint: Endpoint
+    job_id: uuid.UUID
+    directory: Path
+    tasks: anyio.abc.TaskGroup
+    """Task group of the job."""
+    on_notice: Callable[[str, object], None]
+    """Called with what background work observed."""
+    _datasets: dict[str, tuple[Dataset, Providers]] = field(default_factory=dict)
+    _artifacts: dict[str, Artifact] = field(default_factory=dict)
+    """By the name of the dataset under which they are served."""
+
+    @property
+    def scheduler(self) -> PeerId:
+        """This scheduler."""
+        return self.endpoint.peer_id
+
+    async def open_dataset(self, name: str, *, timeout: float, manifest: str = "manifest.json") -> DatasetView:
+        """Find a dataset, store its manifest in a file of that name, and keep track of its data nodes.
+
+        Raises:
+            JobFailedError: no usable data node announced it within `timeout` seconds.
+        """
+        dataset = await open_dataset(self.endpoint, name, self.directory / manifest, timeout=timeout)
+        providers = Providers(self.endpoint, name, dataset.pinned, dataset.provider)
+        self.tasks.start_soon(providers.watch)
+        self._datasets[name] = (dataset, providers)
+        return dataset
+
+    async def prepare_artifact(self, table: ArtifactTable, name: str, copy: Path) -> Artifact:
+        """Copy a model or preprocessor to `copy` and make it available to executors, from here or from its hub.
+
+        Raises:
+            JobFailedError: it does not exist or has no usable files.
+        """
+        artifact = await self._open_artifact(table, name, copy)
+        self._artifacts[artifact_dataset(self.job_id, name)] = artifact
+        return artifact
+
+    async def _open_artifact(self, table: ArtifactTable, name: str, copy: Path) -> Artifact:
+        if isinstance(table, ModelTable):
+            return await open_start_model(table, copy, self.job_id, self.scheduler, name)
+        if isinstance(table, PreprocessorTable):
+            found = await open_preprocessor(table, copy, self.job_id, self.scheduler, name)
+            return found or Artifact(_hub_reference(table))
+        raise JobFailedError(f"{name}: a table of type {type(table).__name__} is neither a model nor a preprocessor")
+
+    def notify(self, name: str, message: object = None) -> None:
+        """Deliver what background work observed to `Operator.on_message`, with no source."""
+        self.on_notice(name, message)
+
+    # ------------------------------------------------------------------------------------------------- for the runner
+
+    def has_dataset(self, name: str) -> bool:
+        """Return whether the job has opened a dataset."""
+        return name in self._datasets
+
+    def address(self, dataset: str, chosen: SliceToUse) -> SliceAssigned:
+        """Return where a worker gets a slice."""
+        found, providers = self._datasets[dataset]
+        first, *others = providers.order(chosen.index)
+        return SliceAssigned(
+            data_provider=first,
+            index=chosen.index,
+            epoch=chosen.epoch,
+            digest=found.digest(chosen.index),
+            others=tuple(others) or None,
+        )
+
+    def serves(self, dataset: str) -> bool:
+        """Return whether an artifact is served under this name."""
+        return dataset in self._artifacts
+
+    def resolve(self, request: PullRequest) -> PullSource | Refusal:
+        """Return a file of an artifact, or a refusal."""
+        return self._artifacts[request.dataset].resolve(request)
+
+
+def _hub_reference(table: PreprocessorTable) -> HuggingFaceReference:
+    token = table.token.get_secret_value() if table.token else None
+    return HuggingFaceReference(
+        repository=str(table.repository), revision=table.revision, filenames=table.filenames, token=token
+    )

@@ -1,0 +1,96 @@
+"""Carries out the effects of an operator in their order; journal records are on disk before what follows them.
+
+A record is written when it is submitted; all records that are not yet on disk are synced together. Without a record
+nothing waits: the effects are carried out before `submit` returns. Called by `runner`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import anyio
+
+from hypha_scheduler.jobs.journal import Journal
+from hypha_scheduler.strategies.base import Effect, Effects, WriteJournal
+
+
+@dataclass(slots=True)
+class EffectQueue:
+    """Effects of one job that are not yet carried out."""
+
+    journal: Journal
+    carry_out: Callable[[Effect], None]
+    """Carries out any effect but `WriteJournal`, without waiting."""
+    on_file_error: Callable[[OSError], None]
+    """Called when a file cannot be written; the effects that wait for it are dropped."""
+    _waiting: deque[Effect | int] = field(default_factory=deque)
+    """Effects, and the numbers of the records that must be on disk before those after them."""
+    _submitted: int = 0
+    _done: int = 0
+    _carrying_out: bool = False
+    _failed: bool = False
+    _progress: anyio.Event = field(default_factory=anyio.Event)
+    _unsynced: anyio.Event = field(default_factory=anyio.Event)
+
+    def submit(self, effects: Effects) -> int:
+        """Take effects, and carry out those that no record precedes; return a ticket for `wait`."""
+        try:
+            for effect in effects:
+                self._submitted += 1
+                self._waiting.append(self._write(effect) if isinstance(effect, WriteJournal) else effect)
+            self._carry_out_ready()
+        except OSError as error:
+            self._fail(error)
+        if self._waiting:
+            self._unsynced.set()
+        return self._submitted
+
+    def _write(self, record: WriteJournal) -> int:
+        self.journal.append(record.kind, **record.fields)
+        return self.journal.written
+
+    def _carry_out_ready(self) -> None:
+        """Carry out effects up to the first record that is not on disk."""
+        if self._carrying_out:  # an effect was submitted while another is carried out: it comes after that one
+            return
+        self._carrying_out = True
+        try:
+            while self._waiting:
+                effect = self._waiting[0]
+                if isinstance(effect, int):
+                    if effect > self.journal.synced:
+                        break
+                else:
+                    self.carry_out(effect)
+                if self._waiting:  # a failure drops what waits
+                    self._waiting.popleft()
+                self._done += 1
+        finally:
+            self._carrying_out = False
+
+    def _fail(self, error: OSError) -> None:
+        self._failed = True
+        self._waiting.clear()
+        self._progress.set()
+        self.on_file_error(error)
+
+    async def wait(self, ticket: int) -> None:
+        """Wait until everything up to a ticket is carried out, or dropped because a file cannot be written."""
+        while self._done < ticket and not self._failed:
+            await self._progress.wait()
+
+    async def run(self) -> None:
+        """Sync records to disk and carry out what follows them, until cancelled."""
+        while not self._failed:
+            if not self._waiting:
+                await self._unsynced.wait()
+            self._unsynced = anyio.Event()
+            try:
+                await self.journal.sync()
+                self._carry_out_ready()
+            except OSError as error:
+                self._fail(error)
+            self._progress.set()
+            self._progress = anyio.Event()

@@ -1,0 +1,240 @@
+"""The leases of one job: searches for those that its operator wants, renews them, and releases those it does not.
+
+The first search looks for all roles together, so that a job does not hold workers that are of no use without others.
+Later ones, for growth and replacement, deliver each lease as it is found. Called by `runner`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import anyio
+import anyio.abc
+
+from hypha_net.endpoint import Endpoint
+from hypha_proto.ids import PeerId
+from hypha_proto.offers import WorkerOffer
+from hypha_scheduler.allocation.allocator import Allocator, release
+from hypha_scheduler.allocation.auction import AcceptedOffer, AuctionSettings, RoleRequest
+from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
+from hypha_scheduler.allocation.renewal import renew_leases
+from hypha_scheduler.allocation.shortage import Shortage
+from hypha_scheduler.errors import AllocationError
+from hypha_scheduler.strategies.base import Lease
+
+
+class PoolObserver(Protocol):
+    """What the pool reports."""
+
+    def on_acquired(self, leases: Sequence[Lease], seconds: float) -> None:
+        """Handle new leases, found `seconds` after the first request of their search."""
+        ...
+
+    def on_lost(self, lease: Lease, reason: str) -> None:
+        """Handle the loss of a lease."""
+        ...
+
+    def on_timeout(self, roles: Sequence[str], reasons: str) -> None:
+        """Handle that roles have less than their minimum when a search has timed out."""
+        ...
+
+    def on_shortage(self, shortage: Shortage) -> None:
+        """Handle why workers are missing, while a search goes on and when it has failed."""
+        ...
+
+
+@dataclass(slots=True)
+class _Search:
+    """A search that is in progress."""
+
+    allocator: Allocator
+    scope: anyio.CancelScope
+    wanted: tuple[RoleRequest, ...]
+
+
+@dataclass(slots=True)
+class LeasePool:
+    """Leases of one job."""
+
+    endpoint: Endpoint
+    tasks: anyio.abc.TaskGroup
+    """Task group of the job."""
+    settings: AuctionSettings
+    timeout: float
+    """Seconds of one search."""
+    observer: PoolObserver
+    has_task: Callable[[uuid.UUID], bool]
+    """Whether a task runs on a lease, which is then not surplus."""
+    _wanted: tuple[RoleRequest, ...] = ()
+    _held: dict[uuid.UUID, Lease] = field(default_factory=dict)
+    _renewed: HeldLeases = field(default_factory=HeldLeases)
+    _search: _Search | None = None
+    _began: bool = False
+    """Whether the first search has found its leases."""
+    _closed: bool = False
+
+    @property
+    def held(self) -> tuple[Lease, ...]:
+        """Leases that were delivered and neither lost nor released."""
+        return tuple(self._held.values())
+
+    def __contains__(self, lease: object) -> bool:
+        return lease in self._held
+
+    async def renew(self) -> None:
+        """Renew the leases until cancelled."""
+        await renew_leases(self.endpoint, self._renewed, self._on_lost)
+
+    # --------------------------------------------------------------------------------------------------------- demand
+
+    def set_demand(self, requests: Sequence[RoleRequest]) -> None:
+        """Set which leases are wanted; begins a search for those that are missing, and releases surplus ones."""
+        wanted = tuple(requests)
+        if self._closed or wanted == self._wanted:
+            return
+        self._wanted = wanted
+        self._release_surplus()
+        self._start_search()
+
+    def _missing(self) -> tuple[RoleRequest, ...]:
+        held = Counter(lease.role for lease in self._held.values())
+        short = ((request, request.count - held[request.role]) for request in self._wanted)
+        return tuple(
+            replace(request, count=count, minimum=max(0, request.minimum - held[request.role]))
+            for request, count in short
+            if count > 0
+        )
+
+    def _release_surplus(self) -> None:
+        wanted = {request.role: request.count for request in self._wanted}
+        for role, count in Counter(lease.role for lease in self._held.values()).items():
+            idle = [lease for lease in self.held if lease.role == role and not self.has_task(lease.id)]
+            for lease in idle[::-1][: max(0, count - wanted.get(role, 0))]:  # the newest first
+                self.release(lease.id, "the job needs it no longer")
+
+    def _start_search(self) -> None:
+        missing = self._missing()
+        if self._search is not None:
+            if self._search.wanted == missing:
+                return
+            self._stop_search()
+        if not missing or self._closed:
+            return
+        distinct = {request.role for request in self._wanted if request.distinct_peers}
+        allocator = Allocator(
+            self.endpoint,
+            missing,
+            self._renewed,
+            minimum={request.role: 0 if self._began else request.minimum for request in missing},
+            timeout=self.timeout,
+            tasks=self.tasks,
+            settings=self.settings,
+            on_shortage=self.observer.on_shortage,
+            excluded=frozenset(lease.peer for lease in self._held.values() if lease.role in distinct),
+            on_acquired=self._on_found,
+        )
+        self._search = _Search(allocator, anyio.CancelScope(), missing)
+        self.tasks.start_soon(self._run_search, self._search)
+
+    def _stop_search(self) -> None:
+        """Stop the search; what it holds and has not delivered is released."""
+        search, self._search = self._search, None
+        if search is None:
+            return
+        search.scope.cancel()
+        search.allocator.auction.close()
+        for offer in search.allocator.auction.held:
+            if offer.lease not in self._held:
+                self._drop(offer.lease, offer.peer, "the job's needs have changed")
+
+    async def _run_search(self, search: _Search) -> None:
+        with search.scope:
+            try:
+                offers = await search.allocator.allocate()
+            except AllocationError as error:
+                self._search = None
+                self.observer.on_timeout([request.role for request in search.wanted], str(error))
+                return
+            self._search = None
+            if not self._began:
+                self._deliver(offers, search.allocator.seconds)
+            elif short := [request.role for request in self._missing() if request.minimum]:
+                self.observer.on_timeout(short, await search.allocator.explain_shortage())
+        self._start_search()  # for replacements of what was lost meanwhile
+
+    def _on_found(self, offer: AcceptedOffer) -> None:
+        """Deliver a lease of a later search at once."""
+        search = self._search
+        if self._began and search is not None:
+            search.wanted = _without(search.wanted, offer.role)
+            self._deliver((offer,), search.allocator.elapsed)
+
+    def _deliver(self, offers: Sequence[AcceptedOffer], seconds: float) -> None:
+        self._began = True
+        leases = tuple(Lease(offer.lease, offer.peer, offer.role, offer.price) for offer in offers)
+        self._held |= {lease.id: lease for lease in leases}
+        self.observer.on_acquired(leases, seconds)
+
+    # --------------------------------------------------------------------------------------------------------- events
+
+    def on_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
+        """Pass an offer of a worker to the search in progress."""
+        if self._search is not None:
+            self._search.allocator.add_offer(peer, offer)
+
+    def on_goodbye(self, lease: uuid.UUID, reason: str) -> None:
+        """Handle a worker's notice that a lease has ended."""
+        held = self._renewed.drop(lease)
+        if held is not None:
+            self._on_lost(held, reason)
+
+    def _on_lost(self, held: HeldLease, reason: str) -> None:
+        lease = self._held.pop(held.lease, None)
+        if lease is None:
+            if self._search is not None:
+                self._search.allocator.lease_lost(held.lease)
+            return
+        self.observer.on_lost(lease, reason)
+        self._start_search()
+
+    # -------------------------------------------------------------------------------------------------------- releases
+
+    def release(self, lease: uuid.UUID, reason: str) -> None:
+        """Release a lease in the background, which cancels a task on it."""
+        held = self._held.pop(lease, None)
+        if held is not None:
+            self._drop(lease, held.peer, reason)
+
+    def _drop(self, lease: uuid.UUID, peer: PeerId, reason: str) -> None:
+        self._renewed.drop(lease)
+        self.tasks.start_soon(release, self.endpoint, peer, lease, reason)
+
+    async def close(self, reason: str) -> None:
+        """End the search and release all leases; return when their workers have answered or cannot be reached."""
+        self._closed = True
+        search, self._search = self._search, None
+        leases = {held.lease: held.peer for held in self._renewed.held()}
+        if search is not None:
+            search.scope.cancel()
+            search.allocator.auction.close()
+            leases |= {offer.lease: offer.peer for offer in search.allocator.auction.unanswered}
+        self._held.clear()
+        async with anyio.create_task_group() as tasks:
+            for lease, peer in leases.items():
+                self._renewed.drop(lease)
+                tasks.start_soon(release, self.endpoint, peer, lease, reason)
+
+
+def _without(requests: tuple[RoleRequest, ...], role: str) -> tuple[RoleRequest, ...]:
+    """Return the requests with one lease of a role less."""
+    fewer = (
+        replace(request, count=request.count - 1, minimum=max(0, request.minimum - 1))
+        if request.role == role
+        else request
+        for request in requests
+    )
+    return tuple(request for request in fewer if request.count > 0)

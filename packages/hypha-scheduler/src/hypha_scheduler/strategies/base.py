@@ -1,0 +1,398 @@
+"""The boundary between the job runner and strategies: what a strategy provides, and what it may use.
+
+A strategy is a kind of job. It is registered by an entry point of the group ``hypha.strategies`` whose name is the
+job's ``type``. Its `Operator` is a pure state machine: it is told what happened and when, and returns effects. The job
+runner (`hypha_scheduler.jobs.runner`) carries the effects out and reports their outcome back. All times are seconds of
+the local monotonic clock.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from hypha_net.transfer import PullSource
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import JobSpec
+from hypha_proto.progress import Progress, ProgressResponse
+from hypha_proto.protocols import RpcMethod
+from hypha_proto.transfer import PullRequest, PushHeader, Refusal
+from hypha_scheduler.allocation.auction import RoleRequest
+from hypha_scheduler.jobs.artifacts import Artifact
+from hypha_scheduler.jobs.config import ArtifactTable, JobTable
+from hypha_scheduler.jobs.task_graph import TaskState
+from hypha_scheduler.metrics.traffic import TrafficCounts
+
+__all__ = [
+    "Artifact",
+    "DatasetView",
+    "Effect",
+    "Effects",
+    "EmitEvent",
+    "EndJob",
+    "JobContext",
+    "Lease",
+    "Operator",
+    "PostMetric",
+    "PushTarget",
+    "RetryAfter",
+    "RoleRequest",
+    "RunInBackground",
+    "SendMessage",
+    "SliceRefusedError",
+    "SliceToUse",
+    "StartTask",
+    "StopTask",
+    "Strategy",
+    "StrategyMethod",
+    "TaskEnded",
+    "TaskNotStarted",
+    "TaskRef",
+    "TaskStarted",
+    "TaskUpdate",
+    "WriteJournal",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Lease that the job holds."""
+
+    id: uuid.UUID
+    peer: PeerId
+    role: str
+    price: float
+    """Tokens per lease-hour."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRef:
+    """One attempt at a task on a lease. The runner passes on nothing that is said about an older attempt."""
+
+    name: str
+    lease: Lease
+    attempt: int = 0
+
+
+# ------------------------------------------------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class StartTask:
+    """Effect: dispatch a task; the outcome is `TaskStarted` or `TaskNotStarted`."""
+
+    task: TaskRef
+    spec: JobSpec
+    keep_lease: bool = False
+    """Whether the lease stays for a further task when this one has ended by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopTask:
+    """Effect: cancel a task; `Operator.on_task_update` hears of its end."""
+
+    task: TaskRef
+    reason: str
+    keep_lease: bool = False
+    """Whether the lease stays for a further task; otherwise it is released."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Effect: call a peer, again after each of `retry_delays` if that fails; the outcome reaches `on_effect_result`."""
+
+    peer: PeerId
+    method: RpcMethod[Any, Any]
+    message: Any
+    tag: str
+    retry_delays: tuple[float, ...] = (0.5, 1.0, 1.5)
+    """Seconds before each attempt after the first. A peer that does not speak the protocol is not asked again."""
+    span: str = "send message"
+    """Name of the span, in the trace of the job."""
+    about: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    """Attributes of the span."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInBackground:
+    """Effect: run work with files, threads or listeners in the job's task group.
+
+    The outcome reaches `Operator.on_effect_result`. `JobFailedError`, `OSError` and `hypha_net.errors.NetError` are outcomes; any other exception fails the job.
+    """
+
+    work: Callable[[], Awaitable[object]]
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJournal:
+    """Effect: a journal record that is on disk before the effects after it are carried out and anybody is answered."""
+
+    kind: str
+    fields: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class EmitEvent:
+    """Effect: an event for ``metrics.jsonl`` and the log."""
+
+    name: str
+    fields: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class PostMetric:
+    """Effect: a number about a worker for the status bridge, if one is configured."""
+
+    worker: PeerId
+    step: int
+    """Position on the time axis of a chart."""
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndJob:
+    """Effect: the job is over; without `failure` it succeeded. The runner releases its leases and writes the result."""
+
+    failure: str | None = None
+
+
+Effect = StartTask | StopTask | SendMessage | RunInBackground | WriteJournal | EmitEvent | PostMetric | EndJob
+Effects = tuple[Effect, ...]
+
+
+# -------------------------------------------------------------------------------------------------- what operators hear
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStarted:
+    """Its worker has confirmed the task."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskNotStarted:
+    """Its worker did not take the task; the lease is released."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskEnded:
+    """The executor of the task has ended, and its worker has freed what it used."""
+
+    state: TaskState
+    reason: str = ""
+    exit_code: int | None = None
+    last_lines: tuple[str, ...] = ()
+    """Last lines of its output, oldest first."""
+
+
+TaskUpdate = TaskStarted | TaskNotStarted | TaskEnded
+
+
+@dataclass(frozen=True, slots=True)
+class PushTarget:
+    """Where a pushed file may be written, and its largest size in bytes."""
+
+    path: Path
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SliceToUse:
+    """Slice of a dataset, in one pass over it."""
+
+    epoch: int
+    """Pass over the dataset, from 0."""
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetryAfter:
+    """Not yet: the runner asks again after the next event, at the latest in `seconds`."""
+
+    seconds: float
+
+
+class SliceRefusedError(Exception):
+    """A worker gets no slice; the message says why."""
+
+
+# ----------------------------------------------------------------------------------------------------------- interfaces
+
+
+class DatasetView(Protocol):
+    """A dataset that the job uses, pinned to one manifest."""
+
+    @property
+    def name(self) -> str:
+        """Name, as data nodes announce it."""
+        ...
+
+    @property
+    def samples(self) -> Sequence[int | None]:
+        """Number of samples of each slice; None where unknown."""
+        ...
+
+    @property
+    def provider(self) -> PeerId:
+        """Data node that sent the manifest."""
+        ...
+
+
+class JobContext(Protocol):
+    """What a strategy may use of the scheduler: its own job's part and nothing else."""
+
+    @property
+    def job_id(self) -> uuid.UUID:
+        """Id of the job."""
+        ...
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the job's files; it exists."""
+        ...
+
+    @property
+    def scheduler(self) -> PeerId:
+        """This scheduler."""
+        ...
+
+    async def open_dataset(self, name: str, *, timeout: float, manifest: str = "manifest.json") -> DatasetView:
+        """Find a dataset, store its manifest in a file of that name, and keep track of the data nodes that provide it.
+
+        Raises:
+            JobFailedError: no usable data node announced it within `timeout` seconds.
+        """
+        ...
+
+    async def prepare_artifact(self, table: ArtifactTable, name: str, copy: Path) -> Artifact:
+        """Copy a model or preprocessor to `copy` and make it available to executors, from here or from its hub.
+
+        Raises:
+            JobFailedError: it does not exist or has no usable files.
+        """
+        ...
+
+    def notify(self, name: str, message: object = None) -> None:
+        """Deliver what background work observed to `Operator.on_message`, with no source."""
+        ...
+
+
+class Operator(Protocol):
+    """One running job. The runner has checked who speaks: a `TaskRef` is a running task of this job on that peer."""
+
+    def role_requests(self) -> Sequence[RoleRequest]:
+        """Return the leases that the job wants now, one request a role; asked again after each event.
+
+        A larger count means growth or replacement, a smaller one that surplus leases without a task are released.
+        """
+        ...
+
+    def on_leases_acquired(self, leases: Sequence[Lease], now: float) -> Effects:
+        """Handle new leases. The first call has all leases of the first search, which found every role's minimum."""
+        ...
+
+    def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
+        """Handle a lost lease, before the end of the task on it is reported."""
+        ...
+
+    def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
+        """Handle that a role has less than its minimum of leases after the search has timed out."""
+        ...
+
+    def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
+        """Handle the start or the end of a task; a task ends once."""
+        ...
+
+    def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+        """Handle a report of an executor. Repeated requests never arrive here twice."""
+        ...
+
+    def next_slice(self, task: TaskRef, dataset: str, now: float) -> SliceToUse | RetryAfter | None:
+        """Return the next samples for a task, or None if there are none for it.
+
+        Raises:
+            SliceRefusedError: the task gets no slice now.
+        """
+        ...
+
+    def on_pull_request(self, task: TaskRef, request: PullRequest) -> PullSource | Refusal:
+        """Return a file of the strategy's own; artifacts of `JobContext.prepare_artifact` are served without asking."""
+        ...
+
+    def on_push_request(self, task: TaskRef, header: PushHeader | None, now: float) -> PushTarget | Refusal:
+        """Return where a file may be written that is about to arrive; None for peers of the older network."""
+        ...
+
+    def on_push_complete(
+        self, task: TaskRef, header: PushHeader | None, path: Path, digest: str, now: float
+    ) -> Effects:
+        """Handle a complete file; the sender gets its receipt once journal records among the effects are on disk."""
+        ...
+
+    def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> tuple[Any, Effects]:
+        """Handle a message of the strategy's own RPC methods, by the method's name, or a `JobContext.notify`."""
+        ...
+
+    def on_effect_result(self, tag: str, outcome: object, now: float) -> Effects:
+        """Handle the outcome of `SendMessage` or `RunInBackground`: what it returned or the exception it raised."""
+        ...
+
+    def next_deadline(self) -> float | None:
+        """Return when `on_deadline` is due, or None; asked again after each event."""
+        ...
+
+    def on_deadline(self, now: float) -> Effects:
+        """Handle that a deadline has passed."""
+        ...
+
+    def on_command(self, command: str, now: float) -> Effects:
+        """Handle a command of the job's owner, such as ``cancel``.
+
+        Raises:
+            ValueError: the strategy has no such command.
+        """
+        ...
+
+    def summary(self, traffic: Mapping[PeerId, TrafficCounts]) -> Mapping[str, object]:
+        """Return the strategy's part of ``result.json``; `traffic` counts each peer's bytes during the job."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyMethod:
+    """RPC method of a strategy. Each request has a field ``job_id``."""
+
+    method: RpcMethod[Any, Any]
+    unknown_job: Any
+    """Response to a peer that runs no task of such a job."""
+
+
+class Strategy(Protocol):
+    """A kind of job; the object that the entry point names."""
+
+    @property
+    def job_table(self) -> type[JobTable]:
+        """Model of ``[scheduler.job]`` for this type."""
+        ...
+
+    @property
+    def rpc_methods(self) -> Sequence[StrategyMethod]:
+        """Methods that executors call beside the scheduler's own; `Operator.on_message` handles them."""
+        ...
+
+    def open(
+        self, job: Any, context: JobContext, journal: Sequence[Mapping[str, Any]]
+    ) -> AbstractAsyncContextManager[Operator]:
+        """Prepare datasets, models and listeners, and return the operator as it stood after the journal's records.
+
+        Raises:
+            JobFailedError: it cannot begin, or the journal belongs to another model, dataset or version.
+        """
+        ...

@@ -1,0 +1,198 @@
+"""Job table of ``type = "diloco"``: model, data, optimizers, rounds and workers of a DiLoCo job.
+
+Keys of planned features exist already; setting one to a value that is not implemented is refused with "not yet", never
+ignored. `specs` turns a job into role requests and job specs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from hypha_scheduler.jobs.config import (
+    VISION_INPUTS,
+    DatasetTable,
+    JobTable,
+    ModelTable,
+    PreprocessorTable,
+    PriceTable,
+    Requirements,
+    Table,
+    dataset_by_name,
+    not_yet,
+)
+
+_DEFAULT_BATCH: Final = 64
+_U32: Final = (1 << 32) - 1
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class InnerOptimizerTable(Table):
+    """``[.inner_optimizer]``: AdamW."""
+
+    learning_rate: float = Field(gt=0, description="Learning rate.")
+    betas: tuple[_Beta, _Beta] | None = Field(default=None, description="AdamW's betas.")
+    epsilon: float | None = Field(default=None, gt=0, description="AdamW's epsilon.")
+    weight_decay: float | None = Field(default=None, ge=0, description="AdamW's weight decay.")
+    max_grad_norm: float | None = Field(default=None, gt=0, description="Gradients are clipped to this norm.")
+    schedule: Literal["cosine-with-warmup", "linear-with-warmup", "wsd"] | None = Field(
+        default=None,
+        description="Learning-rate schedule: cosine-with-warmup, linear-with-warmup or wsd; if unset, a constant rate.",
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of a worker during which the rate rises from zero.")
+    total_steps: int | None = Field(
+        default=None,
+        gt=0,
+        description="Steps of a worker in the whole job; if unset, the average that follows from its rounds.",
+    )
+    decay_steps: int | None = Field(
+        default=None, gt=0, description="wsd: steps at the end during which the rate falls."
+    )
+
+
+class OuterOptimizerTable(Table):
+    """``[.outer_optimizer]``: SGD with Nesterov momentum."""
+
+    learning_rate: float = Field(default=0.7, gt=0, description="Learning rate of the outer step.")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum of the outer step.")
+    nesterov: bool = Field(default=True, description="Nesterov momentum; false for classical momentum.")
+
+
+class RoundsTable(Table):
+    """``[.rounds]``."""
+
+    update_rounds: int = Field(default=100, ge=1, le=_U32, description="Rounds, each with one outer step.")
+    avg_samples_between_updates: int = Field(default=1200, ge=1, description="Samples of all workers per round.")
+    max_batch_size: int | None = Field(default=None, ge=1, description="Upper limit of the automatic batch size.")
+    batch_size: int | None = Field(default=None, ge=1, le=_U32, description="Samples per batch; if unset, automatic.")
+    timeout: float | None = Field(
+        default=None, gt=0, description="Maximum seconds per round; if unset, derived from measured throughput."
+    )
+    checkpoint_every: int = Field(
+        default=1, ge=1, description="Number of rounds after which the scheduler's copy of the model is updated."
+    )
+    evaluate_every: int = Field(
+        default=0, ge=0, description="Number of rounds between evaluations of the model; 0 for none."
+    )
+
+    def batch_for(self, workers: int) -> int:
+        """Return the configured batch size, or the largest power of two with four batches per worker and round."""
+        if self.batch_size is not None:
+            return min(self.batch_size, self.max_batch_size or self.batch_size)
+        fitting = max(1, min(self.max_batch_size or _DEFAULT_BATCH, self.avg_samples_between_updates // (4 * workers)))
+        return 1 << (fitting.bit_length() - 1)
+
+
+class SyncTable(Table):
+    """``[.sync]``: how updates are synchronized."""
+
+    codec: str = Field(
+        default="fp32", description="Encoding of the numbers in updates: fp32. Others are not supported yet."
+    )
+    fragments: int = Field(
+        default=1,
+        ge=1,
+        description="Number of parts of the model that are synchronized in turn. More than 1 is not supported yet.",
+    )
+    overlap: int = Field(
+        default=0,
+        ge=0,
+        description="Steps that training continues during synchronization. Values other than 0 are not supported yet.",
+    )
+    alpha: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Mixing of local and global parameters with overlap; therefore without effect yet.",
+    )
+    aggregation: str = Field(default="mean", description="Aggregation of updates: mean. Others are not supported yet.")
+
+    @model_validator(mode="after")
+    def _only_implemented(self) -> SyncTable:
+        plain = SyncTable.model_construct()
+        for key in ("codec", "fragments", "overlap", "aggregation"):
+            if (value := getattr(self, key)) != (default := getattr(plain, key)):
+                raise not_yet(f"sync.{key} = {value!r}", f"set it to {default!r}")
+        return self
+
+
+class ResourcesTable(Table):
+    """``[.resources]``: number, requirements and prices of workers."""
+
+    num_workers: int = Field(default=1, ge=1, le=10_000, description="Training workers.")
+    min_workers: int | None = Field(
+        default=None, ge=1, description="Workers without which the job fails; if unset, num_workers."
+    )
+    max_workers: int | None = Field(
+        default=None, ge=1, description="Maximum number of workers. More than num_workers is not supported yet."
+    )
+    allocation_timeout: float = Field(default=60.0, gt=0, description="Seconds to find all workers.")
+    worker: Requirements = Field(default=(), description="Requirements on a training worker.")
+    parameter_server: Requirements = Field(default=(), description="Requirements on the parameter server.")
+    worker_price: PriceTable = Field(default=PriceTable(), description="Price of a training worker.")
+    parameter_server_price: PriceTable = Field(default=PriceTable(), description="Price of the parameter server.")
+    budget: float | None = Field(
+        default=None,
+        gt=0,
+        description="Maximum tokens that the job may spend. Not supported yet: refused if set.",
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ResourcesTable:
+        if self.min_workers is not None and self.min_workers > self.num_workers:
+            raise ValueError(f"min_workers ({self.min_workers}) is more than num_workers ({self.num_workers})")
+        if self.max_workers is not None and self.max_workers < self.num_workers:
+            raise ValueError(f"max_workers ({self.max_workers}) is less than num_workers ({self.num_workers})")
+        if self.max_workers is not None and self.max_workers > self.num_workers:
+            raise not_yet("resources.max_workers above num_workers", "leave it out, or set it to num_workers")
+        if self.budget is not None:
+            raise not_yet("resources.budget", "leave it out; prices are bounded by max")
+        return self
+
+    @property
+    def least_workers(self) -> int:
+        """Number of workers without which the job fails: `min_workers`, or else `num_workers`."""
+        return self.min_workers or self.num_workers
+
+
+class DilocoJobConfig(JobTable):
+    """``[scheduler.job]`` of ``type = "diloco"``."""
+
+    type: Literal["diloco"] = Field(default="diloco", description="Strategy.")
+    seed: int = Field(default=0, ge=0, le=(1 << 63) - 1, description="Seed of the order of slices and samples.")
+    dataset: Annotated[DatasetTable, BeforeValidator(dataset_by_name)] = Field(description="Training data.")
+    model: ModelTable = Field(description="Model to train.")
+    preprocessor: PreprocessorTable | None = Field(default=None, description="Preprocessor applied to each batch.")
+    inner_optimizer: InnerOptimizerTable = Field(description="Inner optimizer of the workers, AdamW.")
+    outer_optimizer: OuterOptimizerTable = Field(default=OuterOptimizerTable(), description="Outer optimizer.")
+    rounds: RoundsTable = Field(default=RoundsTable(), description="Number and length of rounds.")
+    sync: SyncTable = Field(default=SyncTable(), description="Synchronization of updates.")
+    resources: ResourcesTable = Field(default=ResourcesTable(), description="Workers and prices.")
+
+    @model_validator(mode="after")
+    def _only_implemented(self) -> DilocoJobConfig:
+        if self.rounds.evaluate_every and self.dataset.evaluation is None:
+            raise ValueError("rounds.evaluate_every: name the dataset to evaluate on in dataset.evaluation")
+        if self.dataset.evaluation is not None and not self.rounds.evaluate_every:
+            raise ValueError(
+                "dataset.evaluation: set rounds.evaluate_every to the number of rounds between evaluations"
+            )
+        return self
+
+    @property
+    def preprocessor_task(self) -> str:
+        """Wire name of the preprocessor; derived from the model's inputs unless type or input names are set."""
+        chosen = self.preprocessor
+        if chosen is None or chosen.type != "auto" or chosen.input_names:
+            return chosen.type if chosen else "auto"
+        return "image" if self.model.inputs[:1] == VISION_INPUTS[:1] else "tokenizer"
+
+    def span_attributes(self) -> dict[str, str]:
+        """Return the name of the training data."""
+        return {"hypha.dataset": self.dataset.dataset}
+
+    @property
+    def allocation_timeout(self) -> float:
+        """Seconds to find the workers without which the job cannot begin."""
+        return self.resources.allocation_timeout

@@ -1,0 +1,79 @@
+"""The trained model: the scheduler's copy of the start model, to which every outer update is added.
+
+The parameter server pushes the outer updates to the scheduler as to the workers; the copy is the job's result.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from hypha_proto.errors import TensorFileError
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.artifacts import sync_to_disk
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ResultModel:
+    """The job's copy of the model, to which outer updates are added."""
+
+    directory: Path
+    """Directory of the model's files."""
+    every: int = 1
+    """Number of received updates after which they are added to the files."""
+    round: int = 0
+    """Last round whose outer update was received."""
+    update_bytes: int = 0
+    """Size of the last outer update in bytes."""
+    _pending: list[Path] = field(default_factory=list)
+    _lock: anyio.Lock = field(default_factory=anyio.Lock)
+
+    async def apply_update(self, update: Path, round_number: int) -> None:
+        """Take the outer update of the next round and add it to the model; the file is deleted afterwards.
+
+        Raises:
+            JobFailedError: the update does not match the model.
+        """
+        async with self._lock:
+            if round_number != self.round + 1:
+                await anyio.Path(update).unlink(missing_ok=True)
+                _log.info("ignoring the outer update of round %d, expected round %d", round_number, self.round + 1)
+                return
+            self.update_bytes = (await anyio.Path(update).stat()).st_size
+            self._pending.append(update)
+            if len(self._pending) >= self.every:
+                await self._add_pending()
+            self.round = round_number
+
+    def largest_update(self) -> int:
+        """Return the size limit of an outer update in bytes: float32 for a model stored in 8 bits or more a number."""
+        return 4 * sum(path.stat().st_size for path in self.directory.glob("*.safetensors")) + (16 << 20)
+
+    async def finish(self) -> None:
+        """Add the remaining updates and sync the model to disk.
+
+        Raises:
+            JobFailedError: an update does not match the model.
+            OSError: the files cannot be synced.
+        """
+        async with self._lock:
+            await self._add_pending()
+            await anyio.to_thread.run_sync(sync_to_disk, *(p for p in self.directory.rglob("*") if p.is_file()))
+
+    async def _add_pending(self) -> None:
+        from hypha_proto.update_file import apply_update_to_dir  # imported late: numpy takes 0.1 s
+
+        for update in list(self._pending):
+            try:
+                await anyio.to_thread.run_sync(partial(apply_update_to_dir, self.directory, update))
+            except (TensorFileError, OSError) as error:
+                raise JobFailedError(f"outer update {update.name} cannot be added to the model: {error}") from None
+            update.unlink()
+            self._pending.remove(update)
