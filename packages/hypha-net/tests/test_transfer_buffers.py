@@ -366,35 +366,45 @@ def test_repeated_buffer_push_takes_over_from_one_that_hangs(
     run(opener, case)
 
 
+@pytest.mark.parametrize("differing", ["name", "lease"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_content_under_different_names_is_independent(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_equal_content_under_different_names_or_of_different_tasks_is_independent(
+    opener: Opener, tmp_path: Path, kind: Kind, differing: Literal["name", "lease"]
+) -> None:
+    data = content(2 << 20)
+    headers = [
+        header_of(data, f"{number}")
+        if differing == "name"
+        else msgspec.structs.replace(header_of(data), lease=uuid.UUID(int=number))
+        for number in range(3)
+    ]
+
     async def case(a: Endpoint, b: Endpoint) -> None:
-        landed: list[str] = []
+        landed: list[PushHeader] = []
 
         async def accept(
             _peer: PeerId, header: PushHeader | None
         ) -> transfer.FilePushTarget | transfer.MemoryPushTarget:
             assert header is not None
-            name = header.name
 
             async def arrived(_content: object, _digest: str) -> None:
-                landed.append(name)
+                landed.append(header)
 
             if kind == "file":
-                return transfer.FilePushTarget(tmp_path / name, LIMIT, arrived)
+                return transfer.FilePushTarget(tmp_path / f"{headers.index(header)}", LIMIT, arrived)
             return transfer.MemoryPushTarget(LIMIT, arrived)
 
         transfer.serve_pushes(b, accept)
-        data, sent = content(2 << 20), list[int]()
+        sent = list[int]()
         transfer.limit_bandwidth(b, transfer.BandwidthLimits(download=16 << 20))  # slow enough to overlap
 
-        async def push(name: str) -> None:
-            sent.append(await transfer.push(a, b.peer_id, data, header_of(data, name)))
+        async def push(header: PushHeader) -> None:
+            sent.append(await transfer.push(a, b.peer_id, data, header))
 
         async with anyio.create_task_group() as tasks:
-            for name in ("one", "two", "three"):
-                tasks.start_soon(push, name)
-        assert sorted(landed) == ["one", "three", "two"]
+            for header in headers:
+                tasks.start_soon(push, header)
+        assert sorted(landed, key=headers.index) == headers
         assert sent == [len(data)] * 3  # none was interrupted and repeated
 
     run(opener, case)

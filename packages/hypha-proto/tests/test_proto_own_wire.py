@@ -10,13 +10,16 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hypha_proto.codec import to_cbor, to_plain
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
+from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, Finished, JobStatus
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import AggregateConfig, AggregateJob, All, Descriptor, JobSpec, Nesterov, PeersReference
 from hypha_proto.leases import (
     CANCEL_JOB,
     JOB_END,
@@ -66,6 +69,16 @@ TIME = Timestamp(secs_since_epoch=1_760_000_000, nanos_since_epoch=123_456_789)
 DIGEST = "blake3:" + "ab" * 32
 SPEC = WorkerSpec(resources=Resources(cpu=2.0, memory=8.0), executor=(TrainExecutor(name="diloco-transformer"),))
 REQUEST = WorkerRequest(id=ID[2], spec=SPEC, timeout=TIME, bid=110.0, timeout_ms=5000)
+NO_PEERS = PeersReference(peers=(), strategy=All())
+JOB = JobSpec(
+    job_id=ID[7],
+    executor=AggregateJob(
+        descriptor=Descriptor(name="parameter-server"),
+        config=AggregateConfig(
+            updates=NO_PEERS, results=NO_PEERS, optimizer=Nesterov(learning_rate=0.5, momentum=0.5), members=True
+        ),
+    ),
+)
 
 REQUESTS: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, ReleaseLease(id=ID[1], reason="job finished")),
@@ -87,6 +100,10 @@ REQUESTS: list[tuple[Any, Any]] = [
         ProgressRequest(job_id=ID[7], progress=BatchDone(batch_size=16, slices={"3": 16}, batch_ms=12.5), lease=ID[1]),
     ),
     (REPORT, ProgressRequest(job_id=ID[7], progress=OuterStepTaken(), lease=ID[1], id=ID[2])),
+    (DATA, DataRequest(dataset="digits", job_id=ID[7], id=ID[2], lease=ID[1])),
+    (DISPATCH_JOB, DispatchJob(id=ID[1], spec=JOB, keep_lease=True, attempt=2)),
+    (JOB_STATUS, JobStatus(task_id=ID[1], status=Finished(), attempt=2)),
+    (JOB_END, JobEnd(lease=ID[1], job_id=ID[7], outcome="finished", reason="", attempt=2)),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
@@ -110,6 +127,7 @@ PUSH = PushHeader(
 )
 HEADERS: list[tuple[str, Any, Any]] = [
     ("PushHeader", PushHeader, PUSH),
+    ("PushHeader.lease", PushHeader, msgspec.structs.replace(PUSH, lease=ID[1])),
     ("PushAnswer.GoOn", PushAnswer, GoOn(offset=4096)),
     ("PushAnswer.Refused", PushAnswer, Refusal(reason="not a member of round 4")),
     ("PushReceipt", PushReceipt, Receipt(size=1 << 33)),

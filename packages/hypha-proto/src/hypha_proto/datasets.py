@@ -19,6 +19,8 @@ class DataRequest(Message, frozen=True):
     traceparent: Annotated[str | None, OMIT] = None
     id: Annotated[uuid.UUID | None, OMIT] = None
     """Idempotency key: unchanged when the request is repeated for lack of a response, so that it counts once."""
+    lease: Annotated[uuid.UUID | None, OMIT] = None
+    """Lease of the task that asks; distinguishes several tasks of a job on one peer."""
 
 
 class SliceAssigned(Message, frozen=True, tag="Success"):

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 from hypha_proto.job_spec import JobSpec
 from hypha_proto.protocols import API, RpcMethod
 from hypha_proto.resources import Timestamp
-from hypha_proto.wire_schema import EXTERNAL, OMIT, U64, Message, Newtype, Unit
+from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Message, Newtype, Unit
 
 
 class DispatchJob(Message, frozen=True):
@@ -18,6 +18,10 @@ class DispatchJob(Message, frozen=True):
     """Id of the lease; schedulers of the older network make one id of their own for all dispatches of a job."""
     spec: JobSpec
     traceparent: Annotated[str | None, OMIT] = None
+    keep_lease: Annotated[bool | None, OMIT] = None
+    """Whether the lease is kept for another dispatch when this task ends by itself; None and false: it is spent then."""
+    attempt: Annotated[U32 | None, OMIT] = None
+    """Number of the dispatch on this lease, from 0; a worker starts only later ones than the newest that it knows."""
 
 
 class Dispatched(Message, frozen=True, tag="Dispatched"):
@@ -61,6 +65,8 @@ class JobStatus(Message, frozen=True):
     """Id of the dispatch, as it came in `DispatchJob`."""
     status: Running | Finished | Failed | Unknown
     traceparent: Annotated[str | None, OMIT] = None
+    attempt: Annotated[U32 | None, OMIT] = None
+    """`DispatchJob.attempt` of the dispatch; None where it stated none."""
 
 
 class StatusReceived(Message, frozen=True):

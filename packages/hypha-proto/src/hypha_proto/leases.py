@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 from hypha_proto.offers import WorkerRequest
 from hypha_proto.protocols import API, LEASE, RpcMethod
 from hypha_proto.resources import Timestamp
-from hypha_proto.wire_schema import EXTERNAL, I64, OMIT, U64, Amount, Message, Unit
+from hypha_proto.wire_schema import EXTERNAL, I64, OMIT, U32, U64, Amount, Message, Unit
 
 TEMPORARY_LEASE: Final = 0.5
 """Life of an offer's temporary lease in seconds."""
@@ -128,6 +128,8 @@ class JobEnd(Message, frozen=True):
     last_lines: tuple[str, ...] = ()
     """Last lines of the executor's output."""
     traceparent: Annotated[str | None, OMIT] = None
+    attempt: Annotated[U32 | None, OMIT] = None
+    """`DispatchJob.attempt` of the dispatch; None where it stated none."""
 
     def __post_init__(self) -> None:
         if self.outcome not in ("finished", "failed", "cancelled"):

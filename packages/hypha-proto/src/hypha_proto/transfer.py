@@ -73,6 +73,8 @@ class PushHeader(Message, frozen=True):
     attempt: U32 = 0
     """Number of earlier attempts; senders leave it 0 so far."""
     traceparent: Annotated[str | None, OMIT] = None
+    lease: Annotated[uuid.UUID | None, OMIT] = None
+    """Lease of the task that sends the file; distinguishes several tasks of a job on one peer."""
 
 
 class GoOn(Message, frozen=True, tag="GoOn"):

@@ -122,7 +122,7 @@ def _slot_key(target: FilePushTarget | MemoryPushTarget, peer: PeerId, header: P
     """
     if target.slot is not None:
         return peer, target.slot
-    what = (header.job_id, header.round, header.kind[:200], header.name[:200], header.digest)
+    what = (header.job_id, header.lease, header.round, header.kind[:200], header.name[:200], header.digest)
     return peer, "\0".join((where, *map(str, what)))
 
 
