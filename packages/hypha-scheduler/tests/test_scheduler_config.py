@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from hypha_net.node.config.errors import ConfigError
 from hypha_net.node.config.loader import load_config
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
@@ -134,7 +135,6 @@ def test_several_jobs_and_shorthand_tables() -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"type": "inference"}, 'type = "inference"'),
         ({"sync": {"codec": "int8"}}, "sync.codec = 'int8'"),
         ({"sync": {"fragments": 2}}, "sync.fragments = 2"),
         ({"sync": {"overlap": 1}}, "sync.overlap = 1"),
@@ -297,3 +297,24 @@ def test_wsd_schedule_decays_in_the_last_tenth_by_default() -> None:
 )
 def test_automatic_batch_size_gives_workers_several_batches(rounds: dict[str, int], workers: int, batch: int) -> None:
     assert round_settings(job(rounds=rounds), workers).batch_size == batch
+
+
+def with_scheduler_table(tmp_path: Path, table: str) -> Path:
+    file = tmp_path / "scheduler.toml"
+    file.write_text(DOCUMENTED.replace("[scheduler.job.model]", f"{table}\n\n[scheduler.job.model]", 1))
+    return file
+
+
+def test_unknown_type_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    file = with_scheduler_table(tmp_path, '[scheduler.job]\ntype = "dilco"')
+    with pytest.raises(ConfigError) as caught:
+        load_config(SchedulerConfig, file, {}, {})
+    assert "no strategy 'dilco' is installed; known: diloco; did you mean 'diloco'?" in str(caught.value)
+
+
+def test_strategies_that_are_not_listed_are_not_loaded(tmp_path: Path) -> None:
+    file = with_scheduler_table(tmp_path, "[scheduler]\nstrategies = []")
+    with pytest.raises(ConfigError, match="'diloco' is installed, but scheduler[.]strategies does not list it"):
+        load_config(SchedulerConfig, file, {}, {})
+    file = with_scheduler_table(tmp_path, '[scheduler]\nstrategies = ["diloco"]')
+    assert load_config(SchedulerConfig, file, {}, {}).config.jobs[0].type == "diloco"

@@ -70,10 +70,10 @@ from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown, RoundMembe
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.errors import AllocationError, JobFailedError
-from hypha_scheduler.jobs.journal import Journal
+from hypha_scheduler.jobs.journal import Journal, read_journal
+from hypha_scheduler.jobs.runner import JobRunner
 from hypha_scheduler.service import SchedulerService
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
-from hypha_scheduler.training import TrainingRun
 
 NOW = Timestamp.of(0)
 SLICES = 8
@@ -484,7 +484,7 @@ def test_failed_executor_fails_the_job_with_its_last_lines(tmp_path: Path, model
 
 def test_messages_after_the_end_of_a_job_are_ignored(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
-        runs: list[TrainingRun] = []
+        runs: list[JobRunner] = []
 
         async def find_run() -> None:
             while not runs:
@@ -496,10 +496,12 @@ def test_messages_after_the_end_of_a_job_are_ignored(tmp_path: Path, model: Path
             with expect_failure():
                 await service.run_job(job(model))
         [run] = runs
-        for worker in workers:
-            assert run._running is not None
-            [task] = [task for task in run._running.graph.tasks if task.peer == worker.endpoint.peer_id]
-            run.on_job_status(task.peer, JobStatus(task_id=task.lease, status=Failed()))
+        [placed] = [record for record in read_journal(run.directory / "journal.jsonl") if record["record"] == "placed"]
+        assert len(placed["leases"]) == len(workers)
+        for found in placed["leases"]:
+            run.on_job_status(
+                PeerId.parse(found["peer"]), JobStatus(task_id=uuid.UUID(found["lease"]), status=Failed())
+            )
         await anyio.sleep(0.01)
 
     def prepare(workers: list[Worker]) -> None:

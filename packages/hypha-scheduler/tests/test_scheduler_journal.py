@@ -17,7 +17,7 @@ def test_truncated_last_line_is_skipped(tmp_path: Path) -> None:
         journal.record("accepted", job_id="x")
     with path.open("ab") as file:
         file.write(b'{"record": "rou')
-    assert read_journal(path) == [{"record": "accepted", "job_id": "x"}]
+    assert read_journal(path) == [{"record": "accepted", "format": 1, "job_id": "x"}]
     assert path.stat().st_mode & 0o777 == 0o600
     assert read_journal(tmp_path / "none") == []
 
@@ -29,7 +29,7 @@ def test_failed_background_sync_is_raised_by_the_next_record(tmp_path: Path, mon
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.record_async("round", round=1)
         with monkeypatch.context() as broken:
-            broken.setattr("hypha_scheduler.journal.os.fsync", fail)
+            broken.setattr("hypha_scheduler.jobs.journal.os.fsync", fail)
             journal.record_async("round", round=2)
             assert journal._pending_sync is not None
             wait([journal._pending_sync], 10)

@@ -1,46 +1,50 @@
-"""Round announcements: which responses of the parameter server fail a job."""
+"""Round announcements: which responses of the parameter server fail a job, and that none overtakes another."""
 
 from __future__ import annotations
 
 import uuid
 
-import anyio
 import pytest
 
-from hypha_net import rpc
-from hypha_net.testing import MemoryNetwork
+from hypha_net.errors import UnreachableError, UnsupportedProtocolError
 from hypha_proto.ids import PeerId
-from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown, RoundMembers
+from hypha_proto.round_membership import MembersKnown
 from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
-from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Rounds, RoundSettings
+from hypha_scheduler.strategies.diloco.rounds import AnnounceRound
 
-A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in range(2))
+A, B, SERVER = (PeerId.from_public_key(bytes([n]) * 32) for n in range(3))
+ACCEPTED = MembersKnown(accepted=True)
+REJECTED = MembersKnown(accepted=False, reason="round 1 is over, round 2 runs")
 
 
-@pytest.mark.parametrize(("first_is_accepted", "failures"), [(True, 0), (False, 1)])
-def test_rejected_change_of_an_accepted_round_does_not_fail_the_job(first_is_accepted: bool, failures: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "fails"), [(ACCEPTED, False), (REJECTED, True), (UnreachableError("no route"), True)]
+)
+def test_rejected_change_of_an_accepted_round_does_not_fail_the_job(first: object, fails: bool) -> None:
     """Until the parameter server reports its outer step, a lost member makes the scheduler announce the round again."""
-    received: list[RoundMembers] = []
+    announcer = RoundAnnouncer(uuid.uuid4(), SERVER)
+    [sent] = announcer.announce(AnnounceRound(1, ((A, 4), (B, 4))))
+    assert [member.peer for member in sent.message.members] == [A, B]
+    failure, following = announcer.on_result(first, closed=0)
+    assert (failure is not None, following) == (fails, ())
+    if not fails:
+        [again] = announcer.announce(AnnounceRound(1, ((A, 4),)))
+        assert [member.peer for member in again.message.members] == [A]
+        assert announcer.on_result(REJECTED, closed=0) == (None, ())
 
-    async def answer(_peer: PeerId, message: RoundMembers) -> MembersKnown:
-        received.append(message)
-        if first_is_accepted and len(received) == 1:
-            return MembersKnown(accepted=True)
-        return MembersKnown(accepted=False, reason="round 1 is over, round 2 runs")
 
-    failed: list[str] = []
+def test_an_announcement_waits_for_the_response_to_the_one_before() -> None:
+    announcer = RoundAnnouncer(uuid.uuid4(), SERVER)
+    assert len(announcer.announce(AnnounceRound(1, ((A, 4), (B, 4))))) == 1
+    assert announcer.announce(AnnounceRound(1, ((A, 4),))) == ()
+    assert announcer.announce(AnnounceRound(1, ((B, 4),))) == ()
+    failure, [following] = announcer.on_result(REJECTED, closed=0)
+    assert failure is None  # the later announcement replaces the one that was rejected
+    assert [member.peer for member in following.message.members] == [B]
+    assert announcer.on_result(ACCEPTED, closed=0) == (None, ())
 
-    async def main() -> None:
-        network = MemoryNetwork()
-        with anyio.fail_after(10):
-            async with network.endpoint("scheduler") as scheduler, network.endpoint("server") as server:
-                rpc.serve(server, ROUND_MEMBERS, answer)
-                rounds = Rounds(RoundSettings(rounds=2, target=8, batch_size=4, min_members=1), [A, B], 0.0)
-                announcer = RoundAnnouncer(scheduler, uuid.uuid4(), server.peer_id)
-                await announcer.announce(AnnounceRound(1, ((A, 4), (B, 4))), rounds, failed.append)
-                if first_is_accepted:
-                    await announcer.announce(AnnounceRound(1, ((A, 4),)), rounds, failed.append)
 
-    anyio.run(main, backend="trio")
-    assert [len(message.members) for message in received] == ([2, 1] if first_is_accepted else [2])
-    assert len(failed) == failures
+def test_an_older_parameter_server_needs_no_announcements() -> None:
+    announcer = RoundAnnouncer(uuid.uuid4(), SERVER)
+    announcer.announce(AnnounceRound(1, ((A, 4),)))
+    assert announcer.on_result(UnsupportedProtocolError("no such protocol"), closed=0) == (None, ())

@@ -1,4 +1,4 @@
-"""Job report: metrics posted to the status bridge."""
+"""Events of a DiLoCo job: metrics posted to the status bridge."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import uuid
 from pathlib import Path
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.jobs.events import JobReport
+from hypha_scheduler.jobs.events import JobEvents
 from hypha_scheduler.metrics.status_bridge import StatusBridge
+from hypha_scheduler.strategies.base import PostMetric
+from hypha_scheduler.strategies.diloco.events import measured_effects, round_closed_effects
 from hypha_scheduler.strategies.diloco.rounds import Measured, RoundClosed
 
 PEER = PeerId.from_public_key(bytes(32))
@@ -18,19 +20,20 @@ class _KeptPosts(StatusBridge):
         super().__init__("nowhere:1")
         self.posts: list[tuple[str, int, str, float, str | None]] = []
 
-    def put(self, worker: str, round_number: int, name: str, value: float, *, job_id: str | None = None) -> None:
-        self.posts.append((worker, round_number, name, value, job_id))
+    def put(self, worker: str, step: int, name: str, value: float, *, job_id: str | None = None) -> None:
+        self.posts.append((worker, step, name, value, job_id))
 
 
 def test_round_metrics_are_posted_per_worker(tmp_path: Path) -> None:
     other, job_id = PeerId.from_public_key(bytes([1] * 32)), uuid.uuid4()
     bridge = _KeptPosts()
-    with JobReport(tmp_path, bridge) as report:
-        report.accepted(job_id, {})
-        report.measured(Measured(PEER, 3, {"loss": 0.5, "samples_per_second": 80.0, "samples": 1.0}))
-        report.round_closed(
-            RoundClosed(3, {PEER: 96, other: 40}, {PEER: 6, other: 5}, {PEER: 0.0, other: 1.0}, 4.0, 0.5), 1
-        )
+    measured = Measured(PEER, 3, {"loss": 0.5, "samples_per_second": 80.0, "samples": 1.0})
+    closed = RoundClosed(3, {PEER: 96, other: 40}, {PEER: 6, other: 5}, {PEER: 0.0, other: 1.0}, 4.0, 0.5)
+    with JobEvents(job_id, tmp_path, bridge) as events:
+        events.accepted({})
+        for effect in (*measured_effects(measured), *round_closed_effects(closed, 1, ())):
+            if isinstance(effect, PostMetric):
+                events.post(effect)
     posted = {
         (worker, name): value for worker, number, name, value, job in bridge.posts if (number, job) == (3, str(job_id))
     }

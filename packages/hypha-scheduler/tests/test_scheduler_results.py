@@ -18,8 +18,9 @@ from hypha_proto.job_spec import PeersReference
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.artifacts import ResultModel, open_preprocessor, open_start_model, write_result
+from hypha_scheduler.jobs.artifacts import open_preprocessor, open_start_model, write_result
 from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
+from hypha_scheduler.strategies.diloco.result_model import ResultModel
 
 PEER = PeerId.from_public_key(bytes(32))
 

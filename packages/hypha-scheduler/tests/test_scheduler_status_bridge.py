@@ -16,7 +16,8 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from hypha_scheduler.metrics.status_bridge import EventFile, StatusBridge
+from hypha_scheduler.jobs.events import EventFile
+from hypha_scheduler.metrics.status_bridge import StatusBridge
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:

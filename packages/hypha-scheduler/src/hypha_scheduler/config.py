@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from types import GenericAlias
+from typing import TYPE_CHECKING, Annotated, Any, Optional, Union
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, WrapValidator, create_model, model_validator
 
 from hypha_net.node.config.models import NodeConfig
 from hypha_proto.offers import MAX_OFFER_LIFE
-from hypha_scheduler.strategies.diloco.config import DilocoJobConfig, Table, not_yet
+from hypha_scheduler.errors import StrategyError
+from hypha_scheduler.jobs.config import JobTable, Table, not_yet
+from hypha_scheduler.strategies.registry import DEFAULT_TYPE, built_in_types, load_strategy, parse_job
 
 Weight = Annotated[float, Field(ge=0, le=1e6)]
+
+
+def _validate_job(value: Any, _handler: object, info: ValidationInfo) -> JobTable | None:
+    """Validate the table of a job with the model of its type."""
+    return None if value is None else parse_job(value, info.data.get("strategies"))
+
+
+def _job_annotation(tables: Sequence[type[JobTable]]) -> Any:
+    """Return the annotation of a job of one of several types; the table's `type` says which."""
+    return Annotated[Union[tuple(tables)], WrapValidator(_validate_job)]  # noqa: UP007 - of a sequence
+
+
+if TYPE_CHECKING:
+    Job = JobTable
+else:
+    Job = _job_annotation([load_strategy(name).job_table for name in built_in_types()])
 
 
 class DashboardTable(Table):
@@ -47,8 +67,11 @@ class AuctionTable(Table):
 class SchedulerTable(Table):
     """``[scheduler]``."""
 
-    job: DilocoJobConfig | None = Field(default=None, description="One job to run.")
-    jobs: tuple[DilocoJobConfig, ...] = Field(default=(), description="Several jobs, run one after the other.")
+    strategies: tuple[str, ...] | None = Field(
+        default=None, description="Strategies that may be loaded; if unset, all that are installed."
+    )
+    job: Job | None = Field(default=None, description="One job to run.")
+    jobs: tuple[Job, ...] = Field(default=(), description="Several jobs, run one after the other.")
     auction: AuctionTable = Field(default=AuctionTable(), description="How offers of workers are chosen.")
     status_bridge: str | None = Field(
         default=None, description="The same as status_bridge at the top level, which it overrides."
@@ -71,7 +94,7 @@ class SchedulerConfig(NodeConfig):
     scheduler: SchedulerTable = Field(default=SchedulerTable(), description="Jobs to run.")
 
     @property
-    def jobs(self) -> tuple[DilocoJobConfig, ...]:
+    def jobs(self) -> tuple[JobTable, ...]:
         """All configured jobs, in the order in which they run."""
         first = () if self.scheduler.job is None else (self.scheduler.job,)
         return first + self.scheduler.jobs
@@ -85,3 +108,41 @@ class SchedulerConfig(NodeConfig):
     def runs_dir(self) -> Path:
         """Absolute path of the directory in which jobs leave their results."""
         return (self.scheduler.output_dir or self.output_dir).resolve()
+
+    @classmethod
+    def for_document(cls, data: dict[str, Any]) -> type[SchedulerConfig]:
+        """Return the model that also knows the job tables of third parties' strategies that a file uses."""
+        own = built_in_types()
+        scheduler = data.get("scheduler")
+        plain = scheduler if isinstance(scheduler, dict) else {}
+        names = dict.fromkeys(name for name in _job_types(plain) if name not in own)
+        tables = list(_tables(names, plain.get("strategies")))
+        if not tables:
+            return cls
+        job = _job_annotation([*(load_strategy(name).job_table for name in own), *tables])
+        fields = SchedulerTable.model_fields
+        changed: dict[str, Any] = {
+            "job": (Optional[job], fields["job"]),  # noqa: UP045 - a value, not an annotation
+            "jobs": (GenericAlias(tuple, (job, ...)), fields["jobs"]),
+        }
+        table = create_model("SchedulerTable", __base__=SchedulerTable, **changed)
+        return create_model("SchedulerConfig", __base__=cls, scheduler=(table, Field(default=table())))
+
+
+def _job_types(scheduler: dict[str, Any]) -> Iterator[str]:
+    """Yield the types that the jobs of a table name; malformed jobs are refused later."""
+    jobs = scheduler.get("jobs")
+    for job in (scheduler.get("job"), *(jobs if isinstance(jobs, list) else ())):
+        name = job.get("type", DEFAULT_TYPE) if isinstance(job, dict) else None
+        if isinstance(name, str):
+            yield name
+
+
+def _tables(names: Sequence[str] | dict[str, None], allowed: Any) -> Iterator[type[JobTable]]:
+    """Yield the job tables of types that can be loaded; the validation of the job names the others."""
+    listed = allowed if isinstance(allowed, list) else None
+    for name in names:
+        try:
+            yield load_strategy(name, listed).job_table
+        except StrategyError:
+            continue

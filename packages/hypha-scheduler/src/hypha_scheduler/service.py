@@ -1,16 +1,19 @@
 """Scheduler service: runs the configured or submitted jobs and routes messages of peers to the job they belong to.
 
-Started by `cli`. Creates one `training.TrainingRun` per job.
+Started by `cli`. Creates one `jobs.runner.JobRunner` per job.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import anyio
 
 from hypha_net import instrumentation, rpc, transfer
 from hypha_net.endpoint import Endpoint
@@ -21,16 +24,16 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import JOB_END, JobEnd, JobEndReceived
 from hypha_proto.offers import OFFER, OfferReceived, WorkerOffer
 from hypha_proto.progress import REPORT, ProgressError, ProgressRequest, ProgressResponse
-from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.artifacts import model_dataset, preprocessor_dataset
+from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.jobs.runner import JobRunner
 from hypha_scheduler.metrics.status_bridge import StatusBridge
-from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
-from hypha_scheduler.submission.server import serve_submissions
-from hypha_scheduler.training import TrainingRun
+from hypha_scheduler.strategies.base import StrategyMethod
+from hypha_scheduler.strategies.registry import load_strategy
+from hypha_scheduler.submission.server import SubmissionServer
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +46,9 @@ _OFFERS: Final = instrumentation.Counter("hypha.scheduler.offers", "{offer}", "O
 
 
 async def serve(config: SchedulerConfig, node: Node) -> None:
-    """Run the configured jobs one after the other and return; without any, accept submissions until cancelled.
+    """Run the configured jobs one after the other, and beside them those that are submitted.
+
+    Returns when the configured and all submitted jobs have ended; without configured ones, runs until cancelled.
 
     Raises:
         JobFailedError: at least one job failed; the others were still run.
@@ -52,17 +57,23 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     if config.bridge_address is not None:
         bridge = StatusBridge(config.bridge_address)
         node.tasks.start_soon(bridge.run)
-    service = SchedulerService(node.endpoint, config.runs_dir, bridge, auction_settings(config.scheduler.auction))
+    table = config.scheduler
+    service = SchedulerService(
+        node.endpoint, config.runs_dir, bridge, auction_settings(table.auction), strategies=table.strategies
+    )
     node.ready()
-    if not config.jobs:
-        await serve_submissions(config.runs_dir, service.run_job)
-    failures = []
-    for job in config.jobs:
-        try:
-            result = await service.run_job(job)
-            _log.info("job done: %s", result)
-        except JobFailedError as error:
-            failures.append(f"job failed: {error}")
+    submissions = SubmissionServer(config.runs_dir, service.run_job, table.strategies)
+    failures: list[str] = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(submissions.serve)
+        for job in config.jobs:
+            try:
+                result = await service.run_job(job)
+                _log.info("job done: %s", result)
+            except JobFailedError as error:
+                failures.append(f"job failed: {error}")
+        if config.jobs:
+            submissions.stop_when_idle()
     if bridge is not None:
         await bridge.drain(_LAST_METRICS)
     if failures:
@@ -97,38 +108,57 @@ class SchedulerService:
         runs: Path,
         bridge: StatusBridge | None = None,
         auction: AuctionSettings = _DEFAULT_AUCTION,
+        *,
+        strategies: Collection[str] | None = None,
     ) -> None:
-        """Register the request handlers on `endpoint`; jobs write to directories in `runs`."""
+        """Register the request handlers on `endpoint`; jobs write to directories in `runs`.
+
+        Only `strategies` are loaded, or any that is installed.
+        """
         self._endpoint = endpoint
         self._runs_dir = runs
         self._bridge = bridge
         self._auction_settings = auction
-        self._runs: dict[uuid.UUID, TrainingRun] = {}
+        self._strategies = strategies
+        self._runs: dict[uuid.UUID, JobRunner] = {}
+        self._served: set[str] = set()
+        """Names of the RPC methods of strategies that are served."""
         rpc.serve(endpoint, OFFER, self._offer)
         rpc.serve(endpoint, DATA, self._data)
         rpc.serve(endpoint, REPORT, self._report)
         rpc.serve(endpoint, JOB_END, self._job_end)
         rpc.serve(endpoint, JOB_STATUS, self._job_status)
-        rpc.serve(endpoint, UPDATE_REFUSED, self._refused)
         transfer.serve_pulls(endpoint, self._pull)
         transfer.serve_pushes(endpoint, self._push)
 
-    async def run_job(self, job: DilocoJobConfig, job_id: uuid.UUID | None = None) -> Path:
+    async def run_job(self, job: JobTable, job_id: uuid.UUID | None = None) -> Path:
         """Run a job, under a new id unless one is given; return the path of its ``result.json``.
 
         Raises:
             JobFailedError: the job failed.
         """
-        run = TrainingRun(self._endpoint, job, self._runs_dir, self._bridge, job_id, self._auction_settings)
+        strategy = load_strategy(job.type, self._strategies)
+        self._serve_methods(strategy.rpc_methods)
+        run = JobRunner(self._endpoint, strategy, job, self._runs_dir, self._bridge, job_id, self._auction_settings)
         self._runs[run.job_id] = run
-        about = {"hypha.job.id": str(run.job_id), "hypha.dataset": job.dataset.dataset}
+        about = {"hypha.job.id": str(run.job_id), **job.span_attributes()}
         try:
             with instrumentation.span("job", about), _counted():
                 return await run.run()
         finally:
             del self._runs[run.job_id]
 
-    def _of_peer(self, peer: PeerId, job_id: uuid.UUID | None = None) -> TrainingRun | None:
+    def _serve_methods(self, methods: Sequence[StrategyMethod]) -> None:
+        for method in methods:
+            if method.method.name not in self._served:
+                self._served.add(method.method.name)
+                rpc.serve(self._endpoint, method.method, partial(self._message, method))
+
+    async def _message(self, method: StrategyMethod, peer: PeerId, message: Any) -> Any:
+        run = self._runs.get(message.job_id)
+        return method.unknown_job if run is None else await run.on_message(peer, method, message)
+
+    def _of_peer(self, peer: PeerId, job_id: uuid.UUID | None = None) -> JobRunner | None:
         """Return the job a message belongs to: by its id, or for older peers, which send none, the job they work on."""
         if job_id is not None:
             return self._runs.get(job_id)
@@ -146,7 +176,7 @@ class SchedulerService:
 
     async def _report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
         run = self._runs.get(request.job_id)
-        return ProgressError() if run is None else run.on_report(peer, request)
+        return ProgressError() if run is None else await run.on_report(peer, request)
 
     async def _job_end(self, peer: PeerId, end: JobEnd) -> JobEndReceived:
         run = self._runs.get(end.job_id)
@@ -159,16 +189,10 @@ class SchedulerService:
             run.on_job_status(peer, status)
         return StatusReceived()
 
-    async def _refused(self, peer: PeerId, refused: UpdateRefused) -> RefusalKnown:
-        run = self._runs.get(refused.job_id)
-        if run is not None:
-            run.on_refused(peer, refused)
-        return RefusalKnown()
-
     async def _pull(self, peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
         for job_id, run in self._runs.items():
-            if request.dataset in (model_dataset(job_id), preprocessor_dataset(job_id)) and run.involves(peer):
-                return run.on_pull(request)
+            if request.dataset.startswith(f"{job_id}/") and run.involves(peer):
+                return run.on_pull(peer, request)
         return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
 
     async def _push(self, peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:

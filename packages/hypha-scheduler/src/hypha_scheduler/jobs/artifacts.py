@@ -69,12 +69,20 @@ async def open_preprocessor(
     if table is None or table.path is None:
         return None
     names = await anyio.to_thread.run_sync(_copy_preprocessor, table.path, table.filenames, copy)
-    files = [ArtifactFile(name, PullSource(copy / name, (await describe(copy / name))[1])) for name in names]
+    files = [ArtifactFile(file, PullSource(copy / file, (await describe(copy / file))[1])) for file in names]
     reference = PeersReference(
         peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset=artifact_dataset(job_id, name), index=0),
         filenames=tuple(names),
     )  # fmt: skip
     return Artifact(reference, tuple(files))
+
+
+def hub_reference(table: PreprocessorTable) -> HuggingFaceReference:
+    """Return where executors fetch a preprocessor from its hub."""
+    token = table.token.get_secret_value() if table.token else None
+    return HuggingFaceReference(
+        repository=str(table.repository), revision=table.revision, filenames=table.filenames, token=token
+    )
 
 
 def _copy_preprocessor(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
@@ -102,9 +110,9 @@ async def open_start_model(
         return Artifact(await anyio.to_thread.run_sync(_download, model, copy, abandon_on_cancel=True))
     names = await anyio.to_thread.run_sync(_copy_model, model.path, model.filenames, copy)
     files = []
-    for name in names:
-        path = model.path / name
-        files.append(ArtifactFile(name, PullSource(path, (await describe(path))[1])))
+    for file in names:
+        path = model.path / file
+        files.append(ArtifactFile(file, PullSource(path, (await describe(path))[1])))
     reference = PeersReference(
         peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset=artifact_dataset(job_id, name), index=0),
         filenames=tuple(names),

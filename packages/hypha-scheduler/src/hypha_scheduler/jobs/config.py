@@ -1,7 +1,7 @@
 """Job tables: what the tables of all strategies are built from.
 
-A job is ``[scheduler.job]``, a table of ``[[scheduler.jobs]]``, or the TOML given to the command `submit`. Each strategy
-has a model of its own for it, a subclass of `JobTable`.
+A job is ``[scheduler.job]``, a table of ``[[scheduler.jobs]]``, or the TOML given to the command `submit`. Each
+strategy has a model of its own for it, a subclass of `JobTable`.
 """
 
 from __future__ import annotations

@@ -13,12 +13,17 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.transfer import PullSource
 from hypha_proto.datasets import SliceAssigned
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import HuggingFaceReference
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.datasets.dataset import Dataset, open_dataset
 from hypha_scheduler.datasets.providers import Providers
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.artifacts import Artifact, artifact_dataset, open_preprocessor, open_start_model
+from hypha_scheduler.jobs.artifacts import (
+    Artifact,
+    artifact_dataset,
+    hub_reference,
+    open_preprocessor,
+    open_start_model,
+)
 from hypha_scheduler.jobs.config import ArtifactTable, ModelTable, PreprocessorTable
 from hypha_scheduler.strategies.base import DatasetView, SliceToUse
 
@@ -70,7 +75,7 @@ class RunnerContext:
             return await open_start_model(table, copy, self.job_id, self.scheduler, name)
         if isinstance(table, PreprocessorTable):
             found = await open_preprocessor(table, copy, self.job_id, self.scheduler, name)
-            return found or Artifact(_hub_reference(table))
+            return found or Artifact(hub_reference(table))
         raise JobFailedError(f"{name}: a table of type {type(table).__name__} is neither a model nor a preprocessor")
 
     def notify(self, name: str, message: object = None) -> None:
@@ -102,10 +107,3 @@ class RunnerContext:
     def resolve(self, request: PullRequest) -> PullSource | Refusal:
         """Return a file of an artifact, or a refusal."""
         return self._artifacts[request.dataset].resolve(request)
-
-
-def _hub_reference(table: PreprocessorTable) -> HuggingFaceReference:
-    token = table.token.get_secret_value() if table.token else None
-    return HuggingFaceReference(
-        repository=str(table.repository), revision=table.revision, filenames=table.filenames, token=token
-    )

@@ -26,12 +26,12 @@ from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireErro
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import CANCEL_JOB, CancelJob, JobEnd
 from hypha_proto.offers import WorkerOffer
-from hypha_proto.protocols import LEASE
 from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
+from hypha_proto.protocols import LEASE
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings
 from hypha_scheduler.allocation.shortage import Shortage
-from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.errors import AllocationError, JobFailedError
 from hypha_scheduler.jobs.artifacts import write_result
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.context import RunnerContext
@@ -113,6 +113,7 @@ class JobRunner:
         self._slice_responses: ResponseCache[SliceAssigned] = ResponseCache()
         self._traffic_before: dict[PeerId, TrafficCounts] = {}
         self._placement_seconds = 0.0
+        self._found_too_few = False
         self._ended = anyio.Event()
         self._failure: str | None = None
         self._closed = False
@@ -198,7 +199,7 @@ class JobRunner:
             await self._ended.wait()
             self._closed = True
             if self._failure is not None:
-                raise JobFailedError(self._failure)
+                raise (AllocationError if self._found_too_few else JobFailedError)(self._failure)
             await self._finish(operator, result, began)
 
     async def _finish(self, operator: Operator, result: Path, began: float) -> None:
@@ -229,27 +230,37 @@ class JobRunner:
             with anyio.move_on_after(_MAX_WAIT if at is None else at - anyio.current_time()):
                 await self._changed.wait()
 
-    # ------------------------------------------------------------------------------------------------ calls of operators
+    # ----------------------------------------------------------------------------------------------- calls of operators
 
     def _tell(self, event: Callable[..., Effects], *arguments: object) -> int:
         """Call the operator and take its effects; return the ticket for `EffectQueue.wait`."""
         return self._ask(lambda: ((), event(*arguments)))[1]
 
     def _ask(self, question: Callable[[], tuple[Answer, Effects]]) -> tuple[Answer | None, int]:
-        """Call the operator; return its answer, None if it fails, and the ticket of its effects.
-
-        A strategy's error fails its own job, and not the request of a peer or another job.
-        """
-        if self._closed or self._operator is None:
+        """Call the operator and take its effects; return its answer, or None if it fails, and their ticket."""
+        found = self._call(question)
+        if found is None:
             return None, 0
-        try:
-            answer, effects = question()
-        except Exception as error:
-            self._fail_strategy(error)
-            return None, 0
+        answer, effects = found
         ticket = self._effects.submit(effects)
         self._settle()
         return answer, ticket
+
+    def _call(self, question: Callable[[], Answer]) -> Answer | None:
+        """Call the operator; None if there is none, or if it fails: its error fails its own job and no other.
+
+        Raises:
+            SliceRefusedError: the operator refuses a slice.
+        """
+        if self._closed or self._operator is None:
+            return None
+        try:
+            return question()
+        except SliceRefusedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a third party's strategy may raise anything
+            self._fail_strategy(error)
+            return None
 
     def _fail_strategy(self, error: Exception) -> None:
         _log.error("job %s: strategy %s failed", self.job_id, self._job.type, exc_info=error)
@@ -325,7 +336,7 @@ class JobRunner:
         """Cancel a task on a lease that is kept; the worker reports its end."""
         lease = effect.task.lease
         try:
-            message = CancelJob(lease=lease.id, reason=effect.reason)
+            message = CancelJob(id=lease.id, reason=effect.reason)
             await rpc.call(self._endpoint, lease.peer, CANCEL_JOB, message, timeout=_CANCEL_TIMEOUT)
         except NetError as error:
             _log.warning("task %s at %s could not be cancelled, releasing its lease: %s",
@@ -357,7 +368,7 @@ class JobRunner:
             outcome = await effect.work()
         except (JobFailedError, OSError, NetError) as error:
             outcome = error
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a third party's strategy may raise anything
             self._fail_strategy(error)
             return
         self._tell(self._running_operator.on_effect_result, effect.tag, outcome, anyio.current_time())
@@ -395,6 +406,7 @@ class JobRunner:
 
     def on_timeout(self, roles: Sequence[str], reasons: str) -> None:
         """Tell the operator that roles lack workers."""
+        self._found_too_few = True
         for role in roles:
             self._tell(self._running_operator.on_allocation_timeout, role, reasons, anyio.current_time())
 
@@ -436,15 +448,7 @@ class JobRunner:
                 await self._changed.wait()
 
     def _next_slice(self, task: TaskRef, dataset: str) -> SliceToUse | RetryAfter | None:
-        if self._closed or self._operator is None:
-            return None
-        try:
-            found = self._operator.next_slice(task, dataset, anyio.current_time())
-        except SliceRefusedError:
-            raise
-        except Exception as error:
-            self._fail_strategy(error)
-            return None
+        found = self._call(lambda: self._running_operator.next_slice(task, dataset, anyio.current_time()))
         if not isinstance(found, RetryAfter):
             self._settle()
         return found
@@ -481,31 +485,28 @@ class JobRunner:
         if self._context.serves(request.dataset):
             return self._context.resolve(request)
         task = self._register.of_peer(peer)
-        if task is None or self._operator is None:
+        if task is None:
             return Refusal(reason="no task of this job runs there")
-        try:
-            return self._operator.on_pull_request(task, request)
-        except Exception as error:
-            self._fail_strategy(error)
-            return Refusal(reason="the job has failed")
+        found = self._call(lambda: self._running_operator.on_pull_request(task, request))
+        return Refusal(reason="the job is over") if found is None else found
 
     def on_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """Handle a file that a task is about to push."""
         task = self._register.of_peer(peer, None if header is None else header.lease)
-        if task is None or self._closed or self._operator is None:
+        if task is None:
             return Refusal(reason="no task of this job runs there")
-        try:
-            target = self._operator.on_push_request(task, header, anyio.current_time())
-        except Exception as error:
-            self._fail_strategy(error)
-            return Refusal(reason="the job has failed")
+        target, _ = self._ask(lambda: self._running_operator.on_push_request(task, header, anyio.current_time()))
+        if target is None:
+            return Refusal(reason="the job is over")
         if isinstance(target, Refusal):
             _log.warning("push of %s refused: %s", peer, target.reason)
             return target
         path = target.path
 
         async def on_complete(_size: int, digest: str) -> None:
-            ticket = self._tell(self._running_operator.on_push_complete, task, header, path, digest, anyio.current_time())
+            ticket = self._tell(
+                self._running_operator.on_push_complete, task, header, path, digest, anyio.current_time()
+            )
             await self._effects.wait(ticket)
 
         return FilePushTarget(path, target.max_bytes, on_complete, slot=f"{self.directory}/{task.name}")

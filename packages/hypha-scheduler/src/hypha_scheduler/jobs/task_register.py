@@ -1,6 +1,7 @@
 """The attempts at tasks of one job: which runs on which lease, and which are over. Pure.
 
-Whatever a peer says is looked up here first, so that an operator hears only of its running attempts. Called by `runner`.
+Whatever a peer says is looked up here first, so that an operator hears only of its running attempts. Called by
+`runner`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class TaskRegister:
         """Return the running task of a peer that names its lease, or its only one if it names none."""
         if lease is not None:
             return self.on_lease(lease, peer)
-        leases = self._peers[peer] if peer in self._peers else set()
+        leases = self._peers.get(peer, set())
         return self._running[next(iter(leases))] if len(leases) == 1 else None
 
     def involves(self, peer: PeerId) -> bool:

@@ -6,7 +6,6 @@ metrics are dropped when the queue is full. The failure is logged once, and so i
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from dataclasses import dataclass, field

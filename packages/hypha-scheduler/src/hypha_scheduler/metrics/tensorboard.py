@@ -20,7 +20,7 @@ from hypha_proto.ids import PeerId
 
 JOB: Final = "job"
 """Directory of the metrics of the whole job."""
-_ROUND_SCALARS: Final = ("loss", "samples", "samples_per_second", "seconds", "update_bytes")
+_EVENT_SCALARS: Final = ("loss", "samples", "samples_per_second", "seconds", "update_bytes")
 _CASTAGNOLI: Final = 0x82F63B78
 _MASK: Final = 0xA282EAD8
 _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
@@ -93,7 +93,7 @@ def _scalars_of(event: dict[str, Any]) -> Iterable[Scalar]:
         curve = f"worker-{PeerId.parse(event['worker'])}"
     elif event["event"] == "round":
         waits = {f"wait/{peer}": wait for peer, wait in event.get("waits", {}).items()}
-        values = {name: event.get(name) for name in _ROUND_SCALARS} | waits
+        values = {name: event.get(name) for name in _EVENT_SCALARS} | waits
         curve = JOB
     else:
         return

@@ -121,7 +121,8 @@ class SendMessage:
 class RunInBackground:
     """Effect: run work with files, threads or listeners in the job's task group.
 
-    The outcome reaches `Operator.on_effect_result`. `JobFailedError`, `OSError` and `hypha_net.errors.NetError` are outcomes; any other exception fails the job.
+    The outcome reaches `Operator.on_effect_result`. `JobFailedError`, `OSError` and `hypha_net.errors.NetError` are
+    outcomes; any other exception fails the job.
     """
 
     work: Callable[[], Awaitable[object]]
@@ -326,7 +327,9 @@ class Operator(Protocol):
         """Return a file of the strategy's own; artifacts of `JobContext.prepare_artifact` are served without asking."""
         ...
 
-    def on_push_request(self, task: TaskRef, header: PushHeader | None, now: float) -> PushTarget | Refusal:
+    def on_push_request(
+        self, task: TaskRef, header: PushHeader | None, now: float
+    ) -> tuple[PushTarget | Refusal, Effects]:
         """Return where a file may be written that is about to arrive; None for peers of the older network."""
         ...
 

@@ -1,4 +1,4 @@
-"""Registry of strategies: finds them by entry points of the group ``hypha.strategies``, and loads one when a job needs it.
+"""Registry of strategies: finds them by entry points of the group ``hypha.strategies``, and loads what a job needs.
 
 The name of an entry point is the `type` of its jobs; its object is a `strategies.base.Strategy`. A strategy runs in the
 scheduler's process with all its rights, so a scheduler can restrict which are loaded.

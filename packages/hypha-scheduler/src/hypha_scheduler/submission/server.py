@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,14 +20,15 @@ from pydantic import ValidationError
 
 from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
+from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.strategies.registry import parse_job as parse_table
 
 _log = logging.getLogger(__name__)
 
 SOCKET_NAME: Final = "scheduler.sock"
 _MAX_JOB_BYTES: Final = 1 << 20
 _READ_TIMEOUT: Final = 10.0
-RunJob = Callable[[DilocoJobConfig, uuid.UUID], Awaitable[Path]]
+RunJob = Callable[[JobTable, uuid.UUID], Awaitable[Path]]
 
 
 def socket_path(runs: Path) -> Path:
@@ -35,44 +36,80 @@ def socket_path(runs: Path) -> Path:
     return runs / SOCKET_NAME
 
 
+@dataclass(slots=True)
+class SubmissionServer:
+    """Accepts jobs and runs them concurrently, each under an id that is sent to the client."""
+
+    runs: Path
+    """Directory of the jobs."""
+    run_job: RunJob
+    strategies: Collection[str] | None = None
+    """Types of jobs that are accepted; all that are installed if None."""
+    _active: int = 0
+    """Connections whose jobs have not ended."""
+    _stopping: bool = False
+    _accepting: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+
+    async def serve(self) -> None:
+        """Accept jobs until cancelled or stopped.
+
+        Raises:
+            OSError: the socket cannot be created.
+        """
+        path = anyio.Path(socket_path(self.runs))
+        await path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".new")
+        listener = await anyio.create_unix_listener(temporary, mode=0o600)
+        await temporary.replace(path)  # renamed once it listens, so that clients which find it can connect
+        _log.info("waiting for jobs: hypha-scheduler submit JOB.toml --socket %s", path)
+        try:
+            async with anyio.create_task_group() as tasks:
+                with self._accepting:
+                    await listener.serve(self._handle, tasks)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await path.unlink(missing_ok=True)
+
+    def stop_when_idle(self) -> None:
+        """Accept no more jobs once all that were submitted have ended; then `serve` returns."""
+        self._stopping = True
+        self._stop_if_idle()
+
+    def _stop_if_idle(self) -> None:
+        if self._stopping and not self._active:
+            self._accepting.cancel()
+
+    async def _handle(self, stream: anyio.abc.SocketStream) -> None:
+        self._active += 1
+        try:
+            await self._handle_submission(stream)
+        finally:
+            self._active -= 1
+            self._stop_if_idle()
+
+    async def _handle_submission(self, stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            try:
+                with anyio.fail_after(_READ_TIMEOUT):
+                    job = parse_job(await _read(stream), self.strategies)
+            except (ValueError, TimeoutError, anyio.BrokenResourceError) as error:
+                await _answer(stream, {"error": str(error) or "the job was not received in time"})
+                return
+            job_id = uuid.uuid4()
+            directory = str((self.runs / str(job_id)).absolute())
+            await _answer(stream, {"accepted": True, "job_id": str(job_id), "directory": directory})
+            try:
+                result = await self.run_job(job, job_id)
+            except JobFailedError as error:
+                _log.error("job failed: %s", error)
+                await _answer(stream, {"error": str(error)})
+            else:
+                await _answer(stream, {"result": str(result)})
+
+
 async def serve_submissions(runs: Path, run_job: RunJob) -> None:
-    """Accept jobs until cancelled and run them concurrently, each under an id that is sent to the client.
-
-    Raises:
-        OSError: the socket cannot be created.
-    """
-    path = anyio.Path(socket_path(runs))
-    await path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
-    listener = await anyio.create_unix_listener(temporary, mode=0o600)
-    await temporary.replace(path)  # renamed once it listens, so that clients which find it can connect
-    _log.info("waiting for jobs: hypha-scheduler submit JOB.toml --socket %s", path)
-    try:
-        async with anyio.create_task_group() as tasks:
-            await listener.serve(partial(_handle_submission, runs, run_job), tasks)
-    finally:
-        with anyio.CancelScope(shield=True):
-            await path.unlink(missing_ok=True)
-
-
-async def _handle_submission(runs: Path, run_job: RunJob, stream: anyio.abc.SocketStream) -> None:
-    async with stream:
-        try:
-            with anyio.fail_after(_READ_TIMEOUT):
-                job = parse_job(await _read(stream))
-        except (ValueError, TimeoutError, anyio.BrokenResourceError) as error:
-            await _answer(stream, {"error": str(error) or "the job was not received in time"})
-            return
-        job_id = uuid.uuid4()
-        directory = str((runs / str(job_id)).absolute())
-        await _answer(stream, {"accepted": True, "job_id": str(job_id), "directory": directory})
-        try:
-            result = await run_job(job, job_id)
-        except JobFailedError as error:
-            _log.error("job failed: %s", error)
-            await _answer(stream, {"error": str(error)})
-        else:
-            await _answer(stream, {"result": str(result)})
+    """Accept jobs until cancelled; see `SubmissionServer`."""
+    await SubmissionServer(runs, run_job).serve()
 
 
 async def _read(stream: anyio.abc.SocketStream) -> bytes:
@@ -92,7 +129,7 @@ async def _answer(stream: anyio.abc.SocketStream, answer: dict[str, Any]) -> Non
         _log.info("the client that submitted the job has disconnected")
 
 
-def parse_job(data: bytes) -> DilocoJobConfig:
+def parse_job(data: bytes, strategies: Collection[str] | None = None) -> JobTable:
     """Parse and validate ``{"job": {…}}``.
 
     Raises:
@@ -102,7 +139,7 @@ def parse_job(data: bytes) -> DilocoJobConfig:
     if not isinstance(found, dict) or not isinstance(found.get("job"), dict):
         raise ValueError('expected {"job": {…}}')
     try:
-        return DilocoJobConfig.model_validate(found["job"])
+        return parse_table(found["job"], strategies)
     except ValidationError as error:
         lines = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
         raise ValueError("\n".join(lines)) from None

@@ -52,6 +52,7 @@ def load_config(model: type[C], file: Path | None, env: Mapping[str, str], flags
         ConfigError: the configuration is invalid; the error lists every problem.
     """
     document = _document(file)
+    model = model.for_document(document.data)
     layers = [
         read_toml_layer(model, document),
         read_environment(model, env),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -203,6 +203,11 @@ class NodeConfig(Section):
     def config_warnings(self) -> list[str]:
         """Return warnings about accepted values, for the log; programs extend it."""
         return []
+
+    @classmethod
+    def for_document(cls, data: dict[str, Any]) -> type[Self]:
+        """Return the model for a TOML document that may name tables of plug-ins; programs with plug-ins override it."""
+        return cls
 
 
 def is_secret(key: str) -> bool:

@@ -2,8 +2,8 @@
 
 Training workers report batches; the response says how many more to process before sending the update. When all updates
 are under way, the members and their weights are announced to the parameter server, whose outer step closes the
-round. The clock is passed in, and actions are returned as effects, which `hypha_scheduler.training` applies.
-Called by `operator`; calls `forecast`.
+round. The clock is passed in, and actions are returned as effects, which `operator` translates.
+Called by `training_state`; calls `batch_allocation`.
 """
 
 from __future__ import annotations
@@ -158,12 +158,13 @@ class _Member:
 class Rounds:
     """State of the rounds of one job. Methods that process an event return the response or effects that follow."""
 
-    def __init__(self, settings: RoundSettings, members: Iterable[PeerId], now: float) -> None:
-        """Start round 1 with `members`."""
+    def __init__(self, settings: RoundSettings, members: Iterable[PeerId], now: float, closed: int = 0) -> None:
+        """Start the round after `closed` with `members`."""
         self._settings = settings
-        self._members = {peer: _Member() for peer in members}
-        self._rounds: dict[int, _Round] = {1: _Round(1, now)}
-        self._closed = 0
+        self._first = closed + 1
+        self._members = {peer: _Member(self._first) for peer in members}
+        self._rounds: dict[int, _Round] = {self._first: _Round(self._first, now)}
+        self._closed = closed
 
     @property
     def members(self) -> frozenset[PeerId]:
@@ -193,7 +194,7 @@ class Rounds:
         member = self._members.get(peer)
         if member is not None:
             current = self._rounds[member.round]
-            if current.number == 1 and current.trains_at is None:
+            if current.number == self._first and current.trains_at is None:
                 current.trains_at = now
             part = current.part(peer)
             part.last_at = now if part.last_at is None else part.last_at
@@ -373,7 +374,7 @@ class Rounds:
         if current.announced_at is not None:
             updates, step = self._settings.timeout or 0.0, self._settings.step_timeout
             return current.announced_at + updates + step
-        began = current.trains_at if current.number == 1 else current.began_at
+        began = current.trains_at if current.number == self._first else current.began_at
         if self._settings.timeout is not None and began is not None:  # starting executors have a timeout of their own
             return began + self._settings.timeout
         if (until := self._evaluating_until(current)) is not None:

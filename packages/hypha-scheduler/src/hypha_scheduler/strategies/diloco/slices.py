@@ -7,8 +7,8 @@ many samples it has used. The unused slices of a lost worker become AVAILABLE ag
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -93,6 +93,25 @@ class SliceLedger:
         self._epochs: dict[int, _Epoch] = {}
         self._next_epoch = 0
         self._holders: dict[Hashable, _Holder] = {}
+        self._newly_used: list[Assignment] = []
+
+    def restore(self, used: Iterable[Assignment]) -> None:
+        """Record the slices that an interrupted run has used, before the first is assigned."""
+        by_epoch: defaultdict[int, set[int]] = defaultdict(set)
+        for assignment in used:
+            by_epoch[assignment.epoch].add(assignment.index)
+        while self._next_epoch <= max(by_epoch, default=-1):
+            epoch = self._open_epoch()
+            gone = by_epoch[epoch.number]
+            epoch.queue = deque(index for index in epoch.queue if index not in gone)
+            epoch.unused = len(epoch.queue)
+            if epoch.unused == 0:
+                del self._epochs[epoch.number]
+
+    def take_used(self) -> list[Assignment]:
+        """Return the slices that became USED since the last call."""
+        used, self._newly_used = self._newly_used, []
+        return used
 
     @property
     def epoch(self) -> int:
@@ -179,6 +198,7 @@ class SliceLedger:
                 return
 
     def _use(self, assignment: Assignment) -> None:
+        self._newly_used.append(assignment)
         epoch = self._epochs[assignment.epoch]
         epoch.unused -= 1
         if epoch.unused == 0:

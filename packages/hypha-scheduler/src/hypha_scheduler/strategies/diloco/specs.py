@@ -1,6 +1,6 @@
 """Translation of a job's configuration into role requests for the auction and job specs for executors. Pure.
 
-First step of a job: `submit` → `allocation` → `strategies.diloco` → `dispatch` → worker. Called by `training`.
+Called by `operator`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from hypha_proto.job_spec import (
     CosineWithWarmup,
     Descriptor,
     Evaluation,
-    HuggingFaceReference,
     JobSpec,
     LearningRateSchedule,
     LinearWithWarmup,
@@ -37,7 +36,9 @@ from hypha_proto.job_spec import (
 )
 from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerSpec
 from hypha_scheduler.allocation.auction import RoleRequest
-from hypha_scheduler.strategies.diloco.config import DilocoJobConfig, PriceTable, Requirement, amounts, kinds
+from hypha_scheduler.jobs.artifacts import hub_reference
+from hypha_scheduler.jobs.config import PriceTable, Requirement, amounts, kinds
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.rounds import RoundSettings
 
 TRAIN: Final = "train"
@@ -53,16 +54,18 @@ def role_requests(job: DilocoJobConfig) -> tuple[RoleRequest, RoleRequest]:
     """Return the job's demand for training workers and for a parameter server."""
     resources = job.resources
     return (
-        _role_request(TRAIN, resources.worker, resources.worker_price, resources.num_workers),
-        _role_request(AGGREGATE, resources.parameter_server, resources.parameter_server_price, 1),
+        _role_request(TRAIN, resources.worker, resources.worker_price, resources.num_workers, resources.least_workers),
+        _role_request(AGGREGATE, resources.parameter_server, resources.parameter_server_price, 1, 1),
     )
 
 
-def _role_request(role: str, requirements: tuple[Requirement, ...], price: PriceTable, count: int) -> RoleRequest:
+def _role_request(
+    role: str, requirements: tuple[Requirement, ...], price: PriceTable, count: int, least: int
+) -> RoleRequest:
     kind, default = (TrainExecutor, TRAIN_KIND) if role == TRAIN else (AggregateExecutor, AGGREGATE_KIND)
     executors = tuple(kind(name=name) for name in kinds(requirements, default))
     spec = WorkerSpec(resources=amounts(requirements), executor=executors)
-    return RoleRequest(role, spec, bid=price.bid, max_price=price.max, count=count)
+    return RoleRequest(role, spec, bid=price.bid, max_price=price.max, count=count, minimum=least)
 
 
 def round_settings(job: DilocoJobConfig, workers: int) -> RoundSettings:
@@ -92,6 +95,8 @@ class PlacedJob:
     """Source of a preprocessor that this scheduler serves."""
     evaluation: Mapping[PeerId, Reference] = field(default_factory=dict)
     """Each worker's share of the evaluation samples."""
+    closed: int = 0
+    """Last closed round of an earlier run."""
 
     def aggregate_spec(self) -> JobSpec:
         """Build the parameter server's spec: updates come from all workers, results go to them and the scheduler."""
@@ -122,6 +127,7 @@ class PlacedJob:
             scheduler=_schedule(job, len(self.workers), batch_size),
             seed=job.seed,
             evaluation=self._evaluation(worker),
+            first_round=self.closed + 1 if self.closed else None,
         )
         descriptor = Descriptor(name=kinds(job.resources.worker, TRAIN_KIND)[0])
         return JobSpec(job_id=self.job_id, executor=TrainJob(descriptor=descriptor, config=config))
@@ -136,10 +142,7 @@ def _preprocessor(job: DilocoJobConfig, artifact: Reference | None) -> Preproces
     if table is None:
         return None
     if artifact is None:
-        token = table.token.get_secret_value() if table.token else None
-        artifact = HuggingFaceReference(
-            repository=str(table.repository), revision=table.revision, filenames=table.filenames, token=token
-        )
+        artifact = hub_reference(table)
     return Preprocessor(task=job.preprocessor_task, artifact=artifact, input_names=table.input_names)
 
 

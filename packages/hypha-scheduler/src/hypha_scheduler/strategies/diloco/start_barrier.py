@@ -1,12 +1,13 @@
-"""Start barrier: delays the first slices until all workers of a job have requested one, so that they start together."""
+"""Start barrier: delays the first slices until all workers of a job have requested one, so that they start together.
+
+Pure; called by `operator`.
+"""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
 from typing import Final
-
-import anyio
 
 from hypha_proto.ids import PeerId
 
@@ -23,21 +24,19 @@ class StartBarrier:
     expected: int
     """Number of workers."""
     began: float = 0.0
-    """Time by anyio's clock at which executors were started."""
+    """Time at which executors were started."""
     _arrived: set[PeerId] = field(default_factory=set)
-    _released: anyio.Event = field(default_factory=anyio.Event)
+    _released: bool = False
     _deadline: float | None = None
 
-    async def wait(self, peer: PeerId) -> None:
-        """Wait until the barrier is released."""
+    def remaining(self, peer: PeerId, now: float) -> float:
+        """Record that a worker has arrived; return how many seconds it waits at most, 0 after the release."""
         if peer not in self._arrived:
             self._arrived.add(peer)
-            seconds, count = anyio.current_time() - self.began, len(self._arrived)
+            seconds, count = now - self.began, len(self._arrived)
             _log.info("worker %s trains after %.1f s (%d of %d)", peer, seconds, count, self.expected)
         if self._deadline is None:
-            self._deadline = anyio.current_time() + START_TIMEOUT
-        if len(self._arrived) >= self.expected:
-            self._released.set()
-        with anyio.move_on_after(max(0.0, self._deadline - anyio.current_time())):
-            await self._released.wait()
-        self._released.set()
+            self._deadline = now + START_TIMEOUT
+        if len(self._arrived) >= self.expected or now >= self._deadline:
+            self._released = True
+        return 0.0 if self._released else self._deadline - now

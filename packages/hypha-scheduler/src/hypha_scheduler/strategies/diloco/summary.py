@@ -1,4 +1,4 @@
-"""Job summary: the content of a job's ``result.json``. Pure."""
+"""Job summary: the strategy's part of ``result.json``. Pure."""
 
 from __future__ import annotations
 
@@ -6,34 +6,30 @@ from collections.abc import Iterable, Mapping
 
 from hypha_proto.ids import PeerId
 from hypha_scheduler.metrics.traffic import TrafficCounts
-from hypha_scheduler.strategies.diloco.operator import DilocoOperator
+from hypha_scheduler.strategies.diloco.training_state import TrainingState
 
 
 def summarize(
-    operator: DilocoOperator,
-    workers: Iterable[PeerId],
-    before: Mapping[PeerId, TrafficCounts],
-    after: Mapping[PeerId, TrafficCounts],
+    training: TrainingState, workers: Iterable[PeerId], traffic: Mapping[PeerId, TrafficCounts]
 ) -> dict[str, object]:
     """Return rounds, samples and loss of a finished job, and the samples and traffic of each peer.
 
     Args:
-        operator: operator of the job.
+        training: training state of the job.
         workers: training workers of the job.
-        before: traffic counts of peers at the start of the job.
-        after: traffic counts now; 0 is written for peers that report none.
+        traffic: bytes of each peer during the job; 0 is written for peers that report none.
     """
 
     def of(peer: PeerId) -> dict[str, object]:
-        carried = after.get(peer, TrafficCounts()) - before.get(peer, TrafficCounts())
+        carried = traffic.get(peer, TrafficCounts())
         return {"peer": str(peer), "bytes_sent": carried.sent, "bytes_received": carried.received}
 
     return {
-        "rounds": operator.rounds.closed,
-        "samples": operator.samples.total(),
+        "rounds": training.rounds.closed,
+        "samples": training.samples.total(),
         "workers": [
-            of(peer) | {"samples": operator.samples[peer], "batches": operator.batches[peer]} for peer in workers
+            of(peer) | {"samples": training.samples[peer], "batches": training.batches[peer]} for peer in workers
         ],
-        "parameter_server": of(operator.server),
-        "loss": operator.loss,
+        "parameter_server": of(training.server),
+        "loss": training.loss,
     }

@@ -1,0 +1,64 @@
+"""The strategy ``diloco``: DiLoCo training (arXiv:2311.08105) with a parameter server. Registered as an entry point."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Final
+
+import anyio
+
+from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown
+from hypha_scheduler.strategies.base import JobContext, Operator, StrategyMethod
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
+from hypha_scheduler.strategies.diloco.operator import DilocoOperator, JobData
+from hypha_scheduler.strategies.diloco.restore import restore
+from hypha_scheduler.strategies.diloco.result_model import ResultModel
+
+
+class DilocoStrategy:
+    """Implements `strategies.base.Strategy`."""
+
+    job_table = DilocoJobConfig
+    rpc_methods: Sequence[StrategyMethod] = (StrategyMethod(UPDATE_REFUSED, unknown_job=RefusalKnown()),)
+
+    def open(
+        self, job: DilocoJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
+    ) -> AbstractAsyncContextManager[Operator]:
+        """Find the dataset and make the start model available.
+
+        Raises:
+            JobFailedError: the dataset or the model was not found, or the journal is malformed.
+        """
+        return _open(job, context, journal)
+
+
+@asynccontextmanager
+async def _open(
+    job: DilocoJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
+) -> AsyncIterator[Operator]:
+    began = anyio.current_time()
+    restored = restore(journal)
+    await anyio.Path(context.directory / "updates").mkdir(exist_ok=True)
+    yield DilocoOperator(job, context, await _prepare(job, context, restored.closed), restored, began)
+
+
+async def _prepare(job: DilocoJobConfig, context: JobContext, closed: int) -> JobData:
+    timeout = job.resources.allocation_timeout
+    dataset = await context.open_dataset(job.dataset.dataset, timeout=timeout)
+    result = ResultModel(context.directory / "model", job.rounds.checkpoint_every, closed)
+    model = await context.prepare_artifact(job.model, "model", result.directory)
+    preprocessor = None
+    if job.preprocessor is not None:
+        preprocessor = await context.prepare_artifact(
+            job.preprocessor, "preprocessor", context.directory / "preprocessor"
+        )
+    evaluation = None
+    if job.dataset.evaluation is not None:
+        evaluation = await context.open_dataset(
+            job.dataset.evaluation, timeout=timeout, manifest="evaluation-manifest.json"
+        )
+    return JobData(dataset, model.reference, result, preprocessor.reference if preprocessor else None, evaluation)
+
+
+STRATEGY: Final = DilocoStrategy()
