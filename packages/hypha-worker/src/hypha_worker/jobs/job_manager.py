@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 import anyio.abc
@@ -39,13 +39,19 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec, executor_class
 from hypha_proto.leases import JOB_END, JobEnd
 from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
-from hypha_proto.round_membership import MembersKnown, RoundMembers
-from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
+from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries
 from hypha_worker.errors import ExecutionError
 from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
-from hypha_worker.jobs.execution import Execution, ExecutionFactory, ExecutionResult, JobContext
+from hypha_worker.jobs.execution import (
+    Execution,
+    ExecutionFactory,
+    ExecutionResult,
+    JobContext,
+    TaskMessage,
+    TaskMethod,
+)
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager, LeaseState
 
@@ -66,7 +72,8 @@ _DURATION: Final = instrumentation.Histogram("hypha.worker.job.duration", "s", "
 _DISPATCHES: Final = instrumentation.Counter(
     "hypha.worker.dispatches", "{dispatch}", "Dispatches by outcome: accepted, refused, stranger (no such lease here)."
 )
-_RECEIVING_CLASS: Final = {PSEUDO_GRADIENT: "aggregate", OUTER_UPDATE: "train"}
+Req = TypeVar("Req", bound=TaskMessage)
+Resp = TypeVar("Resp")
 
 
 @dataclass(slots=True)
@@ -157,13 +164,9 @@ class JobManager:
         if self._tasks.cancel_scope.cancel_called:
             raise ExecutionError("this worker is shutting down")
         lease = self._find_lease(scheduler, message)
-        factory = self._find_factory(message.spec)
+        job = self._create_job(lease, message, self._find_factory(message.spec))
+        self._check_distinguishable(job)
         self._lease_manager.attach_job(lease.id, scheduler, self._clock())
-        try:
-            job = self._create_job(lease, message, factory)
-        except ExecutionError:
-            self._lease_manager.detach_job(lease.id, keep=True)
-            raise
         self._jobs[lease.id] = job
         _log.info("%s started for scheduler %s", job, scheduler)
         self._tasks.start_soon(self._run, job)
@@ -196,12 +199,22 @@ class JobManager:
         kind, descriptor = executor_class(spec), _descriptor(spec)
         if descriptor not in self._executors:
             raise ExecutionError(f"no executor {kind}/{descriptor.name[:80]} is configured")
-        for job in self._jobs.values():
-            if job.spec.job_id == spec.job_id and executor_class(job.spec) == kind:
-                raise ExecutionError(
-                    "another part of this job runs here, and pushes to the two could not be distinguished"
-                )
         return self._executors[descriptor]
+
+    def _check_distinguishable(self, job: Job) -> None:
+        """Check that no push or request for another task of the same job could be meant for this one.
+
+        Raises:
+            ExecutionError: it could.
+        """
+        for other in self._jobs_of(job.spec.job_id):
+            first, second = other.execution, job.execution
+            senders = first.senders & second.senders
+            if senders and first.accepted_push_kind == second.accepted_push_kind:
+                both = f"pushes of kind {second.accepted_push_kind} from {min(senders)}"
+                raise ExecutionError(f"another task of this job runs here, and both accept {both}")
+            if methods := first.message_handlers.keys() & second.message_handlers.keys():
+                raise ExecutionError(f"another task of this job runs here, and both handle {min(methods)} requests")
 
     def _create_job(self, lease: Lease, message: DispatchJob, factory: ExecutionFactory) -> Job:
         about = {"hypha.job.id": str(message.spec.job_id), "hypha.job.class": executor_class(message.spec)}
@@ -334,7 +347,7 @@ class JobManager:
 
         A push belongs to the job that its header names; one without a header, to the only job that expects its sender.
         """
-        found = list(self._jobs_by_sender(peer) if header is None else self._jobs_by_header(header))
+        found = self._jobs_by_sender(peer) if header is None else self._jobs_by_header(peer, header)
         if len(found) == 1:
             return await found[0].execution.accept_push(peer, header)
         about = "without a header" if header is None else f"of job {header.job_id}"
@@ -342,22 +355,31 @@ class JobManager:
         _log.warning("push from %s refused: %s", peer, why)
         return Refusal(reason=why)
 
-    def _jobs_by_header(self, header: PushHeader) -> Iterator[Job]:
-        wanted = _RECEIVING_CLASS.get(header.kind)
-        for job in self._jobs.values():
-            if job.spec.job_id == header.job_id and wanted in (None, executor_class(job.spec)):
-                yield job
+    def _jobs_by_header(self, peer: PeerId, header: PushHeader) -> list[Job]:
+        """Return the jobs that a push may be for; a single one that does not accept it refuses it with the reason."""
+        jobs = self._jobs_of(header.job_id)
+        jobs = [job for job in jobs if job.execution.accepted_push_kind == header.kind] or jobs
+        return jobs if len(jobs) == 1 else [job for job in jobs if peer in job.execution.senders]
 
-    def _jobs_by_sender(self, peer: PeerId) -> Iterator[Job]:
-        return (job for job in self._jobs.values() if peer in job.execution.senders)
+    def _jobs_by_sender(self, peer: PeerId) -> list[Job]:
+        return [job for job in self._jobs.values() if peer in job.execution.senders]
 
-    async def set_round_members(self, scheduler: PeerId, message: RoundMembers) -> MembersKnown:
-        """Pass the members of a round on to the job's parameter server."""
-        for job in self._jobs.values():
-            is_target = job.spec.job_id == message.job_id and job.scheduler == scheduler
-            if is_target and executor_class(job.spec) == "aggregate":
-                return await job.execution.set_round_members(message)
-        return MembersKnown(accepted=False, reason=f"no aggregate job {message.job_id} of this scheduler runs here")
+    def _jobs_of(self, job_id: uuid.UUID) -> list[Job]:
+        return [job for job in self._jobs.values() if job.spec.job_id == job_id]
+
+    def message_handler(self, served: TaskMethod[Req, Resp]) -> Callable[[PeerId, Req], Awaitable[Resp]]:
+        """Return a handler that passes the requests of a scheduler on to the execution of the job that they name."""
+        name = served.method.name
+
+        async def handle(scheduler: PeerId, message: Req) -> Resp:
+            jobs = [job for job in self._jobs_of(message.job_id) if job.scheduler == scheduler]
+            handlers = [job.execution.message_handlers[name] for job in jobs if name in job.execution.message_handlers]
+            if not handlers:
+                return served.refuse(f"no task of job {message.job_id} of this scheduler here handles {name}")
+            response: Resp = await handlers[0](scheduler, message)
+            return response
+
+        return handle
 
 
 def _descriptor(spec: JobSpec) -> ExecutorDescriptor:
