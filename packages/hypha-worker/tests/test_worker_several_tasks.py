@@ -312,3 +312,105 @@ def test_a_request_reaches_the_task_that_handles_it_from_its_scheduler_only(in_l
         assert len(server.received) == 1
 
     in_lab(case)
+
+
+# ------------------------------------------------------------------------------------------------- one after the other
+
+
+@pytest.mark.parametrize("failure", ["", "out of memory"])
+def test_a_kept_lease_takes_task_after_task(in_lab: Callable[[Case], None], failure: str) -> None:
+    async def case(lab: Lab) -> None:
+        lease = lab.hire()
+        for attempt in range(3):
+            spec = train(lab, seed=attempt)
+            assert await lab.dispatch(lease, spec, keep_lease=True, attempt=attempt) == "Dispatched"
+            executions = await lab.running(attempt + 1)
+            end = await lab.end_task(executions[-1], failure)
+            assert (end.lease, end.attempt, end.outcome) == (lease, attempt, "failed" if failure else "finished")
+            assert lab.state(lease) is LeaseState.HELD
+        assert lab.leases.free.resources.cpu == 3.0
+        await lab.until(lambda: len([each for each in lab.statuses if type(each.status).__name__ != "Running"]) == 3)
+        assert [each.attempt for each in lab.statuses if type(each.status).__name__ != "Running"] == [0, 1, 2]
+
+    in_lab(case)
+
+
+def test_a_lease_that_is_not_kept_is_spent_as_before(in_lab: Callable[[Case], None]) -> None:
+    async def case(lab: Lab) -> None:
+        for count, fields in enumerate(({}, {"keep_lease": False}, {"attempt": 0}), start=1):
+            lease = lab.hire()
+            assert await lab.dispatch(lease, train(lab), **fields) == "Dispatched"
+            end = await lab.end_task((await lab.running(count))[-1])
+            assert end.attempt == fields.get("attempt")
+            assert lab.state(lease) is LeaseState.SPENT
+            assert await lab.dispatch(lease, train(lab, seed=1), attempt=1) == "DispatchFailed"
+
+    in_lab(case)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_repeated_dispatch_starts_nothing_although_its_task_has_ended(
+    in_lab: Callable[[Case], None], keep: bool
+) -> None:
+    async def case(lab: Lab) -> None:
+        lease, spec = lab.hire(), train(lab)
+        for _ in range(2):
+            assert await lab.dispatch(lease, spec, keep_lease=keep, attempt=4) == "Dispatched"
+        await lab.end_task((await lab.running(1))[0])
+        assert await lab.dispatch(lease, spec, keep_lease=keep, attempt=4) == "Dispatched"
+        assert lab.jobs.running == ()
+        assert lab.state(lease) is (LeaseState.HELD if keep else LeaseState.SPENT)
+        assert await lab.dispatch(lease, train(lab, seed=9), attempt=4) == "DispatchFailed", "another specification"
+        assert await lab.dispatch(lease, spec, attempt=3) == "DispatchFailed", "an older attempt"
+        await lab.running(1)
+
+    in_lab(case)
+
+
+def test_a_late_copy_of_an_older_dispatch_is_refused_while_the_next_one_runs(in_lab: Callable[[Case], None]) -> None:
+    async def case(lab: Lab) -> None:
+        lease, spec = lab.hire(), train(lab)
+        assert await lab.dispatch(lease, spec, keep_lease=True, attempt=0) == "Dispatched"
+        await lab.end_task((await lab.running(1))[0])
+        assert await lab.dispatch(lease, spec, keep_lease=True, attempt=1) == "Dispatched"
+        await lab.running(2)
+        assert await lab.dispatch(lease, spec, keep_lease=True, attempt=0) == "DispatchFailed"
+        assert await lab.dispatch(lease, spec, keep_lease=True, attempt=1) == "Dispatched"
+        assert len(lab.jobs.running) == 1
+
+    in_lab(case)
+
+
+def test_the_next_attempt_is_refused_while_a_task_runs_and_accepted_afterwards(in_lab: Callable[[Case], None]) -> None:
+    async def case(lab: Lab) -> None:
+        lease = lab.hire()
+        assert await lab.dispatch(lease, train(lab), keep_lease=True, attempt=0) == "Dispatched"
+        [execution] = await lab.running(1)
+        assert await lab.dispatch(lease, train(lab, seed=1), keep_lease=True, attempt=1) == "DispatchFailed"
+        await lab.end_task(execution)
+        assert await lab.dispatch(lease, train(lab, seed=1), keep_lease=True, attempt=1) == "Dispatched"
+        await lab.running(2)
+
+    in_lab(case)
+
+
+def test_a_kept_lease_ends_by_release_during_a_task_and_when_idle(in_lab: Callable[[Case], None]) -> None:
+    async def case(lab: Lab) -> None:
+        released, idle = lab.hire(), lab.hire()
+        for lease in (released, idle):
+            assert await lab.dispatch(lease, train(lab), keep_lease=True, attempt=0) == "Dispatched"
+        executions = {execution.context.lease: execution for execution in await lab.running(2)}
+        lab.leases.release(released, lab.scheduler.peer_id)
+        await lab.end_task(executions[released])
+        assert lab.state(released) is None
+        await lab.end_task(executions[idle])
+        now = anyio.current_time()
+        lab.leases.sweep(now)  # starts the time without a job
+        lab.leases.renew(idle, lab.scheduler.peer_id, now)
+        lab.leases.sweep(now + 1.9)
+        assert lab.state(idle) is LeaseState.HELD
+        lab.leases.sweep(now + 2.0)
+        assert lab.state(idle) is None
+        assert lab.leases.free.resources.cpu == 4.0
+
+    in_lab(case, idle_lease=2.0)

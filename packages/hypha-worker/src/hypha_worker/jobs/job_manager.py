@@ -2,7 +2,7 @@
 
 Called by `service` when a scheduler dispatches or cancels a job, or a peer pushes a file; calls the execution that the
 configured factory makes. A job's end is reported after its processes are gone, its folder is removed and its resources
-are free, so that a scheduler that gets the report can use them at once.
+are free, or its lease takes another job, so that a scheduler that gets the report can use them at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from hypha_worker.jobs.execution import (
     TaskMethod,
 )
 from hypha_worker.leasing.expiry import expiry_fields
-from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager, LeaseState
+from hypha_worker.leasing.lease_manager import Attempt, Lease, LeaseError, LeaseManager, LeaseState
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +89,10 @@ class Job:
     work_dir: Path
     scope: anyio.CancelScope
     span: instrumentation.Span
+    attempt: int | None = None
+    """Number of its dispatch on the lease, if its scheduler numbers them."""
+    keep_lease: bool = False
+    """Whether its lease is kept when it ends by itself."""
     cancel_reason: str = "the worker is shutting down"
 
     def __str__(self) -> str:
@@ -100,7 +104,7 @@ class _NoLeaseError(LeaseError):
 
 
 class JobManager:
-    """All jobs of a worker, at most one per lease."""
+    """All jobs of a worker, at most one at a time per lease."""
 
     def __init__(
         self,
@@ -141,7 +145,10 @@ class JobManager:
     # ----------------------------------------------------------------------------------------------- starting, ending
 
     async def dispatch(self, scheduler: PeerId, message: DispatchJob) -> DispatchResult:
-        """Start a job on a lease of `scheduler`. A repeated dispatch is confirmed and starts nothing."""
+        """Start a job on a lease of `scheduler`. A repeated dispatch is confirmed and starts nothing.
+
+        A numbered dispatch counts as repeated also when its job has ended.
+        """
         try:
             lease = self._find_repeated(scheduler, message) or self._start(scheduler, message)
         except (LeaseError, ExecutionError) as error:
@@ -155,7 +162,8 @@ class JobManager:
     def _find_repeated(self, scheduler: PeerId, message: DispatchJob) -> Lease | None:
         """Return the lease of the job that this very dispatch has started, if the lease is still held."""
         for job in self._jobs.values():
-            if (job.scheduler, job.task_id, job.spec) == (scheduler, message.id, message.spec):
+            running = (job.scheduler, job.task_id, job.attempt, job.spec)
+            if running == (scheduler, message.id, message.attempt, message.spec):
                 lease = self._lease_manager.find(job.lease, scheduler)
                 return lease if lease is not None and lease.state is LeaseState.HELD else None
         return None
@@ -164,9 +172,12 @@ class JobManager:
         if self._tasks.cancel_scope.cancel_called:
             raise ExecutionError("this worker is shutting down")
         lease = self._find_lease(scheduler, message)
+        attempt = None if message.attempt is None else Attempt(message.attempt, message.spec)
+        if attempt is not None and self._lease_manager.is_repeated(lease.id, scheduler, attempt, self._clock()):
+            return lease
         job = self._create_job(lease, message, self._find_factory(message.spec))
         self._check_distinguishable(job)
-        self._lease_manager.attach_job(lease.id, scheduler, self._clock())
+        self._lease_manager.attach_job(lease.id, scheduler, self._clock(), attempt)
         self._jobs[lease.id] = job
         _log.info("%s started for scheduler %s", job, scheduler)
         self._tasks.start_soon(self._run, job)
@@ -241,6 +252,8 @@ class JobManager:
             work_dir=context.work_dir,
             scope=context.scope,
             span=span,
+            attempt=message.attempt,
+            keep_lease=bool(message.keep_lease),
         )
 
     # -------------------------------------------------------------------------------------------------------- running
@@ -268,7 +281,8 @@ class JobManager:
                 # a thread of its own: it must wait neither for other jobs' threads nor for abandoned ones of this job
                 await anyio.to_thread.run_sync(shutil.rmtree, job.work_dir, True, limiter=anyio.CapacityLimiter(1))
             del self._jobs[job.lease]
-            self._lease_manager.detach_job(job.lease, keep=result.outcome == "cancelled" and job.scope.cancel_called)
+            keep = job.scope.cancel_called if result.outcome == "cancelled" else job.keep_lease
+            self._lease_manager.detach_job(job.lease, keep=keep)
             _log_result(job, result)
             _record_result(job, result, self._clock() - started)
             await self._report_end(job, result)
@@ -305,7 +319,7 @@ class JobManager:
 
     async def _send_status(self, job: Job, status: Running | Finished | Failed, delays: tuple[float, ...]) -> None:
         """Report a status. Older schedulers whose job is over do not listen any more, which is no error."""
-        message = JobStatus(task_id=job.task_id, status=status)
+        message = JobStatus(task_id=job.task_id, status=status, attempt=job.attempt)
         try:
             await call_with_retries(
                 self._endpoint, job.scheduler, JOB_STATUS, message, delays=delays, final=(UnhandledRequestError,)
@@ -330,6 +344,7 @@ class JobManager:
             reason=result.reason[:LINE_LIMIT],
             exit_code=result.trace.exit_code,
             last_lines=tuple(line[:LINE_LIMIT] for line in result.trace.last_lines),
+            attempt=job.attempt,
         )
         try:
             try:
