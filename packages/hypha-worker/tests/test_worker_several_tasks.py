@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ import pytest
 from hypha_net import rpc, transfer
 from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.bridge_api import Transfer
+from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, JobStatus, StatusReceived
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
@@ -37,8 +39,13 @@ from hypha_proto.leases import JOB_END, JobEnd, JobEndReceived
 from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_proto.resources import Resources
 from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown, RoundMembers
-from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
+from hypha_worker.bridge.backend import JobBridgeBackend
+from hypha_worker.bridge.delivery_queue import DeliveryQueue
+from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import ExecutionError
+from hypha_worker.job_storage import JobStorage
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandler, TaskMethod
 from hypha_worker.jobs.job_manager import JobManager
 from hypha_worker.jobs.references import reference_peers
@@ -310,6 +317,103 @@ def test_a_request_reaches_the_task_that_handles_it_from_its_scheduler_only(in_l
         assert not (await announce(lab.peers[0])).accepted
         assert not (await announce(lab.scheduler, uuid.uuid4())).accepted
         assert len(server.received) == 1
+
+    in_lab(case)
+
+
+# ------------------------------------------------------------------------------------------ what tasks send and ask for
+
+
+@contextmanager
+def open_backend(lab: Lab, folder: Path) -> Iterator[JobBridgeBackend]:
+    """Open the bridge's side of a task on a lease of its own."""
+    folder.mkdir()
+    storage, spec = JobStorage(folder, 1 << 20), train(lab)
+    backend = JobBridgeBackend(
+        endpoint=lab.worker,
+        spec=spec,
+        lease=lab.hire(),
+        scheduler=lab.scheduler.peer_id,
+        work_dir=folder,
+        queue=DeliveryQueue(JOB, folder, frozenset(), storage, OUTER_UPDATE),
+        access=AccessPolicy(),
+        files=PeerFiles(lab.worker, storage),
+    )
+    yield backend
+    backend.close()
+
+
+async def send_update(backend: JobBridgeBackend, content: bytes = b"update") -> None:
+    (backend.work_dir / "u").write_bytes(content)
+    await backend.send(Transfer(backend.spec.executor.config.updates, "u", round=1, samples=3))
+
+
+def test_slices_pushes_and_gauges_name_the_lease_of_their_task(
+    in_lab: Callable[[Case], None], tmp_path: Path, recorded: Any
+) -> None:
+    async def case(lab: Lab) -> None:
+        asked: list[DataRequest] = []
+        pushed: list[PushHeader | None] = []
+
+        async def assign(_peer: PeerId, request: DataRequest) -> SliceAssigned:
+            asked.append(request)
+            return SliceAssigned(data_provider=lab.peers[0].peer_id, index=0)
+
+        async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
+            return transfer.PullSource(b"slice")
+
+        async def accept(_peer: PeerId, header: PushHeader | None) -> transfer.MemoryPushTarget:
+            async def on_complete(_content: bytearray, _digest: str) -> None:
+                pushed.append(header)
+
+            return transfer.MemoryPushTarget(1 << 20, on_complete)
+
+        rpc.serve(lab.scheduler, DATA, assign)
+        transfer.serve_pulls(lab.peers[0], resolve)
+        transfer.serve_pushes(lab.scheduler, accept)
+        with open_backend(lab, tmp_path / "a") as first, open_backend(lab, tmp_path / "b") as second:
+            both = [first, second]
+            async with anyio.create_task_group() as tasks:
+                for backend in both:
+                    tasks.start_soon(backend.fetch, Transfer(backend.spec.executor.config.data, "slices"))
+                    tasks.start_soon(send_update, backend)
+            leases = {backend.lease for backend in both}
+        assert {request.lease for request in asked} == leases
+        assert {(header.lease, header.kind) for header in pushed if header} == {(x, PSEUDO_GRADIENT) for x in leases}
+        gauges = [about for name, _, about in recorded.values if name == "hypha.worker.prefetch.depth"]
+        assert {about["hypha.lease.id"] for about in gauges} == {str(lease) for lease in leases}
+
+    in_lab(case)
+
+
+def test_an_update_to_the_scheduler_is_sent_when_the_scheduler_has_it(
+    in_lab: Callable[[Case], None], tmp_path: Path
+) -> None:
+    async def case(lab: Lab) -> None:
+        arrived, stored, sent = anyio.Event(), anyio.Event(), anyio.Event()
+
+        async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.MemoryPushTarget:
+            async def on_complete(content: bytearray, _digest: str) -> None:
+                assert content == b"update"
+                arrived.set()
+                await stored.wait()
+
+            return transfer.MemoryPushTarget(1 << 20, on_complete)
+
+        transfer.serve_pushes(lab.scheduler, accept)
+        with open_backend(lab, tmp_path / "a") as backend:
+
+            async def send() -> None:
+                await send_update(backend)
+                sent.set()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(send)
+                await arrived.wait()
+                await anyio.wait_all_tasks_blocked()
+                assert not sent.is_set()
+                stored.set()
+                await sent.wait()
 
     in_lab(case)
 

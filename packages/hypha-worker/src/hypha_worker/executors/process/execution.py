@@ -174,11 +174,11 @@ class ProcessExecution:
         _RUNNING.add(1)
         if instrumentation.enabled():
             devices = [device.index for device in self._context.allocation.devices]
-            job_id = str(self._context.spec.job_id)
+            about = {"hypha.job.id": str(self._context.spec.job_id), "hypha.lease.id": str(self._context.lease)}
 
             async def measure() -> None:
                 with scope:
-                    await measure_usage(pid, job_id, devices)
+                    await measure_usage(pid, about, devices)
 
             tasks.start_soon(measure)
         return scope
