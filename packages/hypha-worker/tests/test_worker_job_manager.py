@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import psutil
@@ -411,6 +411,7 @@ class FailsWhenCancelled:
 
     senders: frozenset[Any] = frozenset()
     accepted_push_kind = ""
+    message_handlers: ClassVar[dict[str, Any]] = {}
     trace = ExecutionTrace(exit_code=3)
 
     def __init__(self, context: JobContext) -> None:
@@ -426,7 +427,7 @@ class FailsWhenCancelled:
 def test_a_job_that_fails_while_it_is_cancelled_does_not_end_the_worker(
     in_lab: InLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hypha_worker.service.ParameterServer", FailsWhenCancelled)
+    monkeypatch.setattr("hypha_worker.executors.parameter_server.server.ParameterServer", FailsWhenCancelled)
 
     async def case(lab: Any) -> None:
         for _ in range(2):  # the second shows that the worker still runs
