@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
@@ -28,6 +28,7 @@ from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.metrics.traffic import TrafficCounts
 
 __all__ = [
+    "CANCEL",
     "Artifact",
     "DatasetView",
     "Effect",
@@ -56,6 +57,10 @@ __all__ = [
     "TaskUpdate",
     "WriteJournal",
 ]
+
+
+CANCEL: Final = "cancel"
+"""Command that ends a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +291,11 @@ class JobContext(Protocol):
 
 
 class Operator(Protocol):
-    """One running job. The runner has checked who speaks: a `TaskRef` is a running task of this job on that peer."""
+    """One running job. The runner has checked who speaks: a `TaskRef` is a running task of this job on that peer.
+
+    A class that derives from it defines what it needs: the other methods do nothing, or refuse. Methods that a later
+    version adds have such defaults, too.
+    """
 
     def role_requests(self) -> Sequence[RoleRequest]:
         """Return the leases that the job wants now, one request a role; asked again after each event.
@@ -301,11 +310,11 @@ class Operator(Protocol):
 
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
         """Handle a lost lease, before the end of the task on it is reported."""
-        ...
+        return ()
 
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
-        """Handle that a role has less than its minimum of leases after the search has timed out."""
-        ...
+        """Handle that a role has less than its minimum of leases after the search has timed out; fails the job."""
+        return (EndJob(failure=reasons),)
 
     def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
         """Handle the start or the end of a task; a task ends once."""
@@ -321,51 +330,56 @@ class Operator(Protocol):
         Raises:
             SliceRefusedError: the task gets no slice now.
         """
-        ...
+        return None
 
     def on_pull_request(self, task: TaskRef, request: PullRequest) -> PullSource | Refusal:
         """Return a file of the strategy's own; artifacts of `JobContext.prepare_artifact` are served without asking."""
-        ...
+        return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
 
     def on_push_request(
         self, task: TaskRef, header: PushHeader | None, now: float
     ) -> tuple[PushTarget | Refusal, Effects]:
-        """Return where a file may be written that is about to arrive; None for peers of the older network."""
-        ...
+        """Return where a file may be written that is about to arrive.
+
+        The header says what it is. Peers of the older network send none.
+        """
+        return Refusal(reason="this job takes no files"), ()
 
     def on_push_complete(
         self, task: TaskRef, header: PushHeader | None, path: Path, digest: str, now: float
     ) -> Effects:
         """Handle a complete file; the sender gets its receipt once journal records among the effects are on disk."""
-        ...
+        return ()
 
     def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> tuple[Any, Effects]:
         """Handle a message of the strategy's own RPC methods, by the method's name, or a `JobContext.notify`."""
-        ...
+        return None, ()
 
     def on_effect_result(self, tag: str, outcome: object, now: float) -> Effects:
         """Handle the outcome of `SendMessage` or `RunInBackground`: what it returned or the exception it raised."""
-        ...
+        return ()
 
     def next_deadline(self) -> float | None:
         """Return when `on_deadline` is due, or None; asked again after each event."""
-        ...
+        return None
 
     def on_deadline(self, now: float) -> Effects:
         """Handle that a deadline has passed."""
-        ...
+        return ()
 
     def on_command(self, command: str, now: float) -> Effects:
-        """Handle a command of the job's owner, such as ``cancel``.
+        """Handle a command of the job's owner; ``cancel`` fails the job.
 
         Raises:
             ValueError: the strategy has no such command.
         """
-        ...
+        if command != CANCEL:
+            raise ValueError(f"jobs of this type have no command {command[:40]!r}; known: {CANCEL}")
+        return (EndJob(failure="its owner cancelled it"),)
 
     def summary(self, traffic: Mapping[PeerId, TrafficCounts]) -> Mapping[str, object]:
         """Return the strategy's part of ``result.json``; `traffic` counts each peer's bytes during the job."""
-        ...
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +402,7 @@ class Strategy(Protocol):
     @property
     def rpc_methods(self) -> Sequence[StrategyMethod]:
         """Methods that executors call beside the scheduler's own; `Operator.on_message` handles them."""
-        ...
+        return ()
 
     def open(
         self, job: Any, context: JobContext, journal: Sequence[Mapping[str, Any]]
