@@ -21,6 +21,7 @@ ALIASES: Final = {"vision-classification": "image-classification"}
 _INPUTS: Final = {"causal-lm": ("input_ids", "attention_mask", "labels")}
 VISION_INPUTS: Final = ("pixel_values", "labels")
 _TEXT_INPUTS: Final = ("input_ids", "attention_mask", "labels")
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 ALLOCATION_TIMEOUT: Final = 60.0
@@ -134,6 +135,29 @@ class DatasetTable(Table):
 def dataset_by_name(value: Any) -> Any:
     """Accept the name of a dataset for its table."""
     return {"dataset": value} if isinstance(value, str) else value
+
+
+class InnerOptimizerTable(Table):
+    """``[.inner_optimizer]``: AdamW."""
+
+    learning_rate: float = Field(gt=0, description="Learning rate.")
+    betas: tuple[_Beta, _Beta] | None = Field(default=None, description="AdamW's betas.")
+    epsilon: float | None = Field(default=None, gt=0, description="AdamW's epsilon.")
+    weight_decay: float | None = Field(default=None, ge=0, description="AdamW's weight decay.")
+    max_grad_norm: float | None = Field(default=None, gt=0, description="Gradients are clipped to this norm.")
+    schedule: Literal["cosine-with-warmup", "linear-with-warmup", "wsd"] | None = Field(
+        default=None,
+        description="Learning-rate schedule: cosine-with-warmup, linear-with-warmup or wsd; if unset, a constant rate.",
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of a worker during which the rate rises from zero.")
+    total_steps: int | None = Field(
+        default=None,
+        gt=0,
+        description="Steps of a worker in the whole job; if unset, the average that follows from its rounds.",
+    )
+    decay_steps: int | None = Field(
+        default=None, gt=0, description="wsd: steps at the end during which the rate falls."
+    )
 
 
 class Requirement(Table):

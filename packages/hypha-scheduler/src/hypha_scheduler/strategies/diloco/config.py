@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from hypha_scheduler.jobs.config import (
     VISION_INPUTS,
     DatasetTable,
+    InnerOptimizerTable,
     JobTable,
     ModelTable,
     PreprocessorTable,
@@ -25,30 +26,6 @@ from hypha_scheduler.jobs.config import (
 
 _DEFAULT_BATCH: Final = 64
 _U32: Final = (1 << 32) - 1
-_Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class InnerOptimizerTable(Table):
-    """``[.inner_optimizer]``: AdamW."""
-
-    learning_rate: float = Field(gt=0, description="Learning rate.")
-    betas: tuple[_Beta, _Beta] | None = Field(default=None, description="AdamW's betas.")
-    epsilon: float | None = Field(default=None, gt=0, description="AdamW's epsilon.")
-    weight_decay: float | None = Field(default=None, ge=0, description="AdamW's weight decay.")
-    max_grad_norm: float | None = Field(default=None, gt=0, description="Gradients are clipped to this norm.")
-    schedule: Literal["cosine-with-warmup", "linear-with-warmup", "wsd"] | None = Field(
-        default=None,
-        description="Learning-rate schedule: cosine-with-warmup, linear-with-warmup or wsd; if unset, a constant rate.",
-    )
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of a worker during which the rate rises from zero.")
-    total_steps: int | None = Field(
-        default=None,
-        gt=0,
-        description="Steps of a worker in the whole job; if unset, the average that follows from its rounds.",
-    )
-    decay_steps: int | None = Field(
-        default=None, gt=0, description="wsd: steps at the end during which the rate falls."
-    )
 
 
 class OuterOptimizerTable(Table):

@@ -12,17 +12,11 @@ from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
-    Adam,
     AggregateConfig,
     AggregateJob,
     All,
-    CosineWithWarmup,
-    Descriptor,
     Evaluation,
     JobSpec,
-    LearningRateSchedule,
-    LinearWithWarmup,
-    Model,
     Nesterov,
     One,
     PeersReference,
@@ -32,12 +26,11 @@ from hypha_proto.job_spec import (
     SliceAddress,
     TrainConfig,
     TrainJob,
-    WarmupStableDecay,
 )
-from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerSpec
+from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.artifacts import hub_reference
-from hypha_scheduler.jobs.config import PriceTable, Requirement, amounts, kinds
+from hypha_scheduler.jobs.specs import descriptor_of, model_spec, optimizer_spec, schedule_spec, worker_spec
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.rounds import RoundSettings
 
@@ -47,25 +40,29 @@ TRAIN_KIND: Final = "diloco-transformer"
 AGGREGATE_KIND: Final = "parameter-server"
 _EVALUATION: Final = 86400.0
 """Timeout in seconds for evaluating the model after a round; a lost worker is noticed earlier by its lease."""
-_DECAY_SHARE: Final = 10  # a wsd schedule without decay_steps decays in the last tenth
 
 
 def role_requests(job: DilocoJobConfig) -> tuple[RoleRequest, RoleRequest]:
     """Return the job's demand for training workers and for a parameter server."""
     resources = job.resources
     return (
-        _role_request(TRAIN, resources.worker, resources.worker_price, resources.num_workers, resources.least_workers),
-        _role_request(AGGREGATE, resources.parameter_server, resources.parameter_server_price, 1, 1),
+        RoleRequest(
+            TRAIN,
+            worker_spec(resources.worker, TrainExecutor(TRAIN_KIND)),
+            bid=resources.worker_price.bid,
+            max_price=resources.worker_price.max,
+            count=resources.num_workers,
+            minimum=resources.least_workers,
+        ),
+        RoleRequest(
+            AGGREGATE,
+            worker_spec(resources.parameter_server, AggregateExecutor(AGGREGATE_KIND)),
+            bid=resources.parameter_server_price.bid,
+            max_price=resources.parameter_server_price.max,
+            count=1,
+            minimum=1,
+        ),
     )
-
-
-def _role_request(
-    role: str, requirements: tuple[Requirement, ...], price: PriceTable, count: int, least: int
-) -> RoleRequest:
-    kind, default = (TrainExecutor, TRAIN_KIND) if role == TRAIN else (AggregateExecutor, AGGREGATE_KIND)
-    executors = tuple(kind(name=name) for name in kinds(requirements, default))
-    spec = WorkerSpec(resources=amounts(requirements), executor=executors)
-    return RoleRequest(role, spec, bid=price.bid, max_price=price.max, count=count, minimum=least)
 
 
 def round_settings(job: DilocoJobConfig, workers: int) -> RoundSettings:
@@ -109,7 +106,7 @@ class PlacedJob:
             ),
             members=True,
         )
-        descriptor = Descriptor(name=kinds(self.job.resources.parameter_server, AGGREGATE_KIND)[0])
+        descriptor = descriptor_of(self.job.resources.parameter_server, AGGREGATE_KIND)
         return JobSpec(job_id=self.job_id, executor=AggregateJob(descriptor=descriptor, config=config))
 
     def train_spec(self, worker: PeerId | None = None) -> JobSpec:
@@ -117,19 +114,19 @@ class PlacedJob:
         job = self.job
         batch_size = job.rounds.batch_for(len(self.workers))
         config = TrainConfig(
-            model=Model(task=job.model.task, artifact=self.model, input_names=job.model.inputs),
+            model=model_spec(job.model, self.model),
             data=SchedulerReference(peer=self.scheduler, dataset=job.dataset.dataset),
             updates=PeersReference(peers=(self.server,), strategy=One()),
             results=PeersReference(peers=(self.server,), strategy=All()),
-            optimizer=_adam(job),
+            optimizer=optimizer_spec(job.inner_optimizer),
             batch_size=batch_size,
             preprocessor=_preprocessor(job, self.preprocessor),
-            scheduler=_schedule(job, len(self.workers), batch_size),
+            scheduler=schedule_spec(job.inner_optimizer, _steps(job, len(self.workers), batch_size)),
             seed=job.seed,
             evaluation=self._evaluation(worker),
             first_round=self.closed + 1 if self.closed else None,
         )
-        descriptor = Descriptor(name=kinds(job.resources.worker, TRAIN_KIND)[0])
+        descriptor = descriptor_of(job.resources.worker, TRAIN_KIND)
         return JobSpec(job_id=self.job_id, executor=TrainJob(descriptor=descriptor, config=config))
 
     def _evaluation(self, worker: PeerId | None) -> Evaluation | None:
@@ -161,27 +158,7 @@ def evaluation_shares(
     return shares
 
 
-def _adam(job: DilocoJobConfig) -> Adam:
-    inner = job.inner_optimizer
-    return Adam(
-        learning_rate=inner.learning_rate,
-        betas=inner.betas,
-        epsilon=inner.epsilon,
-        weight_decay=inner.weight_decay,
-        max_grad_norm=inner.max_grad_norm,
-    )
-
-
-def _schedule(job: DilocoJobConfig, workers: int, batch_size: int) -> LearningRateSchedule | None:
-    inner = job.inner_optimizer
+def _steps(job: DilocoJobConfig, workers: int, batch_size: int) -> int:
+    """Return the average number of inner steps of a worker in the whole job."""
     samples = job.rounds.update_rounds * job.rounds.avg_samples_between_updates
-    steps = inner.total_steps or max(1, samples // (workers * batch_size))
-    match inner.schedule:
-        case "cosine-with-warmup":
-            return CosineWithWarmup(warmup_steps=inner.warmup_steps, training_steps=steps)
-        case "linear-with-warmup":
-            return LinearWithWarmup(warmup_steps=inner.warmup_steps, training_steps=steps)
-        case "wsd":
-            decay = inner.decay_steps or max(1, steps // _DECAY_SHARE)
-            return WarmupStableDecay(warmup_steps=inner.warmup_steps, decay_steps=decay, training_steps=steps)
-    return None
+    return max(1, samples // (workers * batch_size))

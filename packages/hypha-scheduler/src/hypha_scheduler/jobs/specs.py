@@ -1,0 +1,64 @@
+"""Translation of the tables that strategies share into what workers and executors get. Pure.
+
+Called by strategies when they ask for leases and start tasks.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hypha_proto.job_spec import (
+    Adam,
+    CosineWithWarmup,
+    Descriptor,
+    LearningRateSchedule,
+    LinearWithWarmup,
+    Model,
+    Reference,
+    WarmupStableDecay,
+)
+from hypha_proto.offers import ExecutorDescriptor, WorkerSpec
+from hypha_scheduler.jobs.config import InnerOptimizerTable, ModelTable, Requirement, amounts, kinds
+
+_DECAY_SHARE: Final = 10  # a wsd schedule without decay_steps decays in the last tenth
+
+
+def worker_spec(requirements: tuple[Requirement, ...], default: ExecutorDescriptor) -> WorkerSpec:
+    """Return the requirements on a worker; `default` is its executor unless they name one."""
+    executors = tuple(type(default)(name=name) for name in kinds(requirements, default.name))
+    return WorkerSpec(resources=amounts(requirements), executor=executors)
+
+
+def descriptor_of(requirements: tuple[Requirement, ...], default: str) -> Descriptor:
+    """Return the executor that runs a task on a worker with these requirements."""
+    return Descriptor(name=kinds(requirements, default)[0])
+
+
+def model_spec(table: ModelTable, artifact: Reference) -> Model:
+    """Return the model to train, which executors fetch from `artifact`."""
+    return Model(task=table.task, artifact=artifact, input_names=table.inputs)
+
+
+def optimizer_spec(table: InnerOptimizerTable) -> Adam:
+    """Return the optimizer of an executor."""
+    return Adam(
+        learning_rate=table.learning_rate,
+        betas=table.betas,
+        epsilon=table.epsilon,
+        weight_decay=table.weight_decay,
+        max_grad_norm=table.max_grad_norm,
+    )
+
+
+def schedule_spec(table: InnerOptimizerTable, steps: int) -> LearningRateSchedule | None:
+    """Return the learning-rate schedule of an executor, over `steps` steps unless the table names their number."""
+    total, warmup = table.total_steps or steps, table.warmup_steps
+    match table.schedule:
+        case "cosine-with-warmup":
+            return CosineWithWarmup(warmup_steps=warmup, training_steps=total)
+        case "linear-with-warmup":
+            return LinearWithWarmup(warmup_steps=warmup, training_steps=total)
+        case "wsd":
+            decay = table.decay_steps or max(1, total // _DECAY_SHARE)
+            return WarmupStableDecay(warmup_steps=warmup, decay_steps=decay, training_steps=total)
+    return None
