@@ -523,7 +523,7 @@ class JobRunner:
 
     def on_job_status(self, peer: PeerId, status: JobStatus) -> None:
         """Handle a worker's status report; older workers send only this, newer ones also `JobEnd` with details."""
-        task = self._register.on_lease(status.task_id, peer)
+        task = self._register.on_lease(status.task_id, peer, status.attempt)
         if task is not None and isinstance(status.status, Finished | Failed):
             self._start_background(partial(self._wait_for_job_end, task, isinstance(status.status, Finished)))
 
