@@ -9,12 +9,14 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import anyio.to_thread
 
 from hypha_net.transfer import PullSource, describe
+from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Reference, SliceAddress
 from hypha_proto.transfer import PullRequest, Refusal
@@ -157,6 +159,20 @@ def _download(model: ModelTable, target: Path) -> HuggingFaceReference:
     shutil.rmtree(target / ".cache", ignore_errors=True)
     names = model.filenames or tuple(sorted(p.relative_to(target).as_posix() for p in target.rglob("*") if p.is_file()))
     return HuggingFaceReference(repository=repository, revision=commit, filenames=names, token=token)
+
+
+async def add_update(model: Path, update: Path) -> None:
+    """Add an update file to the model in a directory; an update that does not fit leaves the model unchanged.
+
+    Raises:
+        JobFailedError: the update does not match the model, or a file cannot be used.
+    """
+    from hypha_proto.update_file import apply_update_to_dir  # imported late: numpy takes 0.1 s
+
+    try:
+        await anyio.to_thread.run_sync(partial(apply_update_to_dir, model, update))
+    except (TensorFileError, OSError) as error:
+        raise JobFailedError(f"update {update.name} cannot be added to the model: {error}") from None
 
 
 def write_result(path: Path, result: Mapping[str, object]) -> None:

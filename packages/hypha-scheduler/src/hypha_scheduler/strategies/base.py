@@ -54,6 +54,7 @@ __all__ = [
     "TaskNotStarted",
     "TaskRef",
     "TaskStarted",
+    "TaskState",
     "TaskUpdate",
     "WriteJournal",
 ]

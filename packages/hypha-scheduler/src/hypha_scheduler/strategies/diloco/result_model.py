@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
-from hypha_proto.errors import TensorFileError
-from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.artifacts import sync_to_disk
+from hypha_scheduler.jobs.artifacts import add_update, sync_to_disk
 
 _log = logging.getLogger(__name__)
 
@@ -68,12 +65,7 @@ class ResultModel:
             await anyio.to_thread.run_sync(sync_to_disk, *(p for p in self.directory.rglob("*") if p.is_file()))
 
     async def _add_pending(self) -> None:
-        from hypha_proto.update_file import apply_update_to_dir  # imported late: numpy takes 0.1 s
-
         for update in list(self._pending):
-            try:
-                await anyio.to_thread.run_sync(partial(apply_update_to_dir, self.directory, update))
-            except (TensorFileError, OSError) as error:
-                raise JobFailedError(f"outer update {update.name} cannot be added to the model: {error}") from None
+            await add_update(self.directory, update)
             update.unlink()
             self._pending.remove(update)
