@@ -1,0 +1,197 @@
+"""The strategy ``sweep``: a train task for each variant of a job, and in the end the model of the best one."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from hypha_proto import job_spec, offers, progress, transfer
+from hypha_scheduler.jobs import artifacts, config, specs
+from hypha_scheduler.strategies import base
+
+EXECUTOR, ATTEMPTS, MAX_UPDATE = "diloco-transformer", 2, 1 << 30
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+
+
+class SweepJob(config.JobTable):
+    """``[scheduler.job]`` of ``type = "sweep"``."""
+
+    type: Literal["sweep"] = Field(description="Strategy.")
+    dataset: config.DatasetTable = Field(description="Training data.")
+    model: config.ModelTable = Field(description="Model that every variant starts from.")
+    variants: dict[Name, config.InnerOptimizerTable] = Field(min_length=1, description="What to try, by name.")
+    samples: int = Field(ge=1, description="Samples that each variant trains on.")
+    batch_size: int = Field(default=16, ge=1, lt=1 << 32, description="Samples per batch.")
+    workers: int = Field(default=1, ge=1, description="Variants that train at the same time.")
+    worker: config.Requirements = Field(default=(), description="Requirements on a worker.")
+    worker_price: config.PriceTable = Field(default=config.PriceTable(), description="Price of a worker.")
+    timeout: float = Field(default=3600.0, gt=0, description="Seconds for one attempt at a variant.")
+
+
+@dataclass
+class Attempt:
+    """A running task."""
+
+    task: base.TaskRef
+    deadline: float
+    samples: int = 0
+    slices: int = 0
+    loss: float = math.nan
+    update: str = ""
+
+
+@dataclass
+class SweepOperator(base.Operator):
+    """One running sweep: a pure state machine."""
+
+    job: SweepJob
+    context: base.JobContext
+    slices: int
+    start: job_spec.Reference
+    results: dict[str, Mapping[str, Any]]
+
+    def __post_init__(self) -> None:
+        self.waiting = [(name, 0) for name in self.job.variants if name not in self.results]
+        self.leases: dict[uuid.UUID, base.Lease] = {}
+        self.running: dict[uuid.UUID, Attempt] = {}
+        self.best: Mapping[str, Any] = {}
+        self.model = self.context.directory / "model"
+
+    def role_requests(self) -> Sequence[base.RoleRequest]:
+        spec = specs.worker_spec(self.job.worker, offers.TrainExecutor(EXECUTOR))
+        price, unfinished = self.job.worker_price, len(self.waiting) + len(self.running)
+        count = min(unfinished, self.job.workers if self.leases else 1)  # begin with the first that is found
+        return (base.RoleRequest("train", spec, price.bid, price.max, count, min(1, count), distinct_peers=False),)
+
+    def on_leases_acquired(self, leases: Sequence[base.Lease], now: float) -> base.Effects:
+        self.leases |= {lease.id: lease for lease in leases}
+        return self.start_tasks(now)
+
+    def on_lease_lost(self, lease: base.Lease, reason: str, now: float) -> base.Effects:
+        self.leases.pop(lease.id, None)
+        return ()
+
+    def start_tasks(self, now: float) -> base.Effects:
+        effects: list[base.Effect] = []
+        for lease in self.leases.values():
+            if self.waiting and lease.id not in self.running:
+                name, attempt = self.waiting.pop(0)
+                task = base.TaskRef(name, lease, attempt)
+                self.running[lease.id] = Attempt(task, deadline=now + self.job.timeout)
+                effects.append(base.StartTask(task, self.train_spec(name), keep_lease=True))
+        return tuple(effects) if self.waiting or self.running else self.choose_best()
+
+    def train_spec(self, variant: str) -> job_spec.JobSpec:
+        """Return the task of a variant: its update goes to this scheduler, and nobody sends outer updates."""
+        job, optimizer, here = self.job, self.job.variants[variant], self.context.scheduler
+        train = job_spec.TrainConfig(
+            model=specs.model_spec(job.model, self.start),
+            data=job_spec.SchedulerReference(peer=here, dataset=job.dataset.dataset),
+            updates=job_spec.PeersReference(peers=(here,), strategy=job_spec.One()),
+            results=job_spec.PeersReference(peers=(), strategy=job_spec.All()),
+            optimizer=specs.optimizer_spec(optimizer),
+            scheduler=specs.schedule_spec(optimizer, steps=-(-job.samples // job.batch_size)),
+            batch_size=job.batch_size,
+        )
+        executor = job_spec.TrainJob(descriptor=specs.descriptor_of(job.worker, EXECUTOR), config=train)
+        return job_spec.JobSpec(job_id=self.context.job_id, executor=executor)
+
+    def on_task_update(self, task: base.TaskRef, update: base.TaskUpdate, now: float) -> base.Effects:
+        if isinstance(update, base.TaskStarted):
+            return ()
+        attempt, failure = self.running.pop(task.lease.id), update.reason
+        if isinstance(update, base.TaskNotStarted) or update.state is base.TaskState.CANCELLED:
+            self.leases.pop(task.lease.id, None)  # the runner has released it
+        elif not failure and not (attempt.update and math.isfinite(attempt.loss)):
+            failure = f"{update.state.value} without an update and a finite loss"
+        if failure and task.attempt + 1 < ATTEMPTS:
+            self.waiting.append((task.name, task.attempt + 1))
+            return self.start_tasks(now)
+        return (*self.record(task.name, attempt.loss, attempt.update, failure), *self.start_tasks(now))
+
+    def record(self, name: str, loss: float, update: str, failure: str) -> base.Effects:
+        result = {"name": name, "loss": None if failure else loss, "update": update, "failure": failure}
+        self.results[name] = result
+        return (base.WriteJournal("variant", result), base.EmitEvent("variant", result))
+
+    def next_slice(self, task: base.TaskRef, dataset: str, now: float) -> base.SliceToUse:
+        attempt = self.running[task.lease.id]
+        attempt.slices += 1  # every variant gets the same slices in the same order
+        return base.SliceToUse(*divmod(attempt.slices - 1, self.slices))
+
+    def on_progress(
+        self, task: base.TaskRef, report: progress.Progress, now: float
+    ) -> tuple[progress.ProgressResponse, base.Effects]:
+        attempt = self.running[task.lease.id]
+        match report:
+            case progress.BatchDone():
+                attempt.samples += report.batch_size
+                left = max(0, self.job.samples - attempt.samples)
+                return progress.ScheduleUpdate(counter=-(-left // self.job.batch_size)), ()
+            case progress.SendingUpdate():
+                return progress.Acknowledged(), ()
+            case progress.RoundMetrics():
+                attempt.loss = report.metrics.get("loss", math.nan)
+                return progress.Done(), ()
+        return progress.ProgressError(), ()
+
+    def on_push_request(
+        self, task: base.TaskRef, header: transfer.PushHeader | None, now: float
+    ) -> tuple[base.PushTarget | transfer.Refusal, base.Effects]:
+        if header is None or header.kind != transfer.PSEUDO_GRADIENT:
+            return transfer.Refusal(reason=f"a variant sends a {transfer.PSEUDO_GRADIENT} only"), ()
+        path = self.context.directory / "updates" / f"{task.name}-{task.attempt}.safetensors"
+        return base.PushTarget(path, MAX_UPDATE), ()
+
+    def on_push_complete(
+        self, task: base.TaskRef, header: transfer.PushHeader | None, path: Path, digest: str, now: float
+    ) -> base.Effects:
+        self.running[task.lease.id].update = path.name
+        return ()
+
+    def next_deadline(self) -> float | None:
+        return min((attempt.deadline for attempt in self.running.values()), default=None)
+
+    def on_deadline(self, now: float) -> base.Effects:
+        late = (attempt.task for attempt in self.running.values() if attempt.deadline <= now)
+        return tuple(base.StopTask(task, f"no result within {self.job.timeout:g} s") for task in late)
+
+    def choose_best(self) -> base.Effects:
+        finished = [result for result in self.results.values() if not result["failure"]]
+        if not finished:
+            return (base.EndJob(failure=f"every variant failed: {list(self.results.values())}"),)
+        self.best = min(finished, key=lambda result: float(result["loss"]))
+        update = self.context.directory / "updates" / self.best["update"]
+        return (base.RunInBackground(partial(artifacts.add_update, self.model, update), "model"),)
+
+    def on_effect_result(self, tag: str, outcome: object, now: float) -> base.Effects:
+        return (base.EndJob(failure=str(outcome) if isinstance(outcome, Exception) else None),)
+
+    def summary(self, traffic: Mapping[Any, Any]) -> Mapping[str, object]:
+        variants = [self.results[name] for name in self.job.variants]
+        return {"best": self.best["name"], "model_dir": str(self.model), "variants": variants}
+
+
+class SweepStrategy(base.Strategy):
+    job_table = SweepJob
+
+    @asynccontextmanager
+    async def open(
+        self, job: SweepJob, context: base.JobContext, journal: Sequence[Mapping[str, Any]]
+    ) -> AsyncIterator[base.Operator]:
+        dataset = await context.open_dataset(job.dataset.dataset, timeout=job.allocation_timeout)
+        start = await context.prepare_artifact(job.model, "model", context.directory / "model")
+        (context.directory / "updates").mkdir(exist_ok=True)
+        results = {record["name"]: record for record in journal if record["record"] == "variant"}
+        yield SweepOperator(job, context, len(dataset.samples), start.reference, results)
+
+
+STRATEGY = SweepStrategy()

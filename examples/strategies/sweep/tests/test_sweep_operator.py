@@ -1,0 +1,257 @@
+"""The sweep's operator as a pure state machine: calls in, effects out."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import All, PeersReference
+from hypha_proto.progress import (
+    Acknowledged,
+    BatchDone,
+    Done,
+    OuterStepTaken,
+    ProgressError,
+    RoundMetrics,
+    ScheduleUpdate,
+    SendingUpdate,
+)
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
+from hypha_scheduler.strategies.base import (
+    Effects,
+    EmitEvent,
+    EndJob,
+    JobContext,
+    Lease,
+    PushTarget,
+    RunInBackground,
+    SliceToUse,
+    StartTask,
+    StopTask,
+    TaskEnded,
+    TaskNotStarted,
+    TaskRef,
+    TaskStarted,
+    TaskState,
+    WriteJournal,
+)
+from hypha_sweep.strategy import STRATEGY, SweepJob, SweepOperator
+
+JOB = {
+    "type": "sweep",
+    "samples": 40,
+    "workers": 2,
+    "timeout": 60.0,
+    "dataset": {"dataset": "digits"},
+    "model": {"path": "start", "type": "vision-classification"},
+    "variants": {"slow": {"learning_rate": 0.001}, "fast": {"learning_rate": 0.1}},
+}
+NOBODY = PeersReference(peers=(), strategy=All())
+FINISHED = TaskEnded(TaskState.FINISHED)
+
+
+class Context:
+    """Part of `JobContext` that the operator uses."""
+
+    def __init__(self) -> None:
+        self.job_id = uuid.uuid4()
+        self.directory = Path("/runs/job")
+        self.scheduler = PeerId.from_public_key(bytes(32))
+
+
+def sweep(results: Mapping[str, Any] | None = None, **changes: Any) -> SweepOperator:
+    context: JobContext = Context()  # type: ignore[assignment]
+    return SweepOperator(SweepJob.model_validate(JOB | changes), context, 3, NOBODY, dict(results or {}))
+
+
+def a_lease(number: int = 1) -> Lease:
+    return Lease(uuid.UUID(int=number), PeerId.from_public_key(bytes([number]) * 32), "train", 100.0)
+
+
+def starts(effects: Effects) -> list[StartTask]:
+    return [effect for effect in effects if isinstance(effect, StartTask)]
+
+
+def header(operator: SweepOperator, kind: str = PSEUDO_GRADIENT) -> PushHeader:
+    return PushHeader(operator.context.job_id, 1, kind, "update-1.safetensors", 10, "blake3:" + "0" * 64)
+
+
+def train(operator: SweepOperator, task: TaskRef, loss: float | None) -> Effects:
+    """Let a task push an update, report a loss and end."""
+    assert operator.on_task_update(task, TaskStarted(), 1.0) == ()
+    target, _ = operator.on_push_request(task, header(operator), 2.0)
+    assert isinstance(target, PushTarget)
+    assert operator.on_push_complete(task, header(operator), target.path, "", 3.0) == ()
+    metrics = {} if loss is None else {"loss": loss}
+    assert operator.on_progress(task, RoundMetrics(round=1, metrics=metrics), 4.0) == (Done(), ())
+    return operator.on_task_update(task, FINISHED, 5.0)
+
+
+def demand(operator: SweepOperator) -> tuple[int, int]:
+    [request] = operator.role_requests()
+    assert not request.distinct_peers
+    return request.count, request.minimum
+
+
+def test_it_asks_for_one_lease_and_for_more_once_it_has_it() -> None:
+    operator = sweep()
+    assert demand(operator) == (1, 1)
+    operator.on_leases_acquired([a_lease()], 0.0)
+    assert demand(operator) == (2, 1)
+    assert demand(sweep(workers=9)) == (1, 1)
+
+
+def test_the_next_variant_starts_on_the_lease_of_the_last() -> None:
+    operator, lease = sweep(), a_lease()
+    [first] = starts(operator.on_leases_acquired([lease], 0.0))
+    assert (first.task.name, first.keep_lease) == ("slow", True)
+    [second] = starts(train(operator, first.task, loss=2.0))
+    assert (second.task.name, second.task.lease) == ("fast", lease)
+
+
+def test_variants_run_side_by_side_and_leases_without_a_variant_are_not_wanted() -> None:
+    operator = sweep()
+    [slow] = starts(operator.on_leases_acquired([a_lease(1)], 0.0))
+    [fast] = starts(operator.on_leases_acquired([a_lease(2)], 0.5))
+    assert {slow.task.name, fast.task.name} == {"slow", "fast"}
+    assert starts(train(operator, fast.task, loss=1.0)) == []
+    assert demand(operator) == (1, 1)
+    train(operator, slow.task, loss=2.0)
+    assert demand(operator) == (0, 0)
+
+
+def test_each_variant_has_its_learning_rate_and_sends_its_update_to_the_scheduler() -> None:
+    operator = sweep()
+    tasks = starts(operator.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    configs: list[Any] = [task.spec.executor.config for task in tasks]
+    assert [config.optimizer.learning_rate for config in configs] == [0.001, 0.1]
+    for config in configs:
+        assert config.updates.peers == (operator.context.scheduler,)
+        assert config.results.peers == ()
+
+
+def test_the_model_is_that_of_the_lowest_loss() -> None:
+    operator = sweep()
+    tasks = [start.task for start in starts(operator.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))]
+    journal, event, *rest = train(operator, tasks[0], loss=0.5)
+    assert rest == []
+    assert isinstance(journal, WriteJournal)
+    assert isinstance(event, EmitEvent)
+    assert journal.fields == event.fields
+    *_, work = train(operator, tasks[1], loss=2.0)
+    assert isinstance(work, RunInBackground)
+    assert work.work.args[1].name == "slow-0.safetensors"  # type: ignore[attr-defined]
+    assert operator.on_effect_result(work.tag, None, 9.0) == (EndJob(),)
+    summary = operator.summary({})
+    assert (summary["best"], summary["model_dir"]) == ("slow", "/runs/job/model")
+    assert [variant["loss"] for variant in summary["variants"]] == [0.5, 2.0]  # type: ignore[attr-defined]
+
+
+def test_the_count_of_batches_follows_from_the_samples() -> None:
+    operator = sweep()
+    [start, _] = starts(operator.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    found = [operator.on_progress(start.task, BatchDone(batch_size=16), 1.0)[0] for _ in range(4)]
+    assert found == [ScheduleUpdate(counter=counter) for counter in (2, 1, 0, 0)]
+    assert operator.on_progress(start.task, SendingUpdate(), 1.0) == (Acknowledged(), ())
+    assert operator.on_progress(start.task, OuterStepTaken(), 1.0) == (ProgressError(), ())
+
+
+def test_every_variant_gets_the_same_slices() -> None:
+    operator = sweep()
+    tasks = [start.task for start in starts(operator.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))]
+    for task in tasks:
+        found = [operator.next_slice(task, "digits", 1.0) for _ in range(5)]
+        assert found == [SliceToUse(0, 0), SliceToUse(0, 1), SliceToUse(0, 2), SliceToUse(1, 0), SliceToUse(1, 1)]
+
+
+def test_files_of_another_kind_are_refused() -> None:
+    operator = sweep()
+    [start, _] = starts(operator.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    for wrong in (None, header(operator, OUTER_UPDATE)):
+        assert isinstance(operator.on_push_request(start.task, wrong, 1.0)[0], Refusal)
+
+
+def test_a_variant_on_a_lost_lease_is_tried_again_on_another() -> None:
+    operator = sweep(variants={"only": {"learning_rate": 0.1}})
+    [start] = starts(operator.on_leases_acquired([a_lease(1)], 0.0))
+    assert operator.on_lease_lost(a_lease(1), "it ran out", 1.0) == ()
+    assert operator.on_task_update(start.task, TaskEnded(TaskState.FAILED, "it ran out"), 1.0) == ()
+    assert demand(operator) == (1, 1)
+    [again] = starts(operator.on_leases_acquired([a_lease(2)], 2.0))
+    assert again.task == TaskRef("only", a_lease(2), attempt=1)
+    *_, work = train(operator, again.task, loss=1.0)
+    assert isinstance(work, RunInBackground)
+
+
+@pytest.mark.parametrize("loss", [None, math.nan, math.inf])
+def test_a_variant_without_a_finite_loss_fails_and_the_sweep_goes_on(loss: float | None) -> None:
+    operator = sweep(workers=1)
+    effects, names = operator.on_leases_acquired([a_lease()], 0.0), []
+    while found := starts(effects):
+        names.append(found[0].task.name)
+        effects = train(operator, found[0].task, loss=loss if names[-1] == "slow" else 1.0)
+    assert names == ["slow", "fast", "slow"]
+    assert isinstance(effects[-1], RunInBackground)
+    assert operator.best["name"] == "fast"
+    assert operator.results["slow"]["loss"] is None
+    assert "finite loss" in operator.results["slow"]["failure"]
+
+
+def test_a_job_whose_variants_all_fail_says_why() -> None:
+    operator = sweep(variants={"only": {"learning_rate": 0.1}})
+    for number in (1, 2):
+        [start] = starts(operator.on_leases_acquired([a_lease(number)], 0.0))
+        effects = operator.on_task_update(start.task, TaskNotStarted("no room"), 1.0)
+    assert isinstance(effects[-1], EndJob)
+    assert "no room" in str(effects[-1].failure)
+
+
+def test_a_variant_that_takes_too_long_is_stopped() -> None:
+    operator = sweep()
+    assert operator.next_deadline() is None
+    [slow] = starts(operator.on_leases_acquired([a_lease(1)], 10.0))
+    [fast] = starts(operator.on_leases_acquired([a_lease(2)], 20.0))
+    assert operator.next_deadline() == 70.0
+    [stop] = operator.on_deadline(70.0)
+    assert isinstance(stop, StopTask)
+    assert (stop.task, stop.keep_lease) == (slow.task, False)
+    assert operator.on_task_update(slow.task, TaskEnded(TaskState.CANCELLED, stop.reason), 70.0) == ()
+    assert operator.next_deadline() == 80.0
+    [again] = starts(train(operator, fast.task, loss=1.0))
+    assert again.task == TaskRef("slow", a_lease(2), attempt=1), "the lease of the stopped task is gone"
+
+
+def test_a_model_that_cannot_be_written_fails_the_job() -> None:
+    operator = sweep(variants={"only": {"learning_rate": 0.1}})
+    [start] = starts(operator.on_leases_acquired([a_lease()], 0.0))
+    *_, work = train(operator, start.task, loss=1.0)
+    assert isinstance(work, RunInBackground)
+    assert operator.on_effect_result(work.tag, OSError("disk full"), 9.0) == (EndJob(failure="disk full"),)
+
+
+def test_variants_with_a_result_in_the_journal_are_not_trained_again() -> None:
+    before = sweep()
+    [slow, _] = starts(before.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    journal = [dict(effect.fields) for effect in train(before, slow.task, 0.5) if isinstance(effect, WriteJournal)]
+    after = sweep({record["name"]: record for record in journal})
+    [fast] = starts(after.on_leases_acquired([a_lease(3)], 0.0))
+    assert fast.task.name == "fast"
+    train(after, fast.task, loss=0.7)
+    assert after.best["update"] == "slow-0.safetensors"
+
+
+def test_the_example_of_a_job_is_valid() -> None:
+    job = SweepJob.model_validate(tomllib.loads((Path(__file__).parents[1] / "job.toml").read_text()))
+    assert list(job.variants) == ["slow", "middle", "fast"]
+    assert STRATEGY.job_table is SweepJob
+    for wrong in ({"variants": {}}, {"variants": {"../x": {"learning_rate": 1.0}}}, {"samples": 0}, {"rounds": {}}):
+        with pytest.raises(ValidationError):
+            SweepJob.model_validate(JOB | wrong)
