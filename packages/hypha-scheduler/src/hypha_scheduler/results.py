@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import anyio
 import anyio.to_thread
@@ -27,15 +26,9 @@ from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Refe
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import ModelTable, PreprocessorTable
+from hypha_scheduler.model_files import MODEL_PATTERNS, model_names, preprocessor_names
 
 _log = logging.getLogger(__name__)
-
-MODEL_PATTERNS: Final = ("*.json", "*.safetensors", "*.txt", "*.model")
-"""Files of a model that are used: weights as safetensors, configuration, tokenizer; no pickled files."""
-
-
-PREPROCESSOR_PATTERNS: Final = ("*.json", "*.txt", "*.model")
-"""Files of a preprocessor that are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +83,7 @@ async def open_preprocessor(
 
 
 def _copy_preprocessor(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
-    names = sorted(wanted) or sorted({p.name for pattern in PREPROCESSOR_PATTERNS for p in source.glob(pattern)})
-    if not names:
-        raise JobFailedError(f"preprocessor.path: {source} holds none of {', '.join(PREPROCESSOR_PATTERNS)}")
+    names = preprocessor_names(source, wanted)
     try:
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -123,11 +114,8 @@ async def open_start_model(model: ModelTable, copy: Path, job_id: uuid.UUID, sch
 
 
 def _copy_model(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
+    names = model_names(source, wanted)
     try:
-        names = sorted(wanted) or sorted({path.name for pattern in MODEL_PATTERNS for path in source.glob(pattern)})
-        if not any(name.endswith(".safetensors") for name in names):
-            remedy = "`hypha-accelerate-executor create-model` creates a model directory"
-            raise JobFailedError(f"model.path: {source} holds no *.safetensors; {remedy}")
         target.mkdir(parents=True)
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ from hypha_scheduler.config import AuctionTable, SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import JobConfig
 from hypha_scheduler.metrics.status_bridge import StatusBridge
+from hypha_scheduler.model_files import missing_files
 from hypha_scheduler.results import model_dataset, preprocessor_dataset
 from hypha_scheduler.submission.server import serve_submissions
 from hypha_scheduler.training import TrainingRun
@@ -46,8 +47,11 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     """Run the configured jobs one after the other and return; without any, accept submissions until cancelled.
 
     Raises:
-        JobFailedError: at least one job failed; the others were still run.
+        JobFailedError: a local file that a job names is missing, then none was run; or at least one job failed, the
+            others were still run.
     """
+    if lacking := [line for job in config.jobs for line in missing_files(job.model, job.preprocessor)]:
+        raise JobFailedError("\n".join(lacking))
     bridge = None
     if config.bridge_address is not None:
         bridge = StatusBridge(config.bridge_address)

@@ -44,6 +44,7 @@ from hypha_scheduler.job_config import JobConfig
 from hypha_scheduler.membership import RoundAnnouncer
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.metrics.traffic import TrafficCounts, measure_traffic
+from hypha_scheduler.model_files import missing_files
 from hypha_scheduler.reporting import JobReport
 from hypha_scheduler.results import (
     ResultModel,
@@ -175,6 +176,8 @@ class TrainingRun:
         began = anyio.current_time()
         timeout = self._job.resources.allocation_timeout
         name = self._job.dataset.dataset
+        if lacking := missing_files(self._job.model, self._job.preprocessor):
+            raise JobFailedError("\n".join(lacking))
         self._dataset = await open_dataset(self._endpoint, name, self.directory / "manifest.json", timeout=timeout)
         self._providers = Providers(self._endpoint, name, self._dataset.pinned, self._dataset.provider)
         self._tasks.start_soon(self._providers.watch)

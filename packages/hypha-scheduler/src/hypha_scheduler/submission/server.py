@@ -16,11 +16,12 @@ from typing import Any, Final
 
 import anyio
 import anyio.abc
-from pydantic import ValidationError
+import anyio.to_thread
 
 from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import JobConfig
+from hypha_scheduler.submission.validation import validate_job
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ async def _handle_submission(runs: Path, run_job: RunJob, stream: anyio.abc.Sock
     async with stream:
         try:
             with anyio.fail_after(_READ_TIMEOUT):
-                job = parse_job(await _read(stream))
+                job = await anyio.to_thread.run_sync(parse_job, await _read(stream))  # looks at files
         except (ValueError, TimeoutError, anyio.BrokenResourceError) as error:
             await _answer(stream, {"error": str(error) or "the job was not received in time"})
             return
@@ -93,7 +94,7 @@ async def _answer(stream: anyio.abc.SocketStream, answer: dict[str, Any]) -> Non
 
 
 def parse_job(data: bytes) -> JobConfig:
-    """Parse and validate ``{"job": {…}}``.
+    """Parse and validate ``{"job": {…}}``; the local files that the job names must exist.
 
     Raises:
         ValueError: `data` is not strict JSON or not a valid job; the message names every invalid key.
@@ -101,8 +102,4 @@ def parse_job(data: bytes) -> JobConfig:
     found = parse_json(data)
     if not isinstance(found, dict) or not isinstance(found.get("job"), dict):
         raise ValueError('expected {"job": {…}}')
-    try:
-        return JobConfig.model_validate(found["job"])
-    except ValidationError as error:
-        lines = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
-        raise ValueError("\n".join(lines)) from None
+    return validate_job(found["job"])
