@@ -428,10 +428,10 @@ def test_start_of_each_worker_is_logged_once(tmp_path: Path, model: Path, caplog
 
     with caplog.at_level(logging.INFO, "hypha_scheduler.start_gate"):
         run_network(tmp_path, case)
-    messages = [record.getMessage().split() for record in caplog.records if "trains after" in record.getMessage()]
+    messages = [record.getMessage().split() for record in caplog.records if "is ready after" in record.getMessage()]
     assert sorted(words[1] for words in messages) == sorted(peers)
     assert [" ".join(words[-3:]) for words in messages] == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]
-    assert all(float(words[4]) < 30 for words in messages)
+    assert all(float(words[5]) < 30 for words in messages)
 
 
 def test_slow_worker_gets_fewer_batches_and_members_state_their_samples(tmp_path: Path, model: Path) -> None:
