@@ -7,14 +7,16 @@ line, which `read_journal` skips. Written by `reporting`.
 
 from __future__ import annotations
 
-import json
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any, Final
 
 from hypha_proto.codec import parse_json
+from hypha_scheduler.json_lines import JsonLinesFile
+
+JOURNAL: Final = "journal.jsonl"
+"""Name of the journal in a job's directory."""
 
 
 class Journal:
@@ -25,8 +27,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         """Open or create `path`, readable by its owner only, since a job may name the location of secrets."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._file: IO[bytes] = os.fdopen(descriptor, "ab", buffering=0)
+        self._file = JsonLinesFile(path, 0o600)
         self._disk = ThreadPoolExecutor(1, "journal")
         self._pending_sync: Future[None] | None = None
 
@@ -44,7 +45,7 @@ class Journal:
             OSError: this or an earlier record could not be written or synced.
         """
         self._write(kind, fields)
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def record_async(self, kind: str, **fields: object) -> None:
         """Write a record and sync it to disk in the background; a later call raises the error of a failed sync.
@@ -53,12 +54,12 @@ class Journal:
             OSError: this record could not be written, or an earlier one not synced.
         """
         self._write(kind, fields)
-        self._pending_sync = self._disk.submit(os.fsync, self._file.fileno())
+        self._pending_sync = self._disk.submit(self._file.sync)
 
     def _write(self, kind: str, fields: dict[str, object]) -> None:
         if self._pending_sync is not None and self._pending_sync.done():
             self._pending_sync.result()
-        self._file.write(json.dumps({"record": kind} | fields).encode() + b"\n")
+        self._file.append({"record": kind} | fields)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

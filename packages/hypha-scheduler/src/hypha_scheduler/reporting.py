@@ -16,8 +16,9 @@ from typing import Final
 from hypha_net import instrumentation
 from hypha_proto.ids import PeerId
 from hypha_scheduler.allocation.auction import AcceptedOffer
-from hypha_scheduler.journal import Journal
-from hypha_scheduler.metrics.status_bridge import EventFile, StatusBridge
+from hypha_scheduler.end_record import EndRecord
+from hypha_scheduler.journal import JOURNAL, Journal
+from hypha_scheduler.metrics.status_bridge import EVENTS, EventFile, StatusBridge
 from hypha_scheduler.strategies.diloco.rounds import Late, Measured, RoundClosed
 
 _SCHEDULER_METRICS: Final = frozenset({"samples", "batch_size", "utilisation"})
@@ -39,8 +40,8 @@ class JobReport:
         self._journal: Journal
 
     def __enter__(self) -> JobReport:
-        self._events = self._resources.enter_context(EventFile(self._directory / "metrics.jsonl"))
-        self._journal = self._resources.enter_context(Journal(self._directory / "journal.jsonl"))
+        self._events = self._resources.enter_context(EventFile(self._directory / EVENTS))
+        self._journal = self._resources.enter_context(Journal(self._directory / JOURNAL))
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -110,12 +111,10 @@ class JobReport:
             if closed.seconds > 0:
                 self._post(peer, closed.round, "utilisation", max(0.0, 1.0 - closed.waits[peer] / closed.seconds))
 
-    def failed(self, error: str) -> None:
-        """Report that the job failed."""
-        self.persist("failed", error=error)
-        self.emit("failed", error=error)
+    def failed(self, error: str) -> EndRecord:
+        """Return the record of the job's failure."""
+        return EndRecord(self._directory, "failed", {"error": error}, {"error": error})
 
-    def finished(self, summary: dict[str, object]) -> None:
-        """Report that the job finished."""
-        self.persist("finished", rounds=summary["rounds"])
-        self.emit("finished", **summary)
+    def finished(self, summary: dict[str, object]) -> EndRecord:
+        """Return the record of the job's success."""
+        return EndRecord(self._directory, "finished", {"rounds": summary["rounds"]}, summary)

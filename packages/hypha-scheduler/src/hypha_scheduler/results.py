@@ -6,6 +6,7 @@ parameter server pushes; that copy is the result. Called by `training`.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Reference, SliceAddress
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.job_config import ModelTable, PreprocessorTable
 from hypha_scheduler.model_files import MODEL_PATTERNS, model_names, preprocessor_names
 
@@ -185,6 +186,14 @@ class ResultModel:
         """Return the size limit of an outer update in bytes: float32 for a model stored in 8 bits or more a number."""
         return 4 * sum(path.stat().st_size for path in self.directory.glob("*.safetensors")) + (16 << 20)
 
+    def lacks_room(self, size: int) -> str | None:
+        """Return why an outer update of `size` bytes cannot be stored, or None if there is room for it."""
+        free = shutil.disk_usage(self.directory).free
+        if size <= free:
+            return None
+        error = OSError(errno.ENOSPC, f"an outer update has {size} bytes, {free} are free", str(self.directory.parent))
+        return files_unusable(self.directory.parent, [error])
+
     async def finish(self) -> None:
         """Add the remaining updates and sync the model to disk.
 
@@ -202,7 +211,11 @@ class ResultModel:
         for update in list(self._pending):
             try:
                 await anyio.to_thread.run_sync(partial(apply_update_to_dir, self.directory, update))
-            except (TensorFileError, OSError) as error:
+            except OSError as error:
+                if error.filename is None:
+                    error = OSError(error.errno, error.strerror, str(self.directory))
+                raise JobFailedError(files_unusable(self.directory.parent, [error])) from None
+            except TensorFileError as error:
                 raise JobFailedError(f"outer update {update.name} cannot be added to the model: {error}") from None
             update.unlink()
             self._pending.remove(update)
@@ -212,13 +225,16 @@ def write_result(path: Path, result: Mapping[str, object]) -> None:
     """Write ``result.json`` atomically and sync it to disk.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; the error names it.
     """
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=2) + "\n")
-    _fsync(part)
-    os.replace(part, path)
-    _fsync(path)
+    try:
+        part.write_text(json.dumps(result, indent=2) + "\n")
+        _fsync(part)
+        os.replace(part, path)
+        _fsync(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _fsync(*paths: Path) -> None:

@@ -25,6 +25,7 @@ from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRef
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
+from hypha_scheduler.end_record import EndRecorder
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import JobConfig
 from hypha_scheduler.metrics.status_bridge import StatusBridge
@@ -37,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 _LAST_METRICS: Final = 2.0
 """Seconds to wait for the last metrics to reach the bridge after all jobs have ended."""
+_LAST_ENDS: Final = 10.0
+"""Seconds to wait for room on the disk for the ends of jobs, after all jobs have ended."""
 _DEFAULT_AUCTION: Final = AuctionSettings()
 _ACTIVE: Final = instrumentation.UpDownCounter("hypha.scheduler.jobs.active", "{job}", "Running jobs.")
 _ENDED: Final = instrumentation.Counter("hypha.scheduler.jobs.ended", "{job}", "Jobs that have ended, by outcome.")
@@ -57,6 +60,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
         bridge = StatusBridge(config.bridge_address)
         node.tasks.start_soon(bridge.run)
     service = SchedulerService(node.endpoint, config.runs_dir, bridge, auction_settings(config.scheduler.auction))
+    node.tasks.start_soon(service.ends.run)
     node.ready()
     if not config.jobs:
         await serve_submissions(config.runs_dir, service.run_job)
@@ -69,6 +73,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
             failures.append(f"job failed: {error}")
     if bridge is not None:
         await bridge.drain(_LAST_METRICS)
+    await service.ends.drain(_LAST_ENDS)
     if failures:
         raise JobFailedError("\n".join(failures))
 
@@ -108,6 +113,8 @@ class SchedulerService:
         self._bridge = bridge
         self._auction_settings = auction
         self._runs: dict[uuid.UUID, TrainingRun] = {}
+        self.ends = EndRecorder()
+        """Its `run` is a background task of whoever creates this service."""
         rpc.serve(endpoint, OFFER, self._offer)
         rpc.serve(endpoint, DATA, self._data)
         rpc.serve(endpoint, REPORT, self._report)
@@ -123,7 +130,7 @@ class SchedulerService:
         Raises:
             JobFailedError: the job failed.
         """
-        run = TrainingRun(self._endpoint, job, self._runs_dir, self._bridge, job_id, self._auction_settings)
+        run = TrainingRun(self._endpoint, job, self._runs_dir, self._bridge, job_id, self._auction_settings, self.ends)
         self._runs[run.job_id] = run
         about = {"hypha.job.id": str(run.job_id), "hypha.dataset": job.dataset.dataset}
         try:

@@ -39,7 +39,8 @@ from hypha_scheduler.answers import ResponseCache
 from hypha_scheduler.datasets.dataset import Dataset, open_dataset
 from hypha_scheduler.datasets.providers import Providers
 from hypha_scheduler.dispatch import dispatch_ready
-from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.end_record import EndRecorder
+from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.job_config import JobConfig
 from hypha_scheduler.membership import RoundAnnouncer
 from hypha_scheduler.metrics.status_bridge import StatusBridge
@@ -98,13 +99,18 @@ class TrainingRun:
         bridge: StatusBridge | None = None,
         job_id: uuid.UUID | None = None,
         auction: AuctionSettings = _DEFAULT_AUCTION,
+        ends: EndRecorder | None = None,
     ) -> None:
-        """Create a job with a directory in `runs`, under a new id unless one is given; nothing runs before `run`."""
+        """Create a job with a directory in `runs`, under a new id unless one is given; nothing runs before `run`.
+
+        `ends` records the end of the job, also after `run`.
+        """
         self.job_id = job_id or uuid.uuid4()
         self.directory = runs / str(self.job_id)
         self._endpoint = endpoint
         self._job = job
         self._bridge = bridge
+        self._ends = ends or EndRecorder()
         self._auction_settings = auction
         self._leases = HeldLeases()
         self._result = ResultModel(self.directory / "model", job.rounds.checkpoint_every)
@@ -137,23 +143,29 @@ class TrainingRun:
         try:
             return await self._run_reported()
         except* OSError as errors:  # includes background tasks of the job: they fail this job, not the scheduler
-            why = "; ".join(map(str, leaf_errors(errors)))
-        raise JobFailedError(f"{self.directory}: the job's files cannot be used: {why}")
+            why = files_unusable(self.directory, leaf_errors(errors))
+        raise JobFailedError(why)
 
     async def _run_reported(self) -> Path:
         self.directory.mkdir(parents=True)
         (self.directory / "updates").mkdir()
         with JobReport(self.directory, self._bridge) as self._report:
-            self._report.accepted(self.job_id, self._job.model_dump(mode="json"))
             try:
+                self._report.accepted(self.job_id, self._job.model_dump(mode="json"))
                 return await self._run_and_release()
-            except JobFailedError as error:
-                self._report.failed(str(error))
-                raise
             except BaseException as error:
-                interrupted = isinstance(error, anyio.get_cancelled_exc_class())
-                self._report.failed("the scheduler was stopped" if interrupted else f"internal error: {error!r}")
+                self._ends.record(self._report.failed(self._describe(error)))
                 raise
+
+    def _describe(self, error: BaseException) -> str:
+        """Return the reason for a failure as it is recorded."""
+        causes = list(leaf_errors(error))
+        if all(isinstance(cause, OSError) for cause in causes):
+            return files_unusable(self.directory, causes)
+        if isinstance(error, JobFailedError):
+            return str(error)
+        interrupted = isinstance(error, anyio.get_cancelled_exc_class())
+        return "the scheduler was stopped" if interrupted else f"internal error: {error!r}"
 
     async def _run_and_release(self) -> Path:
         failure: JobFailedError | None = None
@@ -216,7 +228,7 @@ class TrainingRun:
             "wall_seconds": round(anyio.current_time() - began, 3),
         }
         write_result(result, summary)
-        self._report.finished(summary)
+        self._ends.record(self._report.finished(summary))
 
     async def _allocate_workers(self) -> tuple[tuple[AcceptedOffer, ...], float]:
         resources = self._job.resources
@@ -397,7 +409,7 @@ class TrainingRun:
         try:
             yield
         except OSError as error:
-            self.fail(f"{self.directory}: the job's files cannot be used: {error}")
+            self.fail(files_unusable(self.directory, [error]))
 
     def _runs_task(self, peer: PeerId, lease: uuid.UUID | None) -> bool:
         assert self._running is not None
@@ -432,6 +444,9 @@ class TrainingRun:
         if number > expected:
             self.fail(f"the outer update of round {expected} never came: the parameter server sends that of {number}")
             return Refusal(reason=f"the outer update of round {expected} is missing")
+        if header is not None and (lacking := self._result.lacks_room(header.size)):
+            self.fail(lacking)
+            return Refusal(reason="the scheduler has no room for the outer update")
         path = self.directory / "updates" / f"round-{number}-{uuid.uuid4().hex[:8]}.safetensors"
 
         async def on_complete(_size: int, _digest: str) -> None:

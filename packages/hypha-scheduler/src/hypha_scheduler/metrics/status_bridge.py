@@ -6,7 +6,6 @@ metrics are dropped when the queue is full. The failure is logged once, and so i
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -14,16 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from hypha_scheduler.json_lines import JsonLinesFile
 
 if TYPE_CHECKING:
     import httpx
 
 _log = logging.getLogger(__name__)
 
+EVENTS: Final = "metrics.jsonl"
+"""Name of the event file in a job's directory."""
 _QUEUE_SIZE: Final = 1024
 _POST_TIMEOUT: Final = 5.0
 _RETRY_FIRST: Final = 0.5
@@ -39,7 +42,7 @@ class EventFile:
 
     def __init__(self, path: Path) -> None:
         """Open `path` for appending."""
-        self._file: IO[bytes] = path.open("ab", buffering=0)
+        self._file = JsonLinesFile(path)
 
     def __enter__(self) -> EventFile:
         return self
@@ -47,10 +50,16 @@ class EventFile:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._file.close()
 
-    def write(self, event: str, **fields: object) -> None:
-        """Write an event with the current time, and log it; numbers that are not finite become null."""
-        line = {"event": event, "time": round(time.time(), 3)} | {key: _plain(value) for key, value in fields.items()}
-        self._file.write(json.dumps(line).encode() + b"\n")
+    def write(self, event: str, at: float | None = None, /, **fields: object) -> None:
+        """Write an event with its time, by default now, and log it; numbers that are not finite become null.
+
+        Raises:
+            OSError: it could not be written; the file ends with the event before.
+        """
+        line = {"event": event, "time": at or round(time.time(), 3)} | {
+            key: _plain(value) for key, value in fields.items()
+        }
+        self._file.append(line)
         level = logging.DEBUG if event in _DEBUG_EVENTS else logging.INFO
         _log.log(level, "%s", _readable(event, fields), extra={"event": event, "fields": line})
 
