@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import uuid
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anyio
@@ -181,6 +183,35 @@ def test_missing_keys_are_named_without_environment_variables(tmp_path: Path) ->
     assert code == 2
     assert "inner_optimizer: is missing\n    set inner_optimizer in the file. Inner optimizer" in output
     assert "HYPHA_" not in output
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_submit_names_the_job_whose_scheduler_is_killed(tmp_path: Path, accepts: bool) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(JOB)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        listener.settimeout(20)
+
+        def accept_and_die() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                while connection.recv(4096):
+                    pass
+                if accepts:
+                    connection.sendall(b'{"accepted": true, "job_id": "j-1", "directory": "/runs/j-1"}\n')
+
+        with ThreadPoolExecutor(1) as pool:
+            dying = pool.submit(accept_and_die)
+            done = CliRunner().invoke(main, ["submit", str(file), "--socket", str(tmp_path / "s")])
+            dying.result(20)
+    assert done.exit_code == 3
+    if accepts:
+        assert "the scheduler ended before job j-1 did; start it and submit the job again." in done.output
+        assert "/runs/j-1" in done.output
+    else:
+        assert "the scheduler ended before it accepted the job; start it" in done.output
 
 
 NESTED = [

@@ -1,12 +1,14 @@
 """Journal of a job: an append-only file of JSON records, synced to disk.
 
-It records that the job was accepted, its leases, its closed rounds and its end, for inspection after a crash. The
-scheduler itself does not read it back: a job does not continue after a restart. A crash can truncate only the last
-line, which `read_journal` skips. Written by `reporting`.
+It records that the job was accepted, its leases, its closed rounds and its end. After a crash, `unfinished` names the
+jobs whose journal has no end; a job does not continue after a restart. A crash can truncate only the last line, which
+`read_journal` skips. Written by `reporting` and `end_record`.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +16,8 @@ from typing import Any, Final
 
 from hypha_proto.codec import parse_json
 from hypha_scheduler.json_lines import JsonLinesFile
+
+_log = logging.getLogger(__name__)
 
 JOURNAL: Final = "journal.jsonl"
 """Name of the journal in a job's directory."""
@@ -27,6 +31,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         """Open or create `path`, readable by its owner only, since a job may name the location of secrets."""
+        self._path = path
         self._file = JsonLinesFile(path, 0o600)
         self._disk = ThreadPoolExecutor(1, "journal")
         self._pending_sync: Future[None] | None = None
@@ -35,8 +40,16 @@ class Journal:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)
         self._disk.submit(self._file.close)
         self._disk.shutdown(wait=False)
+
+    def lock(self) -> None:
+        """Lock the file until it is closed, by which other schedulers see that its job runs."""
+        try:
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            _log.warning("%s cannot be locked, so another scheduler may call its job unfinished: %s", self._path, error)
 
     def record(self, kind: str, **fields: object) -> None:
         """Write a record and sync it to disk before returning.

@@ -1,7 +1,7 @@
 """Job report: events in ``metrics.jsonl``, records in ``journal.jsonl``, and worker metrics for the status bridge.
 
 Called by `training` for everything that happens in a job. Programs such as `hypha-local` and `export-metrics` read the
-events. The journal is for people after a crash: the scheduler does not read it and cannot resume a job from it.
+events. The journal is for people after a crash: the next scheduler names the job, and cannot resume it.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class JobReport:
     def __enter__(self) -> JobReport:
         self._events = self._resources.enter_context(EventFile(self._directory / EVENTS))
         self._journal = self._resources.enter_context(Journal(self._directory / JOURNAL))
+        self._journal.lock()
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+import anyio.to_thread
+
 from hypha_net import instrumentation, rpc, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.node.lifecycle import Node
@@ -33,6 +35,7 @@ from hypha_scheduler.model_files import missing_files
 from hypha_scheduler.results import model_dataset, preprocessor_dataset
 from hypha_scheduler.submission.server import serve_submissions
 from hypha_scheduler.training import TrainingRun
+from hypha_scheduler.unfinished import log_unfinished
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
         node.tasks.start_soon(bridge.run)
     service = SchedulerService(node.endpoint, config.runs_dir, bridge, auction_settings(config.scheduler.auction))
     node.tasks.start_soon(service.ends.run)
+    await anyio.to_thread.run_sync(log_unfinished, config.runs_dir, abandon_on_cancel=True)
     node.ready()
     if not config.jobs:
         await serve_submissions(config.runs_dir, service.run_job)
