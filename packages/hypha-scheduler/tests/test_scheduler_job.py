@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -428,10 +429,10 @@ def test_start_of_each_worker_is_logged_once(tmp_path: Path, model: Path, caplog
 
     with caplog.at_level(logging.INFO, "hypha_scheduler.strategies.diloco.start_barrier"):
         run_network(tmp_path, case)
-    messages = [record.getMessage().split() for record in caplog.records if "trains after" in record.getMessage()]
+    messages = [record.getMessage().split() for record in caplog.records if "is ready after" in record.getMessage()]
     assert sorted(words[1] for words in messages) == sorted(peers)
     assert [" ".join(words[-3:]) for words in messages] == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]
-    assert all(float(words[4]) < 30 for words in messages)
+    assert all(float(words[5]) < 30 for words in messages)
 
 
 def test_slow_worker_gets_fewer_batches_and_members_state_their_samples(tmp_path: Path, model: Path) -> None:
@@ -698,7 +699,24 @@ def test_full_disk_fails_the_job_and_not_the_scheduler(
             full.setattr(Journal, "_write", write)
             await service.run_job(job(model))
         assert "No space left on device" in messages[0]
+        assert "; free space on that disk, then submit the job again" in messages[0]
         assert [len(worker.released) for worker in workers] == ([0] * 4 if kind == "accepted" else [1] * 4)
+
+    run_network(tmp_path, case)
+    assert events(tmp_path)[-1]["event"] == "failed"
+    assert "No space left on device; free space on that disk" in events(tmp_path)[-1]["error"]
+
+
+def test_outer_update_without_room_fails_the_job_with_the_reason(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], _shared: SharedState) -> None:
+        with monkeypatch.context() as full, expect_failure() as messages:
+            full.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=100))
+            await service.run_job(job(model))
+        assert f"{tmp_path / 'runs'}" in messages[0]
+        assert "bytes, 100 are free" in messages[0]
+        assert "; free space on that disk, then submit the job again" in messages[0]
 
     run_network(tmp_path, case)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hypha_proto.ids import PeerId
 from hypha_scheduler.cli import main
-from hypha_scheduler.jobs.events import EventFile
+from hypha_scheduler.jobs.event_file import EventFile
 from hypha_scheduler.metrics.tensorboard import Scalar, crc32c, event_file
 
 PEER = str(PeerId.from_public_key(bytes(32)))

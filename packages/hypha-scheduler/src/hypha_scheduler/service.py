@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import anyio
+import anyio.to_thread
 
 from hypha_net import instrumentation, rpc, transfer
 from hypha_net.endpoint import Endpoint
@@ -29,7 +30,9 @@ from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.jobs.end_record import EndRecorder
 from hypha_scheduler.jobs.runner import JobRunner
+from hypha_scheduler.jobs.unfinished import log_unfinished
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import StrategyMethod
 from hypha_scheduler.strategies.registry import load_strategy
@@ -39,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 _LAST_METRICS: Final = 2.0
 """Seconds to wait for the last metrics to reach the bridge after all jobs have ended."""
+_LAST_ENDS: Final = 2.0
+"""Seconds to wait until the ends of jobs are recorded."""
 _DEFAULT_AUCTION: Final = AuctionSettings()
 _ACTIVE: Final = instrumentation.UpDownCounter("hypha.scheduler.jobs.active", "{job}", "Running jobs.")
 _ENDED: Final = instrumentation.Counter("hypha.scheduler.jobs.ended", "{job}", "Jobs that have ended, by outcome.")
@@ -51,8 +56,11 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     Returns when the configured and all submitted jobs have ended; without configured ones, runs until cancelled.
 
     Raises:
-        JobFailedError: at least one job failed; the others were still run.
+        JobFailedError: a local file that a job names is missing, then none was run; or at least one job failed, the
+            others were still run.
     """
+    if lacking := [line for job in config.jobs for line in job.missing_files()]:
+        raise JobFailedError("\n".join(lacking))
     bridge = None
     if config.bridge_address is not None:
         bridge = StatusBridge(config.bridge_address)
@@ -61,6 +69,8 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     service = SchedulerService(
         node.endpoint, config.runs_dir, bridge, auction_settings(table.auction), strategies=table.strategies
     )
+    node.tasks.start_soon(service.ends.run)
+    await anyio.to_thread.run_sync(log_unfinished, config.runs_dir, abandon_on_cancel=True)
     node.ready()
     submissions = SubmissionServer(config.runs_dir, service.run_job, table.strategies)
     failures: list[str] = []
@@ -76,6 +86,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
             submissions.stop_when_idle()
     if bridge is not None:
         await bridge.drain(_LAST_METRICS)
+    await service.ends.drain(_LAST_ENDS)
     if failures:
         raise JobFailedError("\n".join(failures))
 
@@ -121,6 +132,8 @@ class SchedulerService:
         self._auction_settings = auction
         self._strategies = strategies
         self._runs: dict[uuid.UUID, JobRunner] = {}
+        self.ends = EndRecorder()
+        """Its `run` is a background task of whoever creates this service."""
         self._served: set[str] = set()
         """Names of the RPC methods of strategies that are served."""
         rpc.serve(endpoint, OFFER, self._offer)
@@ -139,7 +152,9 @@ class SchedulerService:
         """
         strategy = load_strategy(job.type, self._strategies)
         self._serve_methods(strategy.rpc_methods)
-        run = JobRunner(self._endpoint, strategy, job, self._runs_dir, self._bridge, job_id, self._auction_settings)
+        run = JobRunner(
+            self._endpoint, strategy, job, self._runs_dir, self._bridge, job_id, self._auction_settings, self.ends
+        )
         self._runs[run.job_id] = run
         about = {"hypha.job.id": str(run.job_id), **job.span_attributes()}
         try:

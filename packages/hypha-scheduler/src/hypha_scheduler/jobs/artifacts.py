@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import anyio.to_thread
 
@@ -20,15 +19,9 @@ from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Refe
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.model_files import MODEL_PATTERNS, model_names, preprocessor_names
 
 _log = logging.getLogger(__name__)
-
-MODEL_PATTERNS: Final = ("*.json", "*.safetensors", "*.txt", "*.model")
-"""Files of a model that are used: weights as safetensors, configuration, tokenizer; no pickled files."""
-
-
-PREPROCESSOR_PATTERNS: Final = ("*.json", "*.txt", "*.model")
-"""Files of a preprocessor that are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +79,7 @@ def hub_reference(table: PreprocessorTable) -> HuggingFaceReference:
 
 
 def _copy_preprocessor(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
-    names = sorted(wanted) or sorted({p.name for pattern in PREPROCESSOR_PATTERNS for p in source.glob(pattern)})
-    if not names:
-        raise JobFailedError(f"preprocessor.path: {source} holds none of {', '.join(PREPROCESSOR_PATTERNS)}")
+    names = preprocessor_names(source, wanted)
     try:
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -121,11 +112,8 @@ async def open_start_model(
 
 
 def _copy_model(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
+    names = model_names(source, wanted)
     try:
-        names = sorted(wanted) or sorted({path.name for pattern in MODEL_PATTERNS for path in source.glob(pattern)})
-        if not any(name.endswith(".safetensors") for name in names):
-            remedy = "`hypha-accelerate-executor create-model` creates a model directory"
-            raise JobFailedError(f"model.path: {source} holds no *.safetensors; {remedy}")
         target.mkdir(parents=True)
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -163,13 +151,16 @@ def write_result(path: Path, result: Mapping[str, object]) -> None:
     """Write ``result.json`` atomically and sync it to disk.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; the error names it.
     """
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=2) + "\n")
-    sync_to_disk(part)
-    os.replace(part, path)
-    sync_to_disk(path)
+    try:
+        part.write_text(json.dumps(result, indent=2) + "\n")
+        sync_to_disk(part)
+        os.replace(part, path)
+        sync_to_disk(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def sync_to_disk(*paths: Path) -> None:

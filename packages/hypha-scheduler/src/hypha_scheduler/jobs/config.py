@@ -9,8 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    model_validator,
+)
 
+from hypha_net.node.config.introspection import suggest_key
 from hypha_net.node.config.models import Section
 from hypha_proto.job_spec import PREPROCESSOR_TASKS, TASKS
 from hypha_proto.resources import Resources
@@ -21,6 +28,8 @@ ALIASES: Final = {"vision-classification": "image-classification"}
 _INPUTS: Final = {"causal-lm": ("input_ids", "attention_mask", "labels")}
 VISION_INPUTS: Final = ("pixel_values", "labels")
 _TEXT_INPUTS: Final = ("input_ids", "attention_mask", "labels")
+_MAX_AMOUNT: Final = 1e9
+"""GB, or cores."""
 
 
 ALLOCATION_TIMEOUT: Final = 60.0
@@ -50,6 +59,10 @@ class JobTable(Table):
     def span_attributes(self) -> dict[str, str]:
         """Return what the span of the job says about it."""
         return {}
+
+    def missing_files(self) -> list[str]:
+        """Return what is wrong with the local files that the job names, one line each."""
+        return []
 
     @property
     def allocation_timeout(self) -> float:
@@ -141,7 +154,10 @@ class Requirement(Table):
 
     type: Literal["GPU", "CPU", "Memory", "Storage"] | None = Field(default=None, description="Resource.")
     min: float | None = Field(
-        default=None, ge=0, description="Minimum amount: GB for GPU, Memory and Storage, cores for CPU."
+        default=None,
+        ge=0,
+        le=_MAX_AMOUNT,
+        description="Minimum amount: GB for GPU, Memory and Storage, cores for CPU.",
     )
     kind: str | None = Field(default=None, min_length=1, description="Name of a required executor.")
 
@@ -161,8 +177,12 @@ def _requirements(value: Any) -> Any:
     if "type" in value or "min" in value:
         return [value]
     names = {"gpu": "GPU", "cpu": "CPU", "memory": "Memory", "storage": "Storage"}
+    known = [*names, "kind"]
+    for key in value:
+        if key not in known:
+            raise ValueError(f"{str(key)[:80]!r} is not a key here; {suggest_key(str(key), Requirement, known)}")
     found = [{"type": names[key], "min": amount} for key, amount in value.items() if key in names]
-    return found + [{key: rest} for key, rest in value.items() if key not in names]
+    return found + [{"kind": value[key]} for key in value if key == "kind"]
 
 
 Requirements = Annotated[tuple[Requirement, ...], BeforeValidator(_requirements)]

@@ -31,12 +31,13 @@ from hypha_proto.protocols import LEASE
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings
 from hypha_scheduler.allocation.shortage import Shortage
-from hypha_scheduler.errors import AllocationError, JobFailedError
+from hypha_scheduler.errors import AllocationError, JobFailedError, files_unusable
 from hypha_scheduler.jobs.artifacts import write_result
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.context import RunnerContext
 from hypha_scheduler.jobs.dispatcher import dispatch
 from hypha_scheduler.jobs.effect_queue import EffectQueue
+from hypha_scheduler.jobs.end_record import EndRecorder
 from hypha_scheduler.jobs.events import JobEvents
 from hypha_scheduler.jobs.idempotency_cache import ResponseCache
 from hypha_scheduler.jobs.lease_pool import LeasePool
@@ -98,14 +99,19 @@ class JobRunner:
         bridge: StatusBridge | None = None,
         job_id: uuid.UUID | None = None,
         auction: AuctionSettings = _DEFAULT_AUCTION,
+        ends: EndRecorder | None = None,
     ) -> None:
-        """Create a job with a directory in `runs`, under a new id unless one is given; nothing runs before `run`."""
+        """Create a job with a directory in `runs`, under a new id unless one is given; nothing runs before `run`.
+
+        `ends` records the end of the job, also after `run`.
+        """
         self.job_id = job_id or uuid.uuid4()
         self.directory = runs / str(self.job_id)
         self._endpoint = endpoint
         self._strategy = strategy
         self._job = job
         self._bridge = bridge
+        self._ends = ends or EndRecorder()
         self._auction_settings = auction
         self._operator: Operator | None = None
         self._register = TaskRegister()
@@ -137,25 +143,28 @@ class JobRunner:
         try:
             return await self._run_reported()
         except* OSError as errors:  # includes background tasks of the job: they fail this job, not the scheduler
-            why = "; ".join(map(str, leaf_errors(errors)))
-        raise JobFailedError(self._file_error(why))
-
-    def _file_error(self, why: object) -> str:
-        return f"{self.directory}: the job's files cannot be used: {why}"
+            why = files_unusable(self.directory, leaf_errors(errors))
+        raise JobFailedError(why)
 
     async def _run_reported(self) -> Path:
         self.directory.mkdir(parents=True)
         with JobEvents(self.job_id, self.directory, self._bridge) as self._events:
-            self._events.accepted(self._job.model_dump(mode="json"))
             try:
+                self._events.accepted(self._job.model_dump(mode="json"))
                 return await self._run_and_release()
-            except JobFailedError as error:
-                self._events.failed(str(error))
-                raise
             except BaseException as error:
-                interrupted = isinstance(error, anyio.get_cancelled_exc_class())
-                self._events.failed("the scheduler was stopped" if interrupted else f"internal error: {error!r}")
+                self._ends.record(self._events.failed(self._describe(error)))
                 raise
+
+    def _describe(self, error: BaseException) -> str:
+        """Return the reason for a failure as it is recorded."""
+        causes = list(leaf_errors(error))
+        if all(isinstance(cause, OSError) for cause in causes):
+            return files_unusable(self.directory, causes)
+        if isinstance(error, JobFailedError):
+            return str(error)
+        interrupted = isinstance(error, anyio.get_cancelled_exc_class())
+        return "the scheduler was stopped" if interrupted else f"internal error: {error!r}"
 
     async def _run_and_release(self) -> Path:
         failure: JobFailedError | None = None
@@ -190,6 +199,8 @@ class JobRunner:
 
     async def _run_strategy(self, result: Path) -> None:
         began = anyio.current_time()
+        if lacking := self._job.missing_files():
+            raise JobFailedError("\n".join(lacking))
         async with self._strategy.open(self._job, self._context, ()) as operator:
             self._operator = operator
             self._tasks.start_soon(self._effects.run)
@@ -216,7 +227,7 @@ class JobRunner:
             "wall_seconds": round(anyio.current_time() - began, 3),
         }
         write_result(result, summary)
-        self._events.finished(summary)
+        self._ends.record(self._events.finished(summary))
 
     async def _watch_deadlines(self) -> None:
         """Tell the operator when its deadlines have passed."""
@@ -309,7 +320,7 @@ class JobRunner:
             self._ended.set()
 
     def _on_file_error(self, error: OSError) -> None:
-        self._end(self._file_error(error))
+        self._end(files_unusable(self.directory, [error]))
 
     def _start_task(self, effect: StartTask) -> None:
         earlier = self._register.start(effect.task)

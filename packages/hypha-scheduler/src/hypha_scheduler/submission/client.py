@@ -6,6 +6,7 @@ import json
 import socket
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,10 +93,27 @@ def submit_job(path: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dic
             remedy = "start one whose configuration contains no job"
             raise NoSchedulerError(f"no scheduler takes jobs at {path}: {error.strerror or error}; {remedy}") from None
         connection.settimeout(None)
-        with connection.makefile("rb") as answers:
-            for line in answers:
-                answer: dict[str, Any] = parse_json(line)
-                yield answer
-                if detach or "error" in answer or "result" in answer:
-                    return
-    raise NoSchedulerError("the scheduler ended before the job did")
+        accepted: dict[str, Any] = {}
+        for answer in _answers(connection):
+            yield answer
+            if detach or "error" in answer or "result" in answer:
+                return
+            accepted = answer
+    raise NoSchedulerError(_ended_early(accepted))
+
+
+def _answers(connection: socket.socket) -> Iterator[dict[str, Any]]:
+    """Yield the scheduler's responses until it closes the connection or is killed."""
+    with connection.makefile("rb") as lines, suppress(ConnectionError):
+        for line in lines:
+            answer: dict[str, Any] = parse_json(line)
+            yield answer
+
+
+def _ended_early(accepted: dict[str, Any]) -> str:
+    if not accepted:
+        return "the scheduler ended before it accepted the job; start it and submit the job again"
+    return (
+        f"the scheduler ended before job {accepted.get('job_id')} did; start it and submit the job again. The files of "
+        f"this one are in {accepted.get('directory')}"
+    )

@@ -19,6 +19,7 @@ from hypha_proto.job_spec import JobSpec, Reference
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse
 from hypha_proto.round_membership import RefusalKnown, UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
+from hypha_scheduler.errors import files_unusable
 from hypha_scheduler.jobs.task_graph import Task, TaskGraph, TaskState
 from hypha_scheduler.metrics.traffic import TrafficCounts
 from hypha_scheduler.strategies.base import (
@@ -351,6 +352,8 @@ class DilocoOperator:
         if number > expected:
             why = f"the outer update of round {expected} never came: the parameter server sends that of {number}"
             return Refusal(reason=f"the outer update of round {expected} is missing"), self._fail(why)
+        if header is not None and (lacking := self._data.result.lacks_room(header.size)):
+            return Refusal(reason="the scheduler has no room for the outer update"), self._fail(lacking)
         name = f"round-{number}-{uuid.uuid4().hex[:8]}.safetensors"
         return PushTarget(self._context.directory / "updates" / name, self._data.result.largest_update()), ()
 
@@ -369,7 +372,7 @@ class DilocoOperator:
             failure, following = running.announcer.on_result(outcome, running.training.rounds.closed)
             return (*(self._fail(failure) if failure is not None else ()), *following)
         if isinstance(outcome, OSError):
-            return self._fail(f"{self._context.directory}: the job's files cannot be used: {outcome}")
+            return self._fail(files_unusable(self._context.directory, [outcome]))
         if isinstance(outcome, Exception):
             return self._fail(str(outcome))
         if tag == _APPLY:

@@ -5,7 +5,9 @@ The parameter server pushes the outer updates to the scheduler as to the workers
 
 from __future__ import annotations
 
+import errno
 import logging
+import shutil
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ import anyio
 import anyio.to_thread
 
 from hypha_proto.errors import TensorFileError
-from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.jobs.artifacts import sync_to_disk
 
 _log = logging.getLogger(__name__)
@@ -56,6 +58,14 @@ class ResultModel:
         """Return the size limit of an outer update in bytes: float32 for a model stored in 8 bits or more a number."""
         return 4 * sum(path.stat().st_size for path in self.directory.glob("*.safetensors")) + (16 << 20)
 
+    def lacks_room(self, size: int) -> str | None:
+        """Return why an outer update of `size` bytes cannot be stored, or None if there is room for it."""
+        free = shutil.disk_usage(self.directory).free
+        if size <= free:
+            return None
+        error = OSError(errno.ENOSPC, f"an outer update has {size} bytes, {free} are free", str(self.directory.parent))
+        return files_unusable(self.directory.parent, [error])
+
     async def finish(self) -> None:
         """Add the remaining updates and sync the model to disk.
 
@@ -73,7 +83,11 @@ class ResultModel:
         for update in list(self._pending):
             try:
                 await anyio.to_thread.run_sync(partial(apply_update_to_dir, self.directory, update))
-            except (TensorFileError, OSError) as error:
+            except OSError as error:
+                if error.filename is None:
+                    error = OSError(error.errno, error.strerror, str(self.directory))
+                raise JobFailedError(files_unusable(self.directory.parent, [error])) from None
+            except TensorFileError as error:
                 raise JobFailedError(f"outer update {update.name} cannot be added to the model: {error}") from None
             update.unlink()
             self._pending.remove(update)

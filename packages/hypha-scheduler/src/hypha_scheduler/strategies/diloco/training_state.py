@@ -78,7 +78,8 @@ class TrainingState:
     ) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         if isinstance(progress, BatchDone):
             self.slices.report(peer, _slice_counts(progress.slices))
-            return self.rounds.batch_done(peer, progress.batch_size, now), ()
+            seconds = None if progress.batch_ms is None else progress.batch_ms / 1000
+            return self.rounds.batch_done(peer, progress.batch_size, now, seconds), ()
         if isinstance(progress, SendingUpdate):
             return Done() if self.rounds.is_excused(peer) else Acknowledged(), self.rounds.update_started(peer, now)
         if isinstance(progress, RoundMetrics):
