@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hypha_proto.codec import to_cbor, to_plain
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
+from hypha_proto.datasets import DATA, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId
@@ -22,8 +22,11 @@ from hypha_proto.leases import (
     JOB_END,
     RELEASE_LEASE,
     RENEW_LEASE,
+    SAY_GOODBYE,
     WHY_NOT,
     CancelJob,
+    Goodbye,
+    GoodbyeReceived,
     JobCancelled,
     JobEnd,
     LeaseReleased,
@@ -34,7 +37,7 @@ from hypha_proto.leases import (
     WhyNot,
 )
 from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
-from hypha_proto.progress import REPORT, BatchDone, OuterStepTaken, ProgressRequest
+from hypha_proto.progress import REPORT, BatchDone, OuterStepTaken, ProgressError, ProgressRequest
 from hypha_proto.resources import Resources, Timestamp
 from hypha_proto.round_membership import (
     ROUND_MEMBERS,
@@ -87,6 +90,16 @@ REQUESTS: list[tuple[Any, Any]] = [
         ProgressRequest(job_id=ID[7], progress=BatchDone(batch_size=16, slices={"3": 16}, batch_ms=12.5), lease=ID[1]),
     ),
     (REPORT, ProgressRequest(job_id=ID[7], progress=OuterStepTaken(), lease=ID[1], id=ID[2])),
+    (
+        DATA,
+        DataRequest(
+            dataset="digits",
+            job_id=ID[7],
+            id=ID[1],
+            unusable=UnusableSlice(index=3, failures=(ProviderFailure(provider=PEER, reason="wrong digest"),), epoch=1),
+        ),
+    ),
+    (SAY_GOODBYE, Goodbye(leases=(ID[1], ID[2]), reason="the worker is shutting down")),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
@@ -104,6 +117,8 @@ RESPONSES: list[tuple[Any, Any]] = [
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, others=(OTHER,))),
     (HEALTH_CHECK, Health(healthy=True, role="worker", version="0.1.0", bytes_sent=1, bytes_received=2)),
     (RENEW_LEASE, Renewed(id=ID[1], timeout=TIME, timeout_ms=10_000)),
+    (REPORT, ProgressError(reason="the round is over")),
+    (SAY_GOODBYE, GoodbyeReceived()),
 ]
 PUSH = PushHeader(
     job_id=ID[7], round=4, kind=PSEUDO_GRADIENT, name="update.safetensors", size=1 << 33, digest=DIGEST, samples=320
