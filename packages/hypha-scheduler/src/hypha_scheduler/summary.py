@@ -15,7 +15,7 @@ def summarize(
     before: Mapping[PeerId, TrafficCounts],
     after: Mapping[PeerId, TrafficCounts],
 ) -> dict[str, object]:
-    """Return rounds, samples and loss of a finished job, and the samples and traffic of each peer.
+    """Return rounds, samples, loss and unused slices of a finished job, and the samples and traffic of each peer.
 
     Args:
         operator: operator of the job.
@@ -36,4 +36,8 @@ def summarize(
         ],
         "parameter_server": of(operator.server),
         "loss": operator.loss,
+        "slices_set_aside": [
+            {"slice": index, "providers": {str(failure.provider): failure.reason for failure in report.failures}}
+            for index, report in sorted(operator.set_aside.items())
+        ],
     }

@@ -18,14 +18,15 @@ from typing import Any, Final
 import anyio
 import anyio.abc
 
+from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import leaf_errors
 from hypha_net.transfer import FilePushTarget, PullSource
-from hypha_proto.datasets import DataRequest, SliceAssigned
+from hypha_proto.datasets import DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec, Reference
-from hypha_proto.leases import JobEnd
+from hypha_proto.leases import Goodbye, JobEnd
 from hypha_proto.offers import WorkerOffer
 from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.round_membership import UpdateRefused
@@ -37,7 +38,7 @@ from hypha_scheduler.allocation.renewal import renew_leases
 from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.answers import ResponseCache
 from hypha_scheduler.datasets.dataset import Dataset, open_dataset
-from hypha_scheduler.datasets.providers import Providers
+from hypha_scheduler.datasets.providers import MAX_PROVIDERS, Providers
 from hypha_scheduler.dispatch import dispatch_ready
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.job_config import JobConfig
@@ -57,7 +58,7 @@ from hypha_scheduler.results import (
 from hypha_scheduler.start_gate import StartBarrier
 from hypha_scheduler.strategies.diloco.operator import START_MODEL, DilocoOperator, diloco_tasks
 from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, Late, Measured, RoundClosed, Rounds
-from hypha_scheduler.strategies.diloco.slices import LedgerFullError, SliceLedger
+from hypha_scheduler.strategies.diloco.slices import LedgerFullError, NoUsableSliceError, SliceLedger
 from hypha_scheduler.submit import AGGREGATE, TRAIN, PlacedJob, evaluation_shares, role_requests, round_settings
 from hypha_scheduler.summary import summarize
 from hypha_scheduler.tasks import Task, TaskGraph, TaskState
@@ -73,6 +74,11 @@ _RELEASE_TIMEOUT: Final = 3.0
 _JOB_END_GRACE: Final = 2.0
 """Seconds to wait for a `JobEnd` with details after a `JobStatus` reported the end of an executor."""
 _DEADLINE_CHECK_INTERVAL: Final = 0.5
+_REASON_LIMIT: Final = 400
+"""Characters of a peer's reason in an event."""
+_SET_ASIDE: Final = instrumentation.Counter(
+    "hypha.scheduler.slices.set_aside", "{slice}", "Slices that no provider had as the manifest describes them."
+)
 _DEFAULT_AUCTION: Final = AuctionSettings()
 
 
@@ -360,9 +366,14 @@ class TrainingRun:
         await self._start_barrier.wait(peer)
         if (earlier := self._slice_responses.get(peer, request.id)) is not None:
             return earlier
+        if request.unusable is not None:
+            self._set_slice_aside(peer, request.unusable)
         try:
             assignment = self._running.operator.slice_for(peer, anyio.current_time())
         except LedgerFullError as error:
+            return WireError(message=str(error))
+        except NoUsableSliceError as error:
+            self.fail(f"dataset {request.dataset!r}: {error}; the last, {self._last_set_aside()}")
             return WireError(message=str(error))
         if assignment is None:
             return NotFound()
@@ -374,15 +385,45 @@ class TrainingRun:
         )
         return self._slice_responses.put(peer, request.id, response)
 
+    def _set_slice_aside(self, peer: PeerId, report: UnusableSlice) -> None:
+        """Continue the job without a slice that a worker could not get from any provider."""
+        assert self._running is not None
+        assert self._dataset is not None
+        failures = tuple(
+            ProviderFailure(provider=failure.provider, reason=" ".join(failure.reason.split())[:_REASON_LIMIT])
+            for failure in report.failures[:MAX_PROVIDERS]
+        )
+        report = UnusableSlice(index=report.index, epoch=report.epoch, failures=failures)
+        if not self._running.operator.slice_unusable(peer, report):
+            _log.warning("%s cannot use slice %d, which is not assigned to it", peer, report.index)
+            return
+        _SET_ASIDE.add(1)
+        left = self._running.operator.slices.usable
+        _log.warning("the job continues with %d slices, without %s", left, self._last_set_aside())
+        with self._failing_on_file_errors():
+            self._report.emit(
+                "slice_set_aside",
+                slice=report.index, worker=str(peer), left=left,
+                providers={str(failure.provider): failure.reason for failure in failures},
+            )  # fmt: skip
+
+    def _last_set_aside(self) -> str:
+        """Return what is wrong with the slice that was set aside last, and what to do."""
+        assert self._running is not None
+        assert self._dataset is not None
+        index, report = list(self._running.operator.set_aside.items())[-1]
+        reasons = "; ".join(f"data node {failure.provider}: {failure.reason}" for failure in report.failures)
+        return f"{self._dataset.describe(index)} at {reasons}; restore the file there and restart that data node"
+
     def on_report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
         """Handle a progress report of an executor."""
-        if self._running is None or not self._runs_task(peer, request.lease):
-            return ProgressError()
+        if self._running is None:
+            return ProgressError(reason="the job has no workers yet")
+        if not self._runs_task(peer, request.lease):
+            return ProgressError(reason="no task of the job runs on this peer under this lease")
         if (earlier := self._progress_responses.get(peer, request.id)) is not None:
             return earlier
         answer, effects = self._running.operator.report(peer, request.progress, anyio.current_time())
-        if isinstance(answer, ProgressError):
-            _log.warning("report %s of %s does not match the state of the job", type(request.progress).__name__, peer)
         with self._failing_on_file_errors():
             self._apply(effects)
         self._check_finished()
@@ -440,6 +481,15 @@ class TrainingRun:
 
         return FilePushTarget(path, self._result.largest_update(), on_complete, slot=str(self.directory))
 
+    def on_goodbye(self, peer: PeerId, goodbye: Goodbye) -> None:
+        """Handle a worker's announcement that it is shutting down: its leases end at once."""
+        reason = " ".join(goodbye.reason.split())[:_REASON_LIMIT] or "it is shutting down"
+        for held in self._leases.held():
+            if held.peer == peer and held.lease in goodbye.leases:
+                self._leases.drop(held.lease)
+                with self._failing_on_file_errors():
+                    self._lease_lost(held, reason)
+
     def on_job_end(self, peer: PeerId, end: JobEnd) -> None:
         """Handle a worker's report on how an executor ended."""
         task = self._running.graph.of_lease(end.lease) if self._running is not None else None
@@ -447,6 +497,8 @@ class TrainingRun:
             return
         state = {"finished": TaskState.FINISHED, "cancelled": TaskState.CANCELLED}.get(end.outcome, TaskState.FAILED)
         first = self._running.graph.end(task.name, state)
+        if state is TaskState.CANCELLED:
+            self._leases.drop(end.lease)  # the worker's lease ends with its job
         self._changed.set()
         if not first or (end.outcome == "cancelled" and self._outcome_known.is_set()):
             return  # already known, or requested by this scheduler
