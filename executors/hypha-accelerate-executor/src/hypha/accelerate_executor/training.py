@@ -31,7 +31,7 @@ from hypha.accelerate_executor.modeling.hf import model_directory
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha_proto.codec import from_json
 from hypha_proto.errors import DecodeError, ProtoError
-from hypha_proto.job_spec import JobSpec, TrainConfig, TrainJob
+from hypha_proto.job_spec import JobSpec, SchedulerReference, TrainConfig, TrainJob
 
 logger = logging.getLogger("hypha.accelerate_executor.training")
 
@@ -160,7 +160,13 @@ def _train(options: argparse.Namespace, started: float) -> None:
         follow(config, _owner_options(options), LoopTiming(update_timeout, delay))
         return
     with Bridge(options.socket, work_dir, timeout) as bridge:
-        batches = Batches(_slices(bridge, config), config.batch_size, config.seed or 0, preprocessed_columns(config))
+        batches = Batches(
+            _slices(bridge, config),
+            config.batch_size,
+            config.seed or 0,
+            preprocessed_columns(config),
+            config.data.dataset if isinstance(config.data, SchedulerReference) else "",
+        )
         clean = Redaction(secrets_of(config)).clean
         spans = Spans(bridge.report_spans, os.environ.get(TRACE_VARIABLE), clean)
         try:
