@@ -413,7 +413,7 @@ class TrainingRun:
         assert self._dataset is not None
         index, report = list(self._running.operator.set_aside.items())[-1]
         reasons = "; ".join(f"data node {failure.provider}: {failure.reason}" for failure in report.failures)
-        return f"{self._dataset.describe(index)} at {reasons}; restore the file there and restart that data node"
+        return f"{self._dataset.describe(index)} at {reasons}; restore the file there, the data node's log says more"
 
     def on_report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
         """Handle a progress report of an executor."""
