@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -111,7 +112,8 @@ def test_a_missing_socket_fails(
         ("/resources/fetch", 200, [], 1, "no config.json"),
         ("/resources/send", 500, {"error": "push-failed", "detail": "peer is away"}, 1, "push-failed: peer is away"),
         ("/resources/receive", 400, {"error": "bad", "detail": "not a sender"}, 1, "400 bad: not a sender"),
-        ("/status/send", 200, {"type": "Error"}, 1, "the scheduler refused"),
+        ("/status/send", 200, {"type": "Error"}, 1, "its log says why"),
+        ("/status/send", 200, {"type": "Error", "reason": "the round is over"}, 1, "): the round is over"),
         ("/status/send", 200, {"type": "Perhaps"}, 1, "malformed-answer"),
     ],
 )
@@ -216,3 +218,16 @@ def test_a_delay_that_is_not_a_number_is_refused(
 ) -> None:
     monkeypatch.setenv(training.DELAY_VARIABLE, "slow")
     assert "HYPHA_EXECUTOR_DELAY='slow'" in _ends_with(caplog, make_worker().arguments(), 2)
+
+
+def test_a_full_disk_exits_with_a_code_of_its_own_and_names_the_path(
+    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_worker(batches=3)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("hypha.accelerate_executor.diloco.replica.write_update", full)
+    message = _ends_with(caplog, worker.arguments(), os.EX_IOERR)
+    assert message == f"{worker.work_dir}: No space left on device"

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from hypha_proto.codec import to_cbor, to_plain
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
+from hypha_proto.datasets import DATA, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, Finished, JobStatus
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
@@ -25,8 +25,11 @@ from hypha_proto.leases import (
     JOB_END,
     RELEASE_LEASE,
     RENEW_LEASE,
+    SAY_GOODBYE,
     WHY_NOT,
     CancelJob,
+    Goodbye,
+    GoodbyeReceived,
     JobCancelled,
     JobEnd,
     LeaseReleased,
@@ -37,7 +40,7 @@ from hypha_proto.leases import (
     WhyNot,
 )
 from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
-from hypha_proto.progress import REPORT, BatchDone, OuterStepTaken, ProgressRequest
+from hypha_proto.progress import REPORT, BatchDone, OuterStepTaken, ProgressError, ProgressRequest
 from hypha_proto.resources import Resources, Timestamp
 from hypha_proto.round_membership import (
     ROUND_MEMBERS,
@@ -104,6 +107,16 @@ REQUESTS: list[tuple[Any, Any]] = [
     (DISPATCH_JOB, DispatchJob(id=ID[1], spec=JOB, keep_lease=True, attempt=2)),
     (JOB_STATUS, JobStatus(task_id=ID[1], status=Finished(), attempt=2)),
     (JOB_END, JobEnd(lease=ID[1], job_id=ID[7], outcome="finished", reason="", attempt=2)),
+    (
+        DATA,
+        DataRequest(
+            dataset="digits",
+            job_id=ID[7],
+            id=ID[1],
+            unusable=UnusableSlice(index=3, failures=(ProviderFailure(provider=PEER, reason="wrong digest"),), epoch=1),
+        ),
+    ),
+    (SAY_GOODBYE, Goodbye(leases=(ID[1], ID[2]), reason="the worker is shutting down")),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
@@ -121,6 +134,8 @@ RESPONSES: list[tuple[Any, Any]] = [
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, others=(OTHER,))),
     (HEALTH_CHECK, Health(healthy=True, role="worker", version="0.1.0", bytes_sent=1, bytes_received=2)),
     (RENEW_LEASE, Renewed(id=ID[1], timeout=TIME, timeout_ms=10_000)),
+    (REPORT, ProgressError(reason="the round is over")),
+    (SAY_GOODBYE, GoodbyeReceived()),
 ]
 PUSH = PushHeader(
     job_id=ID[7], round=4, kind=PSEUDO_GRADIENT, name="update.safetensors", size=1 << 33, digest=DIGEST, samples=320

@@ -66,6 +66,9 @@ class Display:
             self._round(event)
         elif event.get("event") == "worker_lost":
             self.step(f"{event['worker']}: {event['reason']}", alarm="worker lost:")
+        elif event.get("event") == "slice_set_aside":
+            reasons = "; ".join(f"data node {peer}: {reason}" for peer, reason in event["providers"].items())
+            self.step(f"the job continues without slice {event['slice']}: {reasons}", alarm="slice set aside:")
         elif event.get("event") == "worker_late":
             text = f"{event['worker']}: round {event['round']} continued without it after {event['seconds']:.1f} s"
             self.step(text, alarm="worker late:")

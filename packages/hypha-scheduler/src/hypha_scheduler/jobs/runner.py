@@ -15,22 +15,24 @@ from typing import Any, Final, TypeVar
 
 import anyio
 import anyio.abc
+import msgspec
 
 from hypha_net import backoff, instrumentation, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_net.transfer import FilePushTarget, PullSource
-from hypha_proto.datasets import DataRequest, SliceAssigned
+from hypha_proto.datasets import DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireError
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import CANCEL_JOB, CancelJob, JobEnd
+from hypha_proto.leases import CANCEL_JOB, CancelJob, Goodbye, JobEnd
 from hypha_proto.offers import WorkerOffer
 from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.protocols import LEASE
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings
 from hypha_scheduler.allocation.shortage import Shortage
+from hypha_scheduler.datasets.providers import MAX_PROVIDERS
 from hypha_scheduler.errors import AllocationError, JobFailedError, files_unusable
 from hypha_scheduler.jobs.artifacts import write_result
 from hypha_scheduler.jobs.config import JobTable
@@ -80,6 +82,8 @@ _CHECK_INTERVAL: Final = 0.5
 _MAX_LINE: Final = 500
 _MAX_LINES: Final = 40
 _MAX_REASON: Final = 1000
+_MAX_TEXT: Final = 400
+"""Characters of a peer's reason in an event."""
 _MAX_WAIT: Final = 30.0
 """Longest time in seconds for which a request for a slice waits; the worker then asks again."""
 _DEFAULT_AUCTION: Final = AuctionSettings()
@@ -115,6 +119,8 @@ class JobRunner:
         self._auction_settings = auction
         self._operator: Operator | None = None
         self._register = TaskRegister()
+        self._stopping: set[TaskRef] = set()
+        """Tasks that were cancelled and whose leases stay."""
         self._progress_responses: ResponseCache[ProgressResponse] = ResponseCache()
         self._slice_responses: ResponseCache[SliceAssigned] = ResponseCache()
         self._traffic_before: dict[PeerId, TrafficCounts] = {}
@@ -338,6 +344,7 @@ class JobRunner:
 
     def _stop_task(self, effect: StopTask) -> None:
         if effect.keep_lease:
+            self._stopping.add(effect.task)
             self._start_background(partial(self._cancel, effect))
         else:
             self._pool.release(effect.task.lease.id, effect.reason)
@@ -445,6 +452,9 @@ class JobRunner:
                 return NotFound()
             if (earlier := self._slice_responses.get(peer, request.id)) is not None:
                 return earlier
+            if request.unusable is not None:
+                self._set_slice_aside(task, request.dataset, request.unusable)
+                request = msgspec.structs.replace(request, unusable=None)  # once, if the request has to wait
             try:
                 found = self._next_slice(task, request.dataset)
             except SliceRefusedError as error:
@@ -458,6 +468,14 @@ class JobRunner:
             with anyio.move_on_after(min(found.seconds, deadline - now)):
                 await self._changed.wait()
 
+    def _set_slice_aside(self, task: TaskRef, dataset: str, report: UnusableSlice) -> None:
+        failures = tuple(
+            ProviderFailure(provider=failure.provider, reason=_one_line(failure.reason))
+            for failure in report.failures[:MAX_PROVIDERS]
+        )
+        bounded = UnusableSlice(index=report.index, epoch=report.epoch, failures=failures)
+        self._tell(self._running_operator.on_slice_unusable, task, dataset, bounded, anyio.current_time())
+
     def _next_slice(self, task: TaskRef, dataset: str) -> SliceToUse | RetryAfter | None:
         found = self._call(lambda: self._running_operator.next_slice(task, dataset, anyio.current_time()))
         if not isinstance(found, RetryAfter):
@@ -468,15 +486,13 @@ class JobRunner:
         """Handle a progress report of an executor."""
         task = self._register.of_peer(peer, request.lease)
         if task is None:
-            return ProgressError()
+            return ProgressError(reason="no task of the job runs on this peer under this lease")
         if (earlier := self._progress_responses.get(peer, request.id)) is not None:
             return earlier
         now = anyio.current_time()
         answer, ticket = self._ask(lambda: self._running_operator.on_progress(task, request.progress, now))
         if answer is None:
-            return ProgressError()
-        if isinstance(answer, ProgressError):
-            _log.warning("report %s of %s does not match the state of the job", type(request.progress).__name__, peer)
+            return ProgressError(reason="the job is over")
         self._progress_responses.put(peer, request.id, answer)
         await self._effects.wait(ticket)
         return answer
@@ -522,6 +538,13 @@ class JobRunner:
 
         return FilePushTarget(path, target.max_bytes, on_complete, slot=f"{self.directory}/{task.name}")
 
+    def on_goodbye(self, peer: PeerId, goodbye: Goodbye) -> None:
+        """Handle a worker's announcement that it is shutting down: its leases end at once."""
+        reason = _one_line(goodbye.reason) or "it is shutting down"
+        for lease in self._pool.held:
+            if lease.peer == peer and lease.id in goodbye.leases:
+                self._pool.drop(lease.id, reason)
+
     def on_job_end(self, peer: PeerId, end: JobEnd) -> None:
         """Handle a worker's report on how an executor ended."""
         task = self._register.on_lease(end.lease, peer, end.attempt)
@@ -530,7 +553,11 @@ class JobRunner:
         states = {"finished": TaskState.FINISHED, "cancelled": TaskState.CANCELLED}
         state = states.get(end.outcome, TaskState.FAILED)
         lines = tuple(line[:_MAX_LINE] for line in end.last_lines[-_MAX_LINES:])
-        self._task_over(task, TaskEnded(state, end.reason[:_MAX_REASON], end.exit_code, lines))
+        ended = TaskEnded(state, end.reason[:_MAX_REASON], end.exit_code, lines)
+        was_stopped = task in self._stopping  # by `CancelJob`, which leaves its lease
+        self._task_over(task, ended)
+        if state is TaskState.CANCELLED and not was_stopped:
+            self._pool.drop(task.lease.id, ended.reason or "its worker cancelled the task")
 
     def on_job_status(self, peer: PeerId, status: JobStatus) -> None:
         """Handle a worker's status report; older workers send only this, newer ones also `JobEnd` with details."""
@@ -549,8 +576,13 @@ class JobRunner:
         """Tell the operator of the end of a task, once."""
         if not self._register.end(task) or self._closed:
             return
+        self._stopping.discard(task)
         try:
             self._events.task_ended(task, end)
         except OSError as error:
             self._on_file_error(error)
         self._tell(self._running_operator.on_task_update, task, end, anyio.current_time())
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:_MAX_TEXT]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hypha_net.transfer import PullSource
+from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec
 from hypha_proto.progress import Progress, ProgressResponse
@@ -88,7 +89,11 @@ class StartTask:
     task: TaskRef
     spec: JobSpec
     keep_lease: bool = False
-    """Whether the lease stays for a further task when this one has ended by itself."""
+    """Whether the lease stays for a further task when this one has ended by itself.
+
+    Otherwise its worker ends it, which `Operator.on_lease_lost` hears of at the next renewal unless fewer leases are
+    wanted by then.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +250,10 @@ class DatasetView(Protocol):
         """Data node that sent the manifest."""
         ...
 
+    def describe(self, index: int) -> str:
+        """Return a slice's number, and the name of its file where the manifest gives one."""
+        ...
+
 
 class JobContext(Protocol):
     """What a strategy may use of the scheduler: its own job's part and nothing else."""
@@ -321,6 +330,10 @@ class Operator(Protocol):
         Raises:
             SliceRefusedError: the task gets no slice now.
         """
+        ...
+
+    def on_slice_unusable(self, task: TaskRef, dataset: str, report: UnusableSlice, now: float) -> Effects:
+        """Handle that a task cannot get a slice from any provider; it asks for one in its place next."""
         ...
 
     def on_pull_request(self, task: TaskRef, request: PullRequest) -> PullSource | Refusal:

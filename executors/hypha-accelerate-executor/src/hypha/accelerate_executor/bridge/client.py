@@ -150,7 +150,8 @@ class Bridge:
         except DecodeError as error:
             raise BridgeRefused("status", response.status_code, "malformed-answer", str(error)) from None
         if isinstance(answer, ProgressError):
-            raise SchedulerRefused(f"the scheduler refused the report {progress!r:.200}; its log says why")
+            why = f": {answer.reason[:400]}" if answer.reason else "; its log says why"
+            raise SchedulerRefused(f"the scheduler refused the report {progress!r:.200}{why}")
         return answer
 
     def report_spans(self, report: routes.SpanReport) -> None:

@@ -12,7 +12,7 @@ from hypha_scheduler.strategies.diloco.training_state import TrainingState
 def summarize(
     training: TrainingState, workers: Iterable[PeerId], traffic: Mapping[PeerId, TrafficCounts]
 ) -> dict[str, object]:
-    """Return rounds, samples and loss of a finished job, and the samples and traffic of each peer.
+    """Return rounds, samples, loss and unused slices of a finished job, and the samples and traffic of each peer.
 
     Args:
         training: training state of the job.
@@ -32,4 +32,8 @@ def summarize(
         ],
         "parameter_server": of(training.server),
         "loss": training.loss,
+        "slices_set_aside": [
+            {"slice": index, "providers": {str(failure.provider): failure.reason for failure in report.failures}}
+            for index, report in sorted(training.set_aside.items())
+        ],
     }

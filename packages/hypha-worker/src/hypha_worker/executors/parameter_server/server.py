@@ -316,7 +316,8 @@ class ParameterServer:
             context.endpoint, context.scheduler, REPORT, request, timeout=30.0, delays=REPORT_DELAYS
         )
         if isinstance(answer, ProgressError):
-            raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}")
+            why = f": {answer.reason[:400]}" if answer.reason else "; its log says why"
+            raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}{why}")
         return isinstance(answer, Done)
 
     async def _send_refusals(self) -> None:
