@@ -15,7 +15,6 @@ from typing import Any, Final, TypeVar
 
 import anyio
 import anyio.abc
-import msgspec
 
 from hypha_net import backoff, instrumentation, rpc
 from hypha_net.endpoint import Endpoint
@@ -446,15 +445,16 @@ class JobRunner:
     async def on_data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
         """Handle a worker's request for a slice."""
         deadline = anyio.current_time() + _MAX_WAIT
+        unusable = request.unusable
         while True:
             task = self._register.of_peer(peer, request.lease)
             if task is None or not self._context.has_dataset(request.dataset):
                 return NotFound()
             if (earlier := self._slice_responses.get(peer, request.id)) is not None:
                 return earlier
-            if request.unusable is not None:
-                self._set_slice_aside(task, request.dataset, request.unusable)
-                request = msgspec.structs.replace(request, unusable=None)  # once, if the request has to wait
+            if unusable is not None:
+                self._set_slice_aside(task, request.dataset, unusable)
+                unusable = None  # once, if the request has to wait
             try:
                 found = self._next_slice(task, request.dataset)
             except SliceRefusedError as error:
