@@ -498,6 +498,24 @@ def test_the_next_attempt_is_refused_while_a_task_runs_and_accepted_afterwards(i
     in_lab(case)
 
 
+def test_a_late_cancellation_does_not_end_the_next_task(in_lab: Callable[[Case], None]) -> None:
+    async def case(lab: Lab) -> None:
+        lease = lab.hire()
+        scheduler = lab.scheduler.peer_id
+        assert await lab.dispatch(lease, train(lab), keep_lease=True, attempt=0) == "Dispatched"
+        await lab.end_task((await lab.running(1))[0])
+        assert await lab.dispatch(lease, train(lab), keep_lease=True, attempt=1) == "Dispatched"
+        await lab.running(2)
+        assert not lab.jobs.cancel(lease, scheduler, "late", attempt=0)
+        assert len(lab.jobs.running) == 1
+        assert lab.jobs.cancel(lease, scheduler, "enough", attempt=1)
+        await lab.until(lambda: len(lab.ends) == 2)
+        assert (lab.ends[1].outcome, lab.ends[1].attempt) == ("cancelled", 1)
+        assert lab.state(lease) is LeaseState.HELD
+
+    in_lab(case)
+
+
 def test_a_kept_lease_ends_by_release_during_a_task_and_when_idle(in_lab: Callable[[Case], None]) -> None:
     async def case(lab: Lab) -> None:
         released, idle = lab.hire(), lab.hire()

@@ -231,7 +231,7 @@ class Worker:
 
     async def cancel(self, scheduler: PeerId, message: CancelJob) -> JobCancelled:
         """Cancel the job on a lease; the lease stays."""
-        return JobCancelled(known=self.jobs.cancel(message.id, scheduler, message.reason))
+        return JobCancelled(known=self.jobs.cancel(message.id, scheduler, message.reason, message.attempt))
 
     async def explain(self, scheduler: PeerId, message: WhyNot) -> Reasons:
         """Return why this worker would make no offer for a request."""

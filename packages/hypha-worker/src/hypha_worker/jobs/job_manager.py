@@ -196,10 +196,14 @@ class JobManager:
             raise _NoLeaseError(f"{scheduler} has no lease for dispatch {message.id} here")
         return lease
 
-    def cancel(self, lease: uuid.UUID, scheduler: PeerId, reason: str) -> bool:
-        """Cancel the job on a lease of `scheduler`; return whether there is one."""
+    def cancel(self, lease: uuid.UUID, scheduler: PeerId, reason: str, attempt: int | None = None) -> bool:
+        """Cancel the job on a lease of `scheduler`; return whether there is one.
+
+        Args:
+            attempt: number of its dispatch; the job of another one is not cancelled. None means any job.
+        """
         job = self._jobs.get(lease)
-        if job is None or job.scheduler != scheduler:
+        if job is None or job.scheduler != scheduler or attempt not in (None, job.attempt):
             return False
         if not job.scope.cancel_called:
             job.cancel_reason = reason
