@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import uuid
@@ -144,6 +145,7 @@ status, answer = post(
 assert status == 200, answer
 status, answer = post("/status/send", {"metrics": {"round": 1, "metrics": {"loss": 1.0}}})
 assert answer == {"type": "Done"}, answer
+print("variant is done")
 """
 
 
@@ -157,8 +159,10 @@ def variant(lab: Any, job_id: uuid.UUID, seed: int) -> JobSpec:
 
 
 def test_variants_of_a_job_run_side_by_side_and_one_after_the_other(
-    in_lab: InLab, push_receiver: Any, serve_slices: Any
+    in_lab: InLab, push_receiver: Any, serve_slices: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
+
     async def case(lab: Any) -> None:
         scheduler, job_id = lab.scheduler, uuid.uuid4()
         pushed = push_receiver(scheduler.endpoint, lab.folder / "scheduler")
@@ -191,6 +195,8 @@ def test_variants_of_a_job_run_side_by_side_and_one_after_the_other(
         )
         assert lab.left_behind() == []
         assert lab.worker.lease_manager.free.resources.cpu == 0.0, "both leases are kept"
+        lines = [text for text in caplog.messages if text.endswith("] variant is done")]
+        assert (len(lines), len(set(lines))) == (4, 2), "lines of two tasks can be told apart"
 
     in_lab(case)
 

@@ -176,10 +176,14 @@ class JobManager:
         if attempt is not None and self._lease_manager.is_repeated(lease.id, scheduler, attempt, self._clock()):
             return lease
         job = self._create_job(lease, message, self._find_factory(message.spec))
-        self._check_distinguishable(job)
-        self._lease_manager.attach_job(lease.id, scheduler, self._clock(), attempt)
+        try:
+            self._check_distinguishable(job)
+            self._lease_manager.attach_job(lease.id, scheduler, self._clock(), attempt)
+        except (LeaseError, ExecutionError) as error:
+            job.span.end(error)
+            raise
         self._jobs[lease.id] = job
-        _log.info("%s started for scheduler %s", job, scheduler)
+        _log.info("%s started on lease %s for scheduler %s", job, lease.id, scheduler)
         self._tasks.start_soon(self._run, job)
         return lease
 

@@ -130,6 +130,11 @@ class ProcessExecution:
                 self._queue.close()
                 backend.close()
 
+    @property
+    def _log_name(self) -> str:
+        """The beginnings of the ids of job and lease, since several tasks of a job may run here."""
+        return f"{self._context.spec.job_id!s:.8}/{self._context.lease!s:.4}"
+
     def _make_backend(self) -> JobBridgeBackend:
         context = self._context
         return JobBridgeBackend(
@@ -164,7 +169,7 @@ class ProcessExecution:
                 reading.deadline = anyio.current_time() + _OUTPUT_DRAIN
         with anyio.CancelScope(shield=True):
             await process.aclose()
-        _log.info("[%s] executor %s", f"{self._context.spec.job_id}"[:8], exit_text(self._exit_code))
+        _log.info("[%s] executor %s", self._log_name, exit_text(self._exit_code))
         if self._exit_code != 0:
             raise ExecutionError(f"executor {self._settings.cmd} {exit_text(self._exit_code)}")
 
@@ -221,7 +226,7 @@ class ProcessExecution:
     async def _read_output(self, process: anyio.abc.Process, reading: anyio.CancelScope) -> None:
         """Read the process's output: write it to a bounded file, log each line, and remember the last ones."""
         assert process.stdout is not None
-        name = f"{self._context.spec.job_id}"[:8]
+        name = self._log_name
         with reading, (self._context.work_dir / "executor.log").open("wb") as file:
             pending = b""
             with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
