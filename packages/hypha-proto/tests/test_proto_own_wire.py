@@ -117,6 +117,7 @@ REQUESTS: list[tuple[Any, Any]] = [
         ),
     ),
     (SAY_GOODBYE, Goodbye(leases=(ID[1], ID[2]), reason="the worker is shutting down")),
+    (CANCEL_JOB, CancelJob(id=ID[1], reason="a member was lost", attempt=2)),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),

@@ -213,7 +213,7 @@ class JobBridgeBackend:
 
     @property
     def _job(self) -> instrumentation.Attributes:
-        return {"hypha.job.id": str(self.spec.job_id)}
+        return {"hypha.job.id": str(self.spec.job_id), "hypha.lease.id": str(self.lease)}
 
     async def _fetch_artifact(self, reference: Reference, wanted: Transfer) -> Sequence[FetchedFile]:
         folder = resolve_folder(self.work_dir, wanted.path or ARTIFACTS)
@@ -236,7 +236,11 @@ class JobBridgeBackend:
         detail = ""
         for _ in range(MAX_UNUSABLE):
             request = DataRequest(
-                dataset=reference.dataset, job_id=self.spec.job_id, id=uuid.uuid4(), unusable=unusable
+                dataset=reference.dataset,
+                job_id=self.spec.job_id,
+                id=uuid.uuid4(),
+                lease=self.lease,
+                unusable=unusable,
             )
             assigned = await request_slice(self.endpoint, reference.peer, request)
             name = f"{safe_name(reference.dataset)}-{assigned.index}-{number}.safetensors" if path else FIRST_SLICE
@@ -305,6 +309,7 @@ class JobBridgeBackend:
             size=size,
             digest=digest,
             samples=wanted.samples or 0,
+            lease=self.lease,
         )
         about = {"hypha.round": number, "hypha.file.size": size}
         with instrumentation.span(f"send {header.kind}", about, parent=self.traceparent):

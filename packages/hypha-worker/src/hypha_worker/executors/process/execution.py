@@ -29,7 +29,6 @@ from hypha_net.transfer import FilePushTarget
 from hypha_proto.codec import to_json
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec
-from hypha_proto.round_membership import MembersKnown, RoundMembers
 from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
 from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
@@ -39,7 +38,7 @@ from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import ExecutionError, WorkReturnedError, is_disk_fault
 from hypha_worker.executors.process.process_tree import SHUTDOWN_GRACE, TERM_GRACE, TOKEN_VARIABLE, terminate_tree
 from hypha_worker.hardware.usage import measure_usage
-from hypha_worker.jobs.execution import ExecutionTrace, JobContext
+from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandler
 from hypha_worker.jobs.references import reference_peers, without_secrets
 
 _log = logging.getLogger(__name__)
@@ -107,6 +106,11 @@ class ProcessExecution:
         return OUTER_UPDATE
 
     @property
+    def message_handlers(self) -> Mapping[str, MessageHandler]:
+        """See `Execution.message_handlers`."""
+        return {}
+
+    @property
     def trace(self) -> ExecutionTrace:
         """See `Execution.trace`."""
         if self._exit_code == 0 or self._error is None:
@@ -117,10 +121,6 @@ class ProcessExecution:
     async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """See `Execution.accept_push`."""
         return self._queue.accept(peer, header)
-
-    async def set_round_members(self, message: RoundMembers) -> MembersKnown:
-        """See `Execution.set_round_members`."""
-        return MembersKnown(accepted=False, reason=f"job {message.job_id} is a training job on this worker")
 
     async def run(self) -> None:
         """See `Execution.run`."""
@@ -146,6 +146,11 @@ class ProcessExecution:
     def _stop_for_disk_fault(self, reason: str) -> None:
         self._disk_fault = self._disk_fault or reason
         self._stopped.cancel()
+
+    @property
+    def _log_name(self) -> str:
+        """The beginnings of the ids of job and lease, since several tasks of a job may run here."""
+        return f"{self._context.spec.job_id!s:.8}/{self._context.lease!s:.4}"
 
     def _make_backend(self) -> JobBridgeBackend:
         context = self._context
@@ -182,7 +187,7 @@ class ProcessExecution:
                 reading.deadline = anyio.current_time() + _OUTPUT_DRAIN
         with anyio.CancelScope(shield=True):
             await process.aclose()
-        _log.info("[%s] executor %s", f"{self._context.spec.job_id}"[:8], exit_text(self._exit_code))
+        _log.info("[%s] executor %s", self._log_name, exit_text(self._exit_code))
         if self._exit_code == os.EX_IOERR:
             raise WorkReturnedError(self._error or f"executor {self._settings.cmd} {exit_text(self._exit_code)}")
         if self._exit_code != 0:
@@ -194,11 +199,11 @@ class ProcessExecution:
         _RUNNING.add(1)
         if instrumentation.enabled():
             devices = [device.index for device in self._context.allocation.devices]
-            job_id = str(self._context.spec.job_id)
+            about = {"hypha.job.id": str(self._context.spec.job_id), "hypha.lease.id": str(self._context.lease)}
 
             async def measure() -> None:
                 with scope:
-                    await measure_usage(pid, job_id, devices)
+                    await measure_usage(pid, about, devices)
 
             tasks.start_soon(measure)
         return scope
@@ -241,7 +246,7 @@ class ProcessExecution:
     async def _read_output(self, process: anyio.abc.Process, reading: anyio.CancelScope) -> None:
         """Read the process's output: write it to a bounded file, log each line, and remember the last ones."""
         assert process.stdout is not None
-        name = f"{self._context.spec.job_id}"[:8]
+        name = self._log_name
         with reading, (self._context.work_dir / "executor.log").open("wb", buffering=0) as file:
             pending = b""
             with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
