@@ -111,6 +111,7 @@ def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: A
         assert (end.outcome, end.reason, end.exit_code) == ("finished", "", 0), end
         assert end.lease == lease
         assert end.last_lines == ("done with 1 threads",)
+        assert (end.bytes_sent, end.bytes_received) == (len(b"gradient"), len(b"slice 0") + len(b"outer"))
         await lab.scheduler.until(lambda: len(lab.scheduler.statuses) == 2)
         assert lab.scheduler.statuses == ["Running", "Finished"]
         [(sender, header, content)] = pushed.files
@@ -119,6 +120,37 @@ def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: A
         assert lab.scheduler.reports[0].lease == lease
         assert lab.left_behind() == []
         assert lab.scheduler.free_at_end == [lab.worker.arbiter.capabilities.capacity.resources]
+
+    in_lab(case)
+
+
+SENDS = """
+size = {size}
+open(os.path.join(work_dir, "update.safetensors"), "wb").write(b"x" * size)
+status, answer = post("/resources/send", {{"resource": config["updates"], "path": "update.safetensors"}})
+assert status == 200, answer
+post("/status/send", {{"status": {{"batch_size": 1}}}})
+listen({{"resource": config["results"], "path": "incoming"}}).__next__()
+"""
+
+
+def test_bytes_of_two_jobs_at_once_are_counted_apart(in_lab: InLab, push_receiver: Any) -> None:
+    sizes = {1000: b"outer", 3000: b"outer update"}
+
+    async def case(lab: Any) -> None:
+        pushed = push_receiver(lab.server, lab.folder / "server")
+        pushed.listen()
+        specs, ends = {}, {}
+        for size in sizes:
+            specs[size] = lab.train_spec()
+            await lab.start(SENDS.format(size=size), specs[size])
+            count = len(specs)
+            await lab.scheduler.until(lambda count=count: len(lab.scheduler.reports) == count)
+        for size, content in sizes.items():
+            await push_result(lab, specs[size], 1, content)
+        await lab.scheduler.until(lambda: len(lab.scheduler.ends) == 2, 20.0)
+        ends = {end.job_id: (end.outcome, end.bytes_sent, end.bytes_received) for end in lab.scheduler.ends}
+        assert ends == {specs[size].job_id: ("finished", size, len(content)) for size, content in sizes.items()}
 
     in_lab(case)
 

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.metrics.traffic import TrafficCounts
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficCounts:
+    """Bytes of files that a peer sent and received for one job, as it states them at the job's end."""
+
+    sent: int | None = None
+    """None if the peer does not state it."""
+    received: int | None = None
 
 
 def summarize(
     operator: DilocoOperator,
     workers: Iterable[PeerId],
-    before: Mapping[PeerId, TrafficCounts],
-    after: Mapping[PeerId, TrafficCounts],
+    traffic: Mapping[PeerId, TrafficCounts],
 ) -> dict[str, object]:
     """Return rounds, samples and loss of a finished job, and the samples and traffic of each peer.
 
     Args:
         operator: operator of the job.
         workers: training workers of the job.
-        before: traffic counts of peers at the start of the job.
-        after: traffic counts now; 0 is written for peers that report none.
+        traffic: traffic of the job at peers; null is written for peers that do not state it, such as lost ones.
     """
 
     def of(peer: PeerId) -> dict[str, object]:
-        carried = after.get(peer, TrafficCounts()) - before.get(peer, TrafficCounts())
+        carried = traffic.get(peer, TrafficCounts())
         return {"peer": str(peer), "bytes_sent": carried.sent, "bytes_received": carried.received}
 
     return {

@@ -44,7 +44,6 @@ from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.job_config import JobConfig
 from hypha_scheduler.membership import RoundAnnouncer
 from hypha_scheduler.metrics.status_bridge import StatusBridge
-from hypha_scheduler.metrics.traffic import TrafficCounts, measure_traffic
 from hypha_scheduler.model_files import missing_files
 from hypha_scheduler.reporting import JobReport
 from hypha_scheduler.results import (
@@ -61,7 +60,7 @@ from hypha_scheduler.strategies.diloco.operator import START_MODEL, DilocoOperat
 from hypha_scheduler.strategies.diloco.rounds import Effect, Fail, Late, Measured, RoundClosed, Rounds
 from hypha_scheduler.strategies.diloco.slices import LedgerFullError, SliceLedger
 from hypha_scheduler.submit import AGGREGATE, TRAIN, PlacedJob, evaluation_shares, role_requests, round_settings
-from hypha_scheduler.summary import summarize
+from hypha_scheduler.summary import TrafficCounts, summarize
 from hypha_scheduler.tasks import Task, TaskGraph, TaskState
 
 _log = logging.getLogger(__name__)
@@ -124,6 +123,7 @@ class TrainingRun:
         self._evaluation: Dataset | None = None
         self._progress_responses: ResponseCache[ProgressResponse] = ResponseCache()
         self._slice_responses: ResponseCache[SliceAssigned] = ResponseCache()
+        self._traffic: dict[PeerId, TrafficCounts] = {}
         self._failure: str | None = None
         self._outcome_known = anyio.Event()
         self._closed = False
@@ -206,9 +206,6 @@ class TrainingRun:
             )
         offers, placement_seconds = await self._allocate_workers()
         running = self._running = self._prepare(offers, self._dataset, self._model)
-        before: dict[PeerId, TrafficCounts] = {}
-        peers = [task.peer for task in running.graph.tasks]
-        self._tasks.start_soon(measure_traffic, self._endpoint, peers, before)
         self._tasks.start_soon(self._watch_deadlines)
         running.graph.provide(START_MODEL)
         await dispatch_ready(self._endpoint, running.graph, self._spec_of, self._not_dispatched)
@@ -217,12 +214,10 @@ class TrainingRun:
         if self._failure is not None:
             raise JobFailedError(self._failure)
         await self._wait_for_executors(running)
-        after: dict[PeerId, TrafficCounts] = {}
-        await measure_traffic(self._endpoint, peers, after)
         await self._release_all("the job is done")
         summary = {
             "job_id": str(self.job_id),
-            **summarize(running.operator, running.placed.workers, before, after),
+            **summarize(running.operator, running.placed.workers, self._traffic),
             "model_dir": str(self._result.directory),
             "placement_seconds": round(placement_seconds, 4),
             "wall_seconds": round(anyio.current_time() - began, 3),
@@ -463,6 +458,7 @@ class TrainingRun:
         task = self._running.graph.of_lease(end.lease) if self._running is not None else None
         if self._running is None or task is None or task.peer != peer:
             return
+        self._traffic[peer] = TrafficCounts(end.bytes_sent, end.bytes_received)
         state = {"finished": TaskState.FINISHED, "cancelled": TaskState.CANCELLED}.get(end.outcome, TaskState.FAILED)
         first = self._running.graph.end(task.name, state)
         self._changed.set()

@@ -150,7 +150,9 @@ class JobBridgeBackend:
         """See `BridgeBackend.fetch`."""
         check_peers(self.spec, wanted.reference)
         async with self.files.storage.transfers:
-            return await self._fetch(wanted)
+            fetched = await self._fetch(wanted)
+        self.files.traffic.received += sum(file.size for file in fetched)
+        return fetched
 
     async def _fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
         reference = with_secrets(self.spec, wanted.reference)

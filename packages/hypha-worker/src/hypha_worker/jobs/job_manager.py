@@ -45,6 +45,7 @@ from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries
 from hypha_worker.errors import ExecutionError
 from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
+from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.jobs.execution import Execution, ExecutionFactory, ExecutionResult, JobContext
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager, LeaseState
@@ -82,6 +83,7 @@ class Job:
     work_dir: Path
     scope: anyio.CancelScope
     span: instrumentation.Span
+    traffic: JobTraffic
     cancel_reason: str = "the worker is shutting down"
 
     def __str__(self) -> str:
@@ -228,6 +230,7 @@ class JobManager:
             work_dir=context.work_dir,
             scope=context.scope,
             span=span,
+            traffic=context.traffic,
         )
 
     # -------------------------------------------------------------------------------------------------------- running
@@ -317,6 +320,8 @@ class JobManager:
             reason=result.reason[:LINE_LIMIT],
             exit_code=result.trace.exit_code,
             last_lines=tuple(line[:LINE_LIMIT] for line in result.trace.last_lines),
+            bytes_sent=job.traffic.sent,
+            bytes_received=job.traffic.received,
         )
         try:
             try:
@@ -336,7 +341,8 @@ class JobManager:
         """
         found = list(self._jobs_by_sender(peer) if header is None else self._jobs_by_header(header))
         if len(found) == 1:
-            return await found[0].execution.accept_push(peer, header)
+            target = await found[0].execution.accept_push(peer, header)
+            return target if isinstance(target, Refusal) else found[0].traffic.counting(target)
         about = "without a header" if header is None else f"of job {header.job_id}"
         why = f"no job here accepts a push {about}" if not found else f"a push {about} matches {len(found)} jobs"
         _log.warning("push from %s refused: %s", peer, why)

@@ -140,7 +140,7 @@ class ProcessExecution:
             work_dir=context.work_dir,
             queue=self._queue,
             access=self._settings.access,
-            files=PeerFiles(context.endpoint, context.storage),
+            files=PeerFiles(context.endpoint, context.storage, context.traffic),
             traceparent=context.traceparent,
         )
 
