@@ -92,6 +92,10 @@ REQUESTS: list[tuple[Any, Any]] = [
         JobEnd(lease=ID[1], job_id=ID[7], outcome="failed", reason="exit status 3", exit_code=3, last_lines=("a", "b")),
     ),
     (
+        JOB_END,
+        JobEnd(lease=ID[1], job_id=ID[7], outcome="finished", reason="", bytes_sent=1 << 33, bytes_received=7),
+    ),
+    (
         ROUND_MEMBERS,
         RoundMembers(job_id=ID[7], round=4, members=(Member(peer=PEER, samples=320),), deadline_ms=30_000),
     ),

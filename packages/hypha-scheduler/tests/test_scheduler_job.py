@@ -154,6 +154,8 @@ class Worker:
     """Number of responses to a dispatch that are lost although the job starts."""
     repeats_messages: bool = False
     """Whether it repeats each report and slice request, as after a lost response."""
+    traffic: tuple[int | None, int | None] = (1000, 2000)
+    """Bytes that it states to have sent and received for a job."""
     batches: int = 0
     """Number of batches that it has reported."""
     refuses: bool = False
@@ -225,7 +227,7 @@ class Worker:
         return Reasons(reasons=("the owner says no",) if self.refuses else (f"has no executor {offered}",))
 
     async def health(self, _peer: PeerId, _request: HealthRequest) -> Health:
-        return Health(healthy=True, role="worker", bytes_sent=1000, bytes_received=2000)
+        return Health(healthy=True, role="worker", bytes_sent=123_456, bytes_received=123_456)
 
     async def report(self, peer: PeerId, request: DispatchJob, progress: Progress) -> ProgressResponse:
         message = ProgressRequest(job_id=request.spec.job_id, progress=progress, lease=request.id, id=uuid.uuid4())
@@ -250,6 +252,8 @@ class Worker:
                 reason=reason,
                 exit_code=code,
                 last_lines=lines,
+                bytes_sent=self.traffic[0],
+                bytes_received=self.traffic[1],
             ),
         )
 
@@ -438,6 +442,21 @@ def test_events_report_placement_rounds_and_metrics(tmp_path: Path, model: Path)
     assert [event["loss"] for event in rounds] == pytest.approx([1.0, 1 / 2, 1 / 3])
     assert len([event for event in reported if event["event"] == "metric"]) == 9
     assert reported[-1]["event"] == "finished"
+
+
+def test_result_states_the_bytes_that_peers_moved_for_this_job(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        result = json.loads((await service.run_job(job(model))).read_text())
+        stated = {peer["peer"]: (peer["bytes_sent"], peer["bytes_received"]) for peer in result["workers"]}
+        assert stated == {str(worker.endpoint.peer_id): worker.traffic for worker in workers[:3]}
+        server = result["parameter_server"]
+        assert (server["bytes_sent"], server["bytes_received"]) == workers[3].traffic
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].traffic = (700, 30)
+        workers[1].traffic = (None, None)  # an older worker
+
+    run_network(tmp_path, case, prepare)
 
 
 def test_start_of_each_worker_is_logged_once(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:

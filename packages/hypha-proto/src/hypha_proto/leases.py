@@ -130,6 +130,10 @@ class JobEnd(Message, frozen=True):
     """Exit status of the executor, negative for a signal; None if no process ran."""
     last_lines: tuple[str, ...] = ()
     """Last lines of the executor's output."""
+    bytes_sent: Annotated[U64 | None, OMIT] = None
+    """Bytes of files that this worker has sent for the job; older workers do not state it."""
+    bytes_received: Annotated[U64 | None, OMIT] = None
+    """Bytes of files that this worker has received for the job."""
     traceparent: Annotated[str | None, OMIT] = None
     attempt: Annotated[U32 | None, OMIT] = None
     """`DispatchJob.attempt` of the dispatch; None where it stated none."""

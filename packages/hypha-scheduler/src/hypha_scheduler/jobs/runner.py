@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,6 @@ from hypha_scheduler.jobs.lease_pool import LeasePool
 from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.jobs.task_register import TaskRegister
 from hypha_scheduler.metrics.status_bridge import StatusBridge
-from hypha_scheduler.metrics.traffic import TrafficCounts, measure_traffic
 from hypha_scheduler.strategies.base import (
     Effect,
     Effects,
@@ -67,6 +67,7 @@ from hypha_scheduler.strategies.base import (
     TaskNotStarted,
     TaskRef,
     TaskStarted,
+    TrafficCounts,
 )
 
 _log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class JobRunner:
         """Tasks that were cancelled and whose leases stay."""
         self._progress_responses: ResponseCache[ProgressResponse] = ResponseCache()
         self._slice_responses: ResponseCache[SliceAssigned] = ResponseCache()
-        self._traffic_before: dict[PeerId, TrafficCounts] = {}
+        self._traffic: defaultdict[PeerId, TrafficCounts] = defaultdict(TrafficCounts)
         self._placement_seconds = 0.0
         self._found_too_few = False
         self._ended = anyio.Event()
@@ -220,14 +221,10 @@ class JobRunner:
 
     async def _finish(self, operator: Operator, result: Path, began: float) -> None:
         """Release the leases and write the result."""
-        after: dict[PeerId, TrafficCounts] = {}
-        await measure_traffic(self._endpoint, self._traffic_before, after)
         await self._pool.close("the job is done")
-        before = self._traffic_before
-        traffic = {peer: count - before[peer] for peer, count in after.items() if peer in before}
         summary = {
             "job_id": str(self.job_id),
-            **operator.summary(traffic),
+            **operator.summary(self._traffic),
             "placement_seconds": round(self._placement_seconds, 4),
             "wall_seconds": round(anyio.current_time() - began, 3),
         }
@@ -409,8 +406,6 @@ class JobRunner:
         except OSError as error:
             self._on_file_error(error)
             return
-        peers = {lease.peer for lease in leases} - self._traffic_before.keys()
-        self._start_background(partial(measure_traffic, self._endpoint, peers, self._traffic_before))
         self._tell(self._running_operator.on_leases_acquired, leases, anyio.current_time())
 
     def on_lost(self, lease: Lease, reason: str) -> None:
@@ -550,6 +545,7 @@ class JobRunner:
         task = self._register.on_lease(end.lease, peer, end.attempt)
         if task is None:
             return
+        self._traffic[peer] += TrafficCounts(end.bytes_sent, end.bytes_received)
         states = {"finished": TaskState.FINISHED, "cancelled": TaskState.CANCELLED}
         state = states.get(end.outcome, TaskState.FAILED)
         lines = tuple(line[:_MAX_LINE] for line in end.last_lines[-_MAX_LINES:])

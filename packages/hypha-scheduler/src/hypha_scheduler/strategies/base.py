@@ -26,7 +26,6 @@ from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.artifacts import Artifact
 from hypha_scheduler.jobs.config import ArtifactTable, JobTable
 from hypha_scheduler.jobs.task_graph import TaskState
-from hypha_scheduler.metrics.traffic import TrafficCounts
 
 __all__ = [
     "Artifact",
@@ -55,6 +54,7 @@ __all__ = [
     "TaskRef",
     "TaskStarted",
     "TaskUpdate",
+    "TrafficCounts",
     "WriteJournal",
 ]
 
@@ -196,6 +196,22 @@ class TaskEnded:
     exit_code: int | None = None
     last_lines: tuple[str, ...] = ()
     """Last lines of its output, oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficCounts:
+    """Bytes of files that a peer sent and received for one job, as it states them at the ends of its tasks."""
+
+    sent: int | None = None
+    """None if the peer does not state it."""
+    received: int | None = None
+
+    def __add__(self, other: TrafficCounts) -> TrafficCounts:
+        return TrafficCounts(_sum(self.sent, other.sent), _sum(self.received, other.received))
+
+
+def _sum(first: int | None, second: int | None) -> int | None:
+    return second if first is None else first + (second or 0)
 
 
 TaskUpdate = TaskStarted | TaskNotStarted | TaskEnded
@@ -377,7 +393,7 @@ class Operator(Protocol):
         ...
 
     def summary(self, traffic: Mapping[PeerId, TrafficCounts]) -> Mapping[str, object]:
-        """Return the strategy's part of ``result.json``; `traffic` counts each peer's bytes during the job."""
+        """Return the strategy's part of ``result.json``; `traffic` counts the bytes of peers for it."""
         ...
 
 

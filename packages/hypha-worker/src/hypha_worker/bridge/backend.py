@@ -171,7 +171,9 @@ class JobBridgeBackend:
         check_peers(self.spec, wanted.reference)
         async with self.files.storage.transfers:
             with self._reporting_disk_faults():
-                return await self._fetch(wanted)
+                fetched = await self._fetch(wanted)
+        self.files.traffic.received += sum(file.size for file in fetched)
+        return fetched
 
     @contextmanager
     def _reporting_disk_faults(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +40,7 @@ from hypha_worker.errors import (
     to_bridge_error,
 )
 from hypha_worker.job_storage import JobStorage
+from hypha_worker.job_traffic import JobTraffic
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class PeerFiles:
     endpoint: Endpoint
     storage: JobStorage
     """Bounds what is stored."""
+    traffic: JobTraffic = field(default_factory=JobTraffic)
+    """Counts what is sent."""
 
     async def pull(
         self,
@@ -184,7 +187,10 @@ class PeerFiles:
 
     async def push_to(self, peer: PeerId, path: Path, header: PushHeader) -> int:
         """Push to one peer, with retries; return the bytes sent. Raises `NetError`."""
-        return await retry(f"push of {header.name} to {peer}", lambda: transfer.push(self.endpoint, peer, path, header))
+        name = f"push of {header.name} to {peer}"
+        sent = await retry(name, lambda: transfer.push(self.endpoint, peer, path, header))
+        self.traffic.sent += sent
+        return sent
 
     async def push_each(
         self, peers: Sequence[PeerId], path: Path, header: PushHeader

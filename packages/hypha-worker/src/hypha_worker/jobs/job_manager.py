@@ -44,6 +44,7 @@ from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries
 from hypha_worker.errors import ExecutionError, WorkReturnedError, describe_disk_fault, is_disk_fault
 from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
+from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.jobs.execution import (
     Execution,
     ExecutionFactory,
@@ -89,6 +90,7 @@ class Job:
     work_dir: Path
     scope: anyio.CancelScope
     span: instrumentation.Span
+    traffic: JobTraffic
     attempt: int | None = None
     """Number of its dispatch on the lease, if its scheduler numbers them."""
     keep_lease: bool = False
@@ -262,6 +264,7 @@ class JobManager:
             span=span,
             attempt=message.attempt,
             keep_lease=bool(message.keep_lease),
+            traffic=context.traffic,
         )
 
     # -------------------------------------------------------------------------------------------------------- running
@@ -356,6 +359,8 @@ class JobManager:
             exit_code=result.trace.exit_code,
             last_lines=tuple(line[:LINE_LIMIT] for line in result.trace.last_lines),
             attempt=job.attempt,
+            bytes_sent=job.traffic.sent,
+            bytes_received=job.traffic.received,
         )
         try:
             try:
@@ -375,7 +380,8 @@ class JobManager:
         """
         found = self._jobs_by_sender(peer) if header is None else self._jobs_by_header(peer, header)
         if len(found) == 1:
-            return await found[0].execution.accept_push(peer, header)
+            target = await found[0].execution.accept_push(peer, header)
+            return target if isinstance(target, Refusal) else found[0].traffic.counting(target)
         about = "without a header" if header is None else f"of job {header.job_id}"
         why = f"no job here accepts a push {about}" if not found else f"a push {about} matches {len(found)} jobs"
         _log.warning("push from %s refused: %s", peer, why)

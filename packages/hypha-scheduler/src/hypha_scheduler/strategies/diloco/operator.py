@@ -24,7 +24,6 @@ from hypha_proto.round_membership import RefusalKnown, UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_scheduler.errors import files_unusable
 from hypha_scheduler.jobs.task_graph import Task, TaskGraph, TaskState
-from hypha_scheduler.metrics.traffic import TrafficCounts
 from hypha_scheduler.strategies.base import (
     DatasetView,
     Effects,
@@ -44,6 +43,7 @@ from hypha_scheduler.strategies.base import (
     TaskRef,
     TaskStarted,
     TaskUpdate,
+    TrafficCounts,
 )
 from hypha_scheduler.strategies.diloco import round_announcer, rounds
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.metrics.traffic import TrafficCounts
+from hypha_scheduler.strategies.base import TrafficCounts
 from hypha_scheduler.strategies.diloco.training_state import TrainingState
 
 
@@ -17,7 +17,7 @@ def summarize(
     Args:
         training: training state of the job.
         workers: training workers of the job.
-        traffic: bytes of each peer during the job; 0 is written for peers that report none.
+        traffic: traffic of the job at peers; null is written for peers that do not state it, such as lost ones.
     """
 
     def of(peer: PeerId) -> dict[str, object]:

@@ -71,7 +71,7 @@ class ParameterServer:
         self._config = config
         self._collector = RoundCollector(set(reference_peers([config.updates])), members_announced=bool(config.members))
         self._reference = _ReferenceLayout()
-        self._files = PeerFiles(context.endpoint, context.storage)
+        self._files = PeerFiles(context.endpoint, context.storage, context.traffic)
         self._changed = anyio.Event()
         self._count = 0
         self._refusals: deque[UpdateRefused] = deque()

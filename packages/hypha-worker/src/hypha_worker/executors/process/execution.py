@@ -162,7 +162,7 @@ class ProcessExecution:
             work_dir=context.work_dir,
             queue=self._queue,
             access=self._settings.access,
-            files=PeerFiles(context.endpoint, context.storage),
+            files=PeerFiles(context.endpoint, context.storage, context.traffic),
             traceparent=context.traceparent,
             on_disk_fault=self._stop_for_disk_fault,
         )
