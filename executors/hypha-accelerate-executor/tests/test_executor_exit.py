@@ -182,7 +182,7 @@ def test_a_slice_that_does_not_fit_the_model(
     images = np.zeros((16, 3, 8, 8), "f4")
     for tensors, words in (
         ({"pixel_values": images, "labels": np.zeros(16, "i8")}, "cannot take a batch of"),
-        ({"pixel_values": images[:, :1], "labels": np.full(16, 10)}, "cannot take a batch of"),
+        ({"pixel_values": images[:, :1], "labels": np.full(16, 10)}, "10 is not a label of this model"),
         ({"pixel_values": images[:, :1] + np.nan, "labels": np.zeros(16, "i8")}, "the loss is nan"),
         ({"pixel_values": images}, "lacks the tensor 'labels'"),
     ):

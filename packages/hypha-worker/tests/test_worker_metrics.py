@@ -16,7 +16,7 @@ from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.leases import RenewalFailed
 from hypha_proto.progress import Done
 from hypha_proto.round_membership import ROUND_MEMBERS, Member, RoundMembers
-from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader, Refusal
+from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_worker.hardware import usage
 
@@ -57,8 +57,8 @@ async def serve_slices(lab: Any) -> None:
     async def resolve(_peer: Any, _request: Any) -> transfer.PullSource:
         return transfer.PullSource(path)
 
-    async def refuse(_peer: Any, _request: Any) -> Refusal:
-        return Refusal(reason="the file has changed")
+    async def refuse(_peer: Any, request: PullRequest) -> transfer.PullSource | Refusal:
+        return transfer.PullSource(path) if request.name == "manifest" else Refusal(reason="the file has changed")
 
     transfer.serve_pulls(lab.server, refuse)
     rpc.serve(lab.scheduler.endpoint, DATA, assign)

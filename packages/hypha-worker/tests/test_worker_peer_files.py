@@ -184,6 +184,48 @@ def test_a_node_that_is_away_is_waited_for_when_the_other_has_wrong_content(
     with_nodes(case)
 
 
+def test_a_node_that_does_not_serve_the_dataset_yet_is_asked_again(
+    with_nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.1, 0.1))
+
+    async def case(nodes: Nodes) -> None:
+        opened = anyio.Event()
+        path = nodes.folder / "slice"
+        path.write_bytes(GOOD)
+
+        async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+            nodes.asked.append(nodes.first.peer_id)
+            if request.name == "manifest":
+                opened.set()
+                return Refusal(reason="no dataset 'digits' here")
+            return transfer.PullSource(path) if opened.is_set() else Refusal(reason="no dataset 'digits' here")
+
+        transfer.serve_pulls(nodes.first, resolve)
+        await nodes.files.pull(nodes.peers[:1], ADDRESS, nodes.target, DIGEST, is_slice=True)
+        assert nodes.target.read_bytes() == GOOD
+        assert len(nodes.asked) == 3  # slice, manifest, slice
+
+    with_nodes(case)
+
+
+def test_a_node_that_serves_the_dataset_and_refuses_a_slice_is_asked_once(with_nodes: Any) -> None:
+    async def case(nodes: Nodes) -> None:
+        path = nodes.folder / "manifest"
+        path.write_bytes(b"{}")
+
+        async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+            nodes.asked.append(nodes.first.peer_id)
+            return transfer.PullSource(path) if request.name == "manifest" else Refusal(reason="not as announced")
+
+        transfer.serve_pulls(nodes.first, resolve)
+        with pytest.raises(UnusableFileError, match="not as announced"):
+            await nodes.files.pull(nodes.peers[:1], ADDRESS, nodes.target, DIGEST, is_slice=True)
+        assert len(nodes.asked) == 2
+
+    with_nodes(case)
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 def test_a_disk_that_is_full_or_fails_is_an_error_at_once_that_names_the_path(
     with_nodes: Any, monkeypatch: pytest.MonkeyPatch, code: int

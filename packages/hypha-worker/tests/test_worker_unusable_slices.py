@@ -18,7 +18,7 @@ from hypha_proto.datasets import DATA, DataRequest, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import NotFound
 from hypha_proto.leases import SAY_GOODBYE, Goodbye, GoodbyeReceived
 from hypha_proto.offers import TrainExecutor
-from hypha_proto.transfer import PullRequest, Refusal
+from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_worker.bridge.backend import MAX_UNUSABLE
 from hypha_worker.service import open_worker
 
@@ -41,7 +41,7 @@ def serve(lab: Any, usable: set[int]) -> list[DataRequest]:
         return SliceAssigned(data_provider=lab.data.peer_id, index=len(requests) - 1, epoch=4, digest=digest)
 
     async def resolve(_peer: Any, request: PullRequest) -> transfer.PullSource | Refusal:
-        if request.index in usable:
+        if request.index in usable or request.name == "manifest":
             return transfer.PullSource(path, digest)
         return Refusal(reason=f"slice {request.index} is not what was announced")
 
@@ -104,6 +104,29 @@ def test_a_full_disk_gives_the_work_back_at_once(
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "is given back to its scheduler" in record.getMessage()
     assert "No space left on device" in record.getMessage()
+
+
+def test_an_outer_update_that_finds_no_room_gives_the_work_back(in_lab: InLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    async def case(lab: Any) -> None:
+        spec = lab.train_spec()
+        await lab.start("time.sleep(60)", spec)
+        path = lab.folder / "outer"
+        path.write_bytes(b"update")
+        size, digest = await transfer.describe(path)
+        header = PushHeader(job_id=spec.job_id, round=1, kind=OUTER_UPDATE, name="u", size=size, digest=digest)
+        with pytest.raises(transfer.TransferRefusedError, match="no room"):
+            await transfer.push(lab.server, lab.peer, path, header)
+        end = await lab.scheduler.until(lambda: lab.scheduler.ends and lab.scheduler.ends[-1])
+        assert end.outcome == "cancelled"
+        assert str(lab.folder / "work") in end.reason
+        assert "No space left on device" in end.reason
+
+    in_lab(case)
 
 
 def test_an_executor_that_cannot_write_gives_the_work_back(in_lab: InLab) -> None:

@@ -200,7 +200,9 @@ class SchedulerService:
 
     async def _report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
         run = self._runs.get(request.job_id)
-        unknown = ProgressError(reason=f"this scheduler runs no job {request.job_id}: it has ended, or was lost")
+        unknown = ProgressError(
+            reason=f"this scheduler runs no job {request.job_id}: it has ended, or began before a restart"
+        )
         answer = unknown if run is None else await run.on_report(peer, request)
         if isinstance(answer, ProgressError):
             what = f"report {type(request.progress).__name__}"

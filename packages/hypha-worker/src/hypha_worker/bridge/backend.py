@@ -258,7 +258,7 @@ class JobBridgeBackend:
         address = SliceAddress(dataset=dataset, index=assigned.index)
         providers = [assigned.data_provider, *(assigned.others or ())[:MAX_ALTERNATIVES]]
         check = check_tensor_file if assigned.digest is None else None
-        pulled, peer = await self.files.pull(providers, address, target, assigned.digest, check=check)
+        pulled, peer = await self.files.pull(providers, address, target, assigned.digest, check=check, is_slice=True)
         extra = {"dataset": dataset, "slice": str(assigned.index), "epoch": str(assigned.epoch or 0)}
         return self._pulled(target, pulled, peer, extra)
 

@@ -44,6 +44,7 @@ from hypha_worker.job_traffic import JobTraffic
 
 _log = logging.getLogger(__name__)
 
+_NO_DIGEST: Final = f"blake3:{0:064}"
 _PERMANENT: Final = (TransferRefusedError, ContentMismatchError)
 UNAVAILABLE_DELAYS: Final = (2.0, 5.0, 10.0, 20.0, 30.0, 30.0)
 """Seconds before each further round over all providers of a file, when none of them is reachable: a data node may be
@@ -97,6 +98,7 @@ class PeerFiles:
         digest: str | None = None,
         *,
         check: Callable[[Path], None] | None = None,
+        is_slice: bool = False,
     ) -> tuple[transfer.PullResult, PeerId]:
         """Pull one file from the first of `peers` that has it; each is tried `RETRY_DELAYS` times.
 
@@ -105,6 +107,8 @@ class PeerFiles:
 
         Args:
             check: called with the pulled file; raises `ContentMismatchError` if it cannot be used.
+            is_slice: whether to ask a peer that refuses the file for the dataset's manifest: one that refuses this,
+                too, does not serve the dataset yet, for example after a restart.
 
         Raises:
             UnusableFileError: no peer could provide it, and at least one of them is not worth asking again.
@@ -118,7 +122,11 @@ class PeerFiles:
             found = await self._pull_from_any([peer for peer in peers if peer not in wrong], wanted)
             if not isinstance(found, dict):
                 return found
-            wrong |= {peer: error for peer, error in found.items() if isinstance(error, _PERMANENT)}
+            wrong |= {
+                peer: error
+                for peer, error in found.items()
+                if isinstance(error, _PERMANENT) and not (is_slice and await self._is_opening(peer, address, error))
+            }
             away = {peer: error for peer, error in found.items() if peer not in wrong}
             delays = UNAVAILABLE_DELAYS[:ALTERNATIVE_ROUNDS] if wrong else UNAVAILABLE_DELAYS
             if not away or attempt >= len(delays):
@@ -127,6 +135,20 @@ class PeerFiles:
             _log.warning("no peer could provide %s, retrying in %g s: %s", name, delays[attempt], reason)
             await anyio.sleep(delays[attempt])
         raise _pull_error(name, wrong, away)
+
+    async def _is_opening(self, peer: PeerId, address: SliceAddress, error: NetError) -> bool:
+        """Return whether a peer has refused a slice because it does not serve the dataset, whose manifest it lacks."""
+        if not isinstance(error, TransferRefusedError):
+            return False
+        request = PullRequest(dataset=address.dataset, index=0, name="manifest")
+        try:
+            # nothing has this digest: the answer is known before a byte of the manifest is sent
+            await transfer.pull_bytes(self.endpoint, peer, request, max_bytes=sys.maxsize, digest=_NO_DIGEST)
+        except ContentMismatchError:
+            return False
+        except NetError as refusal:
+            _log.info("%s does not serve %s now: %s", peer, address.dataset, refusal)
+        return True
 
     async def _pull_from_any(
         self, peers: Sequence[PeerId], wanted: _Wanted

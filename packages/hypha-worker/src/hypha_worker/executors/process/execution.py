@@ -25,6 +25,7 @@ import anyio
 import anyio.abc
 
 from hypha_net import instrumentation
+from hypha_net.errors import NoSpaceError
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.codec import to_json
 from hypha_proto.ids import PeerId
@@ -35,7 +36,7 @@ from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
-from hypha_worker.errors import ExecutionError, WorkReturnedError, is_disk_fault
+from hypha_worker.errors import ExecutionError, WorkReturnedError, describe_disk_fault, is_disk_fault
 from hypha_worker.executors.process.process_tree import SHUTDOWN_GRACE, TERM_GRACE, TOKEN_VARIABLE, terminate_tree
 from hypha_worker.hardware.usage import measure_usage
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandler
@@ -93,6 +94,7 @@ class ProcessExecution:
             senders=reference_peers([context.spec.executor.config.results]),
             storage=context.storage,
             kind=self.accepted_push_kind,
+            on_disk_error=self._stop_for_disk_error,
         )
 
     @property
@@ -142,6 +144,12 @@ class ProcessExecution:
                     raise
         if self._disk_fault is not None:
             raise WorkReturnedError(self._disk_fault)
+
+    def _stop_for_disk_error(self, error: NoSpaceError | OSError) -> None:
+        if isinstance(error, NoSpaceError):
+            self._stop_for_disk_fault(str(error))
+        elif is_disk_fault(error):
+            self._stop_for_disk_fault(describe_disk_fault(error, self._context.work_dir))
 
     def _stop_for_disk_fault(self, reason: str) -> None:
         self._disk_fault = self._disk_fault or reason
