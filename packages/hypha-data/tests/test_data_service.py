@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from hypha_data import announcer, digest_cache
+from hypha_data import announcer, digest_cache, slice_resolver
 from hypha_data.catalog import MANIFEST, open_dataset
 from hypha_data.config import DataConfig
 from hypha_data.digest_cache import CACHE
@@ -25,7 +25,8 @@ from hypha_data.prepare import prepare_dataset
 from hypha_data.service import serve
 from hypha_data.verification import SliceVerifier
 from hypha_net import dataset_directory, transfer
-from hypha_net.errors import StreamResetError, TransferError, TransferRefusedError
+from hypha_net.endpoint import Stream
+from hypha_net.errors import StreamResetError, TransferRefusedError
 from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import from_json
@@ -102,7 +103,9 @@ def slice_file(folder: Path, index: int) -> Path:
 def corrupt(path: Path) -> bytes:
     """Change one bit of a file, keeping its size and time of modification; return what it contained."""
     before, status = path.read_bytes(), path.stat()
-    path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    with path.open("r+b") as file:  # in place: a reader never finds the file shorter
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([before[-1] ^ 1]))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     return before
 
@@ -226,10 +229,7 @@ def test_a_slice_that_changes_while_it_is_sent_is_cut_off(
     async def case() -> None:
         async with running(folder) as node:
             await node.until_ready()
-            stream = await node.worker.open_stream(node.peer, [PULL])
-            header = b'{"dataset":"digits","index":1}'
-            await stream.send_all(len(header).to_bytes(8, "little") + header)
-            await stream.send_eof()
+            stream = await request_slice(node, 1)
             assert await stream.receive_some(1000)
             if replace:
                 (other := path.with_suffix(".new")).write_bytes(b"other")
@@ -272,15 +272,47 @@ def test_a_slice_is_served_while_another_one_is_read(tmp_path: Path, monkeypatch
             tasks.start_soon(node.pull, 0)
             for index in (1, 2, 3):
                 request = PullRequest(dataset="digits", index=index)
-                while True:
-                    try:
-                        await transfer.pull_bytes(node.worker, node.peer, request, max_bytes=1 << 20)
-                        break
-                    except TransferError:  # the dataset is not open yet
-                        await anyio.sleep(0.01)
+                await transfer.pull_bytes(node.worker, node.peer, request, max_bytes=1 << 20)
             release.set()
 
     run(case)
+
+
+def test_a_request_waits_until_its_dataset_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal would be final for the worker, whose data node may have been restarted a moment ago."""
+    folder = prepared(tmp_path)
+    (folder / MANIFEST).unlink()
+    release, reading = threading.Event(), digest_cache.DigestCache.read
+
+    def slow(cache: digest_cache.DigestCache, path: Path, on_read: digest_cache.OnRead) -> object:
+        assert release.wait(20)
+        return reading(cache, path, on_read)
+
+    monkeypatch.setattr(digest_cache.DigestCache, "read", slow)
+
+    async def case() -> None:
+        async with running(folder) as node:
+            await anyio.wait_all_tasks_blocked()
+            with monkeypatch.context() as patched:
+                patched.setattr(slice_resolver, "OPEN_TIMEOUT", 0.01)
+                stream = await request_slice(node, 0)
+                with pytest.raises(StreamResetError):
+                    await stream.receive_some(1)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(node.pull, 0)
+                await anyio.wait_all_tasks_blocked()
+                release.set()
+
+    run(case)
+
+
+async def request_slice(node: DataNode, index: int) -> Stream:
+    """Request a slice as a peer of the existing network does; return the stream that it comes on."""
+    stream = await node.worker.open_stream(node.peer, [PULL])
+    header = json.dumps({"dataset": "digits", "index": index}).encode()
+    await stream.send_all(len(header).to_bytes(8, "little") + header)
+    await stream.send_eof()
+    return stream
 
 
 async def verified(folder: Path, *, verify: bool = False) -> SliceVerifier:

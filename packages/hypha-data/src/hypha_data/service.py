@@ -15,7 +15,7 @@ from hypha_data.announcer import keep_announced
 from hypha_data.catalog import Dataset, open_dataset
 from hypha_data.config import DataConfig
 from hypha_data.digest_cache import OnRead
-from hypha_data.slice_resolver import slice_resolver
+from hypha_data.slice_resolver import OpenDatasets, slice_resolver
 from hypha_data.verification import PROGRESS_INTERVAL, SliceVerifier
 from hypha_net import transfer
 from hypha_net.node.lifecycle import Node
@@ -29,9 +29,9 @@ async def serve(config: DataConfig, node: Node) -> None:
     Raises:
         DatasetError: a configured dataset cannot be served.
     """
-    opened: dict[str, SliceVerifier] = {}
+    datasets = OpenDatasets(config.folders)
     waiting = set(config.folders)
-    transfer.serve_pulls(node.endpoint, slice_resolver(opened))
+    transfer.serve_pulls(node.endpoint, slice_resolver(datasets))
 
     def on_announced(name: str) -> None:
         waiting.discard(name)
@@ -40,7 +40,8 @@ async def serve(config: DataConfig, node: Node) -> None:
 
     async def serve_dataset(name: str, folder: Path) -> None:
         dataset = await anyio.to_thread.run_sync(_open, name, folder, config.verify)
-        verifier = opened[name] = SliceVerifier(dataset)
+        verifier = SliceVerifier(dataset)
+        datasets.add(verifier)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(verifier.keep_verified)
             announce = partial(keep_announced, node.endpoint, verifier, lambda: on_announced(name), node.waiting)

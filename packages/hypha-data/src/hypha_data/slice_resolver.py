@@ -6,8 +6,10 @@ Called by `hypha_net.transfer`, which sends the file; the peer is a worker to wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
+
+import anyio
 
 from hypha_data.verification import SliceVerifier, VerifiedSlice
 from hypha_net import instrumentation
@@ -20,19 +22,51 @@ _log = logging.getLogger(__name__)
 _SERVED: Final = instrumentation.Counter("hypha.data.slices", "{slice}", "Slices that were given to workers.")
 
 
-def slice_resolver(
-    datasets: Mapping[str, SliceVerifier],
-) -> Callable[[PeerId, PullRequest], Awaitable[PullSource | Refusal]]:
-    """Return the function that finds a requested file: a slice by index, or the dataset's ``manifest``.
+OPEN_TIMEOUT: Final = 20.0
+"""Seconds that a request waits for its dataset to be opened; then it fails as if the node were away."""
 
-    Args:
-        datasets: what can be asked for by now; may grow.
-    """
+
+class OpenDatasets:
+    """Datasets of this node by name, some of which may still have to be read before they are open."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """Start with none of the datasets `names` open."""
+        self._opened: dict[str, SliceVerifier] = {}
+        self._events = {name: anyio.Event() for name in names}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all datasets, open or not."""
+        return list(self._events)
+
+    def add(self, verifier: SliceVerifier) -> None:
+        """Serve a dataset from now on."""
+        self._opened[verifier.dataset.name] = verifier
+        self._events[verifier.dataset.name].set()
+
+    async def find(self, name: str) -> SliceVerifier | None:
+        """Return the dataset `name` once it is open, or None if there is none of this name.
+
+        Raises:
+            TransferError: it was not open within `OPEN_TIMEOUT`.
+        """
+        if name not in self._events:
+            return None
+        with anyio.move_on_after(OPEN_TIMEOUT):
+            await self._events[name].wait()
+            return self._opened[name]
+        raise TransferError(f"dataset {name} is still being read")
+
+
+def slice_resolver(
+    datasets: OpenDatasets,
+) -> Callable[[PeerId, PullRequest], Awaitable[PullSource | Refusal]]:
+    """Return the function that finds a requested file: a slice by index, or the dataset's ``manifest``."""
 
     async def resolve(peer: PeerId, request: PullRequest) -> PullSource | Refusal:
-        verifier = datasets.get(request.dataset)
+        verifier = await datasets.find(request.dataset)
         if verifier is None:
-            return Refusal(reason=f"no dataset {request.dataset[:200]!r} here; there are: {', '.join(datasets)}")
+            return Refusal(reason=f"no dataset {request.dataset[:200]!r} here; there are: {', '.join(datasets.names)}")
         dataset = verifier.dataset
         if request.name == "manifest":
             return PullSource(dataset.manifest_json, dataset.digest)
