@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from hypha_data.catalog import MANIFEST, open_dataset
 from hypha_data.config import DataConfig
+from hypha_data.digest_cache import CACHE
 from hypha_data.errors import DatasetError
 from hypha_data.prepare import prepare_dataset
 
@@ -122,6 +123,39 @@ def test_a_manifest_without_digests_is_replaced_by_measuring_the_slices(
     (tmp_path / "out" / MANIFEST).write_text(json.dumps({"dataset": "d", "slices": slices}))
     assert open_dataset("d", tmp_path / "out").manifest == written
     assert caplog.text.count("slices[0].digest: is missing") == 1
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+_ENTRIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "file": st.just("all.safetensors") | _JSON,
+        "samples": _JSON,
+        "size": _JSON,
+        "inode": _JSON,
+        "digest": _JSON,
+    },
+)
+_LISTS = st.fixed_dictionaries(
+    {}, optional={"dataset": _JSON, "slices": st.lists(_ENTRIES) | _JSON, "files": st.lists(_ENTRIES) | _JSON}
+)
+
+
+@given(st.binary() | (_LISTS | _JSON).map(lambda value: json.dumps(value).encode()))
+@settings(deadline=None)
+def test_any_manifest_and_digest_cache_is_used_or_ignored(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    folder = tmp_path_factory.mktemp("data")
+    source(folder)
+    expected = open_dataset("d", folder).manifest
+    for name in (CACHE, MANIFEST):
+        (folder / name).write_bytes(content)
+        assert open_dataset("d", folder).manifest == expected
 
 
 def test_invalid_datasets_are_refused_with_the_file_name(tmp_path: Path) -> None:

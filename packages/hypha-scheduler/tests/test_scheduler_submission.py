@@ -129,6 +129,14 @@ def test_submit_without_a_scheduler_exits_with_3(tmp_path: Path) -> None:
     assert "no scheduler takes jobs at" in done.output
 
 
+@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "a = " + "[" * 70 + "]" * 70, "a." * 2000 + "a = 1"])
+def test_a_nested_job_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "job.toml").write_text(text)
+    done = CliRunner().invoke(main, ["submit", str(tmp_path / "job.toml"), "--socket", str(tmp_path / "none")])
+    assert done.exit_code == 2
+    assert "nested" in done.output
+
+
 NESTED = [
     b"[" * 100_000,
     b'{"job": ' * 12_500,
