@@ -165,7 +165,9 @@ class ExecutorSection(Section):
     args: list[str] = Field(
         default=[], description="Its arguments; {SOCKET_PATH}, {WORK_DIR}, {JOB_JSON} and {JOB_FILE} are filled in."
     )
-    env: dict[str, str] = Field(default={}, description="Environment variables in addition to this worker's own.")
+    env: dict[str, str] = Field(
+        default={}, description="Environment variables of a process, in addition to this worker's own."
+    )
 
     @model_validator(mode="after")
     def _fits_runtime(self) -> ExecutorSection:
@@ -178,6 +180,11 @@ class ExecutorSection(Section):
             raise ValueError("cmd is missing: a process needs a command")
         if self.runtime == "parameter-server" and (self.cmd or self.args):
             raise ValueError("cmd and args do not belong to the parameter server, which is built in")
+        if self.runtime == "parameter-server" and self.env:
+            raise ValueError(
+                f"env ({', '.join(self.env)}) does not belong to the parameter server, which is built in and starts no "
+                "process: remove it, or set the variables for the worker itself"
+            )
         if self.runtime == "parameter-server" and self.job_class != "aggregate":
             raise ValueError('the parameter server is of class "aggregate"')
         return self

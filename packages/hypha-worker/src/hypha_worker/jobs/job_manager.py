@@ -8,7 +8,6 @@ are free, so that a scheduler that gets the report can use them at once.
 from __future__ import annotations
 
 import logging
-import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -48,6 +47,7 @@ from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
 from hypha_worker.jobs.execution import Execution, ExecutionFactory, ExecutionResult, JobContext
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager, LeaseState
+from hypha_worker.work_dir import remove_folder
 
 _log = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class JobManager:
                 result = ExecutionResult("cancelled", job.cancel_reason, job.execution.trace)
             with anyio.CancelScope(shield=True):
                 # a thread of its own: it must wait neither for other jobs' threads nor for abandoned ones of this job
-                await anyio.to_thread.run_sync(shutil.rmtree, job.work_dir, True, limiter=anyio.CapacityLimiter(1))
+                await anyio.to_thread.run_sync(remove_folder, job.work_dir, limiter=anyio.CapacityLimiter(1))
             del self._jobs[job.lease]
             self._lease_manager.detach_job(job.lease, keep=result.outcome == "cancelled" and job.scope.cancel_called)
             _log_result(job, result)
