@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from hypha_data import announcer, digest_cache, slice_resolver
+from hypha_data import announcer, digest_cache, slice_resolver, verification
 from hypha_data.catalog import MANIFEST, open_dataset
 from hypha_data.config import DataConfig
 from hypha_data.digest_cache import CACHE
@@ -115,6 +115,8 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of these tests are only some milliseconds old."""
     monkeypatch.setattr(digest_cache, "SETTLED_NS", 0)
     monkeypatch.setattr(announcer, "RECHECK", 0.02)
+    monkeypatch.setattr(announcer, "SETTLE", 0.02)
+    monkeypatch.setattr(verification, "RECHECK_INTERVAL", 0.02)
 
 
 def test_every_slice_is_announced_and_served(tmp_path: Path) -> None:
@@ -199,6 +201,27 @@ def _damage(path: Path, damage: str) -> None:
         os.utime(path)
     elif damage == "shorter":
         os.truncate(path, 100)
+
+
+def test_withheld_slices_are_announced_as_such_until_they_are_restored(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    before = corrupt(slice_file(folder, 2))
+
+    async def case() -> None:
+        async with running(folder) as node:
+            await node.until_ready()
+            await until_withheld(node, (2,))
+            [found] = await node.announced()
+            assert found.record.num_slices == 4
+            slice_file(folder, 2).write_bytes(before)
+            await until_withheld(node, None)  # although nobody asks for it
+
+    run(case)
+
+
+async def until_withheld(node: DataNode, expected: tuple[int, ...] | None) -> None:
+    while [found.record.withheld for found in await node.announced()] != [expected]:
+        await anyio.sleep(0.01)
 
 
 def test_a_dataset_without_a_usable_slice_is_announced_when_one_is_restored(tmp_path: Path) -> None:

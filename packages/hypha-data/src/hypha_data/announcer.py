@@ -13,7 +13,6 @@ from typing import Final
 
 import anyio
 
-from hypha_data.catalog import Dataset
 from hypha_data.verification import SliceVerifier
 from hypha_net import dataset_directory
 from hypha_net.backoff import jittered
@@ -27,6 +26,10 @@ INTERVAL: Final = 900.0
 """Seconds between announcements; in between the endpoint renews the last one repeatedly."""
 RETRY: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts while no directory server accepts a record, with jitter; the last repeats."""
+SETTLE: Final = 1.0
+"""Seconds between a change of the slices that can be served and the next announcement, which covers further changes."""
+MAX_WITHHELD: Final = 1000
+"""Slices that an announcement names as not served; requests for others of them are refused."""
 RECHECK: Final = 10.0
 """Seconds between checks of a dataset of which no slice can be served."""
 
@@ -34,15 +37,17 @@ RECHECK: Final = 10.0
 async def keep_announced(
     endpoint: Endpoint, verifier: SliceVerifier, announced: Callable[[], None], waiting: Callable[[str], None]
 ) -> None:
-    """Announce a dataset repeatedly until cancelled; call `announced` each time.
+    """Announce a dataset until cancelled, again when other slices can be served; call `announced` each time.
 
-    A dataset of which no slice can be served is announced as soon as one can; until then `waiting` gets the reason.
+    The first announcement waits until a slice can be served; if none can, `waiting` gets the reason.
     """
+    await _wait_for_usable_slice(verifier, waiting)
     while True:
-        await _wait_for_usable_slice(verifier, waiting)
-        await _announce(endpoint, verifier.dataset)
+        withheld = await _announce(endpoint, verifier)
         announced()
-        await anyio.sleep(INTERVAL)
+        with anyio.move_on_after(INTERVAL):
+            await verifier.wait_until_not(withheld)
+            await anyio.sleep(SETTLE)
 
 
 async def _wait_for_usable_slice(verifier: SliceVerifier, waiting: Callable[[str], None]) -> None:
@@ -58,13 +63,17 @@ async def _wait_for_usable_slice(verifier: SliceVerifier, waiting: Callable[[str
             return
 
 
-async def _announce(endpoint: Endpoint, dataset: Dataset) -> None:
-    """Announce one dataset; retry until a directory server accepts the record."""
-    attempt = 0
+async def _announce(endpoint: Endpoint, verifier: SliceVerifier) -> frozenset[int]:
+    """Announce one dataset; retry until a directory server accepts the record. Return the slices that are withheld."""
+    dataset, attempt = verifier.dataset, 0
     while True:
+        withheld = verifier.withheld
         # the clock serves as a counter that also increases across restarts; it is not compared with other clocks
         record = DatasetRecord(
-            num_slices=len(dataset.manifest.slices), seq=time.time_ns() // 1_000_000, manifest=dataset.digest
+            num_slices=len(dataset.manifest.slices),
+            seq=time.time_ns() // 1_000_000,
+            manifest=dataset.digest,
+            withheld=tuple(sorted(withheld)[:MAX_WITHHELD]) or None,
         )
         try:
             await dataset_directory.announce_dataset(endpoint, dataset.name, record)
@@ -74,5 +83,6 @@ async def _announce(endpoint: Endpoint, dataset: Dataset) -> None:
             await anyio.sleep(delay)
             attempt += 1
         else:
-            _log.info("dataset %s announced: %d slices", dataset.name, record.num_slices)
-            return
+            but = f", {len(withheld)} of them not served" if withheld else ""
+            _log.info("dataset %s announced: %d slices%s", dataset.name, record.num_slices, but)
+            return withheld

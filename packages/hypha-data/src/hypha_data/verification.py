@@ -29,6 +29,8 @@ PROGRESS_INTERVAL: Final = 30.0
 """Seconds between log lines on the progress of reading."""
 SAVE_INTERVAL: Final = 10.0
 """Seconds between saves of the digests that were found."""
+RECHECK_INTERVAL: Final = 10.0
+"""Seconds between looks at the files of withheld slices; a file is read only if it has changed."""
 MAX_REPORTED: Final = 100
 """Unusable slices of one dataset that are logged one by one; the others are counted."""
 
@@ -54,6 +56,7 @@ class SliceVerifier:
         """Number of files that were read because they had changed."""
         self._bytes_read = 0
         self._faults: dict[int, str] = {}
+        self._changed = anyio.Event()
         self._locks: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)
         self._on_request = anyio.CapacityLimiter(READERS)
         self._in_background = anyio.CapacityLimiter(READERS)
@@ -63,6 +66,15 @@ class SliceVerifier:
     def withheld(self) -> frozenset[int]:
         """Indices of the slices that were last found not to match the manifest."""
         return frozenset(self._faults)
+
+    async def wait_until_not(self, withheld: frozenset[int]) -> None:
+        """Wait until other slices than these are withheld."""
+        while self.withheld == withheld:
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
 
     async def verify(self, index: int) -> VerifiedSlice | None:
         """Return slice `index` if its file matches the manifest, else log why it does not and return None.
@@ -85,6 +97,7 @@ class SliceVerifier:
             self._report(index, f"expected {entry.digest}, found {digest}")
             return None
         if self._faults.pop(index, None) is not None:
+            self._notify()
             _log.info("dataset %s, slice %d: %s matches again and is served", self.dataset.name, index, path)
         return VerifiedSlice(index, entry, path, found)
 
@@ -102,6 +115,7 @@ class SliceVerifier:
         if self._faults.get(index) == fault:
             return
         self._faults[index] = fault
+        self._notify()
         if len(self._faults) > MAX_REPORTED:
             return
         dataset, file = self.dataset, self.dataset.slice_path(index)
@@ -132,10 +146,13 @@ class SliceVerifier:
         return False
 
     async def keep_verified(self) -> None:
-        """Verify every slice once, several at a time, then keep saving the digests that are found, until cancelled."""
+        """Verify every slice once, then withheld ones repeatedly, and save their digests, until cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._save_repeatedly)
             await self.verify_all()
+            while True:
+                await anyio.sleep(RECHECK_INTERVAL)
+                await self._verify_each(sorted(self.withheld))
 
     async def verify_all(self) -> None:
         """Verify every slice once, several at a time; log progress and the result, and save the digests."""
