@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from hypha_proto.codec import to_cbor, to_plain
-from hypha_proto.datasets import DATA, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
+from hypha_proto.codec import from_json, to_cbor, to_json, to_plain
+from hypha_proto.datasets import DATA, DataRequest, DatasetRecord, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, Finished, JobStatus
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
@@ -162,6 +162,9 @@ HEARTBEAT = [
 ]
 
 
+RECORDS = [DatasetRecord(num_slices=4, seq=7, manifest="blake3:" + "ab" * 32, withheld=(1, 3))]
+
+
 def lines() -> list[dict[str, Any]]:
     made = []
     for kind, exchanges in (("request", REQUESTS), ("response", RESPONSES)):
@@ -175,6 +178,11 @@ def lines() -> list[dict[str, Any]]:
         made.append({"protocol": "transfer", "kind": "header", "name": name, "hex": data.hex(), "json": plain})
     for name, data in HEARTBEAT:
         made.append({"protocol": "/ipfs/kad/1.0.0", "kind": "record", "name": name, "hex": data.hex(), "json": None})
+    for record in RECORDS:
+        data, plain = to_json(DatasetRecord, record), to_plain(DatasetRecord, record)
+        made.append(
+            {"protocol": "/ipfs/kad/1.0.0", "kind": "record", "name": "dataset", "hex": data.hex(), "json": plain}
+        )
     return made
 
 
@@ -182,7 +190,7 @@ def golden() -> list[dict[str, Any]]:
     return [json.loads(line) for line in GOLDEN.read_text().splitlines()]
 
 
-ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(HEARTBEAT)
+ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(HEARTBEAT) + len(RECORDS)
 
 
 @pytest.mark.parametrize("index", range(ALL))
@@ -196,6 +204,8 @@ def test_golden_bytes_decode() -> None:
         assert method.decode_request(bytes.fromhex(line["hex"])) == value
     for (method, value), line in zip(RESPONSES, stored[len(REQUESTS) :], strict=False):
         assert method.decode_response(bytes.fromhex(line["hex"])) == value
+    for record, line in zip(RECORDS, stored[-len(RECORDS) :], strict=True):
+        assert from_json(DatasetRecord, bytes.fromhex(line["hex"])) == record
     assert len(stored) == ALL
 
 

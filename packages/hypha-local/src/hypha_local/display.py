@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from hypha_proto.codec import parse_json
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class EventLog:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._position += len(whole)
-        return [json.loads(line) for line in whole.splitlines() if line]
+        return [parse_json(line) for line in whole.splitlines() if line]
 
 
 @dataclass(slots=True)

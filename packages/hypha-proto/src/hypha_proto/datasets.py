@@ -71,6 +71,8 @@ class DatasetRecord(Message, frozen=True):
     """Sequence number; increases with every announcement of one publisher."""
     manifest: Annotated[Digest | None, OMIT] = None
     """Digest of the dataset's manifest (`Manifest` as JSON)."""
+    withheld: Annotated[tuple[U64, ...] | None, OMIT] = None
+    """Indices of slices that this publisher does not serve, because its files do not match the manifest."""
 
 
 class SliceEntry(Message, frozen=True):

@@ -8,7 +8,6 @@ are free, or its lease takes another job, so that a scheduler that gets the repo
 from __future__ import annotations
 
 import logging
-import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -55,6 +54,7 @@ from hypha_worker.jobs.execution import (
 )
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Attempt, Lease, LeaseError, LeaseManager, LeaseState
+from hypha_worker.work_dir import remove_folder
 
 _log = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ class JobManager:
                 result = ExecutionResult("cancelled", job.cancel_reason, job.execution.trace)
             with anyio.CancelScope(shield=True):
                 # a thread of its own: it must wait neither for other jobs' threads nor for abandoned ones of this job
-                await anyio.to_thread.run_sync(shutil.rmtree, job.work_dir, True, limiter=anyio.CapacityLimiter(1))
+                await anyio.to_thread.run_sync(remove_folder, job.work_dir, limiter=anyio.CapacityLimiter(1))
             del self._jobs[job.lease]
             keep = job.scope.cancel_called if result.outcome == "cancelled" else job.keep_lease
             self._lease_manager.detach_job(job.lease, keep=keep)

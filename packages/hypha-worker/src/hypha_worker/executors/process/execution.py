@@ -37,7 +37,14 @@ from hypha_worker.bridge.server import open_bridge
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import ExecutionError, WorkReturnedError, describe_disk_fault, is_disk_fault
-from hypha_worker.executors.process.process_tree import SHUTDOWN_GRACE, TERM_GRACE, TOKEN_VARIABLE, terminate_tree
+from hypha_worker.executors.process.process_tree import (
+    KILL_GRACE,
+    KILL_TIMEOUT,
+    SHUTDOWN_GRACE,
+    TERM_GRACE,
+    TOKEN_VARIABLE,
+    terminate_tree,
+)
 from hypha_worker.hardware.usage import measure_usage
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandler
 from hypha_worker.jobs.references import reference_peers, without_secrets
@@ -187,8 +194,10 @@ class ProcessExecution:
                 await process.wait()
             finally:
                 measuring.cancel()
-                grace = TERM_GRACE if self._context.scope.cancel_called else SHUTDOWN_GRACE
-                await terminate_tree(process, self._token, grace)  # also ends what the process left running
+                waits = (
+                    (TERM_GRACE, KILL_TIMEOUT) if self._context.scope.cancel_called else (SHUTDOWN_GRACE, KILL_GRACE)
+                )
+                await terminate_tree(process, self._token, *waits)  # also ends what the process left running
                 self._exit_code = process.returncode
                 _RUNNING.add(-1)
                 _EXITS.add(1, {"process.exit.code": str(process.returncode)})
