@@ -7,10 +7,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from pydantic import ValidationError
 
 from hypha_net.node.config.errors import ConfigError
+from hypha_net.node.config.introspection import accepts, table_types
 from hypha_net.node.config.loader import load_config
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
@@ -26,7 +28,8 @@ from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
-from hypha_scheduler.service import auction_settings
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.service import auction_settings, serve
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, evaluation_shares, role_requests, round_settings
 
@@ -314,7 +317,69 @@ def test_unknown_type_is_refused_with_the_known_ones(tmp_path: Path) -> None:
 
 def test_strategies_that_are_not_listed_are_not_loaded(tmp_path: Path) -> None:
     file = with_scheduler_table(tmp_path, "[scheduler]\nstrategies = []")
-    with pytest.raises(ConfigError, match="'diloco' is installed, but scheduler[.]strategies does not list it"):
+    with pytest.raises(ConfigError, match=r"'diloco' is installed, but scheduler\.strategies does not list it"):
         load_config(SchedulerConfig, file, {}, {})
     file = with_scheduler_table(tmp_path, '[scheduler]\nstrategies = ["diloco"]')
     assert load_config(SchedulerConfig, file, {}, {}).config.jobs[0].type == "diloco"
+
+
+NUMBERS = {
+    "inner_optimizer": ("learning_rate", "epsilon", "weight_decay", "max_grad_norm"),
+    "outer_optimizer": ("learning_rate", "momentum"),
+    "rounds": ("timeout",),
+    "sync": ("alpha",),
+    "resources": ("allocation_timeout", "budget"),
+}
+COUNTS = {
+    "inner_optimizer": ("warmup_steps", "total_steps", "decay_steps"),
+    "rounds": (
+        "update_rounds",
+        "avg_samples_between_updates",
+        "max_batch_size",
+        "batch_size",
+        "checkpoint_every",
+        "evaluate_every",
+    ),
+    "sync": ("fragments", "overlap"),
+    "resources": ("num_workers", "min_workers", "max_workers"),
+}
+KEYS = [(table, key, 1e308) for table, keys in NUMBERS.items() for key in keys]
+KEYS += [(table, key, 10**40) for table, keys in COUNTS.items() for key in keys]
+
+
+@pytest.mark.parametrize(("table", "key", "value"), KEYS, ids=[f"{table}.{key}" for table, key, _ in KEYS])
+def test_every_number_has_a_finite_bound(table: str, key: str, value: float) -> None:
+    values = {"learning_rate": 1e-3} if table == "inner_optimizer" else {}
+    with pytest.raises(ValidationError) as caught:
+        job(**{table: {**values, key: value}})
+    [error] = caught.value.errors()
+    assert error["loc"] == (table, key)
+    assert error["type"] in ("less_than_equal", "less_than")
+
+
+def test_bounds_are_tested_for_every_number() -> None:
+    for name, info in DilocoJobConfig.model_fields.items():
+        for table in table_types(info.annotation):
+            numbers = {key for key, about in table.model_fields.items() if is_number(about.annotation)}
+            assert numbers == {*NUMBERS.get(name, ()), *COUNTS.get(name, ())}, name
+
+
+def is_number(annotation: Any) -> bool:
+    return accepts(annotation, int) or accepts(annotation, float)
+
+
+@pytest.mark.parametrize("requirement", [{"type": "CPU", "min": 1e300}, {"cpu": 1e300}])
+def test_required_amounts_are_bounded(requirement: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="less than or equal to"):
+        job(resources={"worker": requirement})
+
+
+def test_scheduler_with_missing_files_in_its_configuration_runs_no_job(tmp_path: Path) -> None:
+    file = tmp_path / "scheduler.toml"
+    absent = "\n".join(line for line in DOCUMENTED.splitlines() if not line.startswith(("repository", "revision")))
+    file.write_text(absent.replace('filenames = ["config.json", "model.safetensors"]', 'path = "none"'))
+    config = load_config(SchedulerConfig, file, {}, {}).config
+    with pytest.raises(
+        JobFailedError, match=rf"model\.path: there is no directory {tmp_path / 'none'} at the scheduler"
+    ):
+        anyio.run(serve, config, None)

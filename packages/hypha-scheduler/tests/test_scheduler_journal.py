@@ -29,7 +29,7 @@ def test_failed_background_sync_is_raised_by_the_next_record(tmp_path: Path, mon
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.record_async("round", round=1)
         with monkeypatch.context() as broken:
-            broken.setattr("hypha_scheduler.jobs.journal.os.fsync", fail)
+            broken.setattr("hypha_scheduler.jobs.json_lines.os.fsync", fail)
             journal.record_async("round", round=2)
             assert journal._pending_sync is not None
             wait([journal._pending_sync], 10)

@@ -172,7 +172,7 @@ def make(minimum: int = 2, rounds: int = 2) -> Rounds:
     made = Rounds(RoundSettings(rounds, 64, 16, minimum), PEERS[:3], 0.0)
     for peer in PEERS[:3]:
         made.training_began(peer, 0.0)
-        made.batch_done(peer, 16, 1.0)
+        made.batch_done(peer, 16, 1.0, 1.0)
     return made
 
 
@@ -222,6 +222,73 @@ def test_round_continues_without_late_workers() -> None:
     assert rounds.expire(due) == (Late(PEERS[2], 1, due), AnnounceRound(1, ((PEERS[0], 32), (PEERS[1], 16))))
 
 
+def run_round(rounds: Rounds, number: int, posted: dict[PeerId, float], stepped: float) -> RoundClosed:
+    """Close round `number`: workers send their updates at these times, the outer step is at `stepped`."""
+    effects: tuple[Effect, ...] = ()
+    for peer, at in sorted(posted.items(), key=lambda entry: entry[1]):
+        rounds.batch_done(peer, 16, at)
+        effects += rounds.update_started(peer, at)
+        rounds.metrics_reported(peer, number, 0.5)
+    effects += rounds.outer_step_taken(stepped)[1]
+    [closed] = [effect for effect in effects if isinstance(effect, RoundClosed)]
+    return closed
+
+
+def test_waits_include_the_time_until_a_late_worker_is_left_out() -> None:
+    rounds = make()
+    for peer, at in ((PEERS[0], 2.0), (PEERS[1], 3.0)):
+        rounds.metrics_reported(peer, 1, 0.5)
+        rounds.update_started(peer, at)
+    due = rounds.deadline()
+    assert due is not None
+    rounds.expire(due)
+    [closed] = rounds.outer_step_taken(due + 1)[1]
+    assert isinstance(closed, RoundClosed)
+    assert closed.waits == {PEERS[0]: due - 2.0, PEERS[1]: due - 3.0}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["before its update", "while it sends its update"])
+def test_waits_include_the_time_until_a_worker_is_lost(again: bool) -> None:
+    rounds = make()
+    for peer, at in ((PEERS[0], 2.0), (PEERS[1], 3.0), (PEERS[2], 4.0))[: 3 if again else 2]:
+        rounds.metrics_reported(peer, 1, 0.5)
+        rounds.update_started(peer, at)
+    rounds.worker_lost(PEERS[2], "power", 32.0)
+    [closed] = rounds.outer_step_taken(34.0)[1]
+    assert isinstance(closed, RoundClosed)
+    assert closed.waits == {PEERS[0]: 30.0, PEERS[1]: 29.0}
+
+
+def test_waits_without_late_workers_end_with_the_last_update() -> None:
+    rounds = make()
+    closed = run_round(rounds, 1, {PEERS[0]: 2.0, PEERS[1]: 3.0, PEERS[2]: 5.0}, 8.0)
+    assert closed.waits == {PEERS[0]: 3.0, PEERS[1]: 2.0, PEERS[2]: 0.0}
+
+
+@pytest.mark.parametrize("seconds", [0.5, None], ids=["with the duration of a batch", "from an older executor"])
+def test_first_round_begins_with_the_first_batch(seconds: float | None) -> None:
+    rounds = Rounds(RoundSettings(1, 32, 16, min_members=1, timeout=6.0), PEERS[:2], 0.0)
+    for peer in PEERS[:2]:
+        rounds.training_began(peer, 5.0)  # it gets a slice, which takes 20 s to arrive
+    assert rounds.expire(24.0) == ()
+    rounds.batch_done(PEERS[0], 16, 25.0, seconds)
+    began = 24.5 if seconds else 25.0
+    assert rounds.deadline() == began + 6.0
+    rounds.batch_done(PEERS[1], 16, 26.0, seconds)
+    closed = run_round(rounds, 1, {PEERS[0]: 27.0, PEERS[1]: 27.0}, 28.0)
+    assert closed.seconds == 28.0 - began
+
+
+@pytest.mark.parametrize("seconds", [1e308, -5.0, float("nan"), float("inf")])
+def test_first_batch_did_not_begin_before_its_slice_nor_after_its_report(seconds: float) -> None:
+    rounds = Rounds(RoundSettings(1, 32, 16, min_members=1, timeout=6.0), PEERS[:1], 0.0)
+    rounds.training_began(PEERS[0], 5.0)
+    rounds.batch_done(PEERS[0], 16, 25.0, seconds)
+    due = rounds.deadline()
+    assert due is not None
+    assert 11.0 <= due <= 31.0
+
+
 def test_late_executor_rejoins_in_the_next_round() -> None:
     rounds = make()
     rounds.update_started(PEERS[0], 2.0)
@@ -247,22 +314,34 @@ def test_round_timeout_starts_when_executors_have_started() -> None:
     rounds = Rounds(RoundSettings(rounds=2, target=64, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
     assert rounds.deadline() == 600.0
     assert rounds.expire(30.0) == ()
-    rounds.training_began(PEERS[0], 40.0)
+    rounds.training_began(PEERS[0], 30.0)
     rounds.training_began(PEERS[1], 44.0)
+    assert rounds.deadline() == 600.0
+    rounds.batch_done(PEERS[0], 16, 45.0, 5.0)
+    assert rounds.deadline() == 50.0
+    rounds.batch_done(PEERS[1], 16, 45.0, 1.0)
     assert rounds.deadline() == 50.0
     for peer in PEERS[:2]:
-        rounds.batch_done(peer, 16, 45.0)
         rounds.update_started(peer, 46.0)
     rounds.outer_step_taken(47.0)
     rounds.update_merged(PEERS[0], 48.0)
     assert rounds.deadline() == 58.0
 
 
+def test_failure_for_want_of_late_workers_names_the_timeout() -> None:
+    rounds = Rounds(RoundSettings(1, 96, 16, min_members=2, timeout=6.0), PEERS[:2], 0.0)
+    rounds.training_began(PEERS[0], 5.0)
+    rounds.batch_done(PEERS[0], 16, 8.0, 1.0)
+    effect = rounds.expire(13.0)[-1]
+    assert isinstance(effect, Fail)
+    assert "(raise rounds.timeout, 6 s, to wait for longer); 0 of at least 2 remain" in effect.reason
+
+
 def test_last_round_does_not_wait_for_a_late_executor() -> None:
     rounds = Rounds(RoundSettings(rounds=1, target=96, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
     for peer in PEERS[:2]:
         rounds.training_began(peer, 0.0)
-        rounds.batch_done(peer, 16, 1.0)
+        rounds.batch_done(peer, 16, 1.0, 1.0)
     rounds.update_started(PEERS[0], 2.0)
     assert rounds.expire(10.0) == (Late(PEERS[1], 1, 10.0), AnnounceRound(1, ((PEERS[0], 16),)))
     assert not rounds.over

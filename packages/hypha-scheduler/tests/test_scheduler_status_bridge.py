@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from hypha_scheduler.jobs.events import EventFile
+from hypha_scheduler.jobs.event_file import EventFile
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 
 

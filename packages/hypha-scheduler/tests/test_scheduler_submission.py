@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import uuid
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anyio
@@ -38,10 +40,17 @@ inner_optimizer = { learning_rate = 1e-3 }
 """
 
 
+def make_model(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").touch()
+    return folder
+
+
 def submit_with(
     tmp_path: Path, text: str, run_job: Callable[[DilocoJobConfig, uuid.UUID], Awaitable[Path]]
 ) -> tuple[int, str]:
-    """Run `submit` against a scheduler with this `run_job`; return exit code and output."""
+    """Run `submit` against a scheduler with this `run_job`; return exit code and output. `start` holds a model."""
+    make_model(tmp_path / "start")
     file = tmp_path / "job.toml"
     file.write_text(text)
     outcome: list[tuple[int, str]] = []
@@ -129,6 +138,90 @@ def test_submit_without_a_scheduler_exits_with_3(tmp_path: Path) -> None:
     assert "no scheduler takes jobs at" in done.output
 
 
+async def never_run(job: DilocoJobConfig, job_id: uuid.UUID) -> Path:
+    raise AssertionError("the job is invalid")
+
+
+def test_everything_wrong_with_a_job_is_reported_at_once(tmp_path: Path) -> None:
+    text = """
+    [scheduler.job]
+    dataset = "digits"
+    outer_optimiser = { learning_rate = 0.7 }
+    [scheduler.job.model]
+    path = "strat"
+    type = "vision-classification"
+    [scheduler.job.inner_optimizer]
+    learning_rate = 1e308
+    wieght_decay = 0.1
+    [scheduler.job.rounds]
+    evaluate_every = 2
+    [scheduler.job.preprocessor]
+    path = "tokeniser"
+    [scheduler.job.resources]
+    worker = { gpus = 8 }
+    """
+    code, output = submit_with(tmp_path, text, never_run)
+    assert code == 2
+    assert "outer_optimiser: is not a key\n    did you mean outer_optimizer?" in output
+    assert "inner_optimizer.learning_rate = 1e+308: input should be less than or equal to 100\n" in output
+    assert "inner_optimizer.wieght_decay: is not a key of [inner_optimizer]\n    did you mean weight_decay?" in output
+    assert "name the dataset to evaluate on in dataset.evaluation" in output
+    assert "'gpus' is not a key here; did you mean gpu?" in output
+    assert f"model.path: there is no directory {tmp_path / 'strat'} at the scheduler; " in output
+    assert f"preprocessor.path: there is no directory {tmp_path / 'tokeniser'} at the scheduler; " in output
+
+
+def test_missing_files_alone_refuse_a_job(tmp_path: Path) -> None:
+    lacking = JOB.replace('path = "start"', 'path = "start", filenames = ["a.safetensors"]')
+    code, output = submit_with(tmp_path, lacking, never_run)
+    assert code == 2
+    assert f"model.path: {tmp_path / 'start'} holds no a.safetensors, which filenames lists" in output
+
+
+def test_missing_keys_are_named_without_environment_variables(tmp_path: Path) -> None:
+    code, output = submit_with(tmp_path, JOB.replace("inner_optimizer = ", "outer_optimizer = "), never_run)
+    assert code == 2
+    assert "inner_optimizer: is missing\n    set inner_optimizer in the file. Inner optimizer" in output
+    assert "HYPHA_" not in output
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_submit_names_the_job_whose_scheduler_is_killed(tmp_path: Path, accepts: bool) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(JOB)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        listener.settimeout(20)
+
+        def accept_and_die() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                while connection.recv(4096):
+                    pass
+                if accepts:
+                    connection.sendall(b'{"accepted": true, "job_id": "j-1", "directory": "/runs/j-1"}\n')
+
+        with ThreadPoolExecutor(1) as pool:
+            dying = pool.submit(accept_and_die)
+            done = CliRunner().invoke(main, ["submit", str(file), "--socket", str(tmp_path / "s")])
+            dying.result(20)
+    assert done.exit_code == 3
+    if accepts:
+        assert "the scheduler ended before job j-1 did; start it and submit the job again." in done.output
+        assert "/runs/j-1" in done.output
+    else:
+        assert "the scheduler ended before it accepted the job; start it" in done.output
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "a = " + "[" * 70 + "]" * 70, "a." * 2000 + "a = 1"])
+def test_a_nested_job_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "job.toml").write_text(text)
+    done = CliRunner().invoke(main, ["submit", str(tmp_path / "job.toml"), "--socket", str(tmp_path / "none")])
+    assert done.exit_code == 2
+    assert "nested" in done.output
+
+
 NESTED = [
     b"[" * 100_000,
     b'{"job": ' * 12_500,
@@ -160,7 +253,8 @@ def test_nested_json_on_the_socket_is_refused_and_the_scheduler_goes_on(tmp_path
                 await anyio.sleep(0.01)
             [refused] = await send(nested)
             assert "nested" in str(refused["error"])
-            job = {"dataset": "d", "model": {"path": "m", "type": "auto"}, "inner_optimizer": {"learning_rate": 1}}
+            path = str(make_model(tmp_path / "start"))
+            job = {"dataset": "d", "model": {"path": path, "type": "auto"}, "inner_optimizer": {"learning_rate": 1}}
             accepted, result = await send(json.dumps({"job": job}).encode())
             assert (accepted["accepted"], result["result"]) == (True, "/somewhere/result.json")
             tasks.cancel_scope.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import uuid
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import anyio
+import msgspec
 import psutil
 import pytest
 
 from hypha_net import rpc, transfer
-from hypha_proto.dispatch import Dispatched, DispatchFailed
+from hypha_proto.dispatch import DISPATCH_JOB, Dispatched, DispatchFailed, DispatchJob
+from hypha_proto.job_spec import All, JobSpec, PeersReference
 from hypha_proto.leases import (
     CANCEL_JOB,
     RELEASE_LEASE,
@@ -25,7 +28,15 @@ from hypha_proto.leases import (
     Renewed,
     WhyNot,
 )
-from hypha_proto.progress import BatchDone, Done, ProgressRequest, ProgressResponse, ScheduleUpdate
+from hypha_proto.progress import (
+    BatchDone,
+    Continue,
+    Done,
+    ProgressRequest,
+    ProgressResponse,
+    RoundMetrics,
+    ScheduleUpdate,
+)
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.process.execution import exit_text, substitute
@@ -111,6 +122,7 @@ def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: A
         assert (end.outcome, end.reason, end.exit_code) == ("finished", "", 0), end
         assert end.lease == lease
         assert end.last_lines == ("done with 1 threads",)
+        assert (end.bytes_sent, end.bytes_received) == (len(b"gradient"), len(b"slice 0") + len(b"outer"))
         await lab.scheduler.until(lambda: len(lab.scheduler.statuses) == 2)
         assert lab.scheduler.statuses == ["Running", "Finished"]
         [(sender, header, content)] = pushed.files
@@ -119,6 +131,102 @@ def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: A
         assert lab.scheduler.reports[0].lease == lease
         assert lab.left_behind() == []
         assert lab.scheduler.free_at_end == [lab.worker.arbiter.capabilities.capacity.resources]
+
+    in_lab(case)
+
+
+VARIANT = """
+status, files = post("/resources/fetch", {"resource": config["data"], "path": "slices"})
+assert status == 200, files
+open(os.path.join(work_dir, "update.safetensors"), "w").write(str(config["seed"]))
+post("/status/send", {"status": {"batch_size": 8}})
+status, answer = post(
+    "/resources/send", {"resource": config["updates"], "path": "update.safetensors", "round": 1, "samples": 8}
+)
+assert status == 200, answer
+status, answer = post("/status/send", {"metrics": {"round": 1, "metrics": {"loss": 1.0}}})
+assert answer == {"type": "Done"}, answer
+print("variant is done")
+"""
+
+
+def variant(lab: Any, job_id: uuid.UUID, seed: int) -> JobSpec:
+    """Make a task that sends its update to the scheduler and gets no outer update."""
+    spec = lab.train_spec(job_id)
+    scheduler = PeersReference(peers=(lab.scheduler.endpoint.peer_id,), strategy=All())
+    nobody = PeersReference(peers=(), strategy=All())
+    config = msgspec.structs.replace(spec.executor.config, updates=scheduler, results=nobody, seed=seed)
+    return JobSpec(job_id=job_id, executor=msgspec.structs.replace(spec.executor, config=config))
+
+
+def test_variants_of_a_job_run_side_by_side_and_one_after_the_other(
+    in_lab: InLab, push_receiver: Any, serve_slices: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def case(lab: Any) -> None:
+        scheduler, job_id = lab.scheduler, uuid.uuid4()
+        pushed = push_receiver(scheduler.endpoint, lab.folder / "scheduler")
+        pushed.listen()
+        await serve_slices(lab, 4)
+        scheduler.answer = lambda report: Done() if isinstance(report.progress, RoundMetrics) else Continue()
+        lab.write_script(VARIANT)
+        leases = [await scheduler.hire(cpu=1.0) for _ in range(2)]
+
+        async def run(attempt: int) -> None:
+            for lease, seed in zip(leases, (10, 20), strict=True):
+                spec = variant(lab, job_id, seed + attempt)
+                message = DispatchJob(id=lease, spec=spec, keep_lease=True, attempt=attempt)
+                answer = await rpc.call(scheduler.endpoint, lab.peer, DISPATCH_JOB, message)
+                assert isinstance(answer, Dispatched)
+            await scheduler.until(lambda: len(scheduler.ends) == 2 * attempt + 2)
+            assert len(pushed.files) == len(scheduler.ends), "an update arrives before the end is reported"
+
+        await run(0)
+        cancel = CancelJob(id=leases[0], reason="late", attempt=0)
+        assert not (await rpc.call(scheduler.endpoint, lab.peer, CANCEL_JOB, cancel)).known
+        await run(1)
+        assert {(end.lease, end.attempt, end.outcome) for end in scheduler.ends} == {
+            (lease, attempt, "finished") for lease in leases for attempt in (0, 1)
+        }, scheduler.ends
+        sent = [(header.lease, content) for _, header, content in pushed.files]
+        assert sorted(sent, key=str) == sorted(
+            [(lease, b"%d" % (seed + more)) for lease, seed in zip(leases, (10, 20), strict=True) for more in (0, 1)],
+            key=str,
+        )
+        assert lab.left_behind() == []
+        assert lab.worker.lease_manager.free.resources.cpu == 0.0, "both leases are kept"
+        lines = [text for text in caplog.messages if text.endswith("] variant is done")]
+        assert (len(lines), len(set(lines))) == (4, 2), "lines of two tasks can be told apart"
+
+
+SENDS = """
+size = {size}
+open(os.path.join(work_dir, "update.safetensors"), "wb").write(b"x" * size)
+status, answer = post("/resources/send", {{"resource": config["updates"], "path": "update.safetensors"}})
+assert status == 200, answer
+post("/status/send", {{"status": {{"batch_size": 1}}}})
+listen({{"resource": config["results"], "path": "incoming"}}).__next__()
+"""
+
+
+def test_bytes_of_two_jobs_at_once_are_counted_apart(in_lab: InLab, push_receiver: Any) -> None:
+    sizes = {1000: b"outer", 3000: b"outer update"}
+
+    async def case(lab: Any) -> None:
+        pushed = push_receiver(lab.server, lab.folder / "server")
+        pushed.listen()
+        specs, ends = {}, {}
+        for size in sizes:
+            specs[size] = lab.train_spec()
+            await lab.start(SENDS.format(size=size), specs[size])
+            count = len(specs)
+            await lab.scheduler.until(lambda count=count: len(lab.scheduler.reports) == count)
+        for size, content in sizes.items():
+            await push_result(lab, specs[size], 1, content)
+        await lab.scheduler.until(lambda: len(lab.scheduler.ends) == 2, 20.0)
+        ends = {end.job_id: (end.outcome, end.bytes_sent, end.bytes_received) for end in lab.scheduler.ends}
+        assert ends == {specs[size].job_id: ("finished", size, len(content)) for size, content in sizes.items()}
 
     in_lab(case)
 

@@ -360,7 +360,7 @@ def test_slices_pushes_and_gauges_name_the_lease_of_their_task(
             return SliceAssigned(data_provider=lab.peers[0].peer_id, index=0)
 
         async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
-            return transfer.PullSource(b"slice")
+            return transfer.PullSource((2).to_bytes(8, "little") + b"{}")  # a safetensors file without tensors
 
         async def accept(_peer: PeerId, header: PushHeader | None) -> transfer.MemoryPushTarget:
             async def on_complete(_content: bytearray, _digest: str) -> None:
@@ -494,6 +494,24 @@ def test_the_next_attempt_is_refused_while_a_task_runs_and_accepted_afterwards(i
         await lab.end_task(execution)
         assert await lab.dispatch(lease, train(lab, seed=1), keep_lease=True, attempt=1) == "Dispatched"
         await lab.running(2)
+
+    in_lab(case)
+
+
+def test_a_late_cancellation_does_not_end_the_next_task(in_lab: Callable[[Case], None]) -> None:
+    async def case(lab: Lab) -> None:
+        lease = lab.hire()
+        scheduler = lab.scheduler.peer_id
+        assert await lab.dispatch(lease, train(lab), keep_lease=True, attempt=0) == "Dispatched"
+        await lab.end_task((await lab.running(1))[0])
+        assert await lab.dispatch(lease, train(lab), keep_lease=True, attempt=1) == "Dispatched"
+        await lab.running(2)
+        assert not lab.jobs.cancel(lease, scheduler, "late", attempt=0)
+        assert len(lab.jobs.running) == 1
+        assert lab.jobs.cancel(lease, scheduler, "enough", attempt=1)
+        await lab.until(lambda: len(lab.ends) == 2)
+        assert (lab.ends[1].outcome, lab.ends[1].attempt) == ("cancelled", 1)
+        assert lab.state(lease) is LeaseState.HELD
 
     in_lab(case)
 

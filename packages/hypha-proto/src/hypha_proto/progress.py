@@ -17,7 +17,7 @@ class BatchDone(Message, frozen=True, tag="status"):
     slices: Annotated[dict[str, U32] | None, OMIT] = None
     """Number of samples taken from each slice; keys are slice indexes as decimal text."""
     batch_ms: Annotated[float | None, OMIT] = None
-    """Milliseconds since the end of the previous batch, without waiting for data or synchronization. Not read yet."""
+    """Milliseconds since the end of the previous batch, without waiting for data or synchronization."""
 
 
 class RoundMetrics(Message, frozen=True, tag="metrics"):
@@ -76,6 +76,9 @@ class Done(Message, frozen=True, tag="Done"):
 
 class ProgressError(Message, frozen=True, tag="Error"):
     """Response: the report does not match the state of the job; the executor should exit."""
+
+    reason: Annotated[str | None, OMIT] = None
+    """One line for people."""
 
 
 ProgressResponse = Acknowledged | Continue | ScheduleUpdate | Done | ProgressError

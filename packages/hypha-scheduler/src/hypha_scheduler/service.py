@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import anyio
+import anyio.to_thread
 
 from hypha_net import instrumentation, rpc, transfer
 from hypha_net.endpoint import Endpoint
+from hypha_net.log_throttle import LogThrottle
 from hypha_net.node.lifecycle import Node
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.dispatch import JOB_STATUS, JobStatus, NotFound, StatusReceived, WireError
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import JOB_END, JobEnd, JobEndReceived
+from hypha_proto.leases import JOB_END, SAY_GOODBYE, Goodbye, GoodbyeReceived, JobEnd, JobEndReceived
 from hypha_proto.offers import OFFER, OfferReceived, WorkerOffer
 from hypha_proto.progress import REPORT, ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
@@ -29,7 +31,9 @@ from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.jobs.end_record import EndRecorder
 from hypha_scheduler.jobs.runner import JobRunner
+from hypha_scheduler.jobs.unfinished import log_unfinished
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import StrategyMethod
 from hypha_scheduler.strategies.registry import load_strategy
@@ -39,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 _LAST_METRICS: Final = 2.0
 """Seconds to wait for the last metrics to reach the bridge after all jobs have ended."""
+_LAST_ENDS: Final = 2.0
+"""Seconds to wait until the ends of jobs are recorded."""
 _DEFAULT_AUCTION: Final = AuctionSettings()
 _ACTIVE: Final = instrumentation.UpDownCounter("hypha.scheduler.jobs.active", "{job}", "Running jobs.")
 _ENDED: Final = instrumentation.Counter("hypha.scheduler.jobs.ended", "{job}", "Jobs that have ended, by outcome.")
@@ -51,8 +57,11 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     Returns when the configured and all submitted jobs have ended; without configured ones, runs until cancelled.
 
     Raises:
-        JobFailedError: at least one job failed; the others were still run.
+        JobFailedError: a local file that a job names is missing, then none was run; or at least one job failed, the
+            others were still run.
     """
+    if lacking := [line for job in config.jobs for line in job.missing_files()]:
+        raise JobFailedError("\n".join(lacking))
     bridge = None
     if config.bridge_address is not None:
         bridge = StatusBridge(config.bridge_address)
@@ -61,6 +70,8 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     service = SchedulerService(
         node.endpoint, config.runs_dir, bridge, auction_settings(table.auction), strategies=table.strategies
     )
+    node.tasks.start_soon(service.ends.run)
+    await anyio.to_thread.run_sync(log_unfinished, config.runs_dir, abandon_on_cancel=True)
     node.ready()
     submissions = SubmissionServer(config.runs_dir, service.run_job, table.strategies)
     failures: list[str] = []
@@ -76,6 +87,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
             submissions.stop_when_idle()
     if bridge is not None:
         await bridge.drain(_LAST_METRICS)
+    await service.ends.drain(_LAST_ENDS)
     if failures:
         raise JobFailedError("\n".join(failures))
 
@@ -121,12 +133,16 @@ class SchedulerService:
         self._auction_settings = auction
         self._strategies = strategies
         self._runs: dict[uuid.UUID, JobRunner] = {}
+        self._refusals = LogThrottle()
+        self.ends = EndRecorder()
+        """Its `run` is a background task of whoever creates this service."""
         self._served: set[str] = set()
         """Names of the RPC methods of strategies that are served."""
         rpc.serve(endpoint, OFFER, self._offer)
         rpc.serve(endpoint, DATA, self._data)
         rpc.serve(endpoint, REPORT, self._report)
         rpc.serve(endpoint, JOB_END, self._job_end)
+        rpc.serve(endpoint, SAY_GOODBYE, self._goodbye)
         rpc.serve(endpoint, JOB_STATUS, self._job_status)
         transfer.serve_pulls(endpoint, self._pull)
         transfer.serve_pushes(endpoint, self._push)
@@ -139,7 +155,9 @@ class SchedulerService:
         """
         strategy = load_strategy(job.type, self._strategies)
         self._serve_methods(strategy.rpc_methods)
-        run = JobRunner(self._endpoint, strategy, job, self._runs_dir, self._bridge, job_id, self._auction_settings)
+        run = JobRunner(
+            self._endpoint, strategy, job, self._runs_dir, self._bridge, job_id, self._auction_settings, self.ends
+        )
         self._runs[run.job_id] = run
         about = {"hypha.job.id": str(run.job_id), **job.span_attributes()}
         try:
@@ -172,11 +190,38 @@ class SchedulerService:
 
     async def _data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
         run = self._of_peer(peer, request.job_id)
-        return NotFound() if run is None else await run.on_data(peer, request)
+        answer = NotFound() if run is None else await run.on_data(peer, request)
+        if not isinstance(answer, SliceAssigned):
+            reason = (
+                answer.message if isinstance(answer, WireError) else "it is not a member of a job with this dataset"
+            )
+            self._log_refusal("slice request", peer, run, reason)
+        return answer
 
     async def _report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
         run = self._runs.get(request.job_id)
-        return ProgressError() if run is None else await run.on_report(peer, request)
+        unknown = ProgressError(
+            reason=f"this scheduler runs no job {request.job_id}: it has ended, or began before a restart"
+        )
+        answer = unknown if run is None else await run.on_report(peer, request)
+        if isinstance(answer, ProgressError):
+            what = f"report {type(request.progress).__name__}"
+            self._log_refusal(what, peer, run, answer.reason or "it does not match the state of the job")
+        return answer
+
+    def _log_refusal(self, what: str, peer: PeerId, run: JobRunner | None, reason: str) -> None:
+        """Log a refused request, once a minute for each peer, kind of request and, within a job, reason."""
+        about = (None, None) if run is None else (run.job_id, reason)
+        suppressed = self._refusals.suppressed_count((what, peer, *about))
+        if suppressed is not None:
+            more = f" ({suppressed} more since it was last logged)" if suppressed else ""
+            of_job = "" if run is None else f" for job {run.job_id}"
+            _log.warning("%s of %s%s refused: %s%s", what, peer, of_job, reason, more)
+
+    async def _goodbye(self, peer: PeerId, goodbye: Goodbye) -> GoodbyeReceived:
+        for run in self._runs.values():
+            run.on_goodbye(peer, goodbye)
+        return GoodbyeReceived()
 
     async def _job_end(self, peer: PeerId, end: JobEnd) -> JobEndReceived:
         run = self._runs.get(end.job_id)

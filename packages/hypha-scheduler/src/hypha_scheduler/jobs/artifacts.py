@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import anyio.to_thread
 
@@ -20,17 +19,11 @@ from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Reference, SliceAddress
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.model_files import MODEL_PATTERNS, model_names, preprocessor_names
 
 _log = logging.getLogger(__name__)
-
-MODEL_PATTERNS: Final = ("*.json", "*.safetensors", "*.txt", "*.model")
-"""Files of a model that are used: weights as safetensors, configuration, tokenizer; no pickled files."""
-
-
-PREPROCESSOR_PATTERNS: Final = ("*.json", "*.txt", "*.model")
-"""Files of a preprocessor that are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +81,7 @@ def hub_reference(table: PreprocessorTable) -> HuggingFaceReference:
 
 
 def _copy_preprocessor(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
-    names = sorted(wanted) or sorted({p.name for pattern in PREPROCESSOR_PATTERNS for p in source.glob(pattern)})
-    if not names:
-        raise JobFailedError(f"preprocessor.path: {source} holds none of {', '.join(PREPROCESSOR_PATTERNS)}")
+    names = preprocessor_names(source, wanted)
     try:
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -123,11 +114,8 @@ async def open_start_model(
 
 
 def _copy_model(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
+    names = model_names(source, wanted)
     try:
-        names = sorted(wanted) or sorted({path.name for pattern in MODEL_PATTERNS for path in source.glob(pattern)})
-        if not any(name.endswith(".safetensors") for name in names):
-            remedy = "`hypha-accelerate-executor create-model` creates a model directory"
-            raise JobFailedError(f"model.path: {source} holds no *.safetensors; {remedy}")
         target.mkdir(parents=True)
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +159,11 @@ async def add_update(model: Path, update: Path) -> None:
 
     try:
         await anyio.to_thread.run_sync(partial(apply_update_to_dir, model, update))
-    except (TensorFileError, OSError) as error:
+    except OSError as error:
+        if error.filename is None:
+            error = OSError(error.errno, error.strerror, str(model))
+        raise JobFailedError(files_unusable(model.parent, [error])) from None
+    except TensorFileError as error:
         raise JobFailedError(f"update {update.name} cannot be added to the model: {error}") from None
 
 
@@ -179,13 +171,16 @@ def write_result(path: Path, result: Mapping[str, object]) -> None:
     """Write ``result.json`` atomically and sync it to disk.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; the error names it.
     """
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=2) + "\n")
-    sync_to_disk(part)
-    os.replace(part, path)
-    sync_to_disk(path)
+    try:
+        part.write_text(json.dumps(result, indent=2) + "\n")
+        sync_to_disk(part)
+        os.replace(part, path)
+        sync_to_disk(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def sync_to_disk(*paths: Path) -> None:

@@ -9,8 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    model_validator,
+)
 
+from hypha_net.node.config.introspection import suggest_key
 from hypha_net.node.config.models import Section
 from hypha_proto.job_spec import PREPROCESSOR_TASKS, TASKS
 from hypha_proto.resources import Resources
@@ -21,7 +28,14 @@ ALIASES: Final = {"vision-classification": "image-classification"}
 _INPUTS: Final = {"causal-lm": ("input_ids", "attention_mask", "labels")}
 VISION_INPUTS: Final = ("pixel_values", "labels")
 _TEXT_INPUTS: Final = ("input_ids", "attention_mask", "labels")
+_MAX_AMOUNT: Final = 1e9
+"""GB, or cores."""
+_MAX_LEARNING_RATE: Final = 100.0
+"""Far above what trains anything; a larger one is a slip, such as a wrong exponent."""
+_MAX_NORM: Final = 1e9
+_U32: Final = (1 << 32) - 1
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+LearningRate = Annotated[float, Field(gt=0, le=_MAX_LEARNING_RATE)]
 
 
 ALLOCATION_TIMEOUT: Final = 60.0
@@ -51,6 +65,10 @@ class JobTable(Table):
     def span_attributes(self) -> dict[str, str]:
         """Return what the span of the job says about it."""
         return {}
+
+    def missing_files(self) -> list[str]:
+        """Return what is wrong with the local files that the job names, one line each."""
+        return []
 
     @property
     def allocation_timeout(self) -> float:
@@ -140,23 +158,28 @@ def dataset_by_name(value: Any) -> Any:
 class InnerOptimizerTable(Table):
     """``[.inner_optimizer]``: AdamW."""
 
-    learning_rate: float = Field(gt=0, description="Learning rate.")
+    learning_rate: LearningRate = Field(description="Learning rate, up to 100.")
     betas: tuple[_Beta, _Beta] | None = Field(default=None, description="AdamW's betas.")
-    epsilon: float | None = Field(default=None, gt=0, description="AdamW's epsilon.")
-    weight_decay: float | None = Field(default=None, ge=0, description="AdamW's weight decay.")
-    max_grad_norm: float | None = Field(default=None, gt=0, description="Gradients are clipped to this norm.")
+    epsilon: float | None = Field(default=None, gt=0, le=1, description="AdamW's epsilon, up to 1.")
+    weight_decay: float | None = Field(default=None, ge=0, le=100, description="AdamW's weight decay, up to 100.")
+    max_grad_norm: float | None = Field(
+        default=None, gt=0, le=_MAX_NORM, description="Gradients are clipped to this norm, up to 1e9."
+    )
     schedule: Literal["cosine-with-warmup", "linear-with-warmup", "wsd"] | None = Field(
         default=None,
         description="Learning-rate schedule: cosine-with-warmup, linear-with-warmup or wsd; if unset, a constant rate.",
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of a worker during which the rate rises from zero.")
+    warmup_steps: int = Field(
+        default=0, ge=0, le=_U32, description="Steps of a worker during which the rate rises from zero."
+    )
     total_steps: int | None = Field(
         default=None,
         gt=0,
+        le=_U32,
         description="Steps of a worker in the whole job; if unset, the average that follows from its rounds.",
     )
     decay_steps: int | None = Field(
-        default=None, gt=0, description="wsd: steps at the end during which the rate falls."
+        default=None, gt=0, le=_U32, description="wsd: steps at the end during which the rate falls."
     )
 
 
@@ -165,7 +188,10 @@ class Requirement(Table):
 
     type: Literal["GPU", "CPU", "Memory", "Storage"] | None = Field(default=None, description="Resource.")
     min: float | None = Field(
-        default=None, ge=0, description="Minimum amount: GB for GPU, Memory and Storage, cores for CPU."
+        default=None,
+        ge=0,
+        le=_MAX_AMOUNT,
+        description="Minimum amount: GB for GPU, Memory and Storage, cores for CPU.",
     )
     kind: str | None = Field(default=None, min_length=1, description="Name of a required executor.")
 
@@ -185,8 +211,12 @@ def _requirements(value: Any) -> Any:
     if "type" in value or "min" in value:
         return [value]
     names = {"gpu": "GPU", "cpu": "CPU", "memory": "Memory", "storage": "Storage"}
+    known = [*names, "kind"]
+    for key in value:
+        if key not in known:
+            raise ValueError(f"{str(key)[:80]!r} is not a key here; {suggest_key(str(key), Requirement, known)}")
     found = [{"type": names[key], "min": amount} for key, amount in value.items() if key in names]
-    return found + [{key: rest} for key, rest in value.items() if key not in names]
+    return found + [{"kind": value[key]} for key in value if key == "kind"]
 
 
 Requirements = Annotated[tuple[Requirement, ...], BeforeValidator(_requirements)]

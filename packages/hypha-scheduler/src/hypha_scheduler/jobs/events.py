@@ -6,63 +6,18 @@ Called by `runner` for what happens to every job and for what its operator asks 
 
 from __future__ import annotations
 
-import json
-import logging
-import math
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Final
 
 from hypha_scheduler.allocation.shortage import Shortage
-from hypha_scheduler.jobs.journal import Journal
+from hypha_scheduler.jobs.end_record import EndRecord
+from hypha_scheduler.jobs.event_file import EVENTS, EventFile
+from hypha_scheduler.jobs.journal import JOURNAL, Journal
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import Lease, PostMetric, TaskEnded, TaskRef
-
-_log = logging.getLogger(__name__)
-
-_MAX_TEXT: Final = 300
-_DEBUG_EVENTS: Final = frozenset({"metric"})
-
-
-class EventFile:
-    """Appends events to a file as JSON lines; each line is written at once."""
-
-    def __init__(self, path: Path) -> None:
-        """Open `path` for appending."""
-        self._file: IO[bytes] = path.open("ab", buffering=0)
-
-    def __enter__(self) -> EventFile:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._file.close()
-
-    def write(self, event: str, **fields: object) -> None:
-        """Write an event with the current time, and log it; numbers that are not finite become null."""
-        line = {"event": event, "time": round(time.time(), 3)} | {key: _plain(value) for key, value in fields.items()}
-        self._file.write(json.dumps(line).encode() + b"\n")
-        level = logging.DEBUG if event in _DEBUG_EVENTS else logging.INFO
-        _log.log(level, "%s", _readable(event, fields), extra={"event": event, "fields": line})
-
-
-def _readable(event: str, fields: Mapping[str, object]) -> str:
-    """Format an event's scalar fields as a log line."""
-    short = [f"{key}={_short(value)}" for key, value in fields.items() if isinstance(value, int | float | str)]
-    return " ".join([event, *short])
-
-
-def _short(value: int | float | str) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value).partition("\n")[0][:_MAX_TEXT]
-
-
-def _plain(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class JobEvents:
@@ -78,8 +33,9 @@ class JobEvents:
         self.journal: Journal
 
     def __enter__(self) -> JobEvents:
-        self._events = self._resources.enter_context(EventFile(self._directory / "metrics.jsonl"))
-        self.journal = self._resources.enter_context(Journal(self._directory / "journal.jsonl"))
+        self._events = self._resources.enter_context(EventFile(self._directory / EVENTS))
+        self.journal = self._resources.enter_context(Journal(self._directory / JOURNAL))
+        self.journal.lock()
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -127,16 +83,14 @@ class JobEvents:
         """Record the end of a task."""
         self.journal.record_async("ended", task=task.name, outcome=end.state.value, exit_code=end.exit_code)
 
-    def failed(self, error: str) -> None:
-        """Report that the job failed."""
-        self.journal.record("failed", error=error)
-        self.emit("failed", error=error)
+    def failed(self, error: str) -> EndRecord:
+        """Return the record of the job's failure."""
+        return EndRecord(self._directory, "failed", {"error": error}, {"error": error})
 
-    def finished(self, summary: Mapping[str, object]) -> None:
-        """Report that the job finished; the journal gets the plain values of its summary."""
+    def finished(self, summary: Mapping[str, object]) -> EndRecord:
+        """Return the record of the job's success; the journal gets the plain values of its summary."""
         plain = {key: value for key, value in summary.items() if isinstance(value, int | float | str | None)}
-        self.journal.record("finished", **plain)
-        self.emit("finished", **summary)
+        return EndRecord(self._directory, "finished", plain, summary)
 
 
 def _recorded(leases: Sequence[Lease]) -> list[dict[str, str]]:

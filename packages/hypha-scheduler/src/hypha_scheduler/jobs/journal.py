@@ -7,17 +7,24 @@ format. A crash can truncate only the last line, which does not count.
 
 from __future__ import annotations
 
-import json
+import fcntl
+import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import anyio
 import anyio.to_thread
 
 from hypha_proto.codec import parse_json
+from hypha_scheduler.jobs.json_lines import JsonLinesFile
+
+_log = logging.getLogger(__name__)
+
+JOURNAL: Final = "journal.jsonl"
+"""Name of the journal in a job's directory."""
 
 FORMAT: Final = 1
 """Version of the format; written to the first record."""
@@ -35,9 +42,9 @@ class Journal:
 
         A last line that a crash has cut short is removed.
         """
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        self._file: IO[bytes] = os.fdopen(descriptor, "ab", buffering=0)
-        self._is_new = _cut_last_line(descriptor) == 0
+        self._path = path
+        self._file = JsonLinesFile(path, 0o600)
+        self._is_new = _cut_last_line(self._file.fileno()) == 0
         self._limiter = anyio.CapacityLimiter(1)
         self.written = 0
         """Number of records that were appended."""
@@ -50,8 +57,16 @@ class Journal:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)
         self._disk.submit(self._file.close)
         self._disk.shutdown(wait=False)
+
+    def lock(self) -> None:
+        """Lock the file until it is closed, by which other schedulers see that its job runs."""
+        try:
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            _log.warning("%s cannot be locked, so another scheduler may call its job unfinished: %s", self._path, error)
 
     def record(self, kind: str, **fields: object) -> None:
         """Write a record and sync it to disk before returning.
@@ -60,7 +75,7 @@ class Journal:
             OSError: this or an earlier record could not be written or synced.
         """
         self._write(kind, fields)
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def append(self, kind: str, **fields: object) -> None:
         """Write a record; `sync` brings it to disk.
@@ -78,7 +93,7 @@ class Journal:
             OSError: they could not be synced.
         """
         written = self.written
-        await anyio.to_thread.run_sync(os.fsync, self._file.fileno(), limiter=self._limiter)
+        await anyio.to_thread.run_sync(self._file.sync, limiter=self._limiter)
         self.synced = written
 
     def record_async(self, kind: str, **fields: object) -> None:
@@ -88,13 +103,13 @@ class Journal:
             OSError: this record could not be written, or an earlier one not synced.
         """
         self._write(kind, fields)
-        self._pending_sync = self._disk.submit(os.fsync, self._file.fileno())
+        self._pending_sync = self._disk.submit(self._file.sync)
 
     def _write(self, kind: str, fields: dict[str, object]) -> None:
         if self._pending_sync is not None and self._pending_sync.done():
             self._pending_sync.result()
         first: dict[str, object] = {"record": kind, "format": FORMAT} if self._is_new else {"record": kind}
-        self._file.write(json.dumps(first | fields).encode() + b"\n")
+        self._file.append(first | fields)
         self._is_new = False
 
 

@@ -186,8 +186,8 @@ class LeasePool:
         if self._search is not None:
             self._search.allocator.add_offer(peer, offer)
 
-    def on_goodbye(self, lease: uuid.UUID, reason: str) -> None:
-        """Handle a worker's notice that a lease has ended."""
+    def drop(self, lease: uuid.UUID, reason: str) -> None:
+        """Treat a lease as lost that its worker has ended, without telling the worker."""
         held = self._renewed.drop(lease)
         if held is not None:
             self._on_lost(held, reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,29 +22,30 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_net.transfer import FilePushTarget, PullSource
-from hypha_proto.datasets import DataRequest, SliceAssigned
+from hypha_proto.datasets import DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireError
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import CANCEL_JOB, CancelJob, JobEnd
+from hypha_proto.leases import CANCEL_JOB, CancelJob, Goodbye, JobEnd
 from hypha_proto.offers import WorkerOffer
 from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.protocols import LEASE
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings
 from hypha_scheduler.allocation.shortage import Shortage
-from hypha_scheduler.errors import AllocationError, JobFailedError
+from hypha_scheduler.datasets.providers import MAX_PROVIDERS
+from hypha_scheduler.errors import AllocationError, JobFailedError, files_unusable
 from hypha_scheduler.jobs.artifacts import write_result
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.context import RunnerContext
 from hypha_scheduler.jobs.dispatcher import dispatch
 from hypha_scheduler.jobs.effect_queue import EffectQueue
+from hypha_scheduler.jobs.end_record import EndRecorder
 from hypha_scheduler.jobs.events import JobEvents
 from hypha_scheduler.jobs.idempotency_cache import ResponseCache
 from hypha_scheduler.jobs.lease_pool import LeasePool
 from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.jobs.task_register import TaskRegister
 from hypha_scheduler.metrics.status_bridge import StatusBridge
-from hypha_scheduler.metrics.traffic import TrafficCounts, measure_traffic
 from hypha_scheduler.strategies.base import (
     Effect,
     Effects,
@@ -65,6 +67,7 @@ from hypha_scheduler.strategies.base import (
     TaskNotStarted,
     TaskRef,
     TaskStarted,
+    TrafficCounts,
 )
 
 _log = logging.getLogger(__name__)
@@ -79,6 +82,8 @@ _CHECK_INTERVAL: Final = 0.5
 _MAX_LINE: Final = 500
 _MAX_LINES: Final = 40
 _MAX_REASON: Final = 1000
+_MAX_TEXT: Final = 400
+"""Characters of a peer's reason in an event."""
 _MAX_WAIT: Final = 30.0
 """Longest time in seconds for which a request for a slice waits; the worker then asks again."""
 _DEFAULT_AUCTION: Final = AuctionSettings()
@@ -98,20 +103,27 @@ class JobRunner:
         bridge: StatusBridge | None = None,
         job_id: uuid.UUID | None = None,
         auction: AuctionSettings = _DEFAULT_AUCTION,
+        ends: EndRecorder | None = None,
     ) -> None:
-        """Create a job with a directory in `runs`, under a new id unless one is given; nothing runs before `run`."""
+        """Create a job with a directory in `runs`, under a new id unless one is given; nothing runs before `run`.
+
+        `ends` records the end of the job, also after `run`.
+        """
         self.job_id = job_id or uuid.uuid4()
         self.directory = runs / str(self.job_id)
         self._endpoint = endpoint
         self._strategy = strategy
         self._job = job
         self._bridge = bridge
+        self._ends = ends or EndRecorder()
         self._auction_settings = auction
         self._operator: Operator | None = None
         self._register = TaskRegister()
+        self._stopping: set[TaskRef] = set()
+        """Tasks that were cancelled and whose leases stay."""
         self._progress_responses: ResponseCache[ProgressResponse] = ResponseCache()
         self._slice_responses: ResponseCache[SliceAssigned] = ResponseCache()
-        self._traffic_before: dict[PeerId, TrafficCounts] = {}
+        self._traffic: defaultdict[PeerId, TrafficCounts] = defaultdict(TrafficCounts)
         self._placement_seconds = 0.0
         self._found_too_few = False
         self._ended = anyio.Event()
@@ -137,25 +149,28 @@ class JobRunner:
         try:
             return await self._run_reported()
         except* OSError as errors:  # includes background tasks of the job: they fail this job, not the scheduler
-            why = "; ".join(map(str, leaf_errors(errors)))
-        raise JobFailedError(self._file_error(why))
-
-    def _file_error(self, why: object) -> str:
-        return f"{self.directory}: the job's files cannot be used: {why}"
+            why = files_unusable(self.directory, leaf_errors(errors))
+        raise JobFailedError(why)
 
     async def _run_reported(self) -> Path:
         self.directory.mkdir(parents=True)
         with JobEvents(self.job_id, self.directory, self._bridge) as self._events:
-            self._events.accepted(self._job.model_dump(mode="json"))
             try:
+                self._events.accepted(self._job.model_dump(mode="json"))
                 return await self._run_and_release()
-            except JobFailedError as error:
-                self._events.failed(str(error))
-                raise
             except BaseException as error:
-                interrupted = isinstance(error, anyio.get_cancelled_exc_class())
-                self._events.failed("the scheduler was stopped" if interrupted else f"internal error: {error!r}")
+                self._ends.record(self._events.failed(self._describe(error)))
                 raise
+
+    def _describe(self, error: BaseException) -> str:
+        """Return the reason for a failure as it is recorded."""
+        causes = list(leaf_errors(error))
+        if all(isinstance(cause, OSError) for cause in causes):
+            return files_unusable(self.directory, causes)
+        if isinstance(error, JobFailedError):
+            return str(error)
+        interrupted = isinstance(error, anyio.get_cancelled_exc_class())
+        return "the scheduler was stopped" if interrupted else f"internal error: {error!r}"
 
     async def _run_and_release(self) -> Path:
         failure: JobFailedError | None = None
@@ -190,6 +205,8 @@ class JobRunner:
 
     async def _run_strategy(self, result: Path) -> None:
         began = anyio.current_time()
+        if lacking := self._job.missing_files():
+            raise JobFailedError("\n".join(lacking))
         async with self._strategy.open(self._job, self._context, ()) as operator:
             self._operator = operator
             self._tasks.start_soon(self._effects.run)
@@ -204,19 +221,15 @@ class JobRunner:
 
     async def _finish(self, operator: Operator, result: Path, began: float) -> None:
         """Release the leases and write the result."""
-        after: dict[PeerId, TrafficCounts] = {}
-        await measure_traffic(self._endpoint, self._traffic_before, after)
         await self._pool.close("the job is done")
-        before = self._traffic_before
-        traffic = {peer: count - before[peer] for peer, count in after.items() if peer in before}
         summary = {
             "job_id": str(self.job_id),
-            **operator.summary(traffic),
+            **operator.summary(self._traffic),
             "placement_seconds": round(self._placement_seconds, 4),
             "wall_seconds": round(anyio.current_time() - began, 3),
         }
         write_result(result, summary)
-        self._events.finished(summary)
+        self._ends.record(self._events.finished(summary))
 
     async def _watch_deadlines(self) -> None:
         """Tell the operator when its deadlines have passed."""
@@ -309,7 +322,7 @@ class JobRunner:
             self._ended.set()
 
     def _on_file_error(self, error: OSError) -> None:
-        self._end(self._file_error(error))
+        self._end(files_unusable(self.directory, [error]))
 
     def _start_task(self, effect: StartTask) -> None:
         earlier = self._register.start(effect.task)
@@ -327,6 +340,7 @@ class JobRunner:
 
     def _stop_task(self, effect: StopTask) -> None:
         if effect.keep_lease:
+            self._stopping.add(effect.task)
             self._start_background(partial(self._cancel, effect))
         else:
             self._pool.release(effect.task.lease.id, effect.reason)
@@ -392,8 +406,6 @@ class JobRunner:
         except OSError as error:
             self._on_file_error(error)
             return
-        peers = {lease.peer for lease in leases} - self._traffic_before.keys()
-        self._start_background(partial(measure_traffic, self._endpoint, peers, self._traffic_before))
         self._tell(self._running_operator.on_leases_acquired, leases, anyio.current_time())
 
     def on_lost(self, lease: Lease, reason: str) -> None:
@@ -428,12 +440,16 @@ class JobRunner:
     async def on_data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
         """Handle a worker's request for a slice."""
         deadline = anyio.current_time() + _MAX_WAIT
+        unusable = request.unusable
         while True:
             task = self._register.of_peer(peer, request.lease)
             if task is None or not self._context.has_dataset(request.dataset):
                 return NotFound()
             if (earlier := self._slice_responses.get(peer, request.id)) is not None:
                 return earlier
+            if unusable is not None:
+                self._set_slice_aside(task, request.dataset, unusable)
+                unusable = None  # once, if the request has to wait
             try:
                 found = self._next_slice(task, request.dataset)
             except SliceRefusedError as error:
@@ -447,6 +463,14 @@ class JobRunner:
             with anyio.move_on_after(min(found.seconds, deadline - now)):
                 await self._changed.wait()
 
+    def _set_slice_aside(self, task: TaskRef, dataset: str, report: UnusableSlice) -> None:
+        failures = tuple(
+            ProviderFailure(provider=failure.provider, reason=_one_line(failure.reason))
+            for failure in report.failures[:MAX_PROVIDERS]
+        )
+        bounded = UnusableSlice(index=report.index, epoch=report.epoch, failures=failures)
+        self._tell(self._running_operator.on_slice_unusable, task, dataset, bounded, anyio.current_time())
+
     def _next_slice(self, task: TaskRef, dataset: str) -> SliceToUse | RetryAfter | None:
         found = self._call(lambda: self._running_operator.next_slice(task, dataset, anyio.current_time()))
         if not isinstance(found, RetryAfter):
@@ -457,15 +481,13 @@ class JobRunner:
         """Handle a progress report of an executor."""
         task = self._register.of_peer(peer, request.lease)
         if task is None:
-            return ProgressError()
+            return ProgressError(reason="no task of the job runs on this peer under this lease")
         if (earlier := self._progress_responses.get(peer, request.id)) is not None:
             return earlier
         now = anyio.current_time()
         answer, ticket = self._ask(lambda: self._running_operator.on_progress(task, request.progress, now))
         if answer is None:
-            return ProgressError()
-        if isinstance(answer, ProgressError):
-            _log.warning("report %s of %s does not match the state of the job", type(request.progress).__name__, peer)
+            return ProgressError(reason="the job is over")
         self._progress_responses.put(peer, request.id, answer)
         await self._effects.wait(ticket)
         return answer
@@ -511,15 +533,27 @@ class JobRunner:
 
         return FilePushTarget(path, target.max_bytes, on_complete, slot=f"{self.directory}/{task.name}")
 
+    def on_goodbye(self, peer: PeerId, goodbye: Goodbye) -> None:
+        """Handle a worker's announcement that it is shutting down: its leases end at once."""
+        reason = _one_line(goodbye.reason) or "it is shutting down"
+        for lease in self._pool.held:
+            if lease.peer == peer and lease.id in goodbye.leases:
+                self._pool.drop(lease.id, reason)
+
     def on_job_end(self, peer: PeerId, end: JobEnd) -> None:
         """Handle a worker's report on how an executor ended."""
         task = self._register.on_lease(end.lease, peer, end.attempt)
         if task is None:
             return
+        self._traffic[peer] += TrafficCounts(end.bytes_sent, end.bytes_received)
         states = {"finished": TaskState.FINISHED, "cancelled": TaskState.CANCELLED}
         state = states.get(end.outcome, TaskState.FAILED)
         lines = tuple(line[:_MAX_LINE] for line in end.last_lines[-_MAX_LINES:])
-        self._task_over(task, TaskEnded(state, end.reason[:_MAX_REASON], end.exit_code, lines))
+        ended = TaskEnded(state, end.reason[:_MAX_REASON], end.exit_code, lines)
+        was_stopped = task in self._stopping  # by `CancelJob`, which leaves its lease
+        self._task_over(task, ended)
+        if state is TaskState.CANCELLED and not was_stopped:
+            self._pool.drop(task.lease.id, ended.reason or "its worker cancelled the task")
 
     def on_job_status(self, peer: PeerId, status: JobStatus) -> None:
         """Handle a worker's status report; older workers send only this, newer ones also `JobEnd` with details."""
@@ -538,8 +572,13 @@ class JobRunner:
         """Tell the operator of the end of a task, once."""
         if not self._register.end(task) or self._closed:
             return
+        self._stopping.discard(task)
         try:
             self._events.task_ended(task, end)
         except OSError as error:
             self._on_file_error(error)
         self._tell(self._running_operator.on_task_update, task, end, anyio.current_time())
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:_MAX_TEXT]

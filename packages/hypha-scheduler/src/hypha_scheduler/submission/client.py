@@ -6,10 +6,11 @@ import json
 import socket
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_proto.codec import parse_json
+from hypha_proto.codec import check_depth, parse_json
 
 _CONNECT_TIMEOUT: Final = 5.0
 _TABLES_WITH_PATHS: Final = ("model", "preprocessor")
@@ -25,7 +26,9 @@ class NoSchedulerError(Exception):
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        plain = tomllib.loads(file.read_text(encoding="utf-8"))
+        check_depth(plain)
+        return plain
     except (OSError, ValueError) as error:
         raise JobFileError(f"{file}: {error}") from None
     except RecursionError:
@@ -92,10 +95,27 @@ def submit_job(path: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dic
             remedy = "start one whose configuration contains no job"
             raise NoSchedulerError(f"no scheduler takes jobs at {path}: {error.strerror or error}; {remedy}") from None
         connection.settimeout(None)
-        with connection.makefile("rb") as answers:
-            for line in answers:
-                answer: dict[str, Any] = parse_json(line)
-                yield answer
-                if detach or "error" in answer or "result" in answer:
-                    return
-    raise NoSchedulerError("the scheduler ended before the job did")
+        accepted: dict[str, Any] = {}
+        for answer in _answers(connection):
+            yield answer
+            if detach or "error" in answer or "result" in answer:
+                return
+            accepted = answer
+    raise NoSchedulerError(_ended_early(accepted))
+
+
+def _answers(connection: socket.socket) -> Iterator[dict[str, Any]]:
+    """Yield the scheduler's responses until it closes the connection or is killed."""
+    with connection.makefile("rb") as lines, suppress(ConnectionError):
+        for line in lines:
+            answer: dict[str, Any] = parse_json(line)
+            yield answer
+
+
+def _ended_early(accepted: dict[str, Any]) -> str:
+    if not accepted:
+        return "the scheduler ended before it accepted the job; start it and submit the job again"
+    return (
+        f"the scheduler ended before job {accepted.get('job_id')} did; start it and submit the job again. The files of "
+        f"this one are in {accepted.get('directory')}"
+    )

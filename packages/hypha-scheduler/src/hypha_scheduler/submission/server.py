@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import anyio
 import anyio.abc
-from pydantic import ValidationError
+import anyio.to_thread
 
 from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.config import JobTable
-from hypha_scheduler.strategies.registry import parse_job as parse_table
+from hypha_scheduler.submission.validation import validate_job
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ class SubmissionServer:
         async with stream:
             try:
                 with anyio.fail_after(_READ_TIMEOUT):
-                    job = parse_job(await _read(stream), self.strategies)
+                    data = await _read(stream)
+                    job = await anyio.to_thread.run_sync(parse_job, data, self.strategies)  # looks at files
             except (ValueError, TimeoutError, anyio.BrokenResourceError) as error:
                 await _answer(stream, {"error": str(error) or "the job was not received in time"})
                 return
@@ -130,7 +131,7 @@ async def _answer(stream: anyio.abc.SocketStream, answer: dict[str, Any]) -> Non
 
 
 def parse_job(data: bytes, strategies: Collection[str] | None = None) -> JobTable:
-    """Parse and validate ``{"job": {…}}``.
+    """Parse and validate ``{"job": {…}}``; the local files that the job names must exist.
 
     Raises:
         ValueError: `data` is not strict JSON or not a valid job; the message names every invalid key.
@@ -138,8 +139,4 @@ def parse_job(data: bytes, strategies: Collection[str] | None = None) -> JobTabl
     found = parse_json(data)
     if not isinstance(found, dict) or not isinstance(found.get("job"), dict):
         raise ValueError('expected {"job": {…}}')
-    try:
-        return parse_table(found["job"], strategies)
-    except ValidationError as error:
-        lines = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
-        raise ValueError("\n".join(lines)) from None
+    return validate_job(found["job"], strategies)

@@ -12,7 +12,15 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from hypha_net.node.config.introspection import description_of, dotted, field_at
+from hypha_net.node.config.introspection import (
+    annotation_at,
+    description_of,
+    dotted,
+    field_at,
+    fields_by_key,
+    suggest_key,
+    table_types,
+)
 from hypha_net.node.config.models import mask_secrets
 from hypha_net.node.config.toml_positions import Key
 
@@ -54,14 +62,27 @@ class ConfigError(Exception):
 
 
 def validation_problems(
-    model: type[BaseModel], error: ValidationError, data: dict[str, Any], where: Callable[[Key], str | None]
+    model: type[BaseModel],
+    error: ValidationError,
+    data: dict[str, Any],
+    where: Callable[[Key], str | None],
+    *,
+    variables: bool = True,
 ) -> list[Problem]:
-    """Return one problem per key for a validation error of pydantic; branches of a union are combined."""
+    """Return one problem per key for a validation error of pydantic; branches of a union are combined.
+
+    Args:
+        model: what `data` was validated by.
+        error: the error.
+        data: the values.
+        where: describes the origin of the value at a key; None if no source sets it.
+        variables: whether ``HYPHA_*`` can set a missing key.
+    """
     found: dict[str, list[tuple[Key, ErrorDetails]]] = {}
     for details in error.errors(include_url=False):
         key = _present(model, details["loc"], data) if details["type"] != "missing" else tuple(details["loc"])
         found.setdefault(dotted(key), []).append((key, details))
-    return [_problem(model, entries, data, where) for entries in found.values()]
+    return [_problem(model, entries, data, where, variables) for entries in found.values()]
 
 
 def _problem(
@@ -69,20 +90,30 @@ def _problem(
     entries: list[tuple[Key, ErrorDetails]],
     data: dict[str, Any],
     where: Callable[[Key], str | None],
+    variables: bool,
 ) -> Problem:
     key = entries[0][0]
     name = dotted(key)
     about = description_of(model, key)
     if entries[0][1]["type"] == "missing":
-        variable = "HYPHA_" + "__".join(str(part).upper() for part in key)
+        variable = ", or HYPHA_" + "__".join(str(part).upper() for part in key) if variables else ""
         origin = (where(key[:-1]) if key[:-1] else None) or ""
-        remedy = f"set {name} in the file, or {variable}" + (f". {about}" if about else "")
+        remedy = f"set {name} in the file{variable}" + (f". {about}" if about else "")
         return Problem(origin, name, reason="is missing", remedy=remedy)
+    if entries[0][1]["type"] == "extra_forbidden":
+        return _unknown_key(model, tuple(entries[0][1]["loc"]), where(key) or "")
     # leave out union branches that expect a table: they do not help a person who wrote a plain value
     plain = [details for _, details in entries if details["type"] != "model_type"]
     reasons = list(dict.fromkeys(map(_reason, plain or [details for _, details in entries])))
     value = _shown(data, key) if key and where(key) else _ABSENT
     return Problem(where(key) or "", name, value, "; or ".join(reasons), about)
+
+
+def _unknown_key(model: type[BaseModel], key: Key, where: str) -> Problem:
+    holder = annotation_at(model, key[:-1])
+    here = [name for table in table_types(holder) for name in fields_by_key(table)]
+    table = f" of [{dotted(key[:-1])}]" if key[:-1] else ""
+    return Problem(where, dotted(key), reason=f"is not a key{table}", remedy=suggest_key(str(key[-1]), model, here))
 
 
 def _reason(details: ErrorDetails) -> str:

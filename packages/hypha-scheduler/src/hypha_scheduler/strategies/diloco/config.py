@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from hypha_scheduler.jobs.config import (
     VISION_INPUTS,
     DatasetTable,
     InnerOptimizerTable,
     JobTable,
+    LearningRate,
     ModelTable,
     PreprocessorTable,
     PriceTable,
@@ -23,15 +24,20 @@ from hypha_scheduler.jobs.config import (
     dataset_by_name,
     not_yet,
 )
+from hypha_scheduler.jobs.model_files import missing_files
 
 _DEFAULT_BATCH: Final = 64
 _U32: Final = (1 << 32) - 1
+_MAX_SECONDS: Final = 31 * 86400.0
+_MAX_TOKENS: Final = 1e15
+_MAX_WORKERS: Final = 10_000
+_Seconds = Annotated[float, Field(gt=0, le=_MAX_SECONDS)]
 
 
 class OuterOptimizerTable(Table):
     """``[.outer_optimizer]``: SGD with Nesterov momentum."""
 
-    learning_rate: float = Field(default=0.7, gt=0, description="Learning rate of the outer step.")
+    learning_rate: LearningRate = Field(default=0.7, description="Learning rate of the outer step, up to 100.")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum of the outer step.")
     nesterov: bool = Field(default=True, description="Nesterov momentum; false for classical momentum.")
 
@@ -40,17 +46,26 @@ class RoundsTable(Table):
     """``[.rounds]``."""
 
     update_rounds: int = Field(default=100, ge=1, le=_U32, description="Rounds, each with one outer step.")
-    avg_samples_between_updates: int = Field(default=1200, ge=1, description="Samples of all workers per round.")
-    max_batch_size: int | None = Field(default=None, ge=1, description="Upper limit of the automatic batch size.")
+    avg_samples_between_updates: int = Field(
+        default=1200, ge=1, le=_U32, description="Samples of all workers per round."
+    )
+    max_batch_size: int | None = Field(
+        default=None, ge=1, le=_U32, description="Upper limit of the automatic batch size."
+    )
     batch_size: int | None = Field(default=None, ge=1, le=_U32, description="Samples per batch; if unset, automatic.")
-    timeout: float | None = Field(
-        default=None, gt=0, description="Maximum seconds per round; if unset, derived from measured throughput."
+    timeout: _Seconds | None = Field(
+        default=None,
+        description="Maximum seconds of training per round, up to 31 days; if unset, derived from measured throughput. "
+        "The first round begins when the first worker begins its first batch.",
     )
     checkpoint_every: int = Field(
-        default=1, ge=1, description="Number of rounds after which the scheduler's copy of the model is updated."
+        default=1,
+        ge=1,
+        le=_U32,
+        description="Number of rounds after which the scheduler's copy of the model is updated.",
     )
     evaluate_every: int = Field(
-        default=0, ge=0, description="Number of rounds between evaluations of the model; 0 for none."
+        default=0, ge=0, le=_U32, description="Number of rounds between evaluations of the model; 0 for none."
     )
 
     def batch_for(self, workers: int) -> int:
@@ -70,11 +85,13 @@ class SyncTable(Table):
     fragments: int = Field(
         default=1,
         ge=1,
+        le=_U32,
         description="Number of parts of the model that are synchronized in turn. More than 1 is not supported yet.",
     )
     overlap: int = Field(
         default=0,
         ge=0,
+        le=_U32,
         description="Steps that training continues during synchronization. Values other than 0 are not supported yet.",
     )
     alpha: float = Field(
@@ -97,14 +114,17 @@ class SyncTable(Table):
 class ResourcesTable(Table):
     """``[.resources]``: number, requirements and prices of workers."""
 
-    num_workers: int = Field(default=1, ge=1, le=10_000, description="Training workers.")
+    num_workers: int = Field(default=1, ge=1, le=_MAX_WORKERS, description="Training workers.")
     min_workers: int | None = Field(
-        default=None, ge=1, description="Workers without which the job fails; if unset, num_workers."
+        default=None, ge=1, le=_MAX_WORKERS, description="Workers without which the job fails; if unset, num_workers."
     )
     max_workers: int | None = Field(
-        default=None, ge=1, description="Maximum number of workers. More than num_workers is not supported yet."
+        default=None,
+        ge=1,
+        le=_MAX_WORKERS,
+        description="Maximum number of workers. More than num_workers is not supported yet.",
     )
-    allocation_timeout: float = Field(default=60.0, gt=0, description="Seconds to find all workers.")
+    allocation_timeout: _Seconds = Field(default=60.0, description="Seconds to find all workers, up to 31 days.")
     worker: Requirements = Field(default=(), description="Requirements on a training worker.")
     parameter_server: Requirements = Field(default=(), description="Requirements on the parameter server.")
     worker_price: PriceTable = Field(default=PriceTable(), description="Price of a training worker.")
@@ -112,6 +132,7 @@ class ResourcesTable(Table):
     budget: float | None = Field(
         default=None,
         gt=0,
+        le=_MAX_TOKENS,
         description="Maximum tokens that the job may spend. Not supported yet: refused if set.",
     )
 
@@ -143,19 +164,27 @@ class DilocoJobConfig(JobTable):
     preprocessor: PreprocessorTable | None = Field(default=None, description="Preprocessor applied to each batch.")
     inner_optimizer: InnerOptimizerTable = Field(description="Inner optimizer of the workers, AdamW.")
     outer_optimizer: OuterOptimizerTable = Field(default=OuterOptimizerTable(), description="Outer optimizer.")
-    rounds: RoundsTable = Field(default=RoundsTable(), description="Number and length of rounds.")
+    rounds: RoundsTable = Field(
+        default=RoundsTable(), validate_default=True, description="Number and length of rounds."
+    )
     sync: SyncTable = Field(default=SyncTable(), description="Synchronization of updates.")
     resources: ResourcesTable = Field(default=ResourcesTable(), description="Workers and prices.")
 
-    @model_validator(mode="after")
-    def _only_implemented(self) -> DilocoJobConfig:
-        if self.rounds.evaluate_every and self.dataset.evaluation is None:
+    # a validator of a field: it reports its error beside those of other fields
+
+    @field_validator("rounds")
+    @classmethod
+    def _evaluates_on_a_dataset(cls, rounds: RoundsTable, info: ValidationInfo) -> RoundsTable:
+        dataset = info.data.get("dataset")
+        if not isinstance(dataset, DatasetTable):
+            return rounds  # has an error of its own
+        if rounds.evaluate_every and dataset.evaluation is None:
             raise ValueError("rounds.evaluate_every: name the dataset to evaluate on in dataset.evaluation")
-        if self.dataset.evaluation is not None and not self.rounds.evaluate_every:
+        if dataset.evaluation is not None and not rounds.evaluate_every:
             raise ValueError(
                 "dataset.evaluation: set rounds.evaluate_every to the number of rounds between evaluations"
             )
-        return self
+        return rounds
 
     @property
     def preprocessor_task(self) -> str:
@@ -168,6 +197,10 @@ class DilocoJobConfig(JobTable):
     def span_attributes(self) -> dict[str, str]:
         """Return the name of the training data."""
         return {"hypha.dataset": self.dataset.dataset}
+
+    def missing_files(self) -> list[str]:
+        """Return what is wrong with the local directories of the model and the preprocessor, one line each."""
+        return missing_files(self.model, self.preprocessor)
 
     @property
     def allocation_timeout(self) -> float:

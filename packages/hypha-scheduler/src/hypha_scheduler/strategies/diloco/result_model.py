@@ -5,13 +5,16 @@ The parameter server pushes the outer updates to the scheduler as to the workers
 
 from __future__ import annotations
 
+import errno
 import logging
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
+from hypha_scheduler.errors import files_unusable
 from hypha_scheduler.jobs.artifacts import add_update, sync_to_disk
 
 _log = logging.getLogger(__name__)
@@ -52,6 +55,17 @@ class ResultModel:
     def largest_update(self) -> int:
         """Return the size limit of an outer update in bytes: float32 for a model stored in 8 bits or more a number."""
         return 4 * sum(path.stat().st_size for path in self.directory.glob("*.safetensors")) + (16 << 20)
+
+    def lacks_room(self, size: int) -> str | None:
+        """Return why an outer update of `size` bytes cannot be stored, or None if there is room for it."""
+        try:
+            free = shutil.disk_usage(self.directory).free
+        except OSError as error:
+            return files_unusable(self.directory.parent, [error])
+        if size <= free:
+            return None
+        full = OSError(errno.ENOSPC, f"an outer update has {size} bytes, {free} are free", str(self.directory.parent))
+        return files_unusable(self.directory.parent, [full])
 
     async def finish(self) -> None:
         """Add the remaining updates and sync the model to disk.

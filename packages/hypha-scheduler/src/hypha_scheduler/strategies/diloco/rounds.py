@@ -8,6 +8,7 @@ Called by `training_state`; calls `batch_allocation`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -66,9 +67,9 @@ class RoundClosed:
     samples: Mapping[PeerId, int]
     batches: Mapping[PeerId, int]
     waits: Mapping[PeerId, float]
-    """Seconds from each worker's update to the last worker's update."""
+    """Seconds from each worker's update until the round waited for no further one: the last came, or was given up."""
     seconds: float
-    """Duration to the outer step; the first round begins when the first worker starts its first batch."""
+    """Duration to the outer step; the first round begins when the first worker begins its first batch."""
     loss: float | None
     """Mean loss over workers, weighted by samples; None if no worker reported one."""
 
@@ -120,15 +121,17 @@ class _Contribution:
 class _Round:
     number: int
     began_at: float
+    is_first: bool = False
+    """Whether it is the first of this run."""
     trains_at: float | None = None
-    """Time at which the first worker got its first slice, if in this round; before that, executors were starting."""
+    """Time at which the first batch of the job began, if in this round; before that, executors were starting."""
     parts: dict[PeerId, _Contribution] = field(default_factory=dict)
     dropped: set[PeerId] = field(default_factory=set)
     """Members that were late or whose update was refused."""
     finish: float | None = None
     """Forecast of the time at which the last batch is complete."""
     announced_at: float | None = None
-    """Time at which the members were announced."""
+    """Time at which the members were announced, the last time if one was lost or refused afterwards."""
     closed_at: float | None = None
     """Time of the outer step."""
     reported: bool = False
@@ -138,6 +141,14 @@ class _Round:
     def counted_from(self) -> float:
         """Time from which the duration of the round counts."""
         return self.began_at if self.trains_at is None else self.trains_at
+
+    def batch_began(self, now: float, earliest: float | None, seconds: float | None) -> None:
+        """Begin the first round with its first batch: one that took `seconds`, and not before `earliest`, ends now."""
+        if not self.is_first:
+            return
+        took = seconds if seconds is not None and math.isfinite(seconds) else 0.0
+        began = min(now, max(now - took, now if earliest is None else earliest))
+        self.trains_at = began if self.trains_at is None else min(self.trains_at, began)
 
     def waited_from(self, peer: PeerId) -> float:
         """Return the time since which the round has waited for a worker; one that has not begun is still starting."""
@@ -163,7 +174,7 @@ class Rounds:
         self._settings = settings
         self._first = closed + 1
         self._members = {peer: _Member(self._first) for peer in members}
-        self._rounds: dict[int, _Round] = {self._first: _Round(self._first, now)}
+        self._rounds: dict[int, _Round] = {self._first: _Round(self._first, now, is_first=True)}
         self._closed = closed
 
     @property
@@ -190,17 +201,21 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------- training workers
 
     def training_began(self, peer: PeerId, now: float) -> None:
-        """Record that a worker got its first slice and begins its first batch."""
+        """Record that a worker got its first slice, and begins its first batch when it has fetched it."""
         member = self._members.get(peer)
         if member is not None:
-            current = self._rounds[member.round]
-            if current.number == self._first and current.trains_at is None:
-                current.trains_at = now
-            part = current.part(peer)
+            part = self._rounds[member.round].part(peer)
             part.last_at = now if part.last_at is None else part.last_at
 
-    def batch_done(self, peer: PeerId, samples: int, now: float) -> ProgressResponse:
-        """Process a finished batch; the response is to continue, or how many more batches precede the update."""
+    def batch_done(self, peer: PeerId, samples: int, now: float, seconds: float | None = None) -> ProgressResponse:
+        """Process a finished batch; the response is to continue, or how many more batches precede the update.
+
+        Args:
+            peer: the worker.
+            samples: samples in the batch.
+            now: time of the report.
+            seconds: duration of the batch as the executor states it; None if it does not.
+        """
         member = self._members.get(peer)
         if member is None:
             return ProgressError()
@@ -209,6 +224,7 @@ class Rounds:
         if member.done or part.posted_at is not None:
             return Done() if member.done else Continue()
         samples = min(samples, self._settings.batch_size)
+        current.batch_began(now, part.last_at, seconds)
         if part.last_at is not None:
             member.throughput.observe(samples, now - part.last_at)
         part.last_at = now
@@ -413,7 +429,9 @@ class Rounds:
         waited = {peer: now - current.waited_from(peer) for peer in late}
         reports = tuple(Late(peer, current.number, seconds) for peer, seconds in waited.items())
         longest = max(waited.values(), default=0.0)
-        return reports + self._continue_without(current, f"no update within {longest:.0f} s from {names}", now)
+        limit = self._settings.timeout
+        remedy = "" if limit is None else f" (raise rounds.timeout, {limit:g} s, to wait for longer)"
+        return reports + self._continue_without(current, f"no update within {longest:.0f} s from {names}{remedy}", now)
 
     # ------------------------------------------------------------------------------------------------------- reporting
 
@@ -432,7 +450,7 @@ class Rounds:
         if current.reported or current.closed_at is None or (only_complete and not whole):
             return ()
         current.reported = True
-        last = max((part.posted_at or 0.0 for part in parts.values()), default=0.0)
+        last = current.announced_at or 0.0
         losses = [(part.loss, part.samples) for part in parts.values() if part.loss is not None and part.samples]
         weight = sum(samples for _, samples in losses)
         return (
@@ -440,7 +458,7 @@ class Rounds:
                 round=current.number,
                 samples={peer: part.samples for peer, part in parts.items()},
                 batches={peer: part.batches for peer, part in parts.items()},
-                waits={peer: last - (part.posted_at or last) for peer, part in parts.items()},
+                waits={peer: max(0.0, last - (part.posted_at or last)) for peer, part in parts.items()},
                 seconds=current.closed_at - current.counted_from,
                 loss=sum(loss * samples for loss, samples in losses) / weight if weight else None,
             ),

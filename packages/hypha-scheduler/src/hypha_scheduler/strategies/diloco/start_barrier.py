@@ -34,7 +34,7 @@ class StartBarrier:
         if peer not in self._arrived:
             self._arrived.add(peer)
             seconds, count = now - self.began, len(self._arrived)
-            _log.info("worker %s trains after %.1f s (%d of %d)", peer, seconds, count, self.expected)
+            _log.info("worker %s is ready after %.1f s (%d of %d)", peer, seconds, count, self.expected)
         if self._deadline is None:
             self._deadline = now + START_TIMEOUT
         if len(self._arrived) >= self.expected or now >= self._deadline:

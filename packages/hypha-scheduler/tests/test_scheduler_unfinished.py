@@ -1,0 +1,144 @@
+"""Jobs without an end: found by their journals, never changed, and named when a scheduler starts."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import anyio
+import pytest
+
+from hypha_net.node.config.loader import load_config
+from hypha_net.node.lifecycle import Node
+from hypha_net.testing import MemoryNetwork
+from hypha_scheduler.config import SchedulerConfig
+from hypha_scheduler.jobs.end_record import EndRecord
+from hypha_scheduler.jobs.events import JobEvents
+from hypha_scheduler.jobs.unfinished import MAX_NAMED, find_unfinished, log_unfinished
+from hypha_scheduler.service import serve
+from hypha_scheduler.strategies.base import WriteJournal
+from hypha_scheduler.strategies.diloco.events import round_closed_effects
+from hypha_scheduler.strategies.diloco.rounds import RoundClosed
+
+
+@contextmanager
+def running_job(runs: Path, rounds: int) -> Iterator[tuple[uuid.UUID, JobEvents]]:
+    """Report a job with this many closed rounds; it runs within the context and has no end."""
+    job_id = uuid.uuid4()
+    (runs / str(job_id)).mkdir(parents=True)
+    with JobEvents(job_id, runs / str(job_id)) as report:
+        report.accepted({"dataset": "digits"})
+        for number in range(1, rounds + 1):
+            for effect in round_closed_effects(RoundClosed(number, {}, {}, {}, 1.0, 0.5), 1, ()):
+                if isinstance(effect, WriteJournal):
+                    report.journal.append(effect.kind, **effect.fields)
+        yield job_id, report
+
+
+def interrupted_job(runs: Path, rounds: int) -> Path:
+    with running_job(runs, rounds) as (job_id, _):
+        pass
+    return runs / str(job_id)
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_job_without_an_end_is_found_and_left_as_it_is(tmp_path: Path) -> None:
+    directory = interrupted_job(tmp_path, rounds=7)
+    before = contents(tmp_path)
+    [found] = find_unfinished(tmp_path)
+    assert (found.job_id, found.directory, found.progress) == (directory.name, directory, "round 7")
+    assert found.began is not None
+    assert abs(found.began - found.last_record) < 60
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["failed", "finished"])
+def test_job_with_an_end_is_not_unfinished(tmp_path: Path, kind: str) -> None:
+    with running_job(tmp_path, rounds=2) as (_, report):
+        end = report.failed("why") if kind == "failed" else report.finished({"rounds": 2})
+        end.write()
+    assert find_unfinished(tmp_path) == []
+
+
+def test_job_with_a_result_is_not_unfinished(tmp_path: Path) -> None:
+    (interrupted_job(tmp_path, rounds=2) / "result.json").write_text("{}")
+    assert find_unfinished(tmp_path) == []
+
+
+def test_running_job_is_not_unfinished(tmp_path: Path) -> None:
+    with running_job(tmp_path, rounds=2):
+        assert find_unfinished(tmp_path) == []
+    [_] = find_unfinished(tmp_path)
+
+
+def test_end_that_is_recorded_later_finishes_the_job(tmp_path: Path) -> None:
+    directory = interrupted_job(tmp_path, rounds=2)
+    EndRecord(directory, "failed", {"error": "no room"}, {"error": "no room"}).write()
+    assert find_unfinished(tmp_path) == []
+
+
+def test_what_is_not_a_job_is_skipped(tmp_path: Path) -> None:
+    assert find_unfinished(tmp_path / "none") == []
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "scheduler.sock").touch()
+    assert find_unfinished(tmp_path) == []
+
+
+@pytest.mark.parametrize("journal", [b"", b"\xff\x00\n{}\n[1]\n" + b"[" * 100_000, b'{"round": "x", "job_id": 3}\n'])
+def test_damaged_journal_is_an_unfinished_job(tmp_path: Path, journal: bytes) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "journal.jsonl").write_bytes(journal)
+    [found] = find_unfinished(tmp_path)
+    assert (found.job_id, found.began, found.progress) == ("job", None, None)
+
+
+def test_long_journal_is_read_from_both_ends(tmp_path: Path) -> None:
+    directory = interrupted_job(tmp_path, rounds=5000)
+    assert (directory / "journal.jsonl").stat().st_size > 3 * (64 << 10)
+    [found] = find_unfinished(tmp_path)
+    assert (found.job_id, found.progress) == (directory.name, "round 5000")
+
+
+def test_only_the_newest_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(MAX_NAMED + 3):
+        journal = interrupted_job(tmp_path, rounds=0) / "journal.jsonl"
+        os.utime(journal, (1_000_000 + number, 1_000_000 + number))
+    log_unfinished(tmp_path)
+    messages = [record.getMessage() for record in caplog.records]
+    assert journal.parent.name in messages[0]
+    assert len(messages) == MAX_NAMED + 1
+    assert messages[-1] == f"3 further jobs in {tmp_path} have no end"
+
+
+def test_scheduler_names_unfinished_jobs_when_it_starts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = interrupted_job(tmp_path / "runs", rounds=3)
+    (directory / "model").mkdir()
+    (directory / "model" / "model.safetensors").touch()
+    file = tmp_path / "scheduler.toml"
+    file.write_text('cert_pem = "c"\nkey_pem = "k"\ntrust_pem = "t"\ngateway_addresses = ["/ip4/127.0.0.1/tcp/1"]\n')
+    config = load_config(SchedulerConfig, file, {}, {"output_dir": str(tmp_path / "runs")}).config
+
+    async def main() -> None:
+        with anyio.fail_after(20):
+            async with MemoryNetwork(seed=1).endpoint("s") as endpoint, anyio.create_task_group() as tasks:
+                node = SimpleNamespace(endpoint=endpoint, tasks=tasks, ready=lambda: None)
+                tasks.start_soon(serve, config, cast(Node, node))
+                while not await anyio.Path(tmp_path / "runs" / "scheduler.sock").exists():
+                    await anyio.sleep(0.01)
+                tasks.cancel_scope.cancel()
+
+    anyio.run(main, backend="trio")
+    [message] = [record.getMessage() for record in caplog.records if record.name == "hypha_scheduler.jobs.unfinished"]
+    assert message.startswith(f"job {directory.name} has no end: its scheduler ended while it ran. It began 2")
+    assert "completed round 3 and was last recorded 2" in message
+    assert f"its files are in {directory}. A job cannot be resumed: submit it again" in message
+    assert f"with model.path = '{directory / 'model'}' to start from the model that it had" in message
