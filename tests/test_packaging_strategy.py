@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.local_network import LocalNetwork, local_network
+from support.local_network import LocalNetwork, local_network, trainer
 from support.wheelhouse import OVERRIDE, ROOT, Environment, empty_environment, passed, run, uv
 
 from hypha_proto.update_file import TensorFile, open_update
@@ -17,11 +17,14 @@ from hypha_proto.update_file import TensorFile, open_update
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SWEEP = ROOT / "examples" / "strategies" / "sweep"
+ONLY = "only-worker-1"
+"""Executor that one of the two workers has."""
 
 
-@contextmanager
-def scheduler_with_sweep(wheels: Path, folder: Path) -> Iterator[Environment]:
-    """Install the scheduler and the example from their wheels."""
+@pytest.fixture(scope="module")
+def installed(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
+    """Build the example's wheel, and install it beside the scheduler's."""
+    folder = tmp_path_factory.mktemp("installed")
     passed(run([*uv(), "build", "--quiet", "--wheel", "--out-dir", str(folder / "wheel"), str(SWEEP)]))
     [wheel] = (folder / "wheel").glob("hypha_sweep-*.whl")
     with empty_environment(folder / "env", wheels) as environment:
@@ -29,18 +32,66 @@ def scheduler_with_sweep(wheels: Path, folder: Path) -> Iterator[Environment]:
         yield environment
 
 
-def run_sweep(network: LocalNetwork, program: Path, strategies: str) -> tuple[int, str, Path]:
-    """Run the example's job with a scheduler; return its exit status, its log and its output directory."""
-    runs = network.folders.runs / "sweep"
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
+    with local_network(tmp_path_factory.mktemp("network"), workers=2, worker_1=trainer(ONLY, 0.0)) as network:
+        yield network
+
+
+def configuration(network: LocalNetwork, name: str, job: str, strategies: str = '["sweep"]') -> Path:
+    """Write the configuration of a scheduler with a job, given as the content of a job file."""
     node, _, _ = network.configuration("scheduler").read_text().partition("output_dir")
+    for table in ("dataset", "model", "variants"):
+        job = job.replace(f"[{table}]", f"[scheduler.job.{table}]")
+    head = f'{node}output_dir = "../runs/{name}"\n\n[scheduler]\nstrategies = {strategies}\n\n[scheduler.job]\n'
+    path = network.configuration(name)
+    path.write_text(head + job)
+    return path
+
+
+def example_job(**changes: str) -> str:
+    """Return the example's job, with some of its lines changed."""
     job = (SWEEP / "job.toml").read_text().replace('"start-model"', '"../start-model"')
-    job = job.replace("[dataset]", "[scheduler.job.dataset]").replace("[model]", "[scheduler.job.model]")
-    job = job.replace("[variants]", "[scheduler.job.variants]")
-    text = f'{node}output_dir = "../runs/sweep"\n\n[scheduler]\nstrategies = {strategies}\n\n[scheduler.job]\n{job}'
-    network.configuration("sweep").write_text(text)
-    command = [str(program), "run", "--config", str(network.configuration("sweep"))]
-    child = network.processes.start("sweep", command)
-    return child.process.wait(120), child.log.read_text(), runs
+    for old, new in changes.items():
+        line = next(line for line in job.splitlines() if line.startswith(f"{old} = "))
+        job = job.replace(f"{line}\n", new, 1)
+    return job
+
+
+@dataclass
+class Finished:
+    """A job that has finished: its directory, result and events, and the log of its scheduler."""
+
+    directory: Path
+    log: str
+
+    @property
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / "result.json").read_text())
+        return found
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def run_sweep(network: LocalNetwork, installed: Environment, name: str, job: str) -> Finished:
+    """Run a job with the installed scheduler."""
+    command = [str(installed.folder / "bin" / "hypha-scheduler"), "run", "--config"]
+    child = network.processes.start(name, [*command, str(configuration(network, name, job))])
+    status, log = child.process.wait(120), child.log.read_text()
+    assert status == 0, log
+    assert "Traceback" not in log
+    assert " ERROR " not in log
+    [path] = (network.folders.runs / name).glob("*/result.json")
+    return Finished(path.parent, log)
+
+
+def exits(network: LocalNetwork) -> list[int]:
+    """Return how many executors of each worker have exited with status 0."""
+    logs = [network.log(name) for name in network.trainers]
+    assert not any("Traceback" in log for log in logs)
+    return [log.count("executor exited with status 0") for log in logs]
 
 
 def tensors(path: Path) -> dict[str, Any]:
@@ -48,34 +99,26 @@ def tensors(path: Path) -> dict[str, Any]:
         return {name: file.tensor(name).copy() for name in file.tensors}
 
 
-def test_a_sweep_of_an_installed_wheel_keeps_the_best_of_its_variants(wheels: Path, tmp_path: Path) -> None:
-    with scheduler_with_sweep(wheels, tmp_path) as installed, local_network(tmp_path / "net", workers=2) as network:
-        program = installed.folder / "bin" / "hypha-scheduler"
-        status, log, runs = run_sweep(network, program, '["sweep"]')
-        logs = {name: network.log(name) for name in network.trainers}
-    assert status == 0, log
-    assert "Traceback" not in log
-    assert " ERROR " not in log
-    [path] = runs.glob("*/result.json")
-    check_result(json.loads(path.read_text()), network.folders.start_model, path.parent)
-    events = [json.loads(line) for line in (path.parent / "metrics.jsonl").read_text().splitlines()]
-    kinds = [event["event"] for event in events]
-    assert (kinds.count("placement"), kinds.count("lease_added"), kinds.count("variant")) == (1, 1, 3)
-    exits = [text.count("executor exited with status 0") for text in logs.values()]
-    assert sorted(exits) == [1, 2], "three tasks on two leases"
-    for text in logs.values():
-        assert "Traceback" not in text
-
-
-def check_result(result: dict[str, Any], start: Path, directory: Path) -> None:
-    """Check that the model is the start model and the update of the variant with the lowest loss."""
+def test_a_sweep_keeps_the_best_of_three_variants_on_two_leases(network: LocalNetwork, installed: Environment) -> None:
+    before = exits(network)
+    job = run_sweep(network, installed, "sweep", example_job())
+    result = job.result
     assert [variant["name"] for variant in result["variants"]] == ["slow", "middle", "fast"]
     assert [variant["failure"] for variant in result["variants"]] == ["", "", ""]
-    best = min(result["variants"], key=lambda variant: float(variant["loss"]))
-    assert best["loss"] < max(variant["loss"] for variant in result["variants"])
-    assert result["best"] == best["name"]
+    assert [len(job.events(kind)) for kind in ("placement", "lease_added", "variant")] == [1, 1, 3]
+    done = [after - ended for after, ended in zip(exits(network), before, strict=True)]
+    assert sorted(done) == [1, 2], "a task on one lease, and two one after the other on the other"
+    check_model(result, network.folders.start_model, job.directory)
+
+
+def check_model(result: dict[str, Any], start: Path, directory: Path) -> None:
+    """Check that the model is the start model and the update of the variant with the lowest loss."""
+    losses = {variant["name"]: variant["loss"] for variant in result["variants"]}
+    assert result["best"] == min(losses, key=lambda name: float(losses[name]))
+    assert len(set(losses.values())) == len(losses)
     assert result["model_dir"] == str(directory / "model")
     before, after = tensors(start / "model.safetensors"), tensors(directory / "model" / "model.safetensors")
+    [best] = [variant for variant in result["variants"] if variant["name"] == result["best"]]
     update, about = open_update(directory / "updates" / best["update"])
     with update:
         assert about.samples == 400
@@ -83,3 +126,37 @@ def check_result(result: dict[str, Any], start: Path, directory: Path) -> None:
         assert changed
         for name in changed:
             assert (before[name] + update.tensor(name) == after[name]).all(), name
+
+
+def test_two_variants_train_side_by_side_on_one_worker(network: LocalNetwork, installed: Environment) -> None:
+    before = exits(network)
+    requirement = f'worker = {{ cpu = 0.5, storage = 0.1, kind = "{ONLY}" }}\n'
+    job = run_sweep(network, installed, "one-worker", example_job(worker=requirement, fast=""))
+    workers = [worker["peer"] for event in job.events("placement") for worker in event["workers"]]
+    workers += [event["peer"] for event in job.events("lease_added")]
+    assert workers == [network.peer_id("worker-1")] * 2
+    assert [variant["failure"] for variant in job.result["variants"]] == ["", ""]
+    assert [after - ended for after, ended in zip(exits(network), before, strict=True)] == [2, 0]
+    check_model(job.result, network.folders.start_model, job.directory)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "changes", "error"),
+    [
+        ('["diloco"]', {}, "strategy 'sweep' is installed, but scheduler.strategies does not list it"),
+        (
+            '["sweep"]',
+            {"type": 'type = "swep"\n'},
+            "no strategy 'swep' is installed; known: sweep; did you mean 'sweep'?",
+        ),
+        ('["sweep", "diloco"]', {"samples": "seed = 1\n"}, 'this key belongs to jobs of type = "diloco"'),
+    ],
+    ids=["not listed", "unknown type", "key of another type"],
+)
+def test_errors_in_a_job_name_the_strategies(
+    network: LocalNetwork, installed: Environment, strategies: str, changes: dict[str, str], error: str
+) -> None:
+    path = configuration(network, "checked", example_job(**changes), strategies)
+    program = installed.folder / "bin" / "hypha-scheduler"
+    done = run([str(program), "run", "--check", "--config", str(path)], env=installed.variables())
+    assert (done.returncode, error in done.stderr) == (2, True), done.stderr
