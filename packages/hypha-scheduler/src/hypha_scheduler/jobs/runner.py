@@ -350,7 +350,7 @@ class JobRunner:
         """Cancel a task on a lease that is kept; the worker reports its end."""
         lease = effect.task.lease
         try:
-            message = CancelJob(id=lease.id, reason=effect.reason)
+            message = CancelJob(id=lease.id, reason=effect.reason, attempt=self._register.dispatch_number(lease.id))
             await rpc.call(self._endpoint, lease.peer, CANCEL_JOB, message, timeout=_CANCEL_TIMEOUT)
         except NetError as error:
             _log.warning("task %s at %s could not be cancelled, releasing its lease: %s",
@@ -557,7 +557,7 @@ class JobRunner:
 
     def on_job_status(self, peer: PeerId, status: JobStatus) -> None:
         """Handle a worker's status report; older workers send only this, newer ones also `JobEnd` with details."""
-        task = self._register.on_lease(status.task_id, peer)
+        task = self._register.on_lease(status.task_id, peer, status.attempt)
         if task is not None and isinstance(status.status, Finished | Failed):
             self._start_background(partial(self._wait_for_job_end, task, isinstance(status.status, Finished)))
 
