@@ -64,10 +64,6 @@ class TaskRegister:
         leases = self._peers.get(peer, set())
         return self._running[next(iter(leases))] if len(leases) == 1 else None
 
-    def dispatch_number(self, lease: uuid.UUID) -> int:
-        """Return the number of dispatches on a lease before the last one."""
-        return self._dispatches[lease] - 1
-
     def involves(self, peer: PeerId) -> bool:
         """Return whether a task was ever dispatched to a peer."""
         return peer in self._involved
