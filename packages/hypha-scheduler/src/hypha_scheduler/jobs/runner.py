@@ -119,6 +119,8 @@ class JobRunner:
         self._auction_settings = auction
         self._operator: Operator | None = None
         self._register = TaskRegister()
+        self._attempts: dict[TaskRef, int] = {}
+        """Numbers of the dispatches of running tasks on leases that take several."""
         self._stopping: set[TaskRef] = set()
         """Tasks that were cancelled and whose leases stay."""
         self._progress_responses: ResponseCache[ProgressResponse] = ResponseCache()
@@ -326,11 +328,15 @@ class JobRunner:
 
     def _start_task(self, effect: StartTask) -> None:
         earlier = self._register.start(effect.task)
-        self._start_background(partial(self._dispatch, effect, earlier))
+        if effect.keep_lease or earlier:  # else the lease has one task only, and older workers know no numbers
+            self._attempts[effect.task] = earlier
+        self._start_background(partial(self._dispatch, effect))
 
-    async def _dispatch(self, effect: StartTask, earlier: int) -> None:
+    async def _dispatch(self, effect: StartTask) -> None:
         task = effect.task
-        why = await dispatch(self._endpoint, effect, earlier, is_running=partial(self._register.runs, task))
+        why = await dispatch(
+            self._endpoint, effect, self._attempts.get(task), is_running=partial(self._register.runs, task)
+        )
         if why is None:
             if self._register.runs(task):
                 self._tell(self._running_operator.on_task_update, task, TaskStarted(), anyio.current_time())
@@ -350,7 +356,7 @@ class JobRunner:
         """Cancel a task on a lease that is kept; the worker reports its end."""
         lease = effect.task.lease
         try:
-            message = CancelJob(id=lease.id, reason=effect.reason)
+            message = CancelJob(id=lease.id, reason=effect.reason, attempt=self._attempts.get(effect.task))
             await rpc.call(self._endpoint, lease.peer, CANCEL_JOB, message, timeout=_CANCEL_TIMEOUT)
         except NetError as error:
             _log.warning("task %s at %s could not be cancelled, releasing its lease: %s",
@@ -573,6 +579,7 @@ class JobRunner:
         if not self._register.end(task) or self._closed:
             return
         self._stopping.discard(task)
+        self._attempts.pop(task, None)
         try:
             self._events.task_ended(task, end)
         except OSError as error:

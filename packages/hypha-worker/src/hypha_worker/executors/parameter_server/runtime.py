@@ -32,8 +32,8 @@ class ParameterServerRuntime:
             raise ValueError("cmd and args do not belong to the parameter server, which is built in: remove them")
         if settings.env:
             raise ValueError(
-                f"env ({', '.join(settings.env)}) does not belong to the parameter server, which is built in and starts "
-                "no process: remove it, or set the variables for the worker itself"
+                f"env ({', '.join(settings.env)}) does not belong to the parameter server, which is built in and "
+                "starts no process: remove it, or set the variables for the worker itself"
             )
 
     def make_factory(self, settings: ExecutorSettings, host: HostSettings) -> ExecutionFactory:
