@@ -6,6 +6,7 @@ nothing waits: the effects are carried out before `submit` returns. Called by `r
 
 from __future__ import annotations
 
+import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from hypha_scheduler.jobs.journal import Journal
-from hypha_scheduler.strategies.base import Effect, Effects, WriteJournal
+from hypha_scheduler.strategies.base import Effect, Effects, StartTask, WriteJournal
 
 
 @dataclass(slots=True)
@@ -75,6 +76,10 @@ class EffectQueue:
         self._waiting.clear()
         self._progress.set()
         self.on_file_error(error)
+
+    def will_start_on(self, lease: uuid.UUID) -> bool:
+        """Return whether a task on a lease is to start that waits for a record."""
+        return any(isinstance(effect, StartTask) and effect.task.lease.id == lease for effect in self._waiting)
 
     async def wait(self, ticket: int) -> None:
         """Wait until everything up to a ticket is carried out, or dropped because a file cannot be written."""

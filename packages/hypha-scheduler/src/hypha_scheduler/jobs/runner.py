@@ -202,8 +202,12 @@ class JobRunner:
             self._auction_settings,
             self._job.allocation_timeout,
             observer=self,
-            has_task=self._register.has_task,
+            has_task=self._has_task,
         )
+
+    def _has_task(self, lease: uuid.UUID) -> bool:
+        """Return whether a task runs on a lease, or is about to start."""
+        return self._register.has_task(lease) or self._effects.will_start_on(lease)
 
     async def _run_strategy(self, result: Path) -> None:
         began = anyio.current_time()
