@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import secrets
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from support.wheelhouse import build_wheelhouse
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """Build a wheel and an sdist of every package, once for all pytest processes; return their folder."""
+    # uv caches wheels by the path of their folder and does not look at the files again: each run has a path of its own
+    name = f"wheels-{secrets.token_hex(4)}"
     if worker_id == "master":
-        return build_wheelhouse(tmp_path_factory.mktemp("wheels"))
+        return build_wheelhouse(tmp_path_factory.mktemp(name))
     shared = tmp_path_factory.getbasetemp().parent
     with (shared / "wheels.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (shared / "wheels").exists():
-            build_wheelhouse(shared / "wheels-unfinished").rename(shared / "wheels")
-    return shared / "wheels"
+            (shared / "wheels").symlink_to(build_wheelhouse(shared / name))
+    return (shared / "wheels").resolve()
