@@ -23,6 +23,8 @@ GROUP: Final = "hypha.strategies"
 DEFAULT_TYPE: Final = "diloco"
 """Type of a job that names none."""
 _OWN_DISTRIBUTION: Final = "hypha-scheduler"
+_OTHER_TYPE: Final = "key_of_other_type"
+"""Kind of the error for a key that jobs of another type have; for other unknown keys a similar key is suggested."""
 
 
 @cache
@@ -97,6 +99,7 @@ def _naming_other_types(error: ValidationError, name: str, allowed: Collection[s
         kind, message = details["type"], details["msg"]
         owners = _types_with(str(details["loc"][-1]), allowed) if kind == "extra_forbidden" else []
         if owners and len(details["loc"]) == 1:
+            kind = _OTHER_TYPE
             message = f'this key belongs to jobs of type = "{owners[0]}"; this job is of type = "{name}"'
         kind_literal = cast(Any, kind)  # pydantic wants literal strings, to keep types and messages few
         line = PydanticCustomError(kind_literal, cast(Any, message))
