@@ -346,8 +346,8 @@ class TrainingRun:
         return self._running is not None and any(task.peer == peer for task in self._running.graph.tasks)
 
     def on_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
-        """Handle an offer of a worker."""
-        if self._allocator is not None and self._running is None:
+        """Handle an offer of a worker; after the search the allocator releases it."""
+        if self._allocator is not None and not self._closed:
             self._allocator.add_offer(peer, offer)
 
     async def on_data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
