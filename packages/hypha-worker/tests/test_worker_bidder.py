@@ -412,6 +412,24 @@ def test_a_repeated_request_is_deferred_once_and_not_beside_its_offer() -> None:
     play(case)
 
 
+def test_a_request_of_a_scheduler_that_holds_a_lease_is_not_deferred() -> None:
+    """Its job needs other workers; when it ends, nobody would accept the offer."""
+
+    async def case(site: Site) -> None:
+        [scheduler, _] = site.schedulers
+        offer = await scheduler.get_offer(cpu=4.0)
+        await scheduler.renew(site.peer, offer.id)
+        spec = WorkerSpec(resources=Resources(cpu=2.0), executor=())
+        request = WorkerRequest(id=uuid.uuid4(), spec=spec, timeout=Timestamp.of(0), bid=100.0, timeout_ms=5000)
+        await pubsub.publish(scheduler.endpoint, WORKER_REQUESTS, request)
+        await anyio.sleep(0.3)
+        await rpc.call(scheduler.endpoint, site.peer, RELEASE_LEASE, ReleaseLease(id=offer.id))
+        await anyio.sleep(1.0)
+        assert len(scheduler.offers) == 1
+
+    play(case)
+
+
 def test_a_scheduler_that_lets_offers_lapse_comes_after_an_equal_bid() -> None:
     async def case(site: Site) -> None:
         lazy, other = site.schedulers

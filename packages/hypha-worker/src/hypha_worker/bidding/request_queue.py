@@ -8,15 +8,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_worker.bidding.arbiter import Arbiter, PlannedOffer
 from hypha_worker.bidding.deferred_requests import DeferredRequests
 from hypha_worker.bidding.request_batch import ReceivedRequest, RequestBatch
 from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
-
-_SERVED: Final = (LeaseState.OFFERED, LeaseState.HELD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +82,16 @@ class RequestQueue:
     ) -> set[tuple[PeerId, uuid.UUID]]:
         """Keep the requests that could get an offer later; return which.
 
-        A scheduler that has an offer or a lease for the same executors has been served: it may want no second one.
+        A scheduler that holds a lease, or has an offer for the same executors, has been served: it may want no second
+        one, and all leases of a job are on different workers.
         """
-        served = {(lease.scheduler, lease.executors) for lease in self.lease_manager.leases if lease.state in _SERVED}
+        leases = self.lease_manager.leases
+        holders = {lease.scheduler for lease in leases if lease.state is not LeaseState.OFFERED}
+        served = {(lease.scheduler, lease.executors) for lease in leases if lease.state is LeaseState.OFFERED}
         served |= {(plan.received_request.scheduler, plan.received_request.request.spec.executor) for plan in offers}
         for received in requests:
-            is_served = (received.scheduler, received.request.spec.executor) in served
+            key = (received.scheduler, received.request.spec.executor)
+            is_served = received.scheduler in holders or key in served
             is_open = now < received.deadline and not is_served
             if is_open and self.arbiter.is_possible(received.scheduler, received.request):
                 self._deferred.add(received)
