@@ -73,6 +73,8 @@ class LeasePool:
     _held: dict[uuid.UUID, Lease] = field(default_factory=dict)
     _renewed: HeldLeases = field(default_factory=HeldLeases)
     _search: _Search | None = None
+    _last: Allocator | None = None
+    """Allocator of the search before; it releases offers that come late."""
     _began: bool = False
     """Whether the first search has found its leases."""
     _closed: bool = False
@@ -145,8 +147,9 @@ class LeasePool:
         search, self._search = self._search, None
         if search is None:
             return
+        self._last = search.allocator
         search.scope.cancel()
-        search.allocator.auction.close()
+        search.allocator.close()
         for offer in search.allocator.auction.held:
             if offer.lease not in self._held:
                 self._drop(offer.lease, offer.peer, "the job's needs have changed")
@@ -156,10 +159,10 @@ class LeasePool:
             try:
                 offers = await search.allocator.allocate()
             except AllocationError as error:
-                self._search = None
+                self._search, self._last = None, search.allocator
                 self.observer.on_timeout([request.role for request in search.wanted], str(error))
                 return
-            self._search = None
+            self._search, self._last = None, search.allocator
             if not self._began:
                 self._deliver(offers, search.allocator.seconds)
             elif short := [request.role for request in self._missing() if request.minimum]:
@@ -182,9 +185,12 @@ class LeasePool:
     # --------------------------------------------------------------------------------------------------------- events
 
     def on_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
-        """Pass an offer of a worker to the search in progress."""
-        if self._search is not None:
-            self._search.allocator.add_offer(peer, offer)
+        """Pass an offer of a worker to the search that asked for it."""
+        allocators = (None if self._search is None else self._search.allocator, self._last)
+        for allocator in allocators:
+            if allocator is not None and allocator.auction.is_requested(offer):
+                allocator.add_offer(peer, offer)
+                return
 
     def drop(self, lease: uuid.UUID, reason: str) -> None:
         """Treat a lease as lost that its worker has ended, without telling the worker."""
@@ -220,7 +226,7 @@ class LeasePool:
         leases = {held.lease: held.peer for held in self._renewed.held()}
         if search is not None:
             search.scope.cancel()
-            search.allocator.auction.close()
+            search.allocator.close()
             leases |= {offer.lease: offer.peer for offer in search.allocator.auction.unanswered}
         self._held.clear()
         async with anyio.create_task_group() as tasks:
