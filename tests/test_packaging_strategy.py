@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.local_network import LocalNetwork, local_network, trainer
+from support.local_network import Job, LocalNetwork, local_network, trainer
+from support.waiting import wait_until
 from support.wheelhouse import OVERRIDE, ROOT, Environment, empty_environment, passed, run, uv
 
 from hypha_proto.update_file import TensorFile, open_update
@@ -19,6 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SWEEP = ROOT / "examples" / "strategies" / "sweep"
 ONLY = "only-worker-1"
 """Executor that one of the two workers has."""
+SLOW = "slow-trainer"
+"""Executor that both have, and that takes a while."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,8 @@ def installed(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
-    with local_network(tmp_path_factory.mktemp("network"), workers=2, worker_1=trainer(ONLY, 0.0)) as network:
+    folder, slow = tmp_path_factory.mktemp("network"), trainer(SLOW, 0.2)
+    with local_network(folder, workers=2, worker_1=trainer(ONLY, 0.0) + slow, worker_2=slow) as network:
         yield network
 
 
@@ -77,13 +81,23 @@ class Finished:
 
 def run_sweep(network: LocalNetwork, installed: Environment, name: str, job: str) -> Finished:
     """Run a job with the installed scheduler."""
+    return finished(start_sweep(network, installed, name, job))
+
+
+def start_sweep(network: LocalNetwork, installed: Environment, name: str, job: str) -> Job:
+    """Start the installed scheduler with a job."""
     command = [str(installed.folder / "bin" / "hypha-scheduler"), "run", "--config"]
     child = network.processes.start(name, [*command, str(configuration(network, name, job))])
-    status, log = child.process.wait(120), child.log.read_text()
+    return Job(child, network.folders.runs / name)
+
+
+def finished(job: Job) -> Finished:
+    """Wait until a job has finished without errors."""
+    status, log = job.wait(120), job.log
     assert status == 0, log
     assert "Traceback" not in log
     assert " ERROR " not in log
-    [path] = (network.folders.runs / name).glob("*/result.json")
+    [path] = job.runs.glob("*/result.json")
     return Finished(path.parent, log)
 
 
@@ -138,6 +152,21 @@ def test_two_variants_train_side_by_side_on_one_worker(network: LocalNetwork, in
     assert [variant["failure"] for variant in job.result["variants"]] == ["", ""]
     assert [after - ended for after, ended in zip(exits(network), before, strict=True)] == [2, 0]
     check_model(job.result, network.folders.start_model, job.directory)
+
+
+def test_a_variant_of_a_lost_worker_is_trained_by_another(network: LocalNetwork, installed: Environment) -> None:
+    requirement = f'worker = {{ cpu = 1, kind = "{SLOW}" }}\n'
+    job = start_sweep(network, installed, "lost", example_job(worker=requirement, fast=""))
+    wait_until(lambda: bool(job.events("lease_added")), 60, "two leases")
+    lost = job.events("placement")[0]["workers"][0]["peer"]
+    [name] = [name for name in network.trainers if network.peer_id(name) == lost]
+    network.kill(name)
+    try:
+        result = finished(job).result
+    finally:
+        network.revive()
+    assert [variant["failure"] for variant in result["variants"]] == ["", ""]
+    assert sorted(variant["update"] for variant in result["variants"]) == ["middle-0.safetensors", "slow-1.safetensors"]
 
 
 @pytest.mark.parametrize(
