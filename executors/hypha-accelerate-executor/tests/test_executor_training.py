@@ -116,6 +116,31 @@ def test_reports_are_sent_in_the_order_the_scheduler_expects(make_worker: Callab
     assert [(body["round"], body["samples"]) for body in worker.sent] == [(1, 80), (2, 80)]
 
 
+@pytest.mark.parametrize("answer", ["Ok", "Done"])
+def test_a_job_that_nobody_sends_outer_updates_ends_with_its_first_update(
+    make_worker: Callable[..., Any], answer: str
+) -> None:
+    worker = make_worker(rounds=5, batches=4, silent=True)
+    usual, received = worker.status, []
+
+    def status(body: Any) -> tuple[int, Any]:
+        found: tuple[int, Any] = usual(body)
+        return (200, {"type": answer}) if isinstance(body, dict) and "metrics" in body else found
+
+    def receive(body: Any) -> tuple[int, Any]:
+        received.append(body)
+        return 400, {"error": "bad-request", "detail": "nobody sends anything"}
+
+    worker.answers = {"/status/send": status, "/resources/receive": receive}
+    nobody = {"type": "peers", "peers": [], "strategy": {"type": "All"}, "resource": None}
+    assert training.main([*worker.arguments(results=nobody), "--timeout", "10"]) == 0
+    kinds = [report if isinstance(report, str) else next(iter(report)) for report in worker.reports]
+    assert kinds == ["status"] * 4 + ["update", "metrics"]
+    assert [(body["round"], body["samples"]) for body in worker.sent] == [(1, 64)]
+    assert received == []
+    assert (worker.work_dir / "update-1.safetensors").exists(), "the worker has not confirmed that it was received"
+
+
 def test_batches_span_slices_and_every_sample_is_reported_once(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=100, batches=1000, epochs=1)
     assert training.main(worker.arguments()) == 0  # no more data ends training

@@ -104,6 +104,7 @@ REQUESTS: list[tuple[Any, Any]] = [
     (DISPATCH_JOB, DispatchJob(id=ID[1], spec=JOB, keep_lease=True, attempt=2)),
     (JOB_STATUS, JobStatus(task_id=ID[1], status=Finished(), attempt=2)),
     (JOB_END, JobEnd(lease=ID[1], job_id=ID[7], outcome="finished", reason="", attempt=2)),
+    (CANCEL_JOB, CancelJob(id=ID[1], reason="a member was lost", attempt=2)),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),

@@ -7,14 +7,16 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
+import msgspec
 import psutil
 import pytest
 
 from hypha_net import rpc, transfer
-from hypha_proto.dispatch import Dispatched, DispatchFailed
+from hypha_proto.dispatch import DISPATCH_JOB, Dispatched, DispatchFailed, DispatchJob
+from hypha_proto.job_spec import All, JobSpec, PeersReference
 from hypha_proto.leases import (
     CANCEL_JOB,
     RELEASE_LEASE,
@@ -25,7 +27,15 @@ from hypha_proto.leases import (
     Renewed,
     WhyNot,
 )
-from hypha_proto.progress import BatchDone, Done, ProgressRequest, ProgressResponse, ScheduleUpdate
+from hypha_proto.progress import (
+    BatchDone,
+    Continue,
+    Done,
+    ProgressRequest,
+    ProgressResponse,
+    RoundMetrics,
+    ScheduleUpdate,
+)
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.process.execution import exit_text, substitute
@@ -119,6 +129,68 @@ def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: A
         assert lab.scheduler.reports[0].lease == lease
         assert lab.left_behind() == []
         assert lab.scheduler.free_at_end == [lab.worker.arbiter.capabilities.capacity.resources]
+
+    in_lab(case)
+
+
+VARIANT = """
+status, files = post("/resources/fetch", {"resource": config["data"], "path": "slices"})
+assert status == 200, files
+open(os.path.join(work_dir, "update.safetensors"), "w").write(str(config["seed"]))
+post("/status/send", {"status": {"batch_size": 8}})
+status, answer = post(
+    "/resources/send", {"resource": config["updates"], "path": "update.safetensors", "round": 1, "samples": 8}
+)
+assert status == 200, answer
+status, answer = post("/status/send", {"metrics": {"round": 1, "metrics": {"loss": 1.0}}})
+assert answer == {"type": "Done"}, answer
+"""
+
+
+def variant(lab: Any, job_id: uuid.UUID, seed: int) -> JobSpec:
+    """Make a task that sends its update to the scheduler and gets no outer update."""
+    spec = lab.train_spec(job_id)
+    scheduler = PeersReference(peers=(lab.scheduler.endpoint.peer_id,), strategy=All())
+    nobody = PeersReference(peers=(), strategy=All())
+    config = msgspec.structs.replace(spec.executor.config, updates=scheduler, results=nobody, seed=seed)
+    return JobSpec(job_id=job_id, executor=msgspec.structs.replace(spec.executor, config=config))
+
+
+def test_variants_of_a_job_run_side_by_side_and_one_after_the_other(
+    in_lab: InLab, push_receiver: Any, serve_slices: Any
+) -> None:
+    async def case(lab: Any) -> None:
+        scheduler, job_id = lab.scheduler, uuid.uuid4()
+        pushed = push_receiver(scheduler.endpoint, lab.folder / "scheduler")
+        pushed.listen()
+        await serve_slices(lab, 4)
+        scheduler.answer = lambda report: Done() if isinstance(report.progress, RoundMetrics) else Continue()
+        lab.write_script(VARIANT)
+        leases = [await scheduler.hire(cpu=1.0) for _ in range(2)]
+
+        async def run(attempt: int) -> None:
+            for lease, seed in zip(leases, (10, 20), strict=True):
+                spec = variant(lab, job_id, seed + attempt)
+                message = DispatchJob(id=lease, spec=spec, keep_lease=True, attempt=attempt)
+                answer = await rpc.call(scheduler.endpoint, lab.peer, DISPATCH_JOB, message)
+                assert isinstance(answer, Dispatched)
+            await scheduler.until(lambda: len(scheduler.ends) == 2 * attempt + 2)
+            assert len(pushed.files) == len(scheduler.ends), "an update arrives before the end is reported"
+
+        await run(0)
+        cancel = CancelJob(id=leases[0], reason="late", attempt=0)
+        assert not (await rpc.call(scheduler.endpoint, lab.peer, CANCEL_JOB, cancel)).known
+        await run(1)
+        assert {(end.lease, end.attempt, end.outcome) for end in scheduler.ends} == {
+            (lease, attempt, "finished") for lease in leases for attempt in (0, 1)
+        }, scheduler.ends
+        sent = [(header.lease, content) for _, header, content in pushed.files]
+        assert sorted(sent, key=str) == sorted(
+            [(lease, b"%d" % (seed + more)) for lease, seed in zip(leases, (10, 20), strict=True) for more in (0, 1)],
+            key=str,
+        )
+        assert lab.left_behind() == []
+        assert lab.worker.lease_manager.free.resources.cpu == 0.0, "both leases are kept"
 
     in_lab(case)
 
@@ -411,6 +483,7 @@ class FailsWhenCancelled:
 
     senders: frozenset[Any] = frozenset()
     accepted_push_kind = ""
+    message_handlers: ClassVar[dict[str, Any]] = {}
     trace = ExecutionTrace(exit_code=3)
 
     def __init__(self, context: JobContext) -> None:
@@ -426,7 +499,7 @@ class FailsWhenCancelled:
 def test_a_job_that_fails_while_it_is_cancelled_does_not_end_the_worker(
     in_lab: InLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hypha_worker.service.ParameterServer", FailsWhenCancelled)
+    monkeypatch.setattr("hypha_worker.executors.parameter_server.server.ParameterServer", FailsWhenCancelled)
 
     async def case(lab: Any) -> None:
         for _ in range(2):  # the second shows that the worker still runs

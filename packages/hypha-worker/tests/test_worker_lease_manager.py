@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import AggregateConfig, AggregateJob, All, Descriptor, JobSpec, Nesterov, PeersReference
 from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources, Timestamp
 from hypha_worker.bidding.arbiter import Arbiter
@@ -18,6 +19,7 @@ from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, Device
 from hypha_worker.leasing.lease_manager import (
     REMEMBERED_ENDS,
+    Attempt,
     LeaseEnd,
     LeaseError,
     LeaseManager,
@@ -276,6 +278,49 @@ def test_few_ended_leases_are_remembered() -> None:
         manager.renew(uuid.UUID(int=1), MINE, 0.1)
 
 
+def spec(number: int) -> JobSpec:
+    """Make one of several different specifications."""
+    nobody = PeersReference(peers=(), strategy=All())
+    config = AggregateConfig(updates=nobody, results=nobody, optimizer=Nesterov(learning_rate=1.0, momentum=0.0))
+    return JobSpec(job_id=uuid.UUID(int=number), executor=AggregateJob(descriptor=Descriptor(name="x"), config=config))
+
+
+SPECS = [spec(0), spec(1)]
+
+
+def test_attempts_on_a_lease_are_new_repeated_or_refused() -> None:
+    manager = offered()
+    first = Attempt(3, SPECS[0])
+    assert not manager.is_repeated(ID, MINE, first, 0.1)
+    manager.attach_job(ID, MINE, 0.1, first)
+    assert manager.is_repeated(ID, MINE, first, 0.2), "while its job runs"
+    with pytest.raises(LeaseError, match="runs on lease"):
+        manager.attach_job(ID, MINE, 0.2, Attempt(4, SPECS[0]))
+    manager.detach_job(ID, keep=True)
+    assert manager.is_repeated(ID, MINE, first, 0.3), "after its job has ended"
+    with pytest.raises(LeaseError, match=r"attempt 2 .* is older than 3"):
+        manager.is_repeated(ID, MINE, Attempt(2, SPECS[0]), 0.3)
+    with pytest.raises(LeaseError, match="another specification"):
+        manager.is_repeated(ID, MINE, Attempt(3, SPECS[1]), 0.3)
+    with pytest.raises(LeaseError, match="has started a job before"):
+        manager.attach_job(ID, MINE, 0.3, first)
+    with pytest.raises(UnknownLeaseError):
+        manager.is_repeated(ID, OTHER, first, 0.3)
+    manager.attach_job(ID, MINE, 0.4, Attempt(4, SPECS[1]))
+    manager.detach_job(ID)
+    assert manager.is_repeated(ID, MINE, Attempt(4, SPECS[1]), 0.5), "on a spent lease"
+    with pytest.raises(LeaseError, match="is over"):
+        manager.is_repeated(ID, MINE, Attempt(4, SPECS[1]), 11.0)
+
+
+def test_an_attempt_is_not_repeated_on_a_lease_that_is_ending() -> None:
+    manager = offered()
+    manager.attach_job(ID, MINE, 0.1, Attempt(0, SPECS[0]))
+    manager.release(ID, MINE)
+    with pytest.raises(LeaseError, match="is over"):
+        manager.is_repeated(ID, MINE, Attempt(0, SPECS[0]), 0.2)
+
+
 QUOTA = Quota(max_offers=2, max_leases=3, max_jobs=1)
 TRAIN = TrainExecutor(name="x")
 
@@ -283,6 +328,7 @@ TRAIN = TrainExecutor(name="x")
 Owned = tuple[uuid.UUID, PeerId]
 CPU = st.sampled_from([0.0, 1.0, 2.5, 6.0])
 GPU = st.sampled_from([0.0, 1.0, 24.0, 30.0])
+ATTEMPT = st.builds(Attempt, st.integers(0, 3), st.sampled_from(SPECS))
 STRANGER = st.sampled_from([None, None, None, *PEERS])
 """Who sends a message about a lease instead of its scheduler, if anybody."""
 
@@ -306,6 +352,8 @@ class LeaseMachine(RuleBasedStateMachine):
         self.running: dict[uuid.UUID, Allocation] = {}
         self.told: dict[uuid.UUID, float] = {}
         """Until when each scheduler may count on its lease."""
+        self.newest: dict[uuid.UUID, Attempt] = {}
+        """The numbered dispatch that last started a job on each lease."""
         self.count = 0
 
     def next_id(self) -> uuid.UUID:
@@ -368,18 +416,37 @@ class LeaseMachine(RuleBasedStateMachine):
         if held.state is LeaseState.HELD:  # a spent one is confirmed and has nothing
             self.told[made] = held.expires
 
-    @rule(target=jobs, lease=ids, stranger=STRANGER)
-    def dispatch(self, lease: Owned, stranger: PeerId | None) -> object:
+    @rule(target=jobs, lease=ids, stranger=STRANGER, attempt=st.none() | ATTEMPT)
+    def dispatch(self, lease: Owned, stranger: PeerId | None, attempt: Attempt | None) -> object:
         made, owner = lease
         try:
-            held = self.manager.attach_job(made, stranger or owner, self.now)
+            held = self.manager.attach_job(made, stranger or owner, self.now, attempt)
         except LeaseError:
             return multiple()
         assert stranger in (None, owner)
         assert made not in self.running
+        if attempt is not None:
+            assert made not in self.newest or attempt.number > self.newest[made].number
+            self.newest[made] = attempt
         self.running[made] = held.allocation
         self.told[made] = held.expires
         return made
+
+    @rule(lease=ids, stranger=STRANGER, attempt=ATTEMPT)
+    def ask_whether_repeated(self, lease: Owned, stranger: PeerId | None, attempt: Attempt) -> None:
+        made, owner = lease
+        newest = self.newest.get(made)
+        try:
+            repeated = self.manager.is_repeated(made, stranger or owner, attempt, self.now)
+        except LeaseError:
+            if made in self.told and self.now < self.told[made] and stranger in (None, owner):
+                assert newest is not None, "the first one is new"
+                assert attempt.number <= newest.number
+                assert attempt != newest, "a held lease confirms its newest"
+            return
+        assert stranger in (None, owner)
+        assert repeated == (attempt == newest)
+        assert newest is None or repeated or attempt.number > newest.number
 
     @rule(lease=consumes(jobs), keep=st.booleans())
     def finish(self, lease: uuid.UUID, keep: bool) -> None:
@@ -444,3 +511,77 @@ class LeaseMachine(RuleBasedStateMachine):
 
 TestLeases = LeaseMachine.TestCase
 TestLeases.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+class AttemptMachine(RuleBasedStateMachine):
+    """One scheduler dispatches on one lease after another, and its dispatches arrive late, twice and out of order."""
+
+    @initialize()
+    def start(self) -> None:
+        self.now, self.count, self.running = 0.0, 0, False
+        self.manager = LeaseManager(Capacity(Resources(cpu=1.0)), LeaseTerms(idle_lease=1000.0))
+        self.hire()
+
+    def hire(self) -> None:
+        self.count += 1
+        self.lease, self.spent = uuid.UUID(int=self.count), False
+        self.newest: Attempt | None = None
+        allocation = self.manager.free.fit(Resources(cpu=1.0))
+        assert allocation is not None
+        self.manager.offer(self.lease, MINE, self.lease, allocation, 1.0, self.now)
+        self.manager.renew(self.lease, MINE, self.now)
+
+    def is_new(self, attempt: Attempt) -> bool:
+        return self.newest is None or attempt.number > self.newest.number
+
+    @rule(attempt=ATTEMPT)
+    def dispatch(self, attempt: Attempt) -> None:
+        try:
+            self.manager.attach_job(self.lease, MINE, self.now, attempt)
+        except LeaseError:
+            assert self.running or self.spent or not self.is_new(attempt)
+            return
+        assert not self.running
+        assert not self.spent
+        assert self.is_new(attempt)
+        self.newest, self.running = attempt, True
+
+    @rule(attempt=ATTEMPT)
+    def repeat(self, attempt: Attempt) -> None:
+        try:
+            repeated = self.manager.is_repeated(self.lease, MINE, attempt, self.now)
+        except LeaseError:
+            assert self.newest is not None
+            assert attempt.number <= self.newest.number
+            assert attempt != self.newest
+            return
+        assert repeated == (attempt == self.newest)
+        assert repeated or self.is_new(attempt)
+
+    @rule(keep=st.booleans())
+    def end(self, keep: bool) -> None:
+        self.manager.detach_job(self.lease, keep=keep)
+        self.spent = self.spent or (self.running and not keep)
+        self.running = False
+
+    @rule(seconds=st.sampled_from([0.1, 5.0]))
+    def renew_later(self, seconds: float) -> None:
+        self.now += seconds
+        self.manager.sweep(self.now)
+        if self.spent:  # its scheduler needs another one
+            self.hire()
+        self.manager.renew(self.lease, MINE, self.now)
+
+    @rule()
+    def release(self) -> None:
+        self.manager.release(self.lease, MINE)
+        if self.newest is not None:
+            with pytest.raises(LeaseError):
+                self.manager.is_repeated(self.lease, MINE, self.newest, self.now)
+        self.manager.detach_job(self.lease)
+        self.running = False
+        self.hire()
+
+
+TestAttempts = AttemptMachine.TestCase
+TestAttempts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)

@@ -19,7 +19,7 @@ class DispatchJob(Message, frozen=True):
     spec: JobSpec
     traceparent: Annotated[str | None, OMIT] = None
     keep_lease: Annotated[bool | None, OMIT] = None
-    """Whether the lease is kept for another dispatch when this task ends by itself; None and false: it is spent then."""
+    """Whether the lease is kept for another dispatch when this task ends by itself; otherwise it is spent then."""
     attempt: Annotated[U32 | None, OMIT] = None
     """Number of the dispatch on this lease, from 0; a worker starts only later ones than the newest that it knows."""
 

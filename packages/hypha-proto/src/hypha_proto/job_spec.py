@@ -166,7 +166,7 @@ class TrainConfig(Message, frozen=True):
     updates: Reference
     """Destination of the worker's pseudo-gradients."""
     results: Reference
-    """Senders of outer updates."""
+    """Senders of outer updates. Without peers nobody sends any, and the job ends with its first pseudo-gradient."""
     optimizer: Adam
     batch_size: U32
     """Samples per inner step."""

@@ -73,6 +73,8 @@ class CancelJob(Message, frozen=True):
     id: uuid.UUID
     reason: str
     traceparent: Annotated[str | None, OMIT] = None
+    attempt: Annotated[U32 | None, OMIT] = None
+    """`DispatchJob.attempt` of the job that is meant; None means whichever runs."""
 
 
 class JobCancelled(Message, frozen=True):

@@ -20,6 +20,7 @@ from hypha_proto.resources import Resources
 from hypha_proto.wire_schema import MAX_PRICE
 from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy, Strategy
+from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSettings, check_executor, find_runtime
 from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
 from hypha_worker.leasing.terms import IDLE_LEASE, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
 
@@ -41,6 +42,11 @@ def _evaluation(name: str) -> str:
     return name
 
 
+def _runtime(name: str) -> str:
+    find_runtime(name)
+    return name
+
+
 _PEER_ID_START: Final = "12D3Koo"
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Price = Annotated[float, Field(ge=0, le=MAX_PRICE, allow_inf_nan=False)]
@@ -48,6 +54,7 @@ Limit = Annotated[int, Field(ge=1)] | None
 PeerText = Annotated[str, AfterValidator(_peer)]
 PreferredText = Annotated[str, Field(min_length=1), AfterValidator(_preferred)]
 EvaluationName = Annotated[str, AfterValidator(_evaluation)]
+RuntimeName = Annotated[str, AfterValidator(_runtime)]
 
 
 class DeviceSection(Section):
@@ -158,8 +165,9 @@ class ExecutorSection(Section):
 
     job_class: Literal["train", "aggregate"] = Field(alias="class", description="Kind of job: train or aggregate.")
     name: str = Field(min_length=1, description="Name by which schedulers ask for it, such as diloco-transformer.")
-    runtime: Literal["process", "parameter-server"] = Field(
-        default="process", description="process: the command cmd. parameter-server: built in."
+    runtime: RuntimeName = Field(
+        default="process",
+        description=" ".join(f"{name}: {entry.summary}." for name, entry in RUNTIMES.items()),
     )
     cmd: str | None = Field(default=None, description="The command of a process.")
     args: list[str] = Field(
@@ -169,18 +177,13 @@ class ExecutorSection(Section):
 
     @model_validator(mode="after")
     def _fits_runtime(self) -> ExecutorSection:
-        if self.runtime == "process" and self.job_class == "aggregate":
-            raise ValueError(
-                'runtime = "process" cannot run jobs of class "aggregate", because the job bridge of a process serves '
-                'training jobs only: set runtime = "parameter-server" and remove cmd and args'
-            )
-        if self.runtime == "process" and not self.cmd:
-            raise ValueError("cmd is missing: a process needs a command")
-        if self.runtime == "parameter-server" and (self.cmd or self.args):
-            raise ValueError("cmd and args do not belong to the parameter server, which is built in")
-        if self.runtime == "parameter-server" and self.job_class != "aggregate":
-            raise ValueError('the parameter server is of class "aggregate"')
+        check_executor(self.runtime, self.job_class, self.settings)
         return self
+
+    @property
+    def settings(self) -> ExecutorSettings:
+        """The keys that its runtime interprets."""
+        return ExecutorSettings(self.cmd, tuple(self.args), self.env)
 
     @property
     def descriptor(self) -> ExecutorDescriptor:

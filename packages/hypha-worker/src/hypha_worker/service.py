@@ -7,11 +7,11 @@ Called by `cli`. The decisions are in pure modules (`bidding.arbiter`, `leasing.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import anyio.to_thread
@@ -39,14 +39,12 @@ from hypha_proto.leases import (
     WhyNot,
 )
 from hypha_proto.offers import WORKER_REQUESTS, ExecutorDescriptor
-from hypha_proto.round_membership import ROUND_MEMBERS
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.bidder import Bidder
-from hypha_worker.config import ExecutorSection, WorkerConfig
+from hypha_worker.config import WorkerConfig
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.executors.parameter_server.server import ParameterServer
-from hypha_worker.executors.process.execution import ProcessExecution, ProcessSettings
-from hypha_worker.jobs.execution import ExecutionFactory, JobContext
+from hypha_worker.executors.runtimes import HostSettings, Runtime, find_runtime
+from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
 from hypha_worker.jobs.job_manager import JobManager
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import (
@@ -86,7 +84,7 @@ async def serve(config: WorkerConfig, node: Node) -> None:
     async with open_worker(config, node.endpoint):
         await _wait_for_topic_peers(node)
         node.ready()
-        await anyio.to_thread.run_sync(_preload, frozenset(executor.runtime for executor in config.executors))
+        await anyio.to_thread.run_sync(_preload, _runtimes(config))
         await anyio.sleep_forever()
 
 
@@ -122,7 +120,10 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 tasks,
                 default_storage=config.resources.default.storage,
             )
-            worker = Worker(endpoint, Arbiter(config.offer.policy(), capabilities), lease_manager, jobs)
+            task_methods = [method for runtime in _runtimes(config) for method in runtime.task_methods]
+            worker = Worker(
+                endpoint, Arbiter(config.offer.policy(), capabilities), lease_manager, jobs, tuple(task_methods)
+            )
             worker.listen()
             await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep).run)
             tasks.start_soon(worker.sweep_loop)
@@ -130,39 +131,26 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
             tasks.cancel_scope.cancel()
 
 
-def _preload(runtimes: Set[str]) -> None:
+def _preload(runtimes: Iterable[Runtime]) -> None:
     """Import what jobs will need, in a thread once the worker is ready, so that the first job does not wait."""
-    if "process" in runtimes:
-        from hypha_worker.bridge.server import preload
+    for runtime in runtimes:
+        runtime.preload()
 
-        preload()
-    if "parameter-server" in runtimes:
-        import hypha_worker.executors.parameter_server.outer_step  # noqa: F401
+
+def _runtimes(config: WorkerConfig) -> list[Runtime]:
+    """Return the runtimes of the configured executors, each once."""
+    return [find_runtime(name) for name in sorted({executor.runtime for executor in config.executors})]
 
 
 def make_factories(config: WorkerConfig, sockets: Path) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
     """Return, for each configured executor, the function that makes an execution of a job."""
     connectors = config.connectors
     access = AccessPolicy(tuple(connectors.hosts), tuple(connectors.repositories), tuple(connectors.roots))
-
-    def make(executor: ExecutorSection) -> ExecutionFactory:
-        if executor.runtime == "parameter-server":
-            return ParameterServer
-        settings = ProcessSettings(
-            cmd=executor.cmd or "",
-            args=tuple(executor.args),
-            env=executor.env,
-            access=access,
-            socket_folder=sockets,
-            has_devices=bool(config.resources.devices),
-        )
-
-        def make_execution(context: JobContext) -> ProcessExecution:
-            return ProcessExecution(context, settings)
-
-        return make_execution
-
-    return {executor.descriptor: make(executor) for executor in config.executors}
+    host = HostSettings(access, sockets, has_devices=bool(config.resources.devices))
+    return {
+        executor.descriptor: find_runtime(executor.runtime).make_factory(executor.settings, host)
+        for executor in config.executors
+    }
 
 
 @dataclass(slots=True)
@@ -173,6 +161,8 @@ class Worker:
     arbiter: Arbiter
     lease_manager: LeaseManager
     jobs: JobManager
+    task_methods: tuple[TaskMethod[Any, Any], ...] = ()
+    """RPC methods that executions serve."""
     _refusals: LogThrottle = field(default_factory=lambda: LogThrottle(anyio.current_time))
 
     def listen(self) -> None:
@@ -182,7 +172,8 @@ class Worker:
         rpc.serve(self.endpoint, CANCEL_JOB, self.cancel)
         rpc.serve(self.endpoint, WHY_NOT, self.explain)
         rpc.serve(self.endpoint, DISPATCH_JOB, self.jobs.dispatch)
-        rpc.serve(self.endpoint, ROUND_MEMBERS, self.jobs.set_round_members)
+        for served in self.task_methods:
+            rpc.serve(self.endpoint, served.method, self.jobs.message_handler(served))
         transfer.serve_pushes(self.endpoint, self.jobs.accept_push)
 
     async def sweep_loop(self) -> None:
@@ -240,7 +231,7 @@ class Worker:
 
     async def cancel(self, scheduler: PeerId, message: CancelJob) -> JobCancelled:
         """Cancel the job on a lease; the lease stays."""
-        return JobCancelled(known=self.jobs.cancel(message.id, scheduler, message.reason))
+        return JobCancelled(known=self.jobs.cancel(message.id, scheduler, message.reason, message.attempt))
 
     async def explain(self, scheduler: PeerId, message: WhyNot) -> Reasons:
         """Return why this worker would make no offer for a request."""

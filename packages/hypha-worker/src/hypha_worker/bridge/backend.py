@@ -178,7 +178,7 @@ class JobBridgeBackend:
 
     @property
     def _job(self) -> instrumentation.Attributes:
-        return {"hypha.job.id": str(self.spec.job_id)}
+        return {"hypha.job.id": str(self.spec.job_id), "hypha.lease.id": str(self.lease)}
 
     async def _fetch_artifact(self, reference: Reference, wanted: Transfer) -> Sequence[FetchedFile]:
         folder = resolve_folder(self.work_dir, wanted.path or ARTIFACTS)
@@ -197,7 +197,7 @@ class JobBridgeBackend:
         if not isinstance(executor, TrainJob) or reference != executor.config.data:
             raise not_allowed(f"dataset {reference.dataset[:80]!r} is not the data of this job")
         folder, number = resolve_folder(self.work_dir, path or ARTIFACTS), self._fetched
-        request = DataRequest(dataset=reference.dataset, job_id=self.spec.job_id, id=uuid.uuid4())
+        request = DataRequest(dataset=reference.dataset, job_id=self.spec.job_id, id=uuid.uuid4(), lease=self.lease)
         assigned = await request_slice(self.endpoint, reference.peer, request)
         name = f"{safe_name(reference.dataset)}-{assigned.index}-{number}.safetensors" if path else FIRST_SLICE
         target = folder / name
@@ -256,6 +256,7 @@ class JobBridgeBackend:
             size=size,
             digest=digest,
             samples=wanted.samples or 0,
+            lease=self.lease,
         )
         about = {"hypha.round": number, "hypha.file.size": size}
         with instrumentation.span(f"send {header.kind}", about, parent=self.traceparent):

@@ -1,1 +1,1 @@
-"""Executors, which run jobs: a training process, or the parameter server."""
+"""Executors, which run jobs: a training process, or the parameter server; `runtimes` lists them."""

@@ -69,9 +69,14 @@ class UsageAccumulator:
         )
 
 
-async def measure_usage(pid: int, job_id: str, devices: Sequence[int] = ()) -> None:
-    """Measure the process tree under `pid` until cancelled; `devices` are the GPUs of the job's lease."""
-    about = {"hypha.job.id": job_id}
+async def measure_usage(pid: int, about: instrumentation.Attributes, devices: Sequence[int] = ()) -> None:
+    """Measure the process tree under `pid` until cancelled.
+
+    Args:
+        pid: its root.
+        about: attributes of the metrics; no other process tree that is being measured has the same.
+        devices: GPUs of the job's lease.
+    """
     accumulator, cores = UsageAccumulator(), psutil.cpu_count() or 1
     before: float | None = None
     gpus = [{**about, "hw.id": str(index)} for index in devices]

@@ -1,16 +1,16 @@
 """The interface between the job manager and an executor: what an executor is given, and what it must provide.
 
-Implemented by `executors.process.execution` and `executors.parameter_server.server`; `service` chooses which one runs a
+Implemented by the folders of `executors`; `executors.runtimes` lists them, and the configuration says which one runs a
 job. `job_manager` knows only this interface, so a further executor needs no change there.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 
@@ -19,10 +19,34 @@ from hypha_net.transfer import FilePushTarget
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec
 from hypha_proto.leases import Outcome
-from hypha_proto.round_membership import MembersKnown, RoundMembers
+from hypha_proto.protocols import RpcMethod
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.leasing.capacity import Allocation
+
+
+class TaskMessage(Protocol):
+    """A request that names the job that it is about."""
+
+    @property
+    def job_id(self) -> uuid.UUID:
+        """The job."""
+        ...
+
+
+Req = TypeVar("Req", bound=TaskMessage)
+Resp = TypeVar("Resp")
+MessageHandler = Callable[[PeerId, Any], Awaitable[Any]]
+"""Handles a request of a task method: takes the scheduler and the request, returns the response."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskMethod(Generic[Req, Resp]):
+    """An RPC method that executions serve; the job manager routes its requests by job and sender."""
+
+    method: RpcMethod[Req, Resp]
+    refuse: Callable[[str], Resp]
+    """Makes the response, from a reason, where no execution here is to handle the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +90,17 @@ class Execution(Protocol):
 
     @property
     def senders(self) -> Set[PeerId]:
-        """Peers whose pushes are for this job."""
+        """Peers whose pushes are for this job; empty if it takes none."""
         ...
 
     @property
     def accepted_push_kind(self) -> str:
         """The kind of push that this job accepts."""
+        ...
+
+    @property
+    def message_handlers(self) -> Mapping[str, MessageHandler]:
+        """Handlers of the scheduler's requests to this job, by `RpcMethod.name` of a `Runtime.task_methods`."""
         ...
 
     @property
@@ -89,10 +118,6 @@ class Execution(Protocol):
 
     async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """Return where to store a file that `peer` is about to push, or a refusal."""
-        ...
-
-    async def set_round_members(self, message: RoundMembers) -> MembersKnown:
-        """Set the members of a round, as the scheduler announced them."""
         ...
 
 

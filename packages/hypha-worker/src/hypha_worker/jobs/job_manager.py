@@ -2,7 +2,7 @@
 
 Called by `service` when a scheduler dispatches or cancels a job, or a peer pushes a file; calls the execution that the
 configured factory makes. A job's end is reported after its processes are gone, its folder is removed and its resources
-are free, so that a scheduler that gets the report can use them at once.
+are free, or its lease takes another job, so that a scheduler that gets the report can use them at once.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 import anyio.abc
@@ -39,15 +39,21 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec, executor_class
 from hypha_proto.leases import JOB_END, JobEnd
 from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
-from hypha_proto.round_membership import MembersKnown, RoundMembers
-from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
+from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries
 from hypha_worker.errors import ExecutionError
 from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
-from hypha_worker.jobs.execution import Execution, ExecutionFactory, ExecutionResult, JobContext
+from hypha_worker.jobs.execution import (
+    Execution,
+    ExecutionFactory,
+    ExecutionResult,
+    JobContext,
+    TaskMessage,
+    TaskMethod,
+)
 from hypha_worker.leasing.expiry import expiry_fields
-from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager, LeaseState
+from hypha_worker.leasing.lease_manager import Attempt, Lease, LeaseError, LeaseManager, LeaseState
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +72,8 @@ _DURATION: Final = instrumentation.Histogram("hypha.worker.job.duration", "s", "
 _DISPATCHES: Final = instrumentation.Counter(
     "hypha.worker.dispatches", "{dispatch}", "Dispatches by outcome: accepted, refused, stranger (no such lease here)."
 )
-_RECEIVING_CLASS: Final = {PSEUDO_GRADIENT: "aggregate", OUTER_UPDATE: "train"}
+Req = TypeVar("Req", bound=TaskMessage)
+Resp = TypeVar("Resp")
 
 
 @dataclass(slots=True)
@@ -82,6 +89,10 @@ class Job:
     work_dir: Path
     scope: anyio.CancelScope
     span: instrumentation.Span
+    attempt: int | None = None
+    """Number of its dispatch on the lease, if its scheduler numbers them."""
+    keep_lease: bool = False
+    """Whether its lease is kept when it ends by itself."""
     cancel_reason: str = "the worker is shutting down"
 
     def __str__(self) -> str:
@@ -93,7 +104,7 @@ class _NoLeaseError(LeaseError):
 
 
 class JobManager:
-    """All jobs of a worker, at most one per lease."""
+    """All jobs of a worker, at most one at a time per lease."""
 
     def __init__(
         self,
@@ -134,7 +145,10 @@ class JobManager:
     # ----------------------------------------------------------------------------------------------- starting, ending
 
     async def dispatch(self, scheduler: PeerId, message: DispatchJob) -> DispatchResult:
-        """Start a job on a lease of `scheduler`. A repeated dispatch is confirmed and starts nothing."""
+        """Start a job on a lease of `scheduler`. A repeated dispatch is confirmed and starts nothing.
+
+        A numbered dispatch counts as repeated also when its job has ended.
+        """
         try:
             lease = self._find_repeated(scheduler, message) or self._start(scheduler, message)
         except (LeaseError, ExecutionError) as error:
@@ -148,7 +162,8 @@ class JobManager:
     def _find_repeated(self, scheduler: PeerId, message: DispatchJob) -> Lease | None:
         """Return the lease of the job that this very dispatch has started, if the lease is still held."""
         for job in self._jobs.values():
-            if (job.scheduler, job.task_id, job.spec) == (scheduler, message.id, message.spec):
+            running = (job.scheduler, job.task_id, job.attempt, job.spec)
+            if running == (scheduler, message.id, message.attempt, message.spec):
                 lease = self._lease_manager.find(job.lease, scheduler)
                 return lease if lease is not None and lease.state is LeaseState.HELD else None
         return None
@@ -157,13 +172,12 @@ class JobManager:
         if self._tasks.cancel_scope.cancel_called:
             raise ExecutionError("this worker is shutting down")
         lease = self._find_lease(scheduler, message)
-        factory = self._find_factory(message.spec)
-        self._lease_manager.attach_job(lease.id, scheduler, self._clock())
-        try:
-            job = self._create_job(lease, message, factory)
-        except ExecutionError:
-            self._lease_manager.detach_job(lease.id, keep=True)
-            raise
+        attempt = None if message.attempt is None else Attempt(message.attempt, message.spec)
+        if attempt is not None and self._lease_manager.is_repeated(lease.id, scheduler, attempt, self._clock()):
+            return lease
+        job = self._create_job(lease, message, self._find_factory(message.spec))
+        self._check_distinguishable(job)
+        self._lease_manager.attach_job(lease.id, scheduler, self._clock(), attempt)
         self._jobs[lease.id] = job
         _log.info("%s started for scheduler %s", job, scheduler)
         self._tasks.start_soon(self._run, job)
@@ -182,10 +196,14 @@ class JobManager:
             raise _NoLeaseError(f"{scheduler} has no lease for dispatch {message.id} here")
         return lease
 
-    def cancel(self, lease: uuid.UUID, scheduler: PeerId, reason: str) -> bool:
-        """Cancel the job on a lease of `scheduler`; return whether there is one."""
+    def cancel(self, lease: uuid.UUID, scheduler: PeerId, reason: str, attempt: int | None = None) -> bool:
+        """Cancel the job on a lease of `scheduler`; return whether there is one.
+
+        Args:
+            attempt: number of its dispatch; the job of another one is not cancelled. None means any job.
+        """
         job = self._jobs.get(lease)
-        if job is None or job.scheduler != scheduler:
+        if job is None or job.scheduler != scheduler or attempt not in (None, job.attempt):
             return False
         if not job.scope.cancel_called:
             job.cancel_reason = reason
@@ -196,12 +214,22 @@ class JobManager:
         kind, descriptor = executor_class(spec), _descriptor(spec)
         if descriptor not in self._executors:
             raise ExecutionError(f"no executor {kind}/{descriptor.name[:80]} is configured")
-        for job in self._jobs.values():
-            if job.spec.job_id == spec.job_id and executor_class(job.spec) == kind:
-                raise ExecutionError(
-                    "another part of this job runs here, and pushes to the two could not be distinguished"
-                )
         return self._executors[descriptor]
+
+    def _check_distinguishable(self, job: Job) -> None:
+        """Check that no push or request for another task of the same job could be meant for this one.
+
+        Raises:
+            ExecutionError: it could.
+        """
+        for other in self._jobs_of(job.spec.job_id):
+            first, second = other.execution, job.execution
+            senders = first.senders & second.senders
+            if senders and first.accepted_push_kind == second.accepted_push_kind:
+                both = f"pushes of kind {second.accepted_push_kind} from {min(senders)}"
+                raise ExecutionError(f"another task of this job runs here, and both accept {both}")
+            if methods := first.message_handlers.keys() & second.message_handlers.keys():
+                raise ExecutionError(f"another task of this job runs here, and both handle {min(methods)} requests")
 
     def _create_job(self, lease: Lease, message: DispatchJob, factory: ExecutionFactory) -> Job:
         about = {"hypha.job.id": str(message.spec.job_id), "hypha.job.class": executor_class(message.spec)}
@@ -228,6 +256,8 @@ class JobManager:
             work_dir=context.work_dir,
             scope=context.scope,
             span=span,
+            attempt=message.attempt,
+            keep_lease=bool(message.keep_lease),
         )
 
     # -------------------------------------------------------------------------------------------------------- running
@@ -255,7 +285,8 @@ class JobManager:
                 # a thread of its own: it must wait neither for other jobs' threads nor for abandoned ones of this job
                 await anyio.to_thread.run_sync(shutil.rmtree, job.work_dir, True, limiter=anyio.CapacityLimiter(1))
             del self._jobs[job.lease]
-            self._lease_manager.detach_job(job.lease, keep=result.outcome == "cancelled" and job.scope.cancel_called)
+            keep = job.scope.cancel_called if result.outcome == "cancelled" else job.keep_lease
+            self._lease_manager.detach_job(job.lease, keep=keep)
             _log_result(job, result)
             _record_result(job, result, self._clock() - started)
             await self._report_end(job, result)
@@ -292,7 +323,7 @@ class JobManager:
 
     async def _send_status(self, job: Job, status: Running | Finished | Failed, delays: tuple[float, ...]) -> None:
         """Report a status. Older schedulers whose job is over do not listen any more, which is no error."""
-        message = JobStatus(task_id=job.task_id, status=status)
+        message = JobStatus(task_id=job.task_id, status=status, attempt=job.attempt)
         try:
             await call_with_retries(
                 self._endpoint, job.scheduler, JOB_STATUS, message, delays=delays, final=(UnhandledRequestError,)
@@ -317,6 +348,7 @@ class JobManager:
             reason=result.reason[:LINE_LIMIT],
             exit_code=result.trace.exit_code,
             last_lines=tuple(line[:LINE_LIMIT] for line in result.trace.last_lines),
+            attempt=job.attempt,
         )
         try:
             try:
@@ -334,7 +366,7 @@ class JobManager:
 
         A push belongs to the job that its header names; one without a header, to the only job that expects its sender.
         """
-        found = list(self._jobs_by_sender(peer) if header is None else self._jobs_by_header(header))
+        found = self._jobs_by_sender(peer) if header is None else self._jobs_by_header(peer, header)
         if len(found) == 1:
             return await found[0].execution.accept_push(peer, header)
         about = "without a header" if header is None else f"of job {header.job_id}"
@@ -342,22 +374,31 @@ class JobManager:
         _log.warning("push from %s refused: %s", peer, why)
         return Refusal(reason=why)
 
-    def _jobs_by_header(self, header: PushHeader) -> Iterator[Job]:
-        wanted = _RECEIVING_CLASS.get(header.kind)
-        for job in self._jobs.values():
-            if job.spec.job_id == header.job_id and wanted in (None, executor_class(job.spec)):
-                yield job
+    def _jobs_by_header(self, peer: PeerId, header: PushHeader) -> list[Job]:
+        """Return the jobs that a push may be for; a single one that does not accept it refuses it with the reason."""
+        jobs = self._jobs_of(header.job_id)
+        jobs = [job for job in jobs if job.execution.accepted_push_kind == header.kind] or jobs
+        return jobs if len(jobs) == 1 else [job for job in jobs if peer in job.execution.senders]
 
-    def _jobs_by_sender(self, peer: PeerId) -> Iterator[Job]:
-        return (job for job in self._jobs.values() if peer in job.execution.senders)
+    def _jobs_by_sender(self, peer: PeerId) -> list[Job]:
+        return [job for job in self._jobs.values() if peer in job.execution.senders]
 
-    async def set_round_members(self, scheduler: PeerId, message: RoundMembers) -> MembersKnown:
-        """Pass the members of a round on to the job's parameter server."""
-        for job in self._jobs.values():
-            is_target = job.spec.job_id == message.job_id and job.scheduler == scheduler
-            if is_target and executor_class(job.spec) == "aggregate":
-                return await job.execution.set_round_members(message)
-        return MembersKnown(accepted=False, reason=f"no aggregate job {message.job_id} of this scheduler runs here")
+    def _jobs_of(self, job_id: uuid.UUID) -> list[Job]:
+        return [job for job in self._jobs.values() if job.spec.job_id == job_id]
+
+    def message_handler(self, served: TaskMethod[Req, Resp]) -> Callable[[PeerId, Req], Awaitable[Resp]]:
+        """Return a handler that passes the requests of a scheduler on to the execution of the job that they name."""
+        name = served.method.name
+
+        async def handle(scheduler: PeerId, message: Req) -> Resp:
+            jobs = [job for job in self._jobs_of(message.job_id) if job.scheduler == scheduler]
+            handlers = [job.execution.message_handlers[name] for job in jobs if name in job.execution.message_handlers]
+            if not handlers:
+                return served.refuse(f"no task of job {message.job_id} of this scheduler here handles {name}")
+            response: Resp = await handlers[0](scheduler, message)
+            return response
+
+        return handle
 
 
 def _descriptor(spec: JobSpec) -> ExecutorDescriptor:

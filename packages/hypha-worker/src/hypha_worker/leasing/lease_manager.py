@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Final
 
 from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import JobSpec
 from hypha_proto.leases import RENEWED_LEASE
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_worker.leasing.capacity import Allocation, Capacity
@@ -67,6 +68,14 @@ _END_REASONS: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A dispatch whose scheduler numbers those on one lease."""
+
+    number: int
+    spec: JobSpec
+
+
 @dataclass(slots=True)
 class Lease:
     """A part of the machine, reserved for one scheduler."""
@@ -87,6 +96,8 @@ class Lease:
     """When it was accepted or its last job ended, on the local clock; None until that is known."""
     end: LeaseEnd | None = None
     """How it ended; None while it may be renewed."""
+    newest_attempt: Attempt | None = None
+    """The numbered dispatch that last started a job; None if there was none, and after the lease has ended."""
 
     def remaining(self, now: float) -> float:
         """Return the seconds left."""
@@ -201,14 +212,39 @@ class LeaseManager:
                 lease.expires = min(lease.expires, lease.idle_since + self._terms.idle_lease)
         return lease
 
-    def attach_job(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
-        """Attach a job to a lease; this also accepts an offer that was not renewed yet.
+    def is_repeated(self, lease_id: uuid.UUID, scheduler: PeerId, attempt: Attempt, now: float) -> bool:
+        """Return whether a numbered dispatch has started a job before, which may have ended; False if it is a new one.
 
         Raises:
             UnknownLeaseError: there was no such lease of this scheduler.
-            LeaseError: the lease is over, spent, or has a job, or the scheduler has `Quota.max_jobs` jobs.
+            LeaseError: it is older than another one, or another one has its number, or the lease is over.
         """
         lease = self._owned_lease(lease_id, scheduler)
+        newest = lease.newest_attempt
+        if newest is None or attempt.number > newest.number:
+            return False
+        if attempt.number < newest.number:
+            raise LeaseError(f"attempt {attempt.number} on lease {lease_id} is older than {newest.number}, the newest")
+        if attempt.spec != newest.spec:
+            raise LeaseError(f"attempt {attempt.number} on lease {lease_id} was dispatched with another specification")
+        if now >= lease.expires or lease.state is LeaseState.ENDING:
+            raise LeaseError(f"lease {lease_id} is over")
+        return True
+
+    def attach_job(self, lease_id: uuid.UUID, scheduler: PeerId, now: float, attempt: Attempt | None = None) -> Lease:
+        """Attach a job to a lease; this also accepts an offer that was not renewed yet.
+
+        Args:
+            attempt: the job's dispatch, if its scheduler numbers them.
+
+        Raises:
+            UnknownLeaseError: there was no such lease of this scheduler.
+            LeaseError: the lease is over, spent, or has a job, or the scheduler has `Quota.max_jobs` jobs; or `attempt`
+                is not newer than all before it.
+        """
+        lease = self._owned_lease(lease_id, scheduler)
+        if attempt is not None and self.is_repeated(lease_id, scheduler, attempt, now):
+            raise LeaseError(f"attempt {attempt.number} on lease {lease_id} has started a job before")
         if lease.state is LeaseState.SPENT:
             raise LeaseError(f"lease {lease_id} is spent: its job has ended")
         if lease.has_job:
@@ -217,6 +253,7 @@ class LeaseManager:
         self.renew(lease_id, scheduler, now)
         lease.has_job = True
         lease.expires = now + RENEWED_LEASE
+        lease.newest_attempt = attempt or lease.newest_attempt
         return lease
 
     def detach_job(self, lease_id: uuid.UUID, *, keep: bool = False) -> None:
@@ -318,6 +355,7 @@ class LeaseManager:
     def _forget(self, lease: Lease) -> None:
         """Remove a lease; remember how it ended while there is room."""
         del self._leases[lease.id]
+        lease.newest_attempt = None  # it holds a specification
         self._ended[lease.id] = lease
         if len(self._ended) > REMEMBERED_ENDS:
             self._ended.popitem(last=False)

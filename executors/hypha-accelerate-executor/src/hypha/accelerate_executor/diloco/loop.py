@@ -59,12 +59,16 @@ class TrainingLoop:
         config: TrainConfig,
         setup: Setup,
         batches: Batches,
-        outer_updates: OuterUpdates,
+        outer_updates: OuterUpdates | None,
         timing: LoopTiming,
         spans: Spans,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Store the parts; nothing runs before `run`."""
+        """Store the parts; nothing runs before `run`.
+
+        Args:
+            outer_updates: None if nobody sends any: the job is over after its first update then.
+        """
         self._bridge = bridge
         self._config = config
         self._trainer = setup.trainer
@@ -137,13 +141,13 @@ class TrainingLoop:
         return self._trainer.compute(parts[0])
 
     def _synchronise(self, tally: RoundTally) -> bool:
-        """Send the pseudo-gradient, wait for the outer update and merge it; return False if the job ended first."""
+        """Send the pseudo-gradient, wait for the outer update and merge it; return False if the job ends before."""
         number = self._countdown.round
         if isinstance(self._bridge.report(SendingUpdate()), Done):
             return False
         unconfirmed = self._send_update(number, tally.samples)
         metrics = tally.metrics(number)
-        if isinstance(self._bridge.report(metrics), Done):
+        if isinstance(self._bridge.report(metrics), Done) or self._outer_updates is None:
             return False
         with self._spans.span("wait for outer update"):
             outer = self._outer_updates.wait(number, self._timing.update_timeout)
@@ -243,11 +247,10 @@ def build_loop(
         group.scatter_commands([LoadModel(files)] * group.size)
         setup = build_setup(config, options, files, device, group)
         span["hypha.parameters"] = sum(value.numel() for value in setup.replica.parameters.values())
-    outer_updates = bridge.updates(_source(config), INCOMING)
+    outer_updates = bridge.updates(config.results, INCOMING) if _has_senders(config.results) else None
     return TrainingLoop(bridge, config, setup, batches, outer_updates, timing, spans)
 
 
-def _source(config: TrainConfig) -> Reference:
-    """Return who sends outer updates: the peers of `results`, or the receivers of ours if it names none."""
-    results = config.results
-    return config.updates if isinstance(results, PeersReference) and not results.peers else results
+def _has_senders(results: Reference) -> bool:
+    """Return whether anybody sends outer updates: a list of peers may be empty."""
+    return not isinstance(results, PeersReference) or bool(results.peers)

@@ -10,7 +10,8 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -25,7 +26,7 @@ from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import AggregateJob
 from hypha_proto.progress import REPORT, Done, OuterStepTaken, ProgressError, ProgressRequest
-from hypha_proto.round_membership import UPDATE_REFUSED, MembersKnown, RoundMembers, UpdateRefused
+from hypha_proto.round_membership import ROUND_MEMBERS, UPDATE_REFUSED, MembersKnown, RoundMembers, UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
@@ -37,7 +38,7 @@ from hypha_worker.executors.parameter_server.round_collector import (
     RoundCollector,
     UpdateRefusedError,
 )
-from hypha_worker.jobs.execution import ExecutionTrace, JobContext
+from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandler
 from hypha_worker.jobs.references import reference_peers
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ class ParameterServer:
         self._files = PeerFiles(context.endpoint, context.storage)
         self._changed = anyio.Event()
         self._count = 0
-        self._refusals_in, self._refusals = anyio.create_memory_object_stream[UpdateRefused](_MAX_QUEUED_REFUSALS)
+        self._refusals: deque[UpdateRefused] = deque()
+        self._refused = anyio.Event()
+        self._is_over = False
 
     @property
     def senders(self) -> Set[PeerId]:
@@ -84,6 +87,11 @@ class ParameterServer:
     def accepted_push_kind(self) -> str:
         """See `Execution.accepted_push_kind`."""
         return PSEUDO_GRADIENT
+
+    @property
+    def message_handlers(self) -> Mapping[str, MessageHandler]:
+        """See `Execution.message_handlers`."""
+        return {ROUND_MEMBERS.name: self._set_round_members}
 
     @property
     def trace(self) -> ExecutionTrace:
@@ -165,13 +173,13 @@ class ParameterServer:
     def _report_refusal(self, peer: PeerId, number: int, reason: str) -> None:
         _log.warning("update from %s for round %d refused: %s", peer, number, reason)
         message = UpdateRefused(job_id=self._context.spec.job_id, round=number, peer=peer, reason=reason[:1000])
-        try:
-            self._refusals_in.send_nowait(message)
-        except (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError):
+        if self._is_over or len(self._refusals) == _MAX_QUEUED_REFUSALS:
             _log.warning("a refusal is not reported to the scheduler: too many are queued, or the job is over")
+            return
+        self._refusals.append(message)
+        self._refused.set()
 
-    async def set_round_members(self, message: RoundMembers) -> MembersKnown:
-        """See `Execution.set_round_members`."""
+    async def _set_round_members(self, _scheduler: PeerId, message: RoundMembers) -> MembersKnown:
         answer, dropped = self._collector.set_round_members(message, anyio.current_time())
         for path in dropped:
             _remove(path)
@@ -193,7 +201,8 @@ class ParameterServer:
             except (TensorFileError, EmptyRoundError, OSError, NetError) as error:
                 raise ExecutionError(str(error)) from error
             finally:
-                self._refusals_in.close()
+                self._is_over = True
+                self._refused.set()
                 tasks.cancel_scope.deadline = anyio.current_time() + 1.0
 
     async def _run_round(self, tasks: anyio.abc.TaskGroup) -> bool:
@@ -281,6 +290,7 @@ class ParameterServer:
             name=result.name,
             size=size,
             digest=digest,
+            lease=self._context.lease,
         )
         participants, others = self._receivers(done)
         if others:
@@ -320,8 +330,12 @@ class ParameterServer:
         return isinstance(answer, Done)
 
     async def _send_refusals(self) -> None:
-        async for message in self._refusals:
-            await self._send_to_scheduler(message)
+        while self._refusals or not self._is_over:
+            if self._refusals:
+                await self._send_to_scheduler(self._refusals.popleft())
+            else:
+                self._refused = anyio.Event()
+                await self._refused.wait()
 
     async def _send_to_scheduler(self, message: UpdateRefused) -> None:
         try:

@@ -28,7 +28,6 @@ from hypha_net.transfer import FilePushTarget
 from hypha_proto.codec import to_json
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec
-from hypha_proto.round_membership import MembersKnown, RoundMembers
 from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
 from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
@@ -38,7 +37,7 @@ from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.process.process_tree import SHUTDOWN_GRACE, TERM_GRACE, TOKEN_VARIABLE, terminate_tree
 from hypha_worker.hardware.usage import measure_usage
-from hypha_worker.jobs.execution import ExecutionTrace, JobContext
+from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandler
 from hypha_worker.jobs.references import reference_peers, without_secrets
 
 _log = logging.getLogger(__name__)
@@ -104,6 +103,11 @@ class ProcessExecution:
         return OUTER_UPDATE
 
     @property
+    def message_handlers(self) -> Mapping[str, MessageHandler]:
+        """See `Execution.message_handlers`."""
+        return {}
+
+    @property
     def trace(self) -> ExecutionTrace:
         """See `Execution.trace`."""
         if self._exit_code == 0 or self._error is None:
@@ -114,10 +118,6 @@ class ProcessExecution:
     async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """See `Execution.accept_push`."""
         return self._queue.accept(peer, header)
-
-    async def set_round_members(self, message: RoundMembers) -> MembersKnown:
-        """See `Execution.set_round_members`."""
-        return MembersKnown(accepted=False, reason=f"job {message.job_id} is a training job on this worker")
 
     async def run(self) -> None:
         """See `Execution.run`."""
@@ -174,11 +174,11 @@ class ProcessExecution:
         _RUNNING.add(1)
         if instrumentation.enabled():
             devices = [device.index for device in self._context.allocation.devices]
-            job_id = str(self._context.spec.job_id)
+            about = {"hypha.job.id": str(self._context.spec.job_id), "hypha.lease.id": str(self._context.lease)}
 
             async def measure() -> None:
                 with scope:
-                    await measure_usage(pid, job_id, devices)
+                    await measure_usage(pid, about, devices)
 
             tasks.start_soon(measure)
         return scope

@@ -1,0 +1,119 @@
+"""The runtimes of executors, by the value of the key `runtime`: each is a folder beside this module.
+
+A folder's module `runtime` holds one object, `RUNTIME`, which implements `Runtime`; it is imported when a configuration
+names it. So a further runtime is a new folder and one row of `RUNTIMES`. There are no entry points on purpose: a worker
+runs no code of third parties. Called by `config`, which checks the tables ``[[executors]]``, and by `service`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    from hypha_proto.offers import ExecutorClass
+    from hypha_worker.connectors.access_policy import AccessPolicy
+    from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSettings:
+    """Keys of one table ``[[executors]]`` that its runtime interprets."""
+
+    cmd: str | None = None
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """What all executors of a worker share."""
+
+    access: AccessPolicy
+    socket_folder: Path
+    """Where sockets are created; its path is short."""
+    has_devices: bool
+    """Whether the configuration lists GPUs, so that a job sees only those of its lease."""
+
+
+class Runtime(Protocol):
+    """One way of running jobs."""
+
+    @property
+    def job_class(self) -> ExecutorClass:
+        """The class of the jobs that it runs."""
+        ...
+
+    @property
+    def task_methods(self) -> Sequence[TaskMethod[Any, Any]]:
+        """RPC methods that its executions may serve; the worker registers them."""
+        ...
+
+    def check(self, settings: ExecutorSettings) -> None:
+        """Check the settings of an executor.
+
+        Raises:
+            ValueError: they do not fit this runtime; the message names the key and the remedy.
+        """
+        ...
+
+    def make_factory(self, settings: ExecutorSettings, host: HostSettings) -> ExecutionFactory:
+        """Return the function that makes an execution of a job by an executor with these settings."""
+        ...
+
+    def preload(self) -> None:
+        """Import what jobs will need, so that the first one does not wait. Called in a thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeEntry:
+    """One row of `RUNTIMES`."""
+
+    folder: str
+    summary: str
+    """What it runs, for the reference of the configuration."""
+
+
+RUNTIMES: Final[dict[str, RuntimeEntry]] = {
+    "process": RuntimeEntry("process", "the command cmd"),
+    "parameter-server": RuntimeEntry("parameter_server", "built in"),
+}
+"""Every runtime by its name in the configuration."""
+
+
+def find_runtime(name: str) -> Runtime:
+    """Return a runtime; its module is imported now.
+
+    Raises:
+        ValueError: there is none of this name; the message lists the names.
+    """
+    entry = RUNTIMES.get(name)
+    if entry is None:
+        raise ValueError(f"no such runtime; there are {', '.join(sorted(RUNTIMES))}")
+    found: Runtime = importlib.import_module(f"{__package__}.{entry.folder}.runtime").RUNTIME
+    return found
+
+
+def check_executor(name: str, job_class: ExecutorClass, settings: ExecutorSettings) -> None:
+    """Check that an executor's class and settings fit its runtime.
+
+    Args:
+        name: the runtime.
+        job_class: class of the jobs that the executor is configured for.
+        settings: its other keys.
+
+    Raises:
+        ValueError: they do not.
+    """
+    runtime = find_runtime(name)
+    if runtime.job_class != job_class:
+        suitable = [f'"{other}"' for other in RUNTIMES if find_runtime(other).job_class == job_class]
+        raise ValueError(
+            f'runtime = "{name}" cannot run jobs of class "{job_class}", only those of class "{runtime.job_class}": '
+            f"set runtime = {' or '.join(suitable)}"
+        )
+    runtime.check(settings)
