@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -31,8 +30,7 @@ def test_failed_background_sync_is_raised_by_the_next_record(tmp_path: Path, mon
         with monkeypatch.context() as broken:
             broken.setattr("hypha_scheduler.jobs.json_lines.os.fsync", fail)
             journal.record_async("round", round=2)
-            assert journal._pending_sync is not None
-            wait([journal._pending_sync], 10)
+            journal._disk.submit(int).result(10)  # after the sync in the same thread
         with pytest.raises(OSError, match="Input/output"):
             journal.record_async("round", round=3)
     assert [record["round"] for record in read_journal(tmp_path / "journal.jsonl")] == [1, 2]
