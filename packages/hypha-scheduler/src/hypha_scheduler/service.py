@@ -177,7 +177,8 @@ class SchedulerService:
         """Return the job a message belongs to: by its id, or for older peers, which send none, the job they work on."""
         if job_id is not None:
             return self._runs.get(job_id)
-        return next((run for run in self._runs.values() if run.involves(peer)), None)
+        involved = [run for run in self._runs.values() if run.involves(peer)]
+        return next((run for run in involved if run.runs_on(peer)), involved[0] if involved else None)
 
     async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
         _OFFERS.add()
@@ -212,4 +213,4 @@ class SchedulerService:
 
     async def _push(self, peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
         run = self._of_peer(peer, None if header is None else header.job_id)
-        return Refusal(reason="this scheduler runs no such job") if run is None else run.on_push(peer, header)
+        return Refusal(reason="this scheduler runs no such job") if run is None else await run.on_push(peer, header)

@@ -22,20 +22,21 @@ _RETRY_DELAYS: Final = (0.5, 2.0)
 """Seconds before each retry."""
 
 
-async def dispatch(endpoint: Endpoint, start: StartTask, number: int, is_running: Callable[[], bool]) -> str | None:
+async def dispatch(
+    endpoint: Endpoint, start: StartTask, number: int | None, is_running: Callable[[], bool]
+) -> str | None:
     """Dispatch a task; return why its worker did not start it, or None.
 
     Args:
         endpoint: network endpoint of the scheduler.
         start: the task and its spec.
-        number: number of earlier dispatches on its lease.
+        number: number of earlier dispatches on its lease; None if it is to be the only one, which older workers expect.
         is_running: returns whether the task has not ended yet: its executor may end before the response arrives.
     """
     task = start.task
     about = {"hypha.task": task.name, "hypha.peer.id": str(task.lease.peer)}
-    message = DispatchJob(id=task.lease.id, spec=start.spec)
-    if start.keep_lease or number:
-        message = DispatchJob(id=task.lease.id, spec=start.spec, keep_lease=start.keep_lease, attempt=number)
+    keep_lease = None if number is None else start.keep_lease
+    message = DispatchJob(id=task.lease.id, spec=start.spec, keep_lease=keep_lease, attempt=number)
     try:
         with instrumentation.span("dispatch", about):
             answer = await _send(endpoint, task, message, is_running)
