@@ -294,7 +294,7 @@ class JobRunner:
         return told[0] if told is not None and await self._effects.wait(told[1]) else None
 
     def _call(self, question: Callable[[], Answer]) -> Answer | None:
-        """Call the operator; None before and after its job, or if it fails: its error fails its own job and no other."""
+        """Call the operator; None outside of its job, or if it fails: its error fails its own job and no other."""
         if self._operator is None or self._closed or self._ended.is_set():
             return None
         try:
