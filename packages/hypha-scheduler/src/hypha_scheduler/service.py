@@ -75,7 +75,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     submissions = SubmissionServer(config.runs_dir, service.run_job, table.strategies)
     failures: list[str] = []
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(submissions.serve)
+        tasks.start_soon(_accept_jobs, submissions, not config.jobs)
         for job in config.jobs:
             try:
                 result = await service.run_job(job)
@@ -89,6 +89,20 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     await service.ends.drain(_LAST_ENDS)
     if failures:
         raise JobFailedError("\n".join(failures))
+
+
+async def _accept_jobs(submissions: SubmissionServer, required: bool) -> None:
+    """Accept submitted jobs; configured ones run also where none can be submitted.
+
+    Raises:
+        OSError: the socket cannot be created, and there is nothing else to do.
+    """
+    try:
+        await submissions.serve()
+    except OSError as error:
+        if required:
+            raise
+        _log.warning("no jobs can be submitted beside the configured ones: %s", error)
 
 
 def auction_settings(table: AuctionTable) -> AuctionSettings:
