@@ -143,6 +143,13 @@ def test_as_many_of_ten_schedulers_are_placed_as_fit_on_twenty_workers(seed: int
     assert len(set(peers)) == 20
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_as_many_of_six_schedulers_are_placed_as_fit_on_eight_workers(seed: int) -> None:
+    """So few that every scheduler can ask all workers whether others compete for them."""
+    schedulers = play(seed, 6, 8, role_requests(3, 1))
+    assert sorted(len(scheduler.held) for scheduler in schedulers) == [0, 0, 0, 0, 4, 4]
+
+
 ONE_WAY = (0.005, 0.05, 0.15, 0.3)
 
 

@@ -1,7 +1,8 @@
-"""A data node is killed during a job: the job continues with another provider, or waits for the node to return."""
+"""A data node is killed during a job, or a slice changes on its disk: the job continues with what it can get."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ from support.local_network import LocalNetwork, processes_of
 from support.waiting import wait_until
 
 from hypha_local import network_layout
+from hypha_local.demo_tasks import DIGITS
 from hypha_local.network_layout import NodePlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -49,6 +51,26 @@ def second_data_node(network: LocalNetwork) -> str:
     network.start("data-2")
     network.wait_healthy("data-2")
     return "data-2"
+
+
+def test_a_job_finishes_without_a_slice_that_changed_on_the_disk(network: LocalNetwork) -> None:
+    path = network.folders.data / DIGITS.name / "slice-00002.safetensors"
+    before = path.read_bytes()
+    path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))  # of the same size
+    try:
+        job = network.job(rounds=6)
+        assert job.wait(60) == 0, job.log
+    finally:
+        path.write_bytes(before)
+    [result] = [json.loads(found.read_text()) for found in job.runs.glob("*/result.json")]
+    [unused] = result["slices_set_aside"]
+    assert unused["slice"] == 2
+    assert list(unused["providers"]) == [network.peer_id("data")]
+    [event] = job.events("slice_set_aside")
+    assert event["left"] == 4 * len(network.trainers) - 1
+    assert "without slice 2 (slice-00002.safetensors) at data node" in job.log
+    assert not job.events("worker_lost")
+    assert "Traceback" not in "".join([job.log, *map(network.log, [*network.trainers, "data"])])
 
 
 def test_a_job_continues_when_its_only_data_node_restarts(network: LocalNetwork) -> None:

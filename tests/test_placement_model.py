@@ -96,6 +96,20 @@ def test_jobs_are_placed_in_the_model(seed: int) -> None:
     assert sum(scheduler.placed for scheduler in run_jobs(seed, ROUGH).schedulers) >= 1
 
 
+def test_deferred_requests_get_offers_in_the_model_and_hold_nothing_for_long() -> None:
+    """Demand exceeds the three workers. Once all jobs have ended, nothing is held when the last deadline is over."""
+    worlds = [World(seed, workers=3, schedulers=3) for seed in range(5)]
+    for world in worlds:
+        for scheduler in world.schedulers:
+            scheduler.ask(train=2)
+        world.run(10.0)
+        for scheduler in world.schedulers:
+            scheduler.close()
+        world.run(5.0 + 2.5)
+        world.check_quiescence()
+    assert sum(worker.deferred for world in worlds for worker in world.workers.values()) >= 5
+
+
 def test_the_model_detects_a_scheduler_that_counts_a_lease_from_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     record = HeldLeases.record_renewal
 

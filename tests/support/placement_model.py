@@ -17,12 +17,20 @@ from typing import Final, TypeVar
 
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import LEASE_SWEEP, RENEWED_LEASE
-from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerOffer, WorkerRequest, WorkerSpec
+from hypha_proto.offers import (
+    REQUEST_BATCH_WINDOW,
+    AggregateExecutor,
+    TrainExecutor,
+    WorkerOffer,
+    WorkerRequest,
+    WorkerSpec,
+)
 from hypha_proto.resources import Resources, Timestamp
 from hypha_scheduler.allocation.auction import AcceptedOffer, Auction, AuctionSettings, RoleRequest
 from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
 from hypha_worker.bidding.arbiter import Arbiter, OfferPolicy
-from hypha_worker.bidding.request_batch import ReceivedRequest, RequestBatch
+from hypha_worker.bidding.request_batch import ReceivedRequest
+from hypha_worker.bidding.request_queue import RequestQueue
 from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, Device
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager, LeaseState
 from hypha_worker.leasing.terms import LeaseTerms
@@ -159,8 +167,11 @@ class WorkerNode:
         self.world = world
         self.peer = PeerId.from_public_key(bytes([number]) * 32)
         self.manager = LeaseManager(CAPACITY, TERMS)
-        self._arbiter = Arbiter(OfferPolicy(price=1.0), Capabilities(CAPACITY, frozenset((TRAIN, SERVER))))
-        self._batch = RequestBatch()
+        arbiter = Arbiter(OfferPolicy(price=1.0), Capabilities(CAPACITY, frozenset((TRAIN, SERVER))))
+        self._queue = RequestQueue(arbiter, self.manager)
+        self.manager.on_freed = self._on_freed
+        self.deferred = 0
+        """Offers for requests that had waited longer than a batch window."""
         self._processes: dict[uuid.UUID, Allocation] = {}
         """What the processes of jobs use."""
         world.after(world.random.uniform(0, _WORKER_TICK), self.peer, self._tick)
@@ -176,21 +187,26 @@ class WorkerNode:
         assert set(devices) <= set(CAPACITY.devices)
 
     def _tick(self) -> None:
-        now = self.world.now
         self._sweep()
-        if self._batch.seconds_until_due(now) == 0.0:
-            manager = self.manager
-            planned = self._arbiter.decide(
-                self._batch.drain(), manager.free, now, manager.leased_requests, manager.usage
-            )
-            for plan in planned:
-                received = plan.received_request
-                lease = manager.offer(
-                    self.world.make_id(), received.scheduler, received.request.id, plan.allocation, plan.price, now,
-                    received.request.spec.executor, life=_DIAL_TIMEOUT,
-                )  # fmt: skip
-                self._dial(lease)
+        self._decide()
         self.world.after(_WORKER_TICK, self.peer, self._tick)
+
+    def _on_freed(self) -> None:
+        self._queue.note_freed()
+        self.world.after(0.0, self.peer, self._decide)
+
+    def _decide(self) -> None:
+        now = self.world.now
+        if self._queue.seconds_until_due(now) != 0.0:
+            return
+        for plan in self._queue.decide(now).offers:
+            received = plan.received_request
+            self.deferred += now > received.received_at + REQUEST_BATCH_WINDOW + _WORKER_TICK
+            lease = self.manager.offer(
+                self.world.make_id(), received.scheduler, received.request.id, plan.allocation, plan.price, now,
+                received.request.spec.executor, life=_DIAL_TIMEOUT,
+            )  # fmt: skip
+            self._dial(lease)
 
     def _sweep(self) -> None:
         for lease in self.manager.sweep(self.world.now):
@@ -238,7 +254,7 @@ class WorkerNode:
 
     def on_request(self, scheduler: PeerId, request: WorkerRequest) -> None:
         """Take a request from the topic."""
-        self._batch.add(ReceivedRequest(scheduler, request, self.world.now))
+        self._queue.add(ReceivedRequest(scheduler, request, self.world.now))
 
     def on_renew(self, scheduler: PeerId, lease: uuid.UUID) -> float:
         """Renew a lease; return its life in whole milliseconds as the message states it, in seconds, or 0."""
@@ -362,7 +378,9 @@ class SchedulerNode:
 
     def on_offer(self, peer: PeerId, offer: WorkerOffer) -> bool:
         """Take an offer."""
-        if self._search is not None:
+        if self._search is None or self._search.auction.complete:
+            self._release(peer, offer.id)
+        else:
             self._search.auction.add_offer(peer, offer, self.world.now, self.world.conditions.delay)
         return True
 

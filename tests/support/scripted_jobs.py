@@ -20,7 +20,7 @@ import pytest
 
 from hypha_net import pubsub, rpc
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned, SliceEntry
+from hypha_proto.datasets import DATA, DataRequest, SliceAssigned, SliceEntry, UnusableSlice
 from hypha_proto.dispatch import (
     DISPATCH_JOB,
     Dispatched,
@@ -187,6 +187,10 @@ class QuietOperator:
     def next_slice(self, task: TaskRef, dataset: str, now: float) -> Any:
         self.hear("slice", task)
         return SliceToUse(0, 0)
+
+    def on_slice_unusable(self, task: TaskRef, dataset: str, report: UnusableSlice, now: float) -> Effects:
+        self.hear("unusable", task, report)
+        return ()
 
     def on_pull_request(self, task: TaskRef, request: PullRequest) -> Any:
         self.hear("pull", task, request)

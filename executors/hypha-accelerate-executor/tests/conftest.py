@@ -177,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
         if status == HANG_UP:
             self.close_connection = True
             return
-        content = json.dumps(answer).encode()
+        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(content)))
         self.end_headers()
@@ -191,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b": keep-alive\n\n")
         self.wfile.flush()
         while (event := self.server.worker.events.get()) is not None:
-            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            self.wfile.write(b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n")
             self.wfile.flush()
         self.close_connection = True
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hypha.accelerate_executor import training
+from hypha.accelerate_executor.bridge.client import Bridge, Fetched
+from hypha.accelerate_executor.errors import BridgeRefused, ExecutorError
+from hypha_proto.job_spec import UriReference
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -111,8 +119,12 @@ def test_a_missing_socket_fails(
         ("/resources/fetch", 200, [], 1, "no config.json"),
         ("/resources/send", 500, {"error": "push-failed", "detail": "peer is away"}, 1, "push-failed: peer is away"),
         ("/resources/receive", 400, {"error": "bad", "detail": "not a sender"}, 1, "400 bad: not a sender"),
-        ("/status/send", 200, {"type": "Error"}, 1, "the scheduler refused"),
+        ("/status/send", 200, {"type": "Error"}, 1, "its log says why"),
+        ("/status/send", 200, {"type": "Error", "reason": "the round is over"}, 1, "): the round is over"),
         ("/status/send", 200, {"type": "Perhaps"}, 1, "malformed-answer"),
+        ("/status/send", 200, b"[" * 100_000, 1, "malformed-answer"),
+        ("/resources/fetch", 200, b"[" * 100_000, 1, "malformed-answer"),
+        ("/resources/fetch", 502, b"[" * 100_000, 1, "502 error"),
     ],
 )
 def test_a_worker_with_error_or_malformed_answers(
@@ -127,6 +139,49 @@ def test_a_worker_with_error_or_malformed_answers(
     worker = make_worker(batches=3)
     worker.answers[route] = lambda _: (status, answer)
     assert words in _ends_with(caplog, worker.arguments(), code)
+
+
+@pytest.mark.parametrize("event", [b"[" * 100_000, b'{"path":' * 900, b"{", b"7", b'{"path": "../../x"}'])
+def test_a_malformed_event_ends_the_wait_for_an_outer_update(make_worker: Callable[..., Any], event: bytes) -> None:
+    worker = make_worker()
+    worker.events.put(event)
+    with (
+        Bridge(worker.socket, worker.work_dir, 10.0) as bridge,
+        pytest.raises(BridgeRefused, match="malformed-answer"),
+    ):
+        bridge.updates(UriReference(value="https://x.invalid"), "updates").wait(0, 10.0)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.fixture
+def asking(make_worker: Callable[..., Any]) -> Iterator[tuple[Bridge, dict[str, Any]]]:
+    """Return a client and the answers of its worker by route."""
+    worker = make_worker()
+    with Bridge(worker.socket, worker.work_dir, 10.0) as bridge:
+        yield bridge, worker.answers
+
+
+@given(
+    st.sampled_from([200, 502]),
+    st.binary()
+    | (_JSON | st.dictionaries(st.sampled_from(["path", "error", "metadata"]), _JSON)).map(
+        lambda answer: json.dumps(answer).encode()
+    ),
+)
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_answer_to_a_fetch_is_read_or_an_error(
+    asking: tuple[Bridge, dict[str, Any]], status: int, answer: bytes
+) -> None:
+    bridge, answers = asking
+    answers["/resources/fetch"] = lambda _: (status, answer)
+    with contextlib.suppress(ExecutorError):
+        assert all(isinstance(file, Fetched) for file in bridge.fetch(UriReference(value="https://x.invalid"), "."))
 
 
 def test_a_busy_worker_is_asked_again(make_worker: Callable[..., Any]) -> None:
@@ -180,7 +235,7 @@ def test_a_slice_that_does_not_fit_the_model(
     images = np.zeros((16, 3, 8, 8), "f4")
     for tensors, words in (
         ({"pixel_values": images, "labels": np.zeros(16, "i8")}, "cannot take a batch of"),
-        ({"pixel_values": images[:, :1], "labels": np.full(16, 10)}, "cannot take a batch of"),
+        ({"pixel_values": images[:, :1], "labels": np.full(16, 10)}, "10 is not a label of this model"),
         ({"pixel_values": images[:, :1] + np.nan, "labels": np.zeros(16, "i8")}, "the loss is nan"),
         ({"pixel_values": images}, "lacks the tensor 'labels'"),
     ):
@@ -216,3 +271,16 @@ def test_a_delay_that_is_not_a_number_is_refused(
 ) -> None:
     monkeypatch.setenv(training.DELAY_VARIABLE, "slow")
     assert "HYPHA_EXECUTOR_DELAY='slow'" in _ends_with(caplog, make_worker().arguments(), 2)
+
+
+def test_a_full_disk_exits_with_a_code_of_its_own_and_names_the_path(
+    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_worker(batches=3)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("hypha.accelerate_executor.diloco.replica.write_update", full)
+    message = _ends_with(caplog, worker.arguments(), os.EX_IOERR)
+    assert message == f"{worker.work_dir}: No space left on device"

@@ -17,7 +17,7 @@ from hypha.accelerate_executor import training
 from hypha.accelerate_executor.cli import main as command
 from hypha.accelerate_executor.diloco.replica import Replica
 from hypha.accelerate_executor.errors import JobError, ModelError
-from hypha.accelerate_executor.modeling.create import create_model
+from hypha.accelerate_executor.modeling.create import create_model, create_torch_model, read_config
 from hypha.accelerate_executor.modeling.hf import auto_class, load_model
 from hypha_proto.job_spec import TASKS
 from hypha_proto.update_file import UpdateMetadata, apply_update, open_update, write_update
@@ -100,6 +100,17 @@ def test_a_mismatched_update_changes_nothing(
     with pytest.raises(ModelError, match=words):
         replica.merge(path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"model_type": "llama", "a": ' + "[" * 900 + "]" * 900 + "}"])
+def test_a_nested_configuration_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match="the model cannot be loaded"):
+        load_model("causal-lm", tmp_path)
+    with pytest.raises(JobError, match="nested more than 64 levels deep"):
+        read_config(None, tmp_path / "config.json")
+    with pytest.raises(JobError, match="nested more than 64 levels deep"):
+        create_torch_model("module:Class", content, 0, tmp_path / "new")
 
 
 def test_a_model_without_its_head_is_refused(llama: Path, tmp_path: Path) -> None:

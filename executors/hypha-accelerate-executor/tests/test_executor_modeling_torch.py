@@ -134,13 +134,15 @@ def test_a_file_of_the_job_is_not_importable(
         ({"torch_class": "os:system", "kwargs": {"command": "false"}}, JobError, "'os' is not allowed"),
         ({"torch_class": 5}, ModelError, "torch_class"),
         ([], ModelError, "torch_class"),
+        ("[" * 100_000, ModelError, "config.json cannot be read: nested more than 64 levels deep"),
+        ('{"torch_class": "owners_nets:Net", "kwargs": ' + "[" * 900 + "]" * 900 + "}", ModelError, "nested"),
     ],
 )
 def test_an_invalid_model_config_is_refused(
     owners_module: str, tmp_path: Path, config: Any, kind: type[ExecutorError], words: str
 ) -> None:
     model = _create(tmp_path / "model", f"{owners_module}:Net")
-    (model / "config.json").write_text(json.dumps(config))
+    (model / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     with pytest.raises(kind, match=words):
         load_model("torch", model, allowed={owners_module})
 

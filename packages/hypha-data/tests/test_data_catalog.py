@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import anyio
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,18 +13,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
 
-from hypha_data.announcer import keep_announced
-from hypha_data.catalog import MANIFEST, open_catalog, open_dataset
+from hypha_data.catalog import MANIFEST, open_dataset
 from hypha_data.config import DataConfig
+from hypha_data.digest_cache import CACHE
 from hypha_data.errors import DatasetError
 from hypha_data.prepare import prepare_dataset
-from hypha_data.slice_resolver import slice_resolver
-from hypha_net import dataset_directory, transfer
-from hypha_net.errors import TransferRefusedError
-from hypha_net.testing import MemoryEndpoint, MemoryNetwork
-from hypha_proto.codec import from_json
-from hypha_proto.datasets import Manifest
-from hypha_proto.transfer import PullRequest
 
 
 def source(folder: Path, samples: int = 23) -> Path:
@@ -96,18 +88,74 @@ def test_dataset_folder_must_have_a_name(path: str) -> None:
         )
 
 
-def test_manifest_is_used_only_while_it_is_newest(tmp_path: Path) -> None:
+def test_the_manifest_says_what_the_slices_must_be(tmp_path: Path) -> None:
     prepare_dataset(source(tmp_path), tmp_path / "out", name="d", slices=3, seed=0)
     before = open_dataset("d", tmp_path / "out")
     slice_path = tmp_path / "out" / before.manifest.slices[0].file
     content = bytearray(slice_path.read_bytes())
     content[-1] ^= 1
-    slice_path.write_bytes(content)  # same size, different content
+    slice_path.write_bytes(content)
     later = (tmp_path / "out" / MANIFEST).stat().st_mtime_ns + 1_000_000_000
     os.utime(slice_path, ns=(later, later))
+    assert open_dataset("d", tmp_path / "out").digest == before.digest
+    (tmp_path / "out" / MANIFEST).unlink()
     after = open_dataset("d", tmp_path / "out")
     assert after.manifest.slices[0].digest != before.manifest.slices[0].digest
-    assert after.digest != before.digest
+    assert after.manifest.slices[1:] == before.manifest.slices[1:]
+
+
+@pytest.mark.parametrize("file", ["../all.safetensors", "", "sub/slice", "slice\\u0000"])
+def test_a_manifest_that_names_files_elsewhere_is_not_used(
+    tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = prepare_dataset(source(tmp_path), tmp_path / "out", name="d", slices=1, seed=0)
+    path = tmp_path / "out" / MANIFEST
+    path.write_text(path.read_text().replace("slice-00000.safetensors", file))
+    assert open_dataset("d", tmp_path / "out").manifest == written
+    assert "is not the name of a file in its folder" in caplog.text
+
+
+def test_a_manifest_without_digests_is_replaced_by_measuring_the_slices(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = prepare_dataset(source(tmp_path), tmp_path / "out", name="d", slices=2, seed=0)
+    slices = [{"file": entry.file, "samples": entry.samples, "size": entry.size} for entry in written.slices]
+    (tmp_path / "out" / MANIFEST).write_text(json.dumps({"dataset": "d", "slices": slices}))
+    assert open_dataset("d", tmp_path / "out").manifest == written
+    assert caplog.text.count("slices[0].digest: is missing") == 1
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+_ENTRIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "file": st.just("all.safetensors") | _JSON,
+        "samples": _JSON,
+        "size": _JSON,
+        "inode": _JSON,
+        "digest": _JSON,
+    },
+)
+_LISTS = st.fixed_dictionaries(
+    {}, optional={"dataset": _JSON, "slices": st.lists(_ENTRIES) | _JSON, "files": st.lists(_ENTRIES) | _JSON}
+)
+
+
+@given(st.binary() | (_LISTS | _JSON).map(lambda value: json.dumps(value).encode()))
+@settings(deadline=None)
+def test_any_manifest_and_digest_cache_is_used_or_ignored(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    folder = tmp_path_factory.mktemp("data")
+    source(folder)
+    expected = open_dataset("d", folder).manifest
+    for name in (CACHE, MANIFEST):
+        (folder / name).write_bytes(content)
+        assert open_dataset("d", folder).manifest == expected
 
 
 def test_invalid_datasets_are_refused_with_the_file_name(tmp_path: Path) -> None:
@@ -119,66 +167,3 @@ def test_invalid_datasets_are_refused_with_the_file_name(tmp_path: Path) -> None
     save_file({"a": np.zeros(3), "b": np.zeros(4)}, tmp_path / "bad.safetensors")
     with pytest.raises(DatasetError, match="first dimension"):
         open_dataset("d", tmp_path)
-
-
-def test_service_announces_and_serves_datasets(tmp_path: Path) -> None:
-    prepare_dataset(source(tmp_path), tmp_path / "digits", name="digits", slices=3, seed=0)
-    datasets = open_catalog({"digits": tmp_path / "digits"})
-    (tmp_path / "state").mkdir()
-
-    async def case(node: MemoryEndpoint, worker: MemoryEndpoint) -> None:
-        transfer.serve_pulls(node, slice_resolver(datasets, tmp_path / "state"))
-        announced = anyio.Event()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(keep_announced, node, datasets.values(), announced.set)
-            await announced.wait()
-            [found] = await dataset_directory.find_dataset(worker, "digits")
-            assert (found.provider, found.record.num_slices) == (node.peer_id, 3)
-            await _pull_all(worker, found, tmp_path)
-            tasks.cancel_scope.cancel()
-
-    _run(case)
-
-
-async def _pull_all(worker: MemoryEndpoint, found: dataset_directory.FoundDataset, folder: Path) -> None:
-    target = folder / "manifest"
-    request = PullRequest(dataset="digits", index=0, name="manifest")
-    await transfer.pull(worker, found.provider, request, target, digest=found.record.manifest)
-    manifest: Manifest = from_json(Manifest, target.read_bytes())
-    for index, entry in enumerate(manifest.slices):
-        pulled = await transfer.pull(
-            worker, found.provider, PullRequest(dataset="digits", index=index), folder / "slice", digest=entry.digest
-        )
-        assert pulled.size == entry.size
-        assert len(load_file(folder / "slice")["labels"]) == entry.samples
-    for wrong in (
-        PullRequest(dataset="digits", index=3),
-        PullRequest(dataset="other", index=0),
-        PullRequest(dataset="digits", index=0, name="../../etc/passwd"),
-    ):
-        with pytest.raises(TransferRefusedError):
-            await transfer.pull(worker, found.provider, wrong, folder / "none")
-
-
-def test_changed_slice_is_not_served(tmp_path: Path) -> None:
-    prepare_dataset(source(tmp_path), tmp_path / "digits", name="digits", slices=3, seed=0)
-    datasets = open_catalog({"digits": tmp_path / "digits"})
-    (tmp_path / "state").mkdir()
-    (tmp_path / "digits" / "slice-00001.safetensors").write_bytes(b"cut")
-
-    async def case(node: MemoryEndpoint, worker: MemoryEndpoint) -> None:
-        transfer.serve_pulls(node, slice_resolver(datasets, tmp_path / "state"))
-        with pytest.raises(TransferRefusedError, match="not what was announced"):
-            await transfer.pull(worker, node.peer_id, PullRequest(dataset="digits", index=1), tmp_path / "none")
-
-    _run(case)
-
-
-def _run(case: Callable[[MemoryEndpoint, MemoryEndpoint], Awaitable[None]]) -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        with anyio.fail_after(20):
-            async with network.endpoint("data") as node, network.endpoint("worker") as worker:
-                await case(node, worker)
-
-    anyio.run(main, backend="trio")

@@ -43,6 +43,14 @@ def test_lost_and_late_workers_are_shown() -> None:
     assert late.endswith("worker late: 12D3b: round 2 continued without it after 31.2 s")
 
 
+def test_a_slice_that_is_set_aside_is_shown_with_the_reason() -> None:
+    out = io.StringIO()
+    display = Display(Console(file=out, width=40), rounds=3)
+    display.event({"event": "slice_set_aside", "slice": 7, "providers": {"12D3a": "the digest is wrong"}})
+    expected = "slice set aside: the job continues without slice 7: data node 12D3a: the digest is wrong"
+    assert out.getvalue().strip().endswith(expected)
+
+
 def test_round_without_measurable_duration_is_shown() -> None:
     shown = io.StringIO()
     Display(Console(file=shown), rounds=1).event(

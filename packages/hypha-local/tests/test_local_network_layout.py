@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import sys
 import tomllib
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from hypha_local.demo_tasks import TASKS
-from hypha_local.errors import RunDirectoryError
-from hypha_local.network_layout import Folders, Training, plan_nodes, write_configuration
+from hypha_local.errors import NoFreePortError, RunDirectoryError
+from hypha_local.network_layout import Folders, Training, free_ports, plan_nodes, write_configuration
 
 
 def test_only_run_directories_are_replaced(tmp_path: Path) -> None:
@@ -25,6 +28,54 @@ def test_only_run_directories_are_replaced(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="precious"):
         Folders(precious).make()
     assert (precious / "thesis.tex").read_text() == "42"
+
+
+def test_ports_are_outside_the_range_of_outgoing_connections() -> None:
+    """Such a connection could take the port before the daemon listens."""
+    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first, last = map(int, path.read_text().split()) if path.exists() else (49152, 65535)
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    assert not [port for port in ports if first <= port <= last or port < 1024]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ports are reserved by abstract sockets, which Linux has")
+def test_no_two_calls_return_the_same_port_also_in_different_processes() -> None:
+    among = _consecutive_free_ports(12)
+    code = "import sys, hypha_local.network_layout as n; print(*n.free_ports(4, eval(sys.argv[1])))\ninput()"
+    command = [sys.executable, "-c", code, repr(among)]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as second,
+    ):
+        assert first.stdout is not None
+        assert second.stdout is not None
+        theirs = [int(port) for child in (first.stdout, second.stdout) for port in child.readline().split()]
+        ours = free_ports(4, among)
+        assert sorted(theirs + ours) == among
+        with pytest.raises(NoFreePortError, match="only 0 of 1 ports"):
+            free_ports(1, among)
+        first.communicate("\n", timeout=20)
+        second.communicate("\n", timeout=20)
+    assert set(free_ports(8, among)) == set(theirs), "ports of processes that have ended stay reserved"
+
+
+def _consecutive_free_ports(count: int) -> list[int]:
+    """Return ports that nothing listens on and that `free_ports` does not choose by itself."""
+    for start in range(18_000, 20_000, count):
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(start, start + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return list(range(start, start + count))
+    raise AssertionError("no free ports")
+
+
+def test_a_port_on_which_something_listens_is_not_chosen() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with pytest.raises(NoFreePortError, match="only 0 of 1"):
+            free_ports(1, [listener.getsockname()[1]])
 
 
 def test_tidy_keeps_the_results(tmp_path: Path) -> None:

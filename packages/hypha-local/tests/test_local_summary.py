@@ -24,6 +24,14 @@ def test_summary_counts_parameters_and_compares_traffic(tmp_path: Path) -> None:
     assert "0.5000" in summary.as_text()
 
 
+def test_workers_that_state_no_bytes_are_left_out_of_the_mean(tmp_path: Path) -> None:
+    save_file({"w": np.zeros((3, 4), np.float32)}, tmp_path / "model.safetensors")
+    workers = [{"samples": 1, "batches": 1, "bytes_sent": sent, "bytes_received": None} for sent in (None, 100)]
+    result = {"rounds": 2, "samples": 320, "workers": workers, "placement_seconds": 0.5, "wall_seconds": 3.0}
+    summary = summarize(result, {"accuracy": 0.5, "loss": 1.0}, seed=1, wall_seconds=9.0, model_dir=tmp_path)
+    assert (summary.bytes_sent_per_worker, summary.bytes_received_per_worker) == (100, 0)
+
+
 def test_text_summary_states_nats_per_byte() -> None:
     numbers = dict.fromkeys(Summary.__dataclass_fields__, 0) | {"test_loss": 1.9, "task": "text", "model_dir": "m"}
     text = Summary(**numbers | {"alone_losses": (2.25, 2.5)}).as_text()  # type: ignore[arg-type]

@@ -167,6 +167,7 @@ def test_records_survive_a_restart_and_a_corrupt_file_is_replaced(
         '[["!", "!", "!", 1]]',
         "[[1, 2, 3, 4]]",
         json.dumps([["", "", "", "soon"]]),
+        json.dumps([["", "", "", 10**400]]),
     ):
         file.write_text(spoilt)
         caplog.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import tomllib
 from pathlib import Path
@@ -272,6 +273,10 @@ def test_malformed_and_missing_files_are_named(tmp_path: Path) -> None:
     file.write_text("cert_pem = " + "[" * 50_000)
     with pytest.raises(ConfigError, match=r"broken.toml:1: is not TOML: values are nested too deeply"):
         load_config(ExampleConfig, file, {}, {})
+    for nested in ("a = " + "[" * 70 + "]" * 70, "telemetry_headers." + "a." * 2000 + "a = 1", "[" + "a." * 500 + "a]"):
+        file.write_text(nested)
+        with pytest.raises(ConfigError, match=r"broken.toml:1: is not TOML: values are nested too deeply"):
+            load_config(ExampleConfig, file, {}, {})
     with pytest.raises(ConfigError, match=r"absent.toml: cannot be read: No such file"):
         load_config(ExampleConfig, tmp_path / "absent.toml", {}, {})
 
@@ -292,6 +297,29 @@ def test_secrets_are_masked_in_errors(load: Any) -> None:
 def test_unknown_variable_is_a_warning(load: Any) -> None:
     loaded = load("", {"HYPHA_RESOURCES__GPUS": "1"})
     assert loaded.warnings == ("HYPHA_RESOURCES__GPUS is not a key of this program: did you mean gpu?",)
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000, "[" * 900 + "]" * 900, "{a = " * 5000, "{a = " * 70 + "1" + "}" * 70])
+def test_nested_variables_and_flags_are_refused(load: Any, value: str) -> None:
+    (problem,) = refused(load, env={"HYPHA_MODELS": value})
+    assert problem.startswith("HYPHA_MODELS: models = ")
+    assert "nested" in problem
+    (problem,) = refused(load, models=value)
+    assert "nested" in problem
+
+
+@given(st.text("[]{}=:,.'\"a1 \n") | st.text())
+def test_any_variable_is_read_or_refused(value: str) -> None:
+    with contextlib.suppress(ConfigError):
+        load_config(ExampleConfig, None, {"HYPHA_MODELS": value, "HYPHA_TELEMETRY_HEADERS": value}, {})
+
+
+@given(st.text("[]{}=:,.'\"a1 \n") | st.text())
+def test_any_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    file = tmp_path_factory.mktemp("toml") / "node.toml"
+    file.write_text(text, encoding="utf-8")
+    with contextlib.suppress(ConfigError):
+        load_config(ExampleConfig, file, {}, {})
 
 
 _layer = st.one_of(st.none(), st.integers(1, 9999))

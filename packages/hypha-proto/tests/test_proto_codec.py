@@ -13,9 +13,10 @@ from typing import Any
 
 import cbor2
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hypha_proto.bridge_api import read_spans, read_transfer
 from hypha_proto.codec import MAX_JSON_DEPTH, from_cbor, from_json, parse_cbor, parse_json, to_cbor, to_json
 from hypha_proto.datasets import DATA, Manifest
 from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, PARAMETER_PULL, PARAMETER_PUSH
@@ -287,6 +288,30 @@ JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
 )
+
+
+_WORDS = (
+    *("resource", "type", "fetch", "send", "receive", "path", "out_dir", "round", "samples", "Peers", "peers", "uri"),
+    *("value", "strategy", "HuggingFace", "repository", "filenames", "spans", "name", "ago_ms", "inside"),
+)
+BRIDGE_BODIES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(_WORDS) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(_WORDS), inner, max_size=4),
+)
+
+
+@given(st.sampled_from(["fetch", "send", "receive"]), BRIDGE_BODIES)
+def test_any_body_is_a_transfer_or_a_decode_error(action: str, body: object) -> None:
+    with contextlib.suppress(DecodeError):
+        assert read_transfer(action, body).path is not None
+
+
+@given(st.binary() | BRIDGE_BODIES.map(lambda body: json.dumps(body).encode()))
+@example(b'{"spans":[{"name":"a","ago_ms":1,"duration_ms":1,"inside":' * 5000)
+@example(b"[" * 100_000)
+def test_any_body_is_a_span_report_or_a_decode_error(body: bytes) -> None:
+    with contextlib.suppress(DecodeError):
+        assert read_spans(body).spans is not None
 
 
 @given(JSON_VALUES)

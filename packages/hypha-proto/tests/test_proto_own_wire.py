@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from hypha_proto.codec import to_cbor, to_plain
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
+from hypha_proto.codec import from_json, to_cbor, to_json, to_plain
+from hypha_proto.datasets import DATA, DataRequest, DatasetRecord, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, Finished, JobStatus
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
@@ -25,8 +25,11 @@ from hypha_proto.leases import (
     JOB_END,
     RELEASE_LEASE,
     RENEW_LEASE,
+    SAY_GOODBYE,
     WHY_NOT,
     CancelJob,
+    Goodbye,
+    GoodbyeReceived,
     JobCancelled,
     JobEnd,
     LeaseReleased,
@@ -37,7 +40,7 @@ from hypha_proto.leases import (
     WhyNot,
 )
 from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
-from hypha_proto.progress import REPORT, BatchDone, OuterStepTaken, ProgressRequest
+from hypha_proto.progress import REPORT, BatchDone, OuterStepTaken, ProgressError, ProgressRequest
 from hypha_proto.resources import Resources, Timestamp
 from hypha_proto.round_membership import (
     ROUND_MEMBERS,
@@ -89,6 +92,10 @@ REQUESTS: list[tuple[Any, Any]] = [
         JobEnd(lease=ID[1], job_id=ID[7], outcome="failed", reason="exit status 3", exit_code=3, last_lines=("a", "b")),
     ),
     (
+        JOB_END,
+        JobEnd(lease=ID[1], job_id=ID[7], outcome="finished", reason="", bytes_sent=1 << 33, bytes_received=7),
+    ),
+    (
         ROUND_MEMBERS,
         RoundMembers(job_id=ID[7], round=4, members=(Member(peer=PEER, samples=320),), deadline_ms=30_000),
     ),
@@ -104,6 +111,16 @@ REQUESTS: list[tuple[Any, Any]] = [
     (DISPATCH_JOB, DispatchJob(id=ID[1], spec=JOB, keep_lease=True, attempt=2)),
     (JOB_STATUS, JobStatus(task_id=ID[1], status=Finished(), attempt=2)),
     (JOB_END, JobEnd(lease=ID[1], job_id=ID[7], outcome="finished", reason="", attempt=2)),
+    (
+        DATA,
+        DataRequest(
+            dataset="digits",
+            job_id=ID[7],
+            id=ID[1],
+            unusable=UnusableSlice(index=3, failures=(ProviderFailure(provider=PEER, reason="wrong digest"),), epoch=1),
+        ),
+    ),
+    (SAY_GOODBYE, Goodbye(leases=(ID[1], ID[2]), reason="the worker is shutting down")),
     (CANCEL_JOB, CancelJob(id=ID[1], reason="a member was lost", attempt=2)),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
@@ -122,6 +139,8 @@ RESPONSES: list[tuple[Any, Any]] = [
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, others=(OTHER,))),
     (HEALTH_CHECK, Health(healthy=True, role="worker", version="0.1.0", bytes_sent=1, bytes_received=2)),
     (RENEW_LEASE, Renewed(id=ID[1], timeout=TIME, timeout_ms=10_000)),
+    (REPORT, ProgressError(reason="the round is over")),
+    (SAY_GOODBYE, GoodbyeReceived()),
 ]
 PUSH = PushHeader(
     job_id=ID[7], round=4, kind=PSEUDO_GRADIENT, name="update.safetensors", size=1 << 33, digest=DIGEST, samples=320
@@ -143,6 +162,9 @@ HEARTBEAT = [
 ]
 
 
+RECORDS = [DatasetRecord(num_slices=4, seq=7, manifest="blake3:" + "ab" * 32, withheld=(1, 3))]
+
+
 def lines() -> list[dict[str, Any]]:
     made = []
     for kind, exchanges in (("request", REQUESTS), ("response", RESPONSES)):
@@ -156,6 +178,11 @@ def lines() -> list[dict[str, Any]]:
         made.append({"protocol": "transfer", "kind": "header", "name": name, "hex": data.hex(), "json": plain})
     for name, data in HEARTBEAT:
         made.append({"protocol": "/ipfs/kad/1.0.0", "kind": "record", "name": name, "hex": data.hex(), "json": None})
+    for record in RECORDS:
+        data, plain = to_json(DatasetRecord, record), to_plain(DatasetRecord, record)
+        made.append(
+            {"protocol": "/ipfs/kad/1.0.0", "kind": "record", "name": "dataset", "hex": data.hex(), "json": plain}
+        )
     return made
 
 
@@ -163,7 +190,7 @@ def golden() -> list[dict[str, Any]]:
     return [json.loads(line) for line in GOLDEN.read_text().splitlines()]
 
 
-ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(HEARTBEAT)
+ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(HEARTBEAT) + len(RECORDS)
 
 
 @pytest.mark.parametrize("index", range(ALL))
@@ -177,6 +204,8 @@ def test_golden_bytes_decode() -> None:
         assert method.decode_request(bytes.fromhex(line["hex"])) == value
     for (method, value), line in zip(RESPONSES, stored[len(REQUESTS) :], strict=False):
         assert method.decode_response(bytes.fromhex(line["hex"])) == value
+    for record, line in zip(RECORDS, stored[-len(RECORDS) :], strict=True):
+        assert from_json(DatasetRecord, bytes.fromhex(line["hex"])) == record
     assert len(stored) == ALL
 
 

@@ -211,6 +211,22 @@ def test_decision_is_due_after_the_decision_window() -> None:
     assert made.all_offers_in([PEERS[1]], 2.1)
 
 
+@pytest.mark.parametrize("candidates", [None, []])
+def test_without_known_candidates_better_offers_may_come(candidates: list[PeerId] | None) -> None:
+    made = auction(train=1)
+    made.add_offer(PEERS[1], offer(1), 2.0)
+    assert not made.all_offers_in(candidates, 2.1)
+
+
+def test_a_further_offer_of_the_same_peer_does_not_restart_the_decision_window() -> None:
+    made = auction(train=1)
+    made.add_offer(PEERS[1], offer(1), 2.0)
+    made.add_offer(PEERS[1], offer(2), 2.2)
+    assert made.decide_at(2.2) == 2.0 + DECISION_WINDOW
+    made.add_offer(PEERS[1], offer(3), 9.0)
+    assert made.decide_at(9.0) == 9.0 + DECISION_WINDOW
+
+
 @pytest.mark.parametrize(
     ("timeout_ms", "round_trip", "seconds"),
     [(None, 0.0, 0.25), (None, 0.3, 0.175), (1100, 0.3, 0.25), (700, 0.5, 0.175), (60_000, 1.9, 0.075)],

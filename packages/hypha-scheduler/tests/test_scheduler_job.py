@@ -24,7 +24,16 @@ from hypha_net.errors import NetError, TransferRefusedError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_net.testing.memory_network import Faults
 from hypha_proto.codec import to_json
-from hypha_proto.datasets import DATA, DataRequest, DatasetRecord, Manifest, SliceAssigned, SliceEntry
+from hypha_proto.datasets import (
+    DATA,
+    DataRequest,
+    DatasetRecord,
+    Manifest,
+    ProviderFailure,
+    SliceAssigned,
+    SliceEntry,
+    UnusableSlice,
+)
 from hypha_proto.dispatch import (
     DISPATCH_JOB,
     Dispatched,
@@ -41,7 +50,9 @@ from hypha_proto.leases import (
     JOB_END,
     RELEASE_LEASE,
     RENEW_LEASE,
+    SAY_GOODBYE,
     WHY_NOT,
+    Goodbye,
     JobEnd,
     LeaseReleased,
     LeaseRenewal,
@@ -59,6 +70,7 @@ from hypha_proto.progress import (
     Done,
     OuterStepTaken,
     Progress,
+    ProgressError,
     ProgressRequest,
     ProgressResponse,
     RoundMetrics,
@@ -131,6 +143,8 @@ class Worker:
     batch_seconds: float = 0.004
     fails_after: int | None = None
     """Number of batches after which its executor fails."""
+    unusable: frozenset[int] = frozenset()
+    """Slices that it gets from no provider."""
     outcome: str = "failed"
     skipped_round: int = 0
     """Round whose outer update it does not send to the scheduler."""
@@ -140,6 +154,8 @@ class Worker:
     """Number of responses to a dispatch that are lost although the job starts."""
     repeats_messages: bool = False
     """Whether it repeats each report and slice request, as after a lost response."""
+    traffic: tuple[int | None, int | None] = (1000, 2000)
+    """Bytes that it states to have sent and received for a job."""
     batches: int = 0
     """Number of batches that it has reported."""
     refuses: bool = False
@@ -211,7 +227,7 @@ class Worker:
         return Reasons(reasons=("the owner says no",) if self.refuses else (f"has no executor {offered}",))
 
     async def health(self, _peer: PeerId, _request: HealthRequest) -> Health:
-        return Health(healthy=True, role="worker", bytes_sent=1000, bytes_received=2000)
+        return Health(healthy=True, role="worker", bytes_sent=123_456, bytes_received=123_456)
 
     async def report(self, peer: PeerId, request: DispatchJob, progress: Progress) -> ProgressResponse:
         message = ProgressRequest(job_id=request.spec.job_id, progress=progress, lease=request.id, id=uuid.uuid4())
@@ -236,6 +252,8 @@ class Worker:
                 reason=reason,
                 exit_code=code,
                 last_lines=lines,
+                bytes_sent=self.traffic[0],
+                bytes_received=self.traffic[1],
             ),
         )
 
@@ -292,12 +310,18 @@ class Worker:
 
     async def take_slice_if_needed(self, peer: PeerId, batches: int) -> bool:
         if batches * 8 % SLICE_SAMPLES == 0:
-            request = DataRequest(dataset="digits", id=uuid.uuid4())
-            answer = await rpc.call(self.endpoint, peer, DATA, request)
-            if self.repeats_messages:
-                assert await rpc.call(self.endpoint, peer, DATA, request) == answer
-            if not isinstance(answer, SliceAssigned):
-                return False
+            report: UnusableSlice | None = None
+            while True:
+                request = DataRequest(dataset="digits", id=uuid.uuid4(), unusable=report)
+                answer = await rpc.call(self.endpoint, peer, DATA, request)
+                if self.repeats_messages:
+                    assert await rpc.call(self.endpoint, peer, DATA, request) == answer
+                if not isinstance(answer, SliceAssigned):
+                    return False
+                if answer.index not in self.unusable:
+                    break
+                failure = ProviderFailure(provider=answer.data_provider, reason="the digest\nis wrong")
+                report = UnusableSlice(index=answer.index, epoch=answer.epoch, failures=(failure,))
             assert answer.digest is not None
             self.index = answer.index
             self.shared.given.append((answer.epoch or 0, answer.index))
@@ -418,6 +442,21 @@ def test_events_report_placement_rounds_and_metrics(tmp_path: Path, model: Path)
     assert [event["loss"] for event in rounds] == pytest.approx([1.0, 1 / 2, 1 / 3])
     assert len([event for event in reported if event["event"] == "metric"]) == 9
     assert reported[-1]["event"] == "finished"
+
+
+def test_result_states_the_bytes_that_peers_moved_for_this_job(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        result = json.loads((await service.run_job(job(model))).read_text())
+        stated = {peer["peer"]: (peer["bytes_sent"], peer["bytes_received"]) for peer in result["workers"]}
+        assert stated == {str(worker.endpoint.peer_id): worker.traffic for worker in workers[:3]}
+        server = result["parameter_server"]
+        assert (server["bytes_sent"], server["bytes_received"]) == workers[3].traffic
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].traffic = (700, 30)
+        workers[1].traffic = (None, None)  # an older worker
+
+    run_network(tmp_path, case, prepare)
 
 
 def test_start_of_each_worker_is_logged_once(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -750,3 +789,118 @@ def test_lost_requests_are_published_again(tmp_path: Path, model: Path) -> None:
         assert json.loads(path.read_text())["rounds"] == 3
 
     run_network(tmp_path, case, faults=Faults(gossip_loss=0.4, delay=0.002, jitter=0.01))
+
+
+def test_a_job_continues_without_a_slice_that_no_provider_has(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        result = json.loads((await service.run_job(job(model))).read_text())
+        assert result["rounds"] == 3
+        assert [entry["slice"] for entry in result["slices_set_aside"]] == [2, 5]
+        assert list(result["slices_set_aside"][0]["providers"].values()) == ["the digest is wrong"]
+        assert not {2, 5} & {index for _, index in shared.given}
+        assert len({epoch for epoch, _ in shared.given}) > 1
+
+    def prepare(workers: list[Worker]) -> None:
+        for worker in workers:
+            worker.unusable = frozenset({2, 5})
+            worker.repeats_messages = True
+
+    with caplog.at_level(logging.WARNING, "hypha_scheduler.training"):
+        run_network(tmp_path, case, prepare)
+    reported = [event for event in events(tmp_path) if event["event"] == "slice_set_aside"]
+    assert sorted(event["slice"] for event in reported) == [2, 5]
+    assert [event["left"] for event in reported] == [7, 6]
+    [first, _] = [text for record in caplog.records if "continues with" in (text := record.getMessage())]
+    assert "7 slices" in first
+    assert "the digest is wrong; restore the file there" in first
+
+
+def test_a_job_without_a_usable_slice_fails_and_says_why(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        with expect_failure() as messages:
+            await service.run_job(job(model))
+        assert messages[0].startswith("dataset 'digits': all 8 slices were set aside; the last, slice ")
+        assert "the digest is wrong; restore the file there" in messages[0]
+
+    def prepare(workers: list[Worker]) -> None:
+        for worker in workers[:3]:
+            worker.unusable = frozenset(range(SLICES))
+
+    run_network(tmp_path, case, prepare)
+
+
+def test_a_report_of_a_slice_that_was_not_assigned_changes_nothing(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        async def lie() -> None:
+            with anyio.move_on_after(20):
+                while not shared.given:
+                    await anyio.sleep(0.01)
+            [scheduler] = {peer for worker in workers for peer in worker.leases.values()}
+            for index in (*range(SLICES), 10**6):
+                report = UnusableSlice(index=index, failures=(), epoch=77)
+                request = DataRequest(dataset="digits", id=uuid.uuid4(), unusable=report)
+                await rpc.call(workers[0].endpoint, scheduler, DATA, request)
+
+        workers[0].tasks.start_soon(lie)
+        result = json.loads((await service.run_job(job(model))).read_text())
+        assert result["slices_set_aside"] == []
+
+    run_network(tmp_path, case)
+
+
+def test_the_lease_of_a_worker_that_says_goodbye_is_not_renewed_again(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        left = workers[1]
+
+        async def say_goodbye() -> None:
+            while left.batches < 5:
+                await anyio.sleep(0.01)
+            [(lease, scheduler)] = [(lease, peer) for lease, peer in left.leases.items() if left.spec is not None]
+            left.scope.cancel()
+            strange = Goodbye(leases=(lease,), reason="not mine")
+            await rpc.call(workers[0].endpoint, scheduler, SAY_GOODBYE, strange)
+            left.leases.clear()
+            left.renewals_left = 0
+            await rpc.call(left.endpoint, scheduler, SAY_GOODBYE, Goodbye(leases=(lease,), reason="it shuts\ndown"))
+
+        left.tasks.start_soon(say_goodbye)
+        result = json.loads((await service.run_job(job(model, resources={"min_workers": 2}))).read_text())
+        assert result["rounds"] == 3
+        assert left.renewals_left == 0
+        assert left.released == []
+
+    run_network(tmp_path, case)
+    [lost] = [event for event in events(tmp_path) if event["event"] == "worker_lost"]
+    assert lost["reason"] == "it shuts down"
+
+
+def test_refused_reports_are_logged_once_with_their_reason_which_is_answered(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[ProgressResponse] = []
+
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        async def report_nonsense() -> None:
+            while workers[0].batches < 3:
+                await anyio.sleep(0.01)
+            [(lease, scheduler)] = [(lease, peer) for lease, peer in workers[0].leases.items()]
+            assert workers[0].spec is not None
+            known = workers[0].spec.job_id
+            for job_id, its in ((uuid.UUID(int=7), lease), (known, uuid.UUID(int=8)), (known, lease), (known, lease)):
+                message = ProgressRequest(job_id=job_id, progress=OuterStepTaken(), lease=its)
+                answers.append(await rpc.call(workers[0].endpoint, scheduler, REPORT, message))
+
+        workers[0].tasks.start_soon(report_nonsense)
+        await service.run_job(job(model))
+
+    with caplog.at_level(logging.WARNING, "hypha_scheduler.service"):
+        run_network(tmp_path, case)
+    reasons = [answer.reason or "" for answer in answers if isinstance(answer, ProgressError)]
+    assert "runs no job 00000000-" in reasons[0]
+    assert "under this lease" in reasons[1]
+    assert reasons[2] == reasons[3] == "only the parameter server takes outer steps"
+    logged = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert len(logged) == 3  # the last one is a repetition
+    assert all(reason in line for reason, line in zip(reasons, logged, strict=False))

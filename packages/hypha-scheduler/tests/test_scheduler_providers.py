@@ -76,6 +76,25 @@ def test_providers_of_the_pinned_manifest_are_used_round_robin(tmp_path: Path) -
     run(case, "abos")
 
 
+def test_a_provider_that_withholds_a_slice_comes_last_for_it(tmp_path: Path) -> None:
+    async def case(_network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
+        a, b, scheduler = nodes
+        digest = await serve(a, 4, tmp_path)
+        await serve(b, 4, tmp_path)
+        record = DatasetRecord(num_slices=4, seq=9, manifest=digest, withheld=(1, 2))
+        await dataset_directory.announce_dataset(a, "digits", record)
+        providers = Providers(scheduler, "digits", digest, a.peer_id)
+        await providers.refresh()
+        assert [providers.order(index)[0] for index in (1, 2)] == [b.peer_id] * 2
+        assert {providers.order(index)[0] for index in (0, 3)} == {a.peer_id, b.peer_id}
+        assert all(len(providers.order(index)) == 2 for index in range(4))
+        await dataset_directory.announce_dataset(a, "digits", DatasetRecord(num_slices=4, seq=10, manifest=digest))
+        await providers.refresh()
+        assert {providers.order(index)[0] for index in (1, 2)} == {a.peer_id, b.peer_id}
+
+    run(case, "abs")
+
+
 def test_lost_provider_moves_last_and_is_then_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset_directory, "RECORD_TTL", 0.05)
 

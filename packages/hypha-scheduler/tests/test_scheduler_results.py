@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Awaitable, Callable
@@ -147,4 +148,29 @@ def test_mismatched_update_fails_the_job(tmp_path: Path) -> None:
         with pytest.raises(JobFailedError, match="cannot be added to the model"):
             await ResultModel(folder).apply_update(update(tmp_path / "u1", 1, "stranger"), 1)
 
+    run(case)
+
+
+def test_update_is_refused_for_want_of_room_or_of_the_directory(tmp_path: Path) -> None:
+    result = ResultModel(make_model(tmp_path / "model"))
+    assert result.lacks_room(1) is None
+    lacking = result.lacks_room(1 << 62)
+    assert lacking is not None
+    assert lacking.startswith(f"{tmp_path}: ")
+    assert f"an outer update has {1 << 62} bytes" in lacking
+    gone = ResultModel(tmp_path / "gone" / "model").lacks_room(1)
+    assert gone is not None
+    assert f"No such file or directory: '{tmp_path / 'gone' / 'model'}'" in gone
+
+
+def test_error_while_an_update_is_applied_names_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_directory: Path, _update: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def case() -> None:
+        with pytest.raises(JobFailedError) as caught:
+            await ResultModel(make_model(tmp_path / "model")).apply_update(update(tmp_path / "u1", 1), 1)
+        assert f"No space left on device: '{tmp_path / 'model'}'; free space on that disk" in str(caught.value)
+
+    monkeypatch.setattr("hypha_proto.update_file.apply_update_to_dir", fail)
     run(case)

@@ -9,7 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hypha_scheduler.strategies.diloco.slices import Assignment, LedgerFullError, SliceLedger, SliceState
+from hypha_scheduler.strategies.diloco.slices import (
+    Assignment,
+    LedgerFullError,
+    NoUsableSliceError,
+    SliceLedger,
+    SliceState,
+)
 
 SIZES = [10, 7, 1, 12, 5]
 WORKERS = st.sampled_from(["a", "b", "c"])
@@ -23,6 +29,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = SliceLedger(SIZES, seed=3)
         self.used: Counter[Assignment] = Counter()
         self.held: dict[str, dict[Assignment, int]] = {}
+        self.unusable: set[int] = set()
 
     @rule(worker=WORKERS)
     def take(self, worker: str) -> None:
@@ -30,6 +37,10 @@ class LedgerMachine(RuleBasedStateMachine):
             given = self.ledger.assign(worker)
         except LedgerFullError:
             return
+        except NoUsableSliceError:
+            assert len(self.unusable) == len(SIZES)
+            return
+        assert given.index not in self.unusable
         assert given not in self.used
         assert all(given not in held for held in self.held.values())
         self.held.setdefault(worker, {})[given] = 0
@@ -50,7 +61,16 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=WORKERS)
     def vanish(self, worker: str) -> None:
-        assert set(self.ledger.release(worker)) == set(self.held.pop(worker, {}))
+        returned = {given for given in self.held.pop(worker, {}) if given.index not in self.unusable}
+        assert set(self.ledger.release(worker)) == returned
+
+    @rule(worker=WORKERS, index=st.integers(-1, 6))
+    def cannot_use(self, worker: str, index: int) -> None:
+        held = [given for given in sorted(self.held.get(worker, {})) if given.index == index]
+        assert self.ledger.set_aside(worker, index) == bool(held)
+        if held:
+            self.unusable.add(index)
+            del self.held[worker][held[0]]
 
     @invariant()
     def agrees(self) -> None:
@@ -58,7 +78,9 @@ class LedgerMachine(RuleBasedStateMachine):
             assert set(self.ledger.held_by(worker)) == set(held)
             assert all(self.ledger.state(a.epoch, a.index) is SliceState.ASSIGNED for a in held)
         assert all(count == 1 for count in self.used.values())
-        assert all(self.ledger.state(a.epoch, a.index) is SliceState.USED for a in self.used)
+        used = [given for given in self.used if given.index not in self.unusable]
+        assert all(self.ledger.state(a.epoch, a.index) is SliceState.USED for a in used)
+        assert self.ledger.usable == len(SIZES) - len(self.unusable)
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
@@ -128,3 +150,33 @@ def test_limit_of_unused_slices_allows_batches_of_many_small_slices(size: int, b
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(ValueError, match="without slices"):
         SliceLedger([])
+
+
+def test_a_slice_that_is_set_aside_is_assigned_to_nobody_again() -> None:
+    ledger = SliceLedger([4] * 3)
+    bad = ledger.assign("a")
+    assert ledger.set_aside("a", bad.index, bad.epoch)
+    assert ledger.state(0, bad.index) is ledger.state(7, bad.index) is SliceState.SET_ASIDE
+    assert ledger.held_by("a") == ()
+    given = [ledger.assign(worker) for worker in ("a", "b") * 4]
+    assert bad.index not in {assignment.index for assignment in given}
+    assert [assignment.epoch for assignment in given] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_worker_sets_aside_only_what_it_holds() -> None:
+    ledger = SliceLedger([4] * 3)
+    held = ledger.assign("a")
+    assert not ledger.set_aside("b", held.index)
+    assert not ledger.set_aside("a", held.index, epoch=9)
+    assert not ledger.set_aside("a", 99)
+    assert ledger.usable == 3
+
+
+def test_others_may_use_a_slice_that_they_hold_when_it_is_set_aside() -> None:
+    ledger = SliceLedger([4])
+    first, second = ledger.assign("a"), ledger.assign("b")
+    assert ledger.set_aside("a", 0, first.epoch)
+    assert ledger.held_by("b") == (second,)
+    assert ledger.release("b") == ()  # nobody gets it again
+    with pytest.raises(NoUsableSliceError, match="all 1 slices"):
+        ledger.assign("b")

@@ -214,6 +214,14 @@ def test_submit_names_the_job_whose_scheduler_is_killed(tmp_path: Path, accepts:
         assert "the scheduler ended before it accepted the job; start it" in done.output
 
 
+@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "a = " + "[" * 70 + "]" * 70, "a." * 2000 + "a = 1"])
+def test_a_nested_job_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "job.toml").write_text(text)
+    done = CliRunner().invoke(main, ["submit", str(tmp_path / "job.toml"), "--socket", str(tmp_path / "none")])
+    assert done.exit_code == 2
+    assert "nested" in done.output
+
+
 NESTED = [
     b"[" * 100_000,
     b'{"job": ' * 12_500,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hypha_proto.ids import PeerId
 from hypha_scheduler.cli import main
 from hypha_scheduler.jobs.event_file import EventFile
-from hypha_scheduler.metrics.tensorboard import Scalar, crc32c, event_file
+from hypha_scheduler.metrics.tensorboard import MetricsFileError, Scalar, crc32c, event_file, export_metrics
 
 PEER = str(PeerId.from_public_key(bytes(32)))
 OTHER = str(PeerId.from_public_key(bytes([1] * 32)))
@@ -42,6 +43,30 @@ def test_files_consist_of_complete_records(points: list[tuple[str, int, float]])
         data = data[16 + length :]
         count += 1
     assert count == len(points) + 1
+
+
+_PLAIN = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+_EVENTS = st.fixed_dictionaries(
+    {"event": st.sampled_from(["round", "metric", "accepted"]) | _PLAIN},
+    optional={
+        "round": st.integers(0, 9) | _PLAIN, "time": st.floats(0, 9) | _PLAIN, "worker": st.just(PEER) | _PLAIN,
+        "name": st.just("loss") | _PLAIN, "value": _PLAIN, "loss": _PLAIN,
+        "waits": st.dictionaries(st.text(max_size=5), _PLAIN, max_size=3) | _PLAIN,
+    },
+)  # fmt: skip
+
+
+@given(st.lists(st.binary(max_size=50) | _EVENTS.map(lambda event: json.dumps(event).encode()), min_size=1, max_size=4))
+@settings(deadline=None)
+def test_any_metrics_file_is_exported_or_refused(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    with contextlib.suppress(MetricsFileError):
+        assert export_metrics(folder, folder / "out") > 0
 
 
 def write_run(folder: Path) -> None:
@@ -90,6 +115,13 @@ def test_export_writes_one_curve_per_worker_also_of_a_running_job(tmp_path: Path
         ({"event": "round", "time": 1, "loss": 1}, "line 1"),
         ({"event": "metric", "time": 1, "round": 1, "worker": "../..", "name": "loss", "value": 1}, "line 1"),
         ([], "line 1"),
+        (json.loads("[" * 900 + "]" * 900), "nested more than 64 levels"),
+        ({"event": "round", "time": 1, "round": 1, "waits": 1}, "line 1"),
+        ({"event": "round", "time": 1, "round": -1, "loss": 1}, "round -1"),
+        ({"event": "round", "time": 1, "round": "1", "loss": 1}, "round '1'"),
+        ({"event": "round", "time": 1e300, "round": 1, "loss": 1}, "time 1e+300"),
+        ({"event": "round", "time": 1, "round": 1, "loss": 10**400}, "line 1"),
+        ({"event": "metric", "time": 1, "round": 1, "worker": PEER, "name": "\ud800", "value": 1}, "line 1"),
     ],
 )
 def test_export_errors_are_reported(tmp_path: Path, line: Any, why: str) -> None:

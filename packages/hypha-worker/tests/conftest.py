@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import anyio
 import pytest
+from blake3 import blake3
 from hypothesis import settings
 
 from hypha_net import instrumentation, pubsub, rpc, transfer
@@ -364,9 +365,11 @@ async def _serve_slices(lab: Any, count: int) -> None:
 
     async def assign(_peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound:
         given.append(request)
-        if len(given) > count:
+        index = len(given) - 1
+        if index >= count:
             return NotFound()
-        return SliceAssigned(data_provider=lab.data.peer_id, index=len(given) - 1, epoch=0)
+        digest = f"blake3:{blake3(b'slice %d' % index).hexdigest()}"
+        return SliceAssigned(data_provider=lab.data.peer_id, index=index, epoch=0, digest=digest)
 
     async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
         path = lab.folder / f"slice-{request.index}"

@@ -329,3 +329,122 @@ def test_messages_by_strangers_are_counted_and_logged_once(recorded: object, cap
     }
     refused = [record for record in caplog.records if "refused" in record.getMessage()]
     assert len(refused) == 3, "one line for each scheduler and kind of error"
+
+
+# --------------------------------------------------------------------------------------------------- deferred requests
+
+
+def test_a_request_is_answered_when_another_schedulers_offer_lapses() -> None:
+    async def case(site: Site) -> None:
+        first, second = site.schedulers
+        await first.get_offer(cpu=4.0)
+        [lease] = site.worker.lease_manager.leases
+        await second.get_offer(cpu=4.0)
+        assert second.offers[0][0] == pytest.approx(lease.expires, abs=0.01)
+
+    play(case)
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["offer", "lease"])
+def test_a_request_is_answered_when_a_scheduler_releases(is_held: bool) -> None:
+    async def case(site: Site) -> None:
+        first, second = site.schedulers
+        offer = await first.get_offer(cpu=4.0)
+        if is_held:
+            assert isinstance(await first.renew(site.peer, offer.id), Renewed)
+        await second.publish(cpu=4.0)
+        await anyio.sleep(0.3)
+        assert second.offers == []
+        await rpc.call(first.endpoint, site.peer, RELEASE_LEASE, ReleaseLease(id=offer.id))
+        await anyio.sleep(0.01)
+        assert len(second.offers) == 1
+
+    play(case)
+
+
+def test_a_deferred_request_gets_no_offer_after_its_deadline() -> None:
+    async def case(site: Site) -> None:
+        first, second = site.schedulers
+        offer = await first.get_offer(cpu=4.0)
+        await first.renew(site.peer, offer.id)
+        await second.publish(cpu=4.0)
+        await anyio.sleep(5.01)
+        await rpc.call(first.endpoint, site.peer, RELEASE_LEASE, ReleaseLease(id=offer.id))
+        await anyio.sleep(1.0)
+        assert second.offers == []
+        assert site.free == 4.0
+
+    play(case)
+
+
+def test_freed_resources_go_to_a_better_bid_of_the_open_batch() -> None:
+    async def case(site: Site) -> None:
+        first, second = site.schedulers
+        offer = await first.get_offer(cpu=4.0)
+        await first.renew(site.peer, offer.id)
+        await second.publish(bid=60.0, cpu=4.0)
+        await anyio.sleep(0.3)
+        await first.publish(bid=90.0, cpu=4.0)
+        await anyio.sleep(0.05)
+        await rpc.call(first.endpoint, site.peer, RELEASE_LEASE, ReleaseLease(id=offer.id))
+        await anyio.sleep(0.2)
+        assert [each[2].price for each in first.offers] == [100.0, 90.0]
+        assert second.offers == []
+
+    play(case)
+
+
+def test_a_repeated_request_is_deferred_once_and_not_beside_its_offer() -> None:
+    """Ten publications for one search: one offer when the machine is free, and none after that."""
+
+    async def case(site: Site) -> None:
+        first, second = site.schedulers
+        offer = await first.get_offer(cpu=4.0)
+        await first.renew(site.peer, offer.id)
+        for _ in range(10):
+            await second.publish(cpu=3.0)
+            await anyio.sleep(0.25)
+        await rpc.call(first.endpoint, site.peer, RELEASE_LEASE, ReleaseLease(id=offer.id))
+        await anyio.sleep(4.0)
+        assert len(second.offers) == 1
+        assert site.free == 4.0
+
+    play(case)
+
+
+def test_a_request_of_a_scheduler_that_holds_a_lease_is_not_deferred() -> None:
+    """Its job needs other workers; when it ends, nobody would accept the offer."""
+
+    async def case(site: Site) -> None:
+        [scheduler, _] = site.schedulers
+        offer = await scheduler.get_offer(cpu=4.0)
+        await scheduler.renew(site.peer, offer.id)
+        spec = WorkerSpec(resources=Resources(cpu=2.0), executor=())
+        request = WorkerRequest(id=uuid.uuid4(), spec=spec, timeout=Timestamp.of(0), bid=100.0, timeout_ms=5000)
+        await pubsub.publish(scheduler.endpoint, WORKER_REQUESTS, request)
+        await anyio.sleep(0.3)
+        await rpc.call(scheduler.endpoint, site.peer, RELEASE_LEASE, ReleaseLease(id=offer.id))
+        await anyio.sleep(1.0)
+        assert len(scheduler.offers) == 1
+
+    play(case)
+
+
+def test_a_scheduler_that_lets_offers_lapse_comes_after_an_equal_bid() -> None:
+    async def case(site: Site) -> None:
+        lazy, other = site.schedulers
+        await lazy.get_offer(cpu=4.0)
+        await anyio.sleep(1.0)
+        await lazy.publish(cpu=4.0)
+        await anyio.sleep(0.05)
+        await other.publish(cpu=4.0)
+        await anyio.sleep(0.25)
+        assert (len(lazy.offers), len(other.offers)) == (1, 1)
+        await anyio.sleep(20.0)  # both have lapsed, and are forgotten
+        await lazy.publish(cpu=4.0)
+        await anyio.sleep(0.05)
+        await other.publish(cpu=4.0)
+        await anyio.sleep(0.2)
+        assert (len(lazy.offers), len(other.offers)) == (3, 1)
+
+    play(case)

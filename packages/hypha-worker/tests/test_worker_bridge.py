@@ -19,6 +19,7 @@ import anyio
 import httpx
 import msgspec
 import pytest
+from blake3 import blake3
 
 from hypha_net import rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
@@ -310,7 +311,9 @@ def test_a_bare_reference_is_fetched_into_artifacts(with_bridge: WithBridge) -> 
         assigned = iter((7, 8))
 
         async def assign(_peer: Any, _request: DataRequest) -> SliceAssigned:
-            return SliceAssigned(data_provider=bridge.data.peer_id, index=next(assigned))
+            index = next(assigned)
+            digest = f"blake3:{blake3(b'slice %d' % index).hexdigest()}"
+            return SliceAssigned(data_provider=bridge.data.peer_id, index=index, digest=digest)
 
         rpc.serve(bridge.server, DATA, assign)
         for index, content in enumerate((b"{}", b"weights")):

@@ -185,6 +185,10 @@ PEER = str(PeerId.from_public_key(bytes(32)))
         ('[[executors]]\nclass = "train"\nname = "x"\n', "needs a command"),
         ('[[executors]]\nclass = "train"\nname = "x"\nruntime = "parameter-server"\n', "aggregate"),
         ('[[executors]]\nclass = "aggregate"\nname = "x"\nruntime = "parameter-server"\ncmd = "uv"\n', "built in"),
+        (
+            '[[executors]]\nclass = "aggregate"\nname = "x"\nruntime = "parameter-server"\nenv = { OMP = "1" }\n',
+            "env (OMP) does not belong to the parameter server",
+        ),
         ('[[executors]]\nclass = "train"\nname = "x"\ncmd = "a"\n' * 2, "train/x is listed twice"),
         ("[resources]\ncpu = -1\n", "resources.cpu"),
         ("[resources]\ncpus = 1\n", "did you mean cpu"),

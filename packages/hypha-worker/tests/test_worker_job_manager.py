@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import uuid
@@ -121,6 +122,7 @@ def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: A
         assert (end.outcome, end.reason, end.exit_code) == ("finished", "", 0), end
         assert end.lease == lease
         assert end.last_lines == ("done with 1 threads",)
+        assert (end.bytes_sent, end.bytes_received) == (len(b"gradient"), len(b"slice 0") + len(b"outer"))
         await lab.scheduler.until(lambda: len(lab.scheduler.statuses) == 2)
         assert lab.scheduler.statuses == ["Running", "Finished"]
         [(sender, header, content)] = pushed.files
@@ -144,6 +146,7 @@ status, answer = post(
 assert status == 200, answer
 status, answer = post("/status/send", {"metrics": {"round": 1, "metrics": {"loss": 1.0}}})
 assert answer == {"type": "Done"}, answer
+print("variant is done")
 """
 
 
@@ -157,8 +160,10 @@ def variant(lab: Any, job_id: uuid.UUID, seed: int) -> JobSpec:
 
 
 def test_variants_of_a_job_run_side_by_side_and_one_after_the_other(
-    in_lab: InLab, push_receiver: Any, serve_slices: Any
+    in_lab: InLab, push_receiver: Any, serve_slices: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
+
     async def case(lab: Any) -> None:
         scheduler, job_id = lab.scheduler, uuid.uuid4()
         pushed = push_receiver(scheduler.endpoint, lab.folder / "scheduler")
@@ -191,6 +196,37 @@ def test_variants_of_a_job_run_side_by_side_and_one_after_the_other(
         )
         assert lab.left_behind() == []
         assert lab.worker.lease_manager.free.resources.cpu == 0.0, "both leases are kept"
+        lines = [text for text in caplog.messages if text.endswith("] variant is done")]
+        assert (len(lines), len(set(lines))) == (4, 2), "lines of two tasks can be told apart"
+
+
+SENDS = """
+size = {size}
+open(os.path.join(work_dir, "update.safetensors"), "wb").write(b"x" * size)
+status, answer = post("/resources/send", {{"resource": config["updates"], "path": "update.safetensors"}})
+assert status == 200, answer
+post("/status/send", {{"status": {{"batch_size": 1}}}})
+listen({{"resource": config["results"], "path": "incoming"}}).__next__()
+"""
+
+
+def test_bytes_of_two_jobs_at_once_are_counted_apart(in_lab: InLab, push_receiver: Any) -> None:
+    sizes = {1000: b"outer", 3000: b"outer update"}
+
+    async def case(lab: Any) -> None:
+        pushed = push_receiver(lab.server, lab.folder / "server")
+        pushed.listen()
+        specs, ends = {}, {}
+        for size in sizes:
+            specs[size] = lab.train_spec()
+            await lab.start(SENDS.format(size=size), specs[size])
+            count = len(specs)
+            await lab.scheduler.until(lambda count=count: len(lab.scheduler.reports) == count)
+        for size, content in sizes.items():
+            await push_result(lab, specs[size], 1, content)
+        await lab.scheduler.until(lambda: len(lab.scheduler.ends) == 2, 20.0)
+        ends = {end.job_id: (end.outcome, end.bytes_sent, end.bytes_received) for end in lab.scheduler.ends}
+        assert ends == {specs[size].job_id: ("finished", size, len(content)) for size, content in sizes.items()}
 
     in_lab(case)
 

@@ -16,7 +16,7 @@ from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.leases import RenewalFailed
 from hypha_proto.progress import Done
 from hypha_proto.round_membership import ROUND_MEMBERS, Member, RoundMembers
-from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
+from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_worker.hardware import usage
 
@@ -46,15 +46,21 @@ async def serve_slices(lab: Any) -> None:
     """Let the scheduler assign slices in order and the data node serve them."""
     path = lab.folder / "slice"
     path.write_bytes(b"x" * 1000)
+    _, digest = await transfer.describe(path)
     given: list[DataRequest] = []
 
     async def assign(_peer: Any, request: DataRequest) -> SliceAssigned:
         given.append(request)
-        return SliceAssigned(data_provider=lab.data.peer_id, index=len(given) - 1)
+        provider = lab.data.peer_id if len(given) > 1 else lab.server.peer_id  # which does not have it
+        return SliceAssigned(data_provider=provider, index=max(0, len(given) - 2), digest=digest)
 
     async def resolve(_peer: Any, _request: Any) -> transfer.PullSource:
         return transfer.PullSource(path)
 
+    async def refuse(_peer: Any, request: PullRequest) -> transfer.PullSource | Refusal:
+        return transfer.PullSource(path) if request.name == "manifest" else Refusal(reason="the file has changed")
+
+    transfer.serve_pulls(lab.server, refuse)
     rpc.serve(lab.scheduler.endpoint, DATA, assign)
     transfer.serve_pulls(lab.data, resolve)
 
@@ -144,6 +150,7 @@ def test_every_documented_metric_has_a_value(
             {"hypha__outcome": outcome} for outcome in ("expired", "idle", "released", "stranger")
         ],
         "hypha.worker.slices": [{"hypha__dataset": "digits"}],
+        "hypha.worker.slices.unusable": [{}],
         "hypha.worker.slice.io": [{"hypha__dataset": "digits"}],
         "hypha.worker.slice.duration": [{"hypha__dataset": "digits"}],
         "hypha.worker.prefetch.depth": [{}],

@@ -1,19 +1,26 @@
-"""Pulling files from peers: a data node that restarts, and one that refuses."""
+"""Pulling files from peers: data nodes that are away, that refuse, or that have wrong content; a disk that is full."""
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
+from blake3 import blake3
 
 from hypha_net import transfer
-from hypha_net.testing import MemoryNetwork
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import SliceAddress
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_worker.connectors.peer_files import PeerFiles
-from hypha_worker.errors import BridgeError
+from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file
+from hypha_worker.errors import BridgeError, DiskFaultError, UnusableFileError
 from hypha_worker.job_storage import JobStorage
 
 
@@ -47,3 +54,230 @@ def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
                         await files.pull([data.peer_id], address, tmp_path / "got")
 
     anyio.run(main, backend="trio")
+
+
+GOOD, WRONG = b"x" * 1000, b"y" * 1000
+DIGEST = f"blake3:{blake3(GOOD).hexdigest()}"
+ADDRESS = SliceAddress(dataset="digits", index=3)
+
+
+@dataclass
+class Nodes:
+    """A worker's files, and data nodes with content of their own."""
+
+    files: PeerFiles
+    first: MemoryEndpoint
+    second: MemoryEndpoint
+    folder: Path
+    asked: list[PeerId] = field(default_factory=list)
+
+    @property
+    def peers(self) -> list[PeerId]:
+        return [self.first.peer_id, self.second.peer_id]
+
+    @property
+    def target(self) -> Path:
+        return self.folder / "got"
+
+    def serve(self, node: MemoryEndpoint, content: bytes) -> None:
+        """Let a node announce `DIGEST` and send other content, as one whose file has changed since its start."""
+        path = self.folder / f"{node.peer_id}"
+        path.write_bytes(content)
+
+        async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
+            self.asked.append(node.peer_id)
+            return transfer.PullSource(path, DIGEST)
+
+        transfer.serve_pulls(node, resolve)
+
+    def refuse(self, node: MemoryEndpoint, reason: str) -> None:
+        async def resolve(_peer: PeerId, _request: PullRequest) -> Refusal:
+            self.asked.append(node.peer_id)
+            return Refusal(reason=reason)
+
+        transfer.serve_pulls(node, resolve)
+
+
+@asynccontextmanager
+async def open_nodes(folder: Path) -> AsyncIterator[Nodes]:
+    network = MemoryNetwork()
+    async with network.endpoint("worker") as worker, network.endpoint("a") as first, network.endpoint("b") as second:
+        yield Nodes(PeerFiles(worker, JobStorage(folder, 1 << 20)), first, second, folder)
+
+
+@pytest.fixture
+def with_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run a case with long pauses for nodes that are away, which it must not wait for."""
+    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (60.0,))
+    monkeypatch.setattr("hypha_worker.connectors.rpc_retry.RETRY_DELAYS", (0.0, 0.01))
+
+    def run(case: Callable[[Nodes], Awaitable[None]]) -> None:
+        async def main() -> None:
+            with anyio.fail_after(10):
+                async with open_nodes(tmp_path) as nodes:
+                    await case(nodes)
+
+        anyio.run(main, backend="trio")
+
+    return run
+
+
+def test_a_node_with_wrong_content_is_asked_once_and_the_next_one_after_it(with_nodes: Any) -> None:
+    async def case(nodes: Nodes) -> None:
+        nodes.serve(nodes.first, WRONG)
+        nodes.serve(nodes.second, GOOD)
+        _, peer = await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
+        assert peer == nodes.second.peer_id
+        assert nodes.target.read_bytes() == GOOD
+        assert nodes.asked == nodes.peers
+
+    with_nodes(case)
+
+
+def test_a_file_that_no_node_has_as_announced_is_an_error_at_once_that_names_each(with_nodes: Any) -> None:
+    async def case(nodes: Nodes) -> None:
+        nodes.serve(nodes.first, WRONG)
+        nodes.refuse(nodes.second, "slice 3 is not what was announced")
+        with pytest.raises(UnusableFileError, match="digits/3 cannot be used") as caught:
+            await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
+        first, second = (caught.value.failures[peer] for peer in nodes.peers)
+        assert "the digest is" in first
+        assert "not what was announced" in second
+        assert nodes.asked == nodes.peers
+        assert not nodes.target.exists()
+
+    with_nodes(case)
+
+
+def test_a_file_that_is_too_short_is_unusable(with_nodes: Any) -> None:
+    async def case(nodes: Nodes) -> None:
+        nodes.serve(nodes.first, GOOD[:500])
+        with pytest.raises(UnusableFileError):
+            await nodes.files.pull(nodes.peers[:1], ADDRESS, nodes.target, DIGEST)
+        assert len(nodes.asked) == 1
+
+    with_nodes(case)
+
+
+def test_a_node_that_is_away_is_waited_for_when_the_other_has_wrong_content(
+    with_nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.2, 0.2, 0.2, 60.0))
+    monkeypatch.setattr("hypha_net.transfer.pull_client.IDENTIFY_TIMEOUT", 0.05)
+
+    async def case(nodes: Nodes) -> None:
+        nodes.serve(nodes.first, WRONG)
+        with pytest.raises(UnusableFileError) as caught:  # the second never serves: not waited for to the end
+            await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
+        assert set(caught.value.failures) == set(nodes.peers)
+        assert nodes.asked == nodes.peers[:1]
+
+        async def serve_later() -> None:
+            await anyio.sleep(0.3)
+            nodes.serve(nodes.second, GOOD)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve_later)
+            _, peer = await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
+        assert peer == nodes.second.peer_id
+
+    with_nodes(case)
+
+
+def test_a_node_that_does_not_serve_the_dataset_yet_is_asked_again(
+    with_nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.1, 0.1))
+
+    async def case(nodes: Nodes) -> None:
+        opened = anyio.Event()
+        path = nodes.folder / "slice"
+        path.write_bytes(GOOD)
+
+        async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+            nodes.asked.append(nodes.first.peer_id)
+            if request.name == "manifest":
+                opened.set()
+                return Refusal(reason="no dataset 'digits' here")
+            return transfer.PullSource(path) if opened.is_set() else Refusal(reason="no dataset 'digits' here")
+
+        transfer.serve_pulls(nodes.first, resolve)
+        await nodes.files.pull(nodes.peers[:1], ADDRESS, nodes.target, DIGEST, is_slice=True)
+        assert nodes.target.read_bytes() == GOOD
+        assert len(nodes.asked) == 3  # slice, manifest, slice
+
+    with_nodes(case)
+
+
+def test_a_node_that_serves_the_dataset_and_refuses_a_slice_is_asked_once(with_nodes: Any) -> None:
+    async def case(nodes: Nodes) -> None:
+        path = nodes.folder / "manifest"
+        path.write_bytes(b"{}")
+
+        async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+            nodes.asked.append(nodes.first.peer_id)
+            return transfer.PullSource(path) if request.name == "manifest" else Refusal(reason="not as announced")
+
+        transfer.serve_pulls(nodes.first, resolve)
+        with pytest.raises(UnusableFileError, match="not as announced"):
+            await nodes.files.pull(nodes.peers[:1], ADDRESS, nodes.target, DIGEST, is_slice=True)
+        assert len(nodes.asked) == 2
+
+    with_nodes(case)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+def test_a_disk_that_is_full_or_fails_is_an_error_at_once_that_names_the_path(
+    with_nodes: Any, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+
+    async def case(nodes: Nodes) -> None:
+        nodes.serve(nodes.first, GOOD)
+        nodes.serve(nodes.second, GOOD)
+        with pytest.raises(DiskFaultError) as caught:
+            await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
+        assert str(nodes.folder) in caught.value.detail
+        assert os.strerror(code) in caught.value.detail
+        assert nodes.asked == nodes.peers[:1]
+
+    with_nodes(case)
+
+
+def test_another_error_of_the_system_is_not_blamed_on_the_disk(
+    with_nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise FileNotFoundError(errno.ENOENT, "no such folder")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+
+    async def case(nodes: Nodes) -> None:
+        nodes.serve(nodes.first, GOOD)
+        with pytest.raises(FileNotFoundError):
+            await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
+
+    with_nodes(case)
+
+
+def test_a_slice_without_a_digest_must_be_a_safetensors_file(with_nodes: Any) -> None:
+    empty = b"\x02\0\0\0\0\0\0\0{}"
+
+    async def case(nodes: Nodes) -> None:
+        for node, content in ((nodes.first, b""), (nodes.second, empty)):
+            path = nodes.folder / f"{node.peer_id}"
+            path.write_bytes(content)
+
+            async def resolve(_peer: PeerId, _request: PullRequest, path: Path = path) -> transfer.PullSource:
+                return transfer.PullSource(path)
+
+            transfer.serve_pulls(node, resolve)
+        _, peer = await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, check=check_tensor_file)
+        assert peer == nodes.second.peer_id
+        with pytest.raises(UnusableFileError, match="not a safetensors file"):
+            await nodes.files.pull(nodes.peers[:1], ADDRESS, nodes.target, check=check_tensor_file)
+
+    with_nodes(case)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from hypha_worker.work_dir import clear_work_dir
 
@@ -31,6 +36,28 @@ def test_job_folders_of_a_killed_worker_are_removed_at_the_next_start(tmp_path: 
             clear_work_dir(work, third)
             assert not stale.exists()
     assert all((path / "model").exists() for path in others)
+
+
+def test_what_cannot_be_removed_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = tmp_path / f"hypha-{uuid.uuid4()}"
+    job.mkdir()
+    (job / "kept").write_bytes(b"x")
+    (job / "other").write_bytes(b"x")
+    unlink = os.unlink
+
+    def refuse(path: str, **options: Any) -> None:
+        if os.path.basename(path) == "kept":
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        unlink(path, **options)
+
+    monkeypatch.setattr("os.unlink", refuse)
+    with ExitStack() as stack:
+        clear_work_dir(tmp_path, stack)
+    assert [path.name for path in job.iterdir()] == ["kept"]
+    assert f"{job} cannot be removed completely" in caplog.text
+    assert "Operation not permitted" in caplog.text
 
 
 def test_job_folders_of_running_workers_are_kept_after_the_first_has_ended(

@@ -6,15 +6,20 @@ Called by a scheduler's status bridge. The sink is `LogSink`, or `retry_queue.Re
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Final, Protocol
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from hypha_proto.codec import parse_json
+from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger(__name__)
+
+MAX_BODY: Final = 64 << 10
+"""Bytes of one metric."""
 
 
 def _peer_id(text: str) -> str:
@@ -68,16 +73,46 @@ class LogSink:
         _log.info("%s%s round %d %s = %g", job, metric.worker_id, metric.round, metric.metric_name, metric.value)
 
 
+async def _read_body(request: Request) -> bytes:
+    """Return the body; HTTP 413 if it is longer than `MAX_BODY`, without reading the rest."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise HTTPException(413, f"a metric is at most {MAX_BODY} bytes")
+    return bytes(body)
+
+
+def _parse_metric(body: bytes) -> AimMetrics:
+    """Parse one metric; HTTP 422 with the reasons if it is malformed. The input is not repeated in the reasons."""
+    try:
+        return AimMetrics.model_validate(parse_json(body))
+    except ValidationError as error:
+        reasons = [
+            {**each, "loc": ("body", *each["loc"])}
+            for each in error.errors(include_input=False, include_context=False, include_url=False)
+        ]
+        raise HTTPException(422, reasons) from None
+    except DecodeError as error:
+        raise HTTPException(422, [{"type": "json_invalid", "loc": ("body",), "msg": str(error)}]) from None
+
+
+def _request_schema() -> dict[str, Any]:
+    content = {"application/json": {"schema": AimMetrics.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 def create_app(sink: Sink) -> FastAPI:
     """Create the application with the route ``POST /status``.
 
-    A malformed metric gets the response 422 with the reasons; a full sink leads to 503.
+    A malformed metric gets the response 422 with the reasons, one of more than `MAX_BODY` bytes 413; a full sink leads
+    to 503.
     """
     app = FastAPI(title="hypha-aim-driver", summary="Accepts metrics of a Hypha scheduler.")
 
-    @app.post("/status")
-    async def status(metric: AimMetrics) -> dict[str, str]:
-        sink.record(metric)
+    @app.post("/status", openapi_extra=_request_schema())
+    async def status(request: Request) -> dict[str, str]:
+        sink.record(_parse_metric(await _read_body(request)))
         return {"status": "ok"}
 
     @app.exception_handler(SinkFullError)

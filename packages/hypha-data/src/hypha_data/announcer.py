@@ -1,18 +1,19 @@
 """Announces the datasets of this node: one DHT record per dataset, under the dataset's name.
 
-Called by `service` with the datasets of `catalog`; the scheduler finds the records and assigns slices from them.
+Called by `service`; the scheduler finds the records and assigns slices from them. Calls `verification`, as a dataset is
+announced when one of its slices can be served.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 import anyio
 
-from hypha_data.catalog import Dataset
+from hypha_data.verification import SliceVerifier
 from hypha_net import dataset_directory
 from hypha_net.backoff import jittered
 from hypha_net.endpoint import Endpoint
@@ -25,25 +26,54 @@ INTERVAL: Final = 900.0
 """Seconds between announcements; in between the endpoint renews the last one repeatedly."""
 RETRY: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts while no directory server accepts a record, with jitter; the last repeats."""
+SETTLE: Final = 1.0
+"""Seconds between a change of the slices that can be served and the next announcement, which covers further changes."""
+MAX_WITHHELD: Final = 1000
+"""Slices that an announcement names as not served; requests for others of them are refused."""
+RECHECK: Final = 10.0
+"""Seconds between checks of a dataset of which no slice can be served."""
 
 
-async def keep_announced(endpoint: Endpoint, datasets: Iterable[Dataset], announced: Callable[[], None]) -> None:
-    """Announce every dataset repeatedly until cancelled; call `announced` after each full round."""
-    datasets = list(datasets)
+async def keep_announced(
+    endpoint: Endpoint, verifier: SliceVerifier, announced: Callable[[], None], waiting: Callable[[str], None]
+) -> None:
+    """Announce a dataset until cancelled, again when other slices can be served; call `announced` each time.
+
+    The first announcement waits until a slice can be served; if none can, `waiting` gets the reason.
+    """
+    await _wait_for_usable_slice(verifier, waiting)
     while True:
-        for dataset in datasets:
-            await _announce(endpoint, dataset)
+        withheld = await _announce(endpoint, verifier)
         announced()
-        await anyio.sleep(INTERVAL)
+        with anyio.move_on_after(INTERVAL):
+            await verifier.wait_until_not(withheld)
+            await anyio.sleep(SETTLE)
 
 
-async def _announce(endpoint: Endpoint, dataset: Dataset) -> None:
-    """Announce one dataset; retry until a directory server accepts the record."""
-    attempt = 0
+async def _wait_for_usable_slice(verifier: SliceVerifier, waiting: Callable[[str], None]) -> None:
+    if await verifier.find_usable():
+        return
+    dataset = verifier.dataset
+    reason = f"dataset {dataset.name} is not announced: none of its {len(dataset.manifest.slices)} slices can be served"
+    _log.error("%s; they are checked again every %g s", reason, RECHECK)
+    waiting(reason)
     while True:
+        await anyio.sleep(RECHECK)
+        if await verifier.find_usable():
+            return
+
+
+async def _announce(endpoint: Endpoint, verifier: SliceVerifier) -> frozenset[int]:
+    """Announce one dataset; retry until a directory server accepts the record. Return the slices that are withheld."""
+    dataset, attempt = verifier.dataset, 0
+    while True:
+        withheld = verifier.withheld
         # the clock serves as a counter that also increases across restarts; it is not compared with other clocks
         record = DatasetRecord(
-            num_slices=len(dataset.manifest.slices), seq=time.time_ns() // 1_000_000, manifest=dataset.digest
+            num_slices=len(dataset.manifest.slices),
+            seq=time.time_ns() // 1_000_000,
+            manifest=dataset.digest,
+            withheld=tuple(sorted(withheld)[:MAX_WITHHELD]) or None,
         )
         try:
             await dataset_directory.announce_dataset(endpoint, dataset.name, record)
@@ -53,5 +83,6 @@ async def _announce(endpoint: Endpoint, dataset: Dataset) -> None:
             await anyio.sleep(delay)
             attempt += 1
         else:
-            _log.info("dataset %s announced: %d slices", dataset.name, record.num_slices)
-            return
+            but = f", {len(withheld)} of them not served" if withheld else ""
+            _log.info("dataset %s announced: %d slices%s", dataset.name, record.num_slices, but)
+            return withheld

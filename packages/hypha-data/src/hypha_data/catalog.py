@@ -1,19 +1,19 @@
-"""Catalog of this node's datasets: folders of safetensors slices, measured once at start.
+"""Catalog of this node's datasets: folders of safetensors slices, described by their manifests.
 
-Called by `service`. A slice passes from `catalog` through `announcer` and the scheduler's slice ledger to
-`slice_resolver`, and from there to a worker's job bridge.
+Called by `service`; `verification` checks the slices against their manifest. A slice passes from `catalog` through
+`announcer` and the scheduler's slice ledger to `slice_resolver`, and from there to a worker's job bridge.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from blake3 import blake3
 
+from hypha_data.digest_cache import DigestCache, OnRead, ignore_progress
 from hypha_data.errors import DatasetError
 from hypha_proto.codec import from_json, to_json
 from hypha_proto.datasets import Manifest, SliceEntry
@@ -34,46 +34,76 @@ class Dataset:
     manifest: Manifest
     digest: str
     """Digest of the manifest's JSON; it covers names, order, lengths and contents of all slices."""
+    manifest_json: bytes
+    digests: DigestCache
+    """Digests of the slices as they were last read."""
+    is_prepared: bool
+    """Whether the folder holds a manifest; else the slices are announced as they were at the start."""
 
     def slice_path(self, index: int) -> Path | None:
         """Return the path of slice `index`, or None if there is no such slice."""
         return self.folder / self.manifest.slices[index].file if index < len(self.manifest.slices) else None
 
 
-def open_dataset(name: str, folder: Path) -> Dataset:
-    """Open the dataset in a folder; its slices are ordered by file name.
+def open_dataset(name: str, folder: Path, *, verify: bool = False, on_read: OnRead = ignore_progress) -> Dataset:
+    """Open the dataset in a folder: the slices of its ``manifest.json``, none of which is read.
 
-    A ``manifest.json`` that is newer than every slice and lists the same names and sizes is used; otherwise every slice
-    is read once.
+    Without a manifest the slices are those in the folder, ordered by file name; those that have changed since they were
+    last read are read once.
+
+    Args:
+        verify: forget which slices were read before, so that all of them are read again.
+        on_read: called with the number of bytes of each block that is read.
 
     Raises:
-        DatasetError: the folder contains no slices, or one is not a safetensors file of samples.
+        DatasetError: the folder contains no slices, or there is no manifest and one is not a safetensors file of
+            samples.
     """
     try:
         files = sorted(folder.glob("*.safetensors"))
+        written = _read_manifest(name, folder)
     except OSError as error:
         raise DatasetError(f"dataset {name}: {folder} cannot be read: {error}") from None
     if not files:
         raise DatasetError(f"dataset {name}: {folder} holds no *.safetensors; `hypha-data prepare` makes slices")
-    manifest = _current_manifest(name, folder, files) or measure(name, files)
+    digests = DigestCache(folder) if verify else DigestCache.load(folder)
+    if written is None:
+        _log.info("dataset %s: no %s is used, so the slices are announced as they are now", name, MANIFEST)
+        manifest = measure(name, files, digests, on_read)
+        digests.save()
+    else:
+        manifest = written
+        _warn_of_unlisted(name, folder, files, manifest)
     text = to_json(Manifest, manifest)
-    return Dataset(name, folder, manifest, f"blake3:{blake3(text).hexdigest()}")
+    digest = f"blake3:{blake3(text).hexdigest()}"
+    return Dataset(name, folder, manifest, digest, text, digests, is_prepared=written is not None)
 
 
-def measure(name: str, files: list[Path]) -> Manifest:
-    """Read every slice and return its number of samples, size and digest.
+def _warn_of_unlisted(name: str, folder: Path, files: list[Path], manifest: Manifest) -> None:
+    unlisted = {file.name for file in files} - {entry.file for entry in manifest.slices}
+    if unlisted:
+        _log.warning(
+            "dataset %s: %d files, such as %s, are not in %s and not served; remove it to announce the folder as it is",
+            name, len(unlisted), min(unlisted), folder / MANIFEST,
+        )  # fmt: skip
+
+
+def measure(name: str, files: list[Path], digests: DigestCache, on_read: OnRead) -> Manifest:
+    """Return samples, size and digest of every slice; those whose digest is not remembered are read.
 
     Raises:
-        DatasetError: a file is not a safetensors file of samples.
+        DatasetError: a file is not a safetensors file of samples, or cannot be read.
     """
-    return Manifest(dataset=name, slices=tuple(_measure_slice(file) for file in files))
+    return Manifest(dataset=name, slices=tuple(_measure_slice(file, digests, on_read) for file in files))
 
 
-def _measure_slice(file: Path) -> SliceEntry:
+def _measure_slice(file: Path, digests: DigestCache, on_read: OnRead) -> SliceEntry:
     samples = count_samples(file)
-    hasher = blake3()
-    hasher.update_mmap(file)
-    return SliceEntry(file=file.name, samples=samples, size=file.stat().st_size, digest=f"blake3:{hasher.hexdigest()}")
+    try:
+        found, digest = digests.find(file) or digests.read(file, on_read)
+    except OSError as error:
+        raise DatasetError(f"{file}: {error.strerror or error}") from None
+    return SliceEntry(file=file.name, samples=samples, size=found.size, digest=digest)
 
 
 def count_samples(file: Path) -> int:
@@ -95,24 +125,23 @@ def count_samples(file: Path) -> int:
     return int(next(iter(lengths.values()))[0])
 
 
-def _current_manifest(name: str, folder: Path, files: list[Path]) -> Manifest | None:
+def _read_manifest(name: str, folder: Path) -> Manifest | None:
+    """Return the manifest in the folder, or None if there is no usable one."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
     try:
         manifest: Manifest = from_json(Manifest, path.read_bytes(), MAX_MANIFEST)
     except DecodeError as error:
-        _log.warning("%s cannot be used, reading the slices again: %s", path, error)
+        _log.warning("dataset %s: %s cannot be used: %s", name, path, error)
         return None
-    written = path.stat().st_mtime_ns
-    listed = [(entry.file, entry.size) for entry in manifest.slices]
-    found = [(file.name, file.stat().st_size) for file in files]
-    if listed != found or any(file.stat().st_mtime_ns > written for file in files):
-        _log.warning("%s does not match the slices beside it, reading them again", path)
+    strange = [entry.file for entry in manifest.slices if not _is_file_name(entry.file)]
+    if strange or not manifest.slices:
+        reason = f"{strange[0][:200]!r} is not the name of a file in its folder" if strange else "it names no slice"
+        _log.warning("dataset %s: %s cannot be used: %s", name, path, reason)
         return None
     return Manifest(dataset=name, slices=manifest.slices)
 
 
-def open_catalog(folders: Mapping[str, Path]) -> dict[str, Dataset]:
-    """Open every dataset; raise `DatasetError` for the first that cannot be served."""
-    return {name: open_dataset(name, folder) for name, folder in folders.items()}
+def _is_file_name(name: str) -> bool:
+    return name not in ("", "..") and Path(name).name == name and "\0" not in name

@@ -24,6 +24,20 @@ main = daemon_cli(
 )
 
 
+def _add_verify_option(run: click.Command) -> None:
+    callback = run.callback
+    assert callback is not None
+
+    def with_verify(*, verify: bool, settings: tuple[str, ...], **options: Any) -> None:
+        callback(settings=(*settings, "verify=true") if verify else settings, **options)
+
+    run.callback = with_verify
+    run.params.append(click.Option(["--verify"], is_flag=True, help="Check the digests of all slices, changed or not."))
+
+
+_add_verify_option(main.commands["run"])
+
+
 @main.command()
 @click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the dataset.")

@@ -28,6 +28,11 @@ class DataConfig(NodeConfig):
         default=None, description="Folder of one dataset, announced under the folder's name."
     )
     datasets: list[DatasetConfig] = Field(default=[], description="Datasets with names of their own.")
+    verify: bool = Field(
+        default=False,
+        description="Read all slices at the start and check their digests, not only those that have changed since they "
+        "were last read. The option `--verify` of `run` sets it.",
+    )
 
     @model_validator(mode="after")
     def _has_datasets(self) -> DataConfig:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypha_data.catalog import MANIFEST, count_samples, measure
+from hypha_data.digest_cache import DigestCache, ignore_progress
 from hypha_data.errors import DatasetError
 from hypha_proto.codec import to_json
 from hypha_proto.datasets import Manifest
@@ -57,7 +58,7 @@ def prepare_dataset(source: Path, out: Path, *, name: str, slices: int, seed: in
         ]
     for path in set(old) - set(files):
         path.unlink()
-    manifest = measure(name, files)
+    manifest = measure(name, files, DigestCache(out), ignore_progress)
     (out / MANIFEST).write_bytes(to_json(Manifest, manifest))
     return manifest
 

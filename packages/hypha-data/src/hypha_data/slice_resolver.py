@@ -6,15 +6,14 @@ Called by `hypha_net.transfer`, which sends the file; the peer is a worker to wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
-from hypha_data.catalog import Dataset
+import anyio
+
+from hypha_data.verification import SliceVerifier, VerifiedSlice
 from hypha_net import instrumentation
-from hypha_net.transfer import PullSource
-from hypha_proto.codec import to_json
-from hypha_proto.datasets import Manifest
+from hypha_net.transfer import PullSource, TransferError
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PullRequest, Refusal
 
@@ -23,39 +22,70 @@ _log = logging.getLogger(__name__)
 _SERVED: Final = instrumentation.Counter("hypha.data.slices", "{slice}", "Slices that were given to workers.")
 
 
-def slice_resolver(
-    datasets: Mapping[str, Dataset], state_dir: Path
-) -> Callable[[PeerId, PullRequest], Awaitable[PullSource | Refusal]]:
-    """Return the function that finds a requested file: a slice by index, or the dataset's ``manifest``.
+OPEN_TIMEOUT: Final = 20.0
+"""Seconds that a request waits for its dataset to be opened; then it fails as if the node were away."""
 
-    Args:
-        state_dir: existing folder of this process, into which the manifests to serve are written.
-    """
-    manifests = {
-        name: _write_manifest(dataset, state_dir / f"{i}.json") for i, (name, dataset) in enumerate(datasets.items())
-    }
+
+class OpenDatasets:
+    """Datasets of this node by name, some of which may still have to be read before they are open."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """Start with none of the datasets `names` open."""
+        self._opened: dict[str, SliceVerifier] = {}
+        self._events = {name: anyio.Event() for name in names}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all datasets, open or not."""
+        return list(self._events)
+
+    def add(self, verifier: SliceVerifier) -> None:
+        """Serve a dataset from now on."""
+        self._opened[verifier.dataset.name] = verifier
+        self._events[verifier.dataset.name].set()
+
+    async def find(self, name: str) -> SliceVerifier | None:
+        """Return the dataset `name` once it is open, or None if there is none of this name.
+
+        Raises:
+            TransferError: it was not open within `OPEN_TIMEOUT`.
+        """
+        if name not in self._events:
+            return None
+        with anyio.move_on_after(OPEN_TIMEOUT):
+            await self._events[name].wait()
+            return self._opened[name]
+        raise TransferError(f"dataset {name} is still being read")
+
+
+def slice_resolver(
+    datasets: OpenDatasets,
+) -> Callable[[PeerId, PullRequest], Awaitable[PullSource | Refusal]]:
+    """Return the function that finds a requested file: a slice by index, or the dataset's ``manifest``."""
 
     async def resolve(peer: PeerId, request: PullRequest) -> PullSource | Refusal:
-        dataset = datasets.get(request.dataset)
-        if dataset is None:
-            return Refusal(reason=f"no dataset {request.dataset[:200]!r} here; there are: {', '.join(datasets)}")
+        verifier = await datasets.find(request.dataset)
+        if verifier is None:
+            return Refusal(reason=f"no dataset {request.dataset[:200]!r} here; there are: {', '.join(datasets.names)}")
+        dataset = verifier.dataset
         if request.name == "manifest":
-            return PullSource(manifests[dataset.name], dataset.digest)
-        path = dataset.slice_path(request.index)
-        if request.name is not None or path is None:
+            return PullSource(dataset.manifest_json, dataset.digest)
+        if request.name is not None or request.index >= len(dataset.manifest.slices):
             what = request.name[:200] if request.name is not None else f"slice {request.index}"
             return Refusal(reason=f"dataset {dataset.name} has {len(dataset.manifest.slices)} slices, no {what}")
-        entry = dataset.manifest.slices[request.index]
-        if not path.is_file() or path.stat().st_size != entry.size:
-            _log.error("%s was changed or removed since the node started; restart the node to serve it again", path)
+        verified = await verifier.verify(request.index)
+        if verified is None:
             return Refusal(reason=f"slice {request.index} of {dataset.name} is not what was announced")
         _SERVED.add(1, {"hypha.dataset": dataset.name})
-        _log.info("slice %d of %s for %s, %d bytes", request.index, dataset.name, peer, entry.size)
-        return PullSource(path, entry.digest)
+        _log.info("slice %d of %s for %s, %d bytes", request.index, dataset.name, peer, verified.fingerprint.size)
+        return PullSource(verified.path, verified.entry.digest, lambda: _check_unchanged(verifier, verified))
 
     return resolve
 
 
-def _write_manifest(dataset: Dataset, path: Path) -> Path:
-    path.write_bytes(to_json(Manifest, dataset.manifest))
-    return path
+async def _check_unchanged(verifier: SliceVerifier, verified: VerifiedSlice) -> None:
+    """Raise `TransferError` if the file of a slice has changed since it was verified, so that its end is not sent."""
+    if await verifier.is_unchanged(verified):
+        return
+    await verifier.verify(verified.index)  # logs what it contains now
+    raise TransferError(f"slice {verified.index} of {verifier.dataset.name} changed while it was sent")

@@ -6,7 +6,6 @@ wait until they are healthy, `display` to show the scheduler's events, and `summ
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
@@ -27,6 +26,7 @@ from hypha_local.plot import plot_loss
 from hypha_local.probe import wait_until_healthy
 from hypha_local.processes import Processes, local_processes, script
 from hypha_local.summary import Summary, summarize
+from hypha_proto.codec import parse_json
 
 START_TIMEOUT: Final = 60.0
 """Seconds for all nodes to become healthy."""
@@ -174,8 +174,8 @@ async def _collect_results(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(processes.stop, [node.name for node in nodes])
         await processes.run("evaluate", command, timeout=STEP_TIMEOUT, stdout=output)
-    evaluation: dict[str, Any] = json.loads(output.read_text())
-    result: dict[str, Any] = json.loads(result_path.read_text())
+    evaluation: dict[str, Any] = parse_json(output.read_text())
+    result: dict[str, Any] = parse_json(result_path.read_text())
     wall = time.monotonic() - display.started
     summary = summarize(result, evaluation, seed=training.seed, wall_seconds=wall, model_dir=folders.model)
     summary = replace(summary, task=training.task.name)
@@ -216,4 +216,4 @@ async def _train_one_separately(
     await processes.run(name, command, timeout=timeout)
     command = [executor, "evaluate", "--task", task.wire, "--model", str(model), "--data", str(folders.test_set)]
     await processes.run(f"{name}-evaluate", command, timeout=STEP_TIMEOUT, stdout=output)
-    return float(json.loads(output.read_text())["loss"])
+    return float(parse_json(output.read_text())["loss"])

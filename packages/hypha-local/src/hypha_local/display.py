@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from hypha_proto.codec import parse_json
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class EventLog:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._position += len(whole)
-        return [json.loads(line) for line in whole.splitlines() if line]
+        return [parse_json(line) for line in whole.splitlines() if line]
 
 
 @dataclass(slots=True)
@@ -66,6 +67,9 @@ class Display:
             self._round(event)
         elif event.get("event") == "worker_lost":
             self.step(f"{event['worker']}: {event['reason']}", alarm="worker lost:")
+        elif event.get("event") == "slice_set_aside":
+            reasons = "; ".join(f"data node {peer}: {reason}" for peer, reason in event["providers"].items())
+            self.step(f"the job continues without slice {event['slice']}: {reasons}", alarm="slice set aside:")
         elif event.get("event") == "worker_late":
             text = f"{event['worker']}: round {event['round']} continued without it after {event['seconds']:.1f} s"
             self.step(text, alarm="worker late:")

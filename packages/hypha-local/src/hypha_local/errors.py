@@ -9,5 +9,9 @@ class RunDirectoryError(LocalError):
     """The run directory cannot be used; nothing in it was changed."""
 
 
+class NoFreePortError(LocalError):
+    """There are fewer free TCP ports than nodes."""
+
+
 class ProcessFailedError(LocalError):
     """A program of the network exited unexpectedly; the message ends with the last lines of its log."""

@@ -6,21 +6,29 @@ First step of a run; starts no process. Called by `demo`, and by tests that star
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import socket
-from collections.abc import Iterable
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from hypha_local.demo_tasks import DIGITS, Task
-from hypha_local.errors import RunDirectoryError
+from hypha_local.errors import NoFreePortError, RunDirectoryError
 
 MARKER: Final = ".hypha-local"
 PARAMETER_SERVER: Final = "parameter-server"
 HELD_OUT: Final = "held-out"
 """Name of the dataset of held-out samples."""
+
+_EPHEMERAL: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_IANA_EPHEMERAL: Final = (49152, 65535)
+"""Ephemeral ports where the system does not state them (RFC 6335)."""
+_FIRST_PORT: Final = 20_000
+_MIN_PORTS: Final = 1000
+_RESERVATIONS: Final[list[socket.socket]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +151,55 @@ class Training:
         return self.rounds * self.task.steps
 
 
-def free_ports(count: int) -> list[int]:
-    """Return `count` TCP ports that are free on the loopback interface."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+def free_ports(count: int, among: Sequence[int] | None = None) -> list[int]:
+    """Return `count` TCP ports that are free on the loopback interface, and reserve them until this process ends.
+
+    The daemons listen seconds later. Until then no outgoing connection takes the ports, as they are outside the range
+    of ephemeral ports, and on Linux no other call of this function returns them, in whichever process.
+
+    Args:
+        among: ports to choose from.
+
+    Raises:
+        NoFreePortError: there are fewer.
+    """
+    candidates = _usable_ports() if among is None else among
+    found: list[int] = []
+    for port in random.SystemRandom().sample(candidates, len(candidates)):
+        if len(found) == count:
+            break
+        if _reserve(port):
+            found.append(port)
+    if len(found) < count:
+        raise NoFreePortError(
+            f"only {len(found)} of {count} ports are free on 127.0.0.1; end programs that listen there"
+        )
+    return found
+
+
+def _usable_ports() -> Sequence[int]:
+    """Return the ports from `_FIRST_PORT` on that the system does not assign by itself; all if that leaves too few."""
+    try:
+        first, last = map(int, _EPHEMERAL.read_text().split())
+    except (OSError, ValueError):
+        first, last = _IANA_EPHEMERAL
+    usable = [port for port in range(_FIRST_PORT, 1 << 16) if not first <= port <= last]
+    return usable if len(usable) >= _MIN_PORTS else range(_FIRST_PORT, 1 << 16)
+
+
+def _reserve(port: int) -> bool:
+    """Reserve a port if it is free and not reserved; the name of an abstract socket lasts as long as this process."""
+    reservation = socket.socket(socket.AF_UNIX)
+    try:
+        if sys.platform == "linux":
+            reservation.bind(f"\0hypha-local-port-{port}")
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+    except OSError:
+        reservation.close()
+        return False
+    _RESERVATIONS.append(reservation)
+    return True
 
 
 def plan_nodes(workers: int) -> list[NodePlan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +15,7 @@ _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Result of a demo run. Byte counts are network traffic of each worker process, headers and TLS included."""
+    """Result of a demo run. Byte counts are of files that the workers moved for the job, without headers and TLS."""
 
     accuracy: float
     """Fraction of test images classified correctly or, for text, of bytes predicted correctly."""
@@ -31,7 +32,7 @@ class Summary:
     training_seconds: float
     """Duration of the job as measured by the scheduler, allocation included."""
     bytes_sent_per_worker: int
-    """Mean over the training workers."""
+    """Mean over the training workers that state it; 0 if none does."""
     bytes_received_per_worker: int
     """Mean over the training workers."""
     per_step_bytes_per_worker: int
@@ -57,7 +58,7 @@ class Summary:
                 f"rounds             {self.rounds}, {self.samples:,} samples by {self.workers} workers",
                 f"time               {self.wall_seconds:.1f} s, of which training {self.training_seconds:.1f} s",
                 f"placement          {self.placement_seconds:.2f} s from request to leases",
-                f"sent per worker    {self.bytes_sent_per_worker / 1e6:.2f} MB on the wire; gradients at every step: "
+                f"sent per worker    {self.bytes_sent_per_worker / 1e6:.2f} MB of updates; gradients at every step: "
                 f"{self.per_step_bytes_per_worker / 1e6:.2f} MB ({self.traffic_ratio:.1f} times as much)",
                 f"received           {self.bytes_received_per_worker / 1e6:.2f} MB per worker",
                 f"model              {self.model_dir}",
@@ -88,13 +89,19 @@ def count_parameters(model_dir: Path) -> int:
     return total
 
 
+def _mean(counts: Sequence[int | None]) -> int:
+    """Return the mean of the known counts, 0 if none is known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) // len(known) if known else 0
+
+
 def summarize(
     result: dict[str, Any], evaluation: dict[str, Any], *, seed: int, wall_seconds: float, model_dir: Path
 ) -> Summary:
     """Build the summary from the scheduler's ``result.json`` and the executor's evaluation."""
     trainers = result["workers"]
     parameters = count_parameters(model_dir)
-    sent = sum(worker["bytes_sent"] for worker in trainers) // len(trainers)
+    sent = _mean([worker["bytes_sent"] for worker in trainers])
     steps = sum(worker["batches"] for worker in trainers) / len(trainers)
     per_step = int(steps * parameters * 4)
     return Summary(
@@ -107,7 +114,7 @@ def summarize(
         placement_seconds=round(result["placement_seconds"], 3),
         training_seconds=round(result["wall_seconds"], 2),
         bytes_sent_per_worker=sent,
-        bytes_received_per_worker=sum(worker["bytes_received"] for worker in trainers) // len(trainers),
+        bytes_received_per_worker=_mean([worker["bytes_received"] for worker in trainers]),
         per_step_bytes_per_worker=per_step,
         traffic_ratio=round(per_step / sent, 2) if sent else 0.0,
         parameters=parameters,

@@ -59,6 +59,14 @@ class TransferError(NetError):
     """A file was not transferred: interrupted, wrong length, wrong digest, or no space left."""
 
 
+class ContentMismatchError(TransferError):
+    """What the peer has is not what was asked for: another digest or another length. It would send the same again."""
+
+
+class NoSpaceError(TransferError):
+    """There is no space left for the file on this machine, whichever peer sends it."""
+
+
 class TransferRefusedError(TransferError):
     """The peer does not accept or provide this file; `reason` is the text it sent."""
 

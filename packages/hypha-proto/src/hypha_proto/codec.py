@@ -142,12 +142,16 @@ def parse_json(data: bytes | str, limit: int | None = None) -> Any:
         raise DecodeError(_TOO_DEEP) from None
     except ValueError as error:
         raise DecodeError(f"not JSON: {error}") from None
-    _check_depth(plain)
+    check_depth(plain)
     return plain
 
 
-def _check_depth(plain: object) -> None:
-    """Check the depth level by level: what is not too deep for the parser may be for what handles its result."""
+def check_depth(plain: object) -> None:
+    """Check the depth of parsed JSON or TOML: what is not too deep for a parser may be for what handles its result.
+
+    Raises:
+        DecodeError: it is nested more than `MAX_JSON_DEPTH` levels deep.
+    """
     level = [plain] if isinstance(plain, dict | list) else []
     for _ in range(MAX_JSON_DEPTH):
         if not level:

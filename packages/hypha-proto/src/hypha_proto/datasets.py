@@ -11,6 +11,25 @@ from hypha_proto.protocols import API, RpcMethod
 from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Digest, Message
 
 
+class ProviderFailure(Message, frozen=True):
+    """Why one data node could not provide a slice."""
+
+    provider: PeerId
+    reason: str
+    """One line for people."""
+
+
+class UnusableSlice(Message, frozen=True):
+    """Report that no provider of an assigned slice has it as the manifest describes it."""
+
+    index: U64
+    """Position of the slice in the dataset, from 0."""
+    failures: tuple[ProviderFailure, ...]
+    """One entry for each provider that was asked."""
+    epoch: Annotated[U32 | None, OMIT] = None
+    """`SliceAssigned.epoch` of the assignment."""
+
+
 class DataRequest(Message, frozen=True):
     """Request of a worker to its scheduler for another slice."""
 
@@ -21,6 +40,8 @@ class DataRequest(Message, frozen=True):
     """Idempotency key: unchanged when the request is repeated for lack of a response, so that it counts once."""
     lease: Annotated[uuid.UUID | None, OMIT] = None
     """Lease of the task that asks; distinguishes several tasks of a job on one peer."""
+    unusable: Annotated[UnusableSlice | None, OMIT] = None
+    """Slice that was assigned before and cannot be used; this request is for one in its place."""
 
 
 class SliceAssigned(Message, frozen=True, tag="Success"):
@@ -50,6 +71,8 @@ class DatasetRecord(Message, frozen=True):
     """Sequence number; increases with every announcement of one publisher."""
     manifest: Annotated[Digest | None, OMIT] = None
     """Digest of the dataset's manifest (`Manifest` as JSON)."""
+    withheld: Annotated[tuple[U64, ...] | None, OMIT] = None
+    """Indices of slices that this publisher does not serve, because its files do not match the manifest."""
 
 
 class SliceEntry(Message, frozen=True):

@@ -1,6 +1,7 @@
 """Leases: renewal and release, cancelling a job, reporting how it ended, and explaining why no offer was made.
 
-Renewals use ``/hypha-api`` of the older network; everything else uses the extension ``/hypha-lease/0.1.0``.
+Renewals use ``/hypha-api`` of the older network; everything else uses the extensions ``/hypha-lease/0.1.0`` and
+``/hypha-goodbye/0.1.0``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import uuid
 from typing import Annotated, Final, Literal
 
 from hypha_proto.offers import WorkerRequest
-from hypha_proto.protocols import API, LEASE, RpcMethod
+from hypha_proto.protocols import API, GOODBYE, LEASE, RpcMethod
 from hypha_proto.resources import Timestamp
 from hypha_proto.wire_schema import EXTERNAL, I64, OMIT, U32, U64, Amount, Message, Unit
 
@@ -129,6 +130,10 @@ class JobEnd(Message, frozen=True):
     """Exit status of the executor, negative for a signal; None if no process ran."""
     last_lines: tuple[str, ...] = ()
     """Last lines of the executor's output."""
+    bytes_sent: Annotated[U64 | None, OMIT] = None
+    """Bytes of files that this worker has sent for the job; older workers do not state it."""
+    bytes_received: Annotated[U64 | None, OMIT] = None
+    """Bytes of files that this worker has received for the job."""
     traceparent: Annotated[str | None, OMIT] = None
     attempt: Annotated[U32 | None, OMIT] = None
     """`DispatchJob.attempt` of the dispatch; None where it stated none."""
@@ -142,6 +147,18 @@ class JobEndReceived(Message, frozen=True):
     """Acknowledgement of `JobEnd`."""
 
 
+class Goodbye(Message, frozen=True):
+    """Announcement of a worker that it is shutting down: these leases end now."""
+
+    leases: tuple[uuid.UUID, ...]
+    reason: str
+    """One line for people."""
+
+
+class GoodbyeReceived(Message, frozen=True):
+    """Acknowledgement of `Goodbye`."""
+
+
 RENEW_LEASE: Final = RpcMethod[RenewLease, LeaseRenewal](
     API, RenewLease, Annotated[LeaseRenewal, EXTERNAL], "RenewLease"
 )
@@ -149,3 +166,4 @@ RELEASE_LEASE: Final = RpcMethod[ReleaseLease, LeaseReleased](LEASE, ReleaseLeas
 CANCEL_JOB: Final = RpcMethod[CancelJob, JobCancelled](LEASE, CancelJob, JobCancelled, "CancelJob")
 WHY_NOT: Final = RpcMethod[WhyNot, Reasons](LEASE, WhyNot, Reasons, "WhyNot")
 JOB_END: Final = RpcMethod[JobEnd, JobEndReceived](LEASE, JobEnd, JobEndReceived, "JobEnd")
+SAY_GOODBYE: Final = RpcMethod[Goodbye, GoodbyeReceived](GOODBYE, Goodbye, GoodbyeReceived)

@@ -77,6 +77,9 @@ class Done(Message, frozen=True, tag="Done"):
 class ProgressError(Message, frozen=True, tag="Error"):
     """Response: the report does not match the state of the job; the executor should exit."""
 
+    reason: Annotated[str | None, OMIT] = None
+    """One line for people."""
+
 
 ProgressResponse = Acknowledged | Continue | ScheduleUpdate | Done | ProgressError
 

@@ -146,6 +146,7 @@ API: Final = "/hypha-api/0.0.1"
 HEALTH: Final = "/hypha-health/0.0.1"
 PROGRESS: Final = "/hypha-progress/0.0.1"
 LEASE: Final = "/hypha-lease/0.1.0"
+GOODBYE: Final = "/hypha-goodbye/0.1.0"
 AGGREGATE: Final = "/hypha-aggregate/0.1.0"
 PULL: Final = "/hypha-tensor-stream/pull"
 PULL_WITH_HEADER: Final = "/hypha-tensor-stream/pull/0.1.0"
@@ -183,6 +184,7 @@ ALLOWED_SENDERS: Final[Mapping[str, frozenset[Role]]] = {
     "RoundMembers": _SCHEDULER,
     "UpdateRefused": _WORKER,
     PROGRESS: _WORKER,
+    GOODBYE: _WORKER,
     # files, by protocol id: workers pull slices, schedulers pull manifests; updates are pushed by either
     PULL: _TRAINING,
     PULL_WITH_HEADER: _TRAINING,

@@ -18,11 +18,12 @@ import anyio.to_thread
 
 from hypha_net import instrumentation, rpc, transfer
 from hypha_net.endpoint import Endpoint
+from hypha_net.log_throttle import LogThrottle
 from hypha_net.node.lifecycle import Node
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.dispatch import JOB_STATUS, JobStatus, NotFound, StatusReceived, WireError
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import JOB_END, JobEnd, JobEndReceived
+from hypha_proto.leases import JOB_END, SAY_GOODBYE, Goodbye, GoodbyeReceived, JobEnd, JobEndReceived
 from hypha_proto.offers import OFFER, OfferReceived, WorkerOffer
 from hypha_proto.progress import REPORT, ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
@@ -146,6 +147,7 @@ class SchedulerService:
         self._auction_settings = auction
         self._strategies = strategies
         self._runs: dict[uuid.UUID, JobRunner] = {}
+        self._refusals = LogThrottle()
         self.ends = EndRecorder()
         """Its `run` is a background task of whoever creates this service."""
         self._served: set[str] = set()
@@ -154,6 +156,7 @@ class SchedulerService:
         rpc.serve(endpoint, DATA, self._data)
         rpc.serve(endpoint, REPORT, self._report)
         rpc.serve(endpoint, JOB_END, self._job_end)
+        rpc.serve(endpoint, SAY_GOODBYE, self._goodbye)
         rpc.serve(endpoint, JOB_STATUS, self._job_status)
         transfer.serve_pulls(endpoint, self._pull)
         transfer.serve_pushes(endpoint, self._push)
@@ -202,11 +205,38 @@ class SchedulerService:
 
     async def _data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
         run = self._of_peer(peer, request.job_id)
-        return NotFound() if run is None else await run.on_data(peer, request)
+        answer = NotFound() if run is None else await run.on_data(peer, request)
+        if not isinstance(answer, SliceAssigned):
+            reason = (
+                answer.message if isinstance(answer, WireError) else "it is not a member of a job with this dataset"
+            )
+            self._log_refusal("slice request", peer, run, reason)
+        return answer
 
     async def _report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
         run = self._runs.get(request.job_id)
-        return ProgressError() if run is None else await run.on_report(peer, request)
+        unknown = ProgressError(
+            reason=f"this scheduler runs no job {request.job_id}: it has ended, or began before a restart"
+        )
+        answer = unknown if run is None else await run.on_report(peer, request)
+        if isinstance(answer, ProgressError):
+            what = f"report {type(request.progress).__name__}"
+            self._log_refusal(what, peer, run, answer.reason or "it does not match the state of the job")
+        return answer
+
+    def _log_refusal(self, what: str, peer: PeerId, run: JobRunner | None, reason: str) -> None:
+        """Log a refused request, once a minute for each peer, kind of request and, within a job, reason."""
+        about = (None, None) if run is None else (run.job_id, reason)
+        suppressed = self._refusals.suppressed_count((what, peer, *about))
+        if suppressed is not None:
+            more = f" ({suppressed} more since it was last logged)" if suppressed else ""
+            of_job = "" if run is None else f" for job {run.job_id}"
+            _log.warning("%s of %s%s refused: %s%s", what, peer, of_job, reason, more)
+
+    async def _goodbye(self, peer: PeerId, goodbye: Goodbye) -> GoodbyeReceived:
+        for run in self._runs.values():
+            run.on_goodbye(peer, goodbye)
+        return GoodbyeReceived()
 
     async def _job_end(self, peer: PeerId, end: JobEnd) -> JobEndReceived:
         run = self._runs.get(end.job_id)

@@ -173,7 +173,9 @@ class ExecutorSection(Section):
     args: list[str] = Field(
         default=[], description="Its arguments; {SOCKET_PATH}, {WORK_DIR}, {JOB_JSON} and {JOB_FILE} are filled in."
     )
-    env: dict[str, str] = Field(default={}, description="Environment variables in addition to this worker's own.")
+    env: dict[str, str] = Field(
+        default={}, description="Environment variables of a process, in addition to this worker's own."
+    )
 
     @model_validator(mode="after")
     def _fits_runtime(self) -> ExecutorSection:

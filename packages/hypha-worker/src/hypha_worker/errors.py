@@ -5,11 +5,26 @@ The lowest layer of the package besides `paths`: `connectors`, `bridge`, `jobs` 
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
 from hypha_net.errors import NetError, RequestTimeoutError, TransferRefusedError
+from hypha_proto.ids import PeerId
+
+_DISK_FAULTS: Final = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE}
+)
+"""Errors of a disk that no other peer and no repetition cures."""
 
 
 class ExecutionError(Exception):
     """A job cannot continue; its scheduler reads the message as the reason."""
+
+
+class WorkReturnedError(ExecutionError):
+    """This worker cannot continue a job, for a reason of its own: the job may go on without it."""
 
 
 class StorageExceededError(TransferRefusedError):
@@ -34,6 +49,36 @@ class BridgeError(Exception):
         self.status = status
         self.kind = kind
         self.detail = detail
+
+
+class UnusableFileError(BridgeError):
+    """A 502: no peer has the file as it must be, and asking them again would not help.
+
+    Attributes:
+        failures: what is wrong, for each peer that was asked.
+    """
+
+    def __init__(self, detail: str, failures: Mapping[PeerId, str]) -> None:
+        super().__init__(502, "peer-failed", detail)
+        self.failures = failures
+
+
+class DiskFaultError(BridgeError):
+    """A 500: this worker's disk is full or fails, so that it cannot continue the job."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(500, "worker-failed", detail)
+
+
+def is_disk_fault(error: OSError) -> bool:
+    """Return whether an error means that this machine's disk is full or fails."""
+    return error.errno in _DISK_FAULTS
+
+
+def describe_disk_fault(error: OSError, folder: Path) -> str:
+    """Return a reason that names the path; `folder` where the error names none."""
+    remedy = "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check this worker's disk"
+    return f"{error.filename or folder}: {error.strerror or error}; {remedy}"
 
 
 def bad_request(detail: str) -> BridgeError:

@@ -7,6 +7,7 @@ Called by `cli`. The decisions are in pure modules (`bidding.arbiter`, `leasing.
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import anyio.to_thread
 
 from hypha_net import instrumentation, rpc, transfer
 from hypha_net.endpoint import Endpoint
+from hypha_net.errors import NetError
 from hypha_net.log_throttle import LogThrottle
 from hypha_proto.dispatch import DISPATCH_JOB
 from hypha_proto.ids import PeerId
@@ -26,8 +28,10 @@ from hypha_proto.leases import (
     LEASE_SWEEP,
     RELEASE_LEASE,
     RENEW_LEASE,
+    SAY_GOODBYE,
     WHY_NOT,
     CancelJob,
+    Goodbye,
     JobCancelled,
     LeaseReleased,
     LeaseRenewal,
@@ -65,6 +69,8 @@ _log = logging.getLogger(__name__)
 
 TOPIC_TIMEOUT: Final = 10.0
 """Seconds that the start waits for another peer on the topic."""
+GOODBYE_TIMEOUT: Final = 1.0
+"""Seconds that telling schedulers of the shutdown may take."""
 _TOPIC_GRACE: Final = 0.5
 """Seconds of them without a status message: a peer announces its subscription a moment after it connected."""
 _TOPIC_POLL: Final = 0.05
@@ -127,8 +133,12 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
             worker.listen()
             await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep).run)
             tasks.start_soon(worker.sweep_loop)
-            yield worker
-            tasks.cancel_scope.cancel()
+            try:
+                yield worker
+            finally:
+                tasks.cancel_scope.cancel()
+                with anyio.move_on_after(GOODBYE_TIMEOUT, shield=True):  # while the jobs' processes are ended
+                    await worker.say_goodbye("the worker is shutting down")
 
 
 def _preload(runtimes: Iterable[Runtime]) -> None:
@@ -181,6 +191,25 @@ class Worker:
         while True:
             await anyio.sleep(LEASE_SWEEP / 2)
             self.sweep(anyio.current_time())
+
+    async def say_goodbye(self, reason: str) -> None:
+        """Tell each scheduler that its leases here end now, so that it does not try to renew them.
+
+        Schedulers without this protocol are told by the ends of their jobs only.
+        """
+        held: dict[PeerId, list[uuid.UUID]] = {}
+        for lease in self.lease_manager.leases:
+            if lease.state is LeaseState.HELD:
+                held.setdefault(lease.scheduler, []).append(lease.id)
+        async with anyio.create_task_group() as tasks:
+            for scheduler, leases in held.items():
+                tasks.start_soon(self._say_goodbye_to, scheduler, Goodbye(leases=tuple(leases), reason=reason))
+
+    async def _say_goodbye_to(self, scheduler: PeerId, goodbye: Goodbye) -> None:
+        try:
+            await rpc.call(self.endpoint, scheduler, SAY_GOODBYE, goodbye, timeout=GOODBYE_TIMEOUT)
+        except NetError as error:
+            _log.info("scheduler %s could not be told of the shutdown: %s", scheduler, error)
 
     def sweep(self, now: float) -> None:
         """End leases that have expired or are idle, and cancel the jobs of the former."""

@@ -44,13 +44,24 @@ def clear_work_dir(folder: Path, stack: ExitStack) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path in [path for path in folder.iterdir() if _JOB_FOLDER.fullmatch(path.name)]:
             _log.warning("removing %s, left by a job of a worker that was killed", path)
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder(path)
     except BlockingIOError:
         _log.info("work_dir %s is used by another worker: job folders of killed workers are not removed", folder)
     except OSError as error:
         _log.warning("work_dir %s cannot be locked, job folders of killed workers are not removed: %s", folder, error)
         return
     fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove as much of a folder as possible; log a warning if something of it stays."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        _log.warning("%s cannot be removed completely; remove it by hand, it takes up disk space: %s", folder, error)
 
 
 @contextmanager

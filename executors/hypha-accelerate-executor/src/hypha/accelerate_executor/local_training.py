@@ -17,6 +17,7 @@ import torch
 from hypha.accelerate_executor.bridge.client import Fetched
 from hypha.accelerate_executor.data.batches import Batches
 from hypha.accelerate_executor.data.model_inputs import ModelInputs
+from hypha.accelerate_executor.data.value_ranges import value_limits
 from hypha.accelerate_executor.diloco.metrics import RoundTally
 from hypha.accelerate_executor.distributed.accelerator import CpuBackend, trained_parameters
 from hypha.accelerate_executor.errors import JobError
@@ -62,7 +63,7 @@ def train_locally(
     module = load_model(task, model_dir)
     device = CpuBackend()
     optimizer = InnerOptimizer(trained_parameters(module), Adam(learning_rate=learning_rate))
-    trainer = Trainer(module, ModelInputs(task, (), module), optimizer, device)
+    trainer = Trainer(module, ModelInputs(task, (), module), optimizer, device, limits=value_limits(task, module))
     tally = RoundTally()
     with tempfile.TemporaryDirectory(prefix="hypha-alone-") as scratch:
         batches = Batches(_endless(slices, Path(scratch)), batch_size, seed)

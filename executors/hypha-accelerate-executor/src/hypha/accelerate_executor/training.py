@@ -2,12 +2,14 @@
 
 Started by the worker's process executor with a socket, a work directory and the job. It connects to the job bridge,
 fetches the model while torch is being imported, and runs `diloco.loop`. Exit codes: 0 when the job is done, 1 with a
-one-line reason when training failed, 2 when the job is invalid or not supported.
+one-line reason when training failed, 2 when the job is invalid or not supported, 74 (``EX_IOERR`` of sysexits.h) when
+this machine's disk is full or fails: the worker then gives its work back, and the job can continue without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import itertools
 import logging
 import os
@@ -29,7 +31,7 @@ from hypha.accelerate_executor.modeling.hf import model_directory
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha_proto.codec import from_json
 from hypha_proto.errors import DecodeError, ProtoError
-from hypha_proto.job_spec import JobSpec, TrainConfig, TrainJob
+from hypha_proto.job_spec import JobSpec, SchedulerReference, TrainConfig, TrainJob
 
 logger = logging.getLogger("hypha.accelerate_executor.training")
 
@@ -41,6 +43,8 @@ _DEFAULT_TIMEOUT: Final = 600.0
 _DEFAULT_UPDATE_TIMEOUT: Final = 86_400.0
 """A round lasts as long as its slowest worker takes; the worker ends an executor whose job is over."""
 _JOB_LIMIT: Final = 1 << 20
+_DISK_FAULTS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
+"""Errors of this machine's disk, after which the process exits with `os.EX_IOERR`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JobError as error:
         logger.error("%s", error)
         return 2
-    except (ExecutorError, ProtoError, OSError) as error:
+    except OSError as error:
+        logger.error("%s: %s", error.filename or options.work_dir, error.strerror or error)
+        return os.EX_IOERR if error.errno in _DISK_FAULTS else 1
+    except (ExecutorError, ProtoError) as error:
         logger.error("%s", error)
         return 1
     logger.info("the job is done")
@@ -153,7 +160,13 @@ def _train(options: argparse.Namespace, started: float) -> None:
         follow(config, _owner_options(options), LoopTiming(update_timeout, delay))
         return
     with Bridge(options.socket, work_dir, timeout) as bridge:
-        batches = Batches(_slices(bridge, config), config.batch_size, config.seed or 0, preprocessed_columns(config))
+        batches = Batches(
+            _slices(bridge, config),
+            config.batch_size,
+            config.seed or 0,
+            preprocessed_columns(config),
+            config.data.dataset if isinstance(config.data, SchedulerReference) else "",
+        )
         clean = Redaction(secrets_of(config)).clean
         spans = Spans(bridge.report_spans, os.environ.get(TRACE_VARIABLE), clean)
         try:

@@ -15,6 +15,7 @@ import torch
 from hypha.accelerate_executor.data.batches import Arrays
 from hypha.accelerate_executor.data.model_inputs import ModelInputs
 from hypha.accelerate_executor.data.preprocess import load_preprocessor, preprocessed_columns
+from hypha.accelerate_executor.data.value_ranges import value_limits
 from hypha.accelerate_executor.diloco.replica import Replica
 from hypha.accelerate_executor.distributed.accelerator import Device
 from hypha.accelerate_executor.distributed.process_group import ProcessGroup
@@ -74,7 +75,8 @@ def build_setup(
         device.torch_device,
         f", {group.size} processes" if group.size > 1 else "",
     )
-    trainer = Trainer(placed, inputs, optimizer, device, preprocess)
+    limits = value_limits(config.model.task, model)
+    trainer = Trainer(placed, inputs, optimizer, device, preprocess, limits)
     whole = group.leads and not device.is_sharded
     measuring = _measuring(config, model, inputs, device, preprocess) if whole else None
     return Setup(trainer, replica, weights, group, measuring)

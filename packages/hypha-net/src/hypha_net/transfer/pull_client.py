@@ -13,7 +13,7 @@ import anyio
 
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, Stream
-from hypha_net.errors import TransferError, TransferRefusedError, UnsupportedProtocolError
+from hypha_net.errors import ContentMismatchError, TransferError, TransferRefusedError, UnsupportedProtocolError
 from hypha_net.transfer.framing import (
     TransferInterruptedError,
     describe_request,
@@ -71,7 +71,9 @@ async def pull(
     Raises:
         UnreachableError: the peer cannot be reached.
         TransferRefusedError: the peer refuses, and says why, or the quota does not allow it.
-        TransferError: interrupted, wrong length or digest, too large, disk full, or too slow.
+        ContentMismatchError: length or digest of what the peer has is wrong.
+        NoSpaceError: the disk of this machine is full.
+        TransferError: interrupted, too large, or too slow.
         OSError: the file cannot be written.
     """
     incoming = _Pull(endpoint, peer, request, FileSink(target, quota), max_bytes, digest)
@@ -95,7 +97,8 @@ async def pull_bytes(
     Raises:
         UnreachableError: the peer cannot be reached.
         TransferRefusedError: the peer refuses, and says why.
-        TransferError: interrupted, wrong length or digest, too large, out of memory, or too slow.
+        ContentMismatchError: length or digest of what the peer has is wrong.
+        TransferError: interrupted, too large, out of memory, or too slow.
     """
     sink = MemorySink()
     incoming = _Pull(endpoint, peer, request, sink, max_bytes, digest)
@@ -182,7 +185,7 @@ class _Pull:
         if answer.size > self.max_bytes:
             raise TransferError(f"{answer.size} bytes are over the limit of {self.max_bytes}")
         if self.expected_digest is not None and answer.digest != self.expected_digest:
-            raise TransferError(f"the peer has {answer.digest} where {self.expected_digest} is wanted")
+            raise ContentMismatchError(f"the peer has {answer.digest} where {self.expected_digest} is wanted")
         before, self.announced_digest = self.announced_digest, answer.digest
         if offset and answer.digest != before:
             raise TransferInterruptedError(

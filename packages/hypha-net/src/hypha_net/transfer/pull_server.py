@@ -37,6 +37,14 @@ class PullSource:
     source: Path | Buffer
     """A buffer must not change while it is offered."""
     digest: str | None = None
+    on_sent: Callable[[], Awaitable[None]] | None = None
+    """Called after the last byte and before the end of the stream; raises `TransferError` if what was sent is void."""
+
+    async def finish(self, stream: Stream) -> None:
+        """End a stream on which all bytes were sent."""
+        if self.on_sent is not None:
+            await self.on_sent()
+        await stream.send_eof()
 
 
 def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awaitable[PullSource | Refusal]]) -> None:
@@ -65,7 +73,7 @@ def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awa
             with progress.report_outcome():
                 progress.begin(0, size)
                 await source.send(stream, 0, size, progress)
-                await stream.send_eof()
+                await offered.finish(stream)
 
     limiter = PerPeerLimiter(MAX_CONCURRENT)
     endpoint.handle(PULL_WITH_HEADER, limited(with_header, limiter))
@@ -84,4 +92,4 @@ async def _send_with_header(endpoint: Endpoint, stream: Stream, request: PullReq
         await send_message(stream, to_cbor(PullAnswer, PullStart(size=size, digest=digest)))
         progress.begin(request.offset, size)
         await source.send(stream, request.offset, size, progress)
-        await stream.send_eof()
+        await offered.finish(stream)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from hypha_net.errors import NoSpaceError
 from hypha_net.transfer.io.integrity import IncomingContent
 from hypha_net.transfer.io.partial_buffer import SuspendedBuffers
 from hypha_net.transfer.io.sinks import FileSink, MemorySink
@@ -32,6 +33,8 @@ class FilePushTarget:
     """Of one peer's pushes with headers into one slot only the last is received; earlier ones are cancelled."""
     quota: StorageQuota | None = None
     """Bounds what this and other transfers store together."""
+    on_disk_error: Callable[[NoSpaceError | OSError], None] | None = None
+    """Called when the file cannot be stored on this machine; the pusher gets a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +85,15 @@ class _FilePushSink:
     def slot_key(self, header: PushHeader) -> SlotKey:
         return _slot_key(self._target, self._peer, header, str(self._target.path.parent))
 
-    def open(self, size: int | None, digest: str | None) -> AbstractAsyncContextManager[IncomingContent]:
-        return FileSink(self._target.path, self._target.quota).open(size, digest)
+    @asynccontextmanager
+    async def open(self, size: int | None, digest: str | None) -> AsyncIterator[IncomingContent]:
+        try:
+            async with FileSink(self._target.path, self._target.quota).open(size, digest) as content:
+                yield content
+        except (NoSpaceError, OSError) as error:
+            if self._target.on_disk_error is not None:
+                self._target.on_disk_error(error)
+            raise
 
     async def complete(self, size: int, digest: str) -> None:
         await self._target.on_complete(size, digest)

@@ -29,7 +29,7 @@ from hypha_scheduler.allocation.attempts import Attempts
 from hypha_scheduler.allocation.auction import AcceptedOffer, Auction, AuctionSettings, RoleRequest
 from hypha_scheduler.allocation.leases import HeldLeases
 from hypha_scheduler.allocation.shortage import Shortage
-from hypha_scheduler.allocation.shortage_report import ShortageReport, candidates
+from hypha_scheduler.allocation.shortage_report import ShortageReport, all_candidates
 from hypha_scheduler.errors import AllocationError
 
 _log = logging.getLogger(__name__)
@@ -38,6 +38,9 @@ REPUBLISH: Final = 1.0
 """Seconds after which an unmet request is published again."""
 _REPUBLISH_WITH_SET: Final = 0.5
 """The same while an incomplete set is held: it gets what others release before it is released itself."""
+_WINDOW_WITHOUT_SET: Final = 0.4
+"""Seconds in which workers may answer the request of a search that gave up a set and holds nothing. They do not keep it
+until somebody releases a lease: that belongs to those who hold an incomplete set, or none would ever be complete."""
 _QUICK_REPUBLISH: Final = 0.25
 _SOON: Final = 0.01
 """Seconds until a request that the present turn makes possible."""
@@ -51,14 +54,19 @@ def lease_life(timeout_ms: int | None) -> float:
     return RENEWED_LEASE if timeout_ms is None else min(timeout_ms / 1000, _MAX_LEASE_LIFE)
 
 
-def make_request(role_request: RoleRequest) -> WorkerRequest:
-    """Build a request with a new id. It contains the bid; the maximum price is never sent."""
+def make_request(role_request: RoleRequest, window: float = OFFER_WINDOW) -> WorkerRequest:
+    """Build a request with a new id. It contains the bid; the maximum price is never sent.
+
+    Args:
+        role_request: what is requested.
+        window: seconds from receipt in which our workers may make an offer; older ones are told `OFFER_WINDOW`.
+    """
     return WorkerRequest(
         id=uuid.uuid4(),
         spec=role_request.spec,
         timeout=Timestamp.of(time.time() + OFFER_WINDOW),
         bid=role_request.bid,
-        timeout_ms=int(OFFER_WINDOW * 1000),
+        timeout_ms=int(window * 1000),
     )
 
 
@@ -89,6 +97,11 @@ class Allocator:
     _shortage: ShortageReport = field(init=False)
     _attempts: Attempts = field(init=False)
     _began: float = 0.0
+    _is_over: bool = False
+    _is_asking: bool = False
+    """Whether workers are being asked if others compete for them."""
+    _declining: set[PeerId] = field(default_factory=set)
+    """Peers to which the release of an offer is in flight."""
     _published_at: float = 0.0
     _next_publish: float = 0.0
     _changed: anyio.Event = field(default_factory=anyio.Event)
@@ -99,8 +112,10 @@ class Allocator:
         self._shortage = ShortageReport(self.endpoint, self.auction, self._requests, self.on_shortage)
 
     def add_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
-        """Pass a received offer to the auction."""
-        if self.auction.add_offer(peer, offer, anyio.current_time(), self.endpoint.round_trip_time(peer) or 0.0):
+        """Pass a received offer to the auction; in a pause and after the search, release it for others."""
+        if self.auction.is_requested(offer) and self._is_pausing():
+            self._decline(peer, offer)
+        elif self.auction.add_offer(peer, offer, anyio.current_time(), self.endpoint.round_trip_time(peer) or 0.0):
             self._changed.set()
         else:
             _log.debug("offer %s of %s at %g is not acceptable", offer.id, peer, offer.price)
@@ -125,13 +140,18 @@ class Allocator:
         self._attempts = Attempts(deadline, self.random)
         async with anyio.create_task_group() as watching:
             watching.start_soon(self._shortage.watch)
-            await self._search(deadline)
+            await self._search(deadline, watching)
             watching.cancel_scope.cancel()
-        self.auction.close()
+        self.close()
         if not self._has_minimum():
             raise AllocationError(await self._shortage.explain(self.timeout))
         self.seconds = self.elapsed
         return self.auction.held
+
+    def close(self) -> None:
+        """End the search: offers and leases that come from now on are released."""
+        self._is_over = True
+        self.auction.close()
 
     @property
     def elapsed(self) -> float:
@@ -142,13 +162,13 @@ class Allocator:
         """Describe for the job's owner why workers are missing."""
         return await self._shortage.explain(self.timeout)
 
-    async def _search(self, deadline: float) -> None:
+    async def _search(self, deadline: float, tasks: anyio.abc.TaskGroup) -> None:
         """Search until all leases are held, or until the deadline."""
         while not self.auction.complete and (now := anyio.current_time()) < deadline:
             for offer in self.auction.mark_late(now):
                 _log.info("%s is late to confirm its offer for %s: taking the next best", offer.peer, offer.role)
             if self._is_stalled(now):
-                self._give_up(now)
+                self._reconsider(now, tasks)
             resume_at = self._attempts.resume_at
             if resume_at is not None and now < resume_at:
                 await self._wait(resume_at)
@@ -162,6 +182,9 @@ class Allocator:
             self._decline_unneeded(now)
             times = (deadline, self._next_publish, self.auction.decide_at(now), self.auction.next_late_at())
             await self._wait(min(at for at in (*times, self._attempts.give_up_at) if at is not None and at > now))
+
+    def _is_pausing(self) -> bool:
+        return self._is_over or self._attempts.resume_at is not None
 
     def _has_minimum(self) -> bool:
         return not self.short_roles
@@ -178,6 +201,24 @@ class Allocator:
         if at is None or now < at or self._has_minimum():
             return False
         return self.auction.decide_at(now) is None and self.auction.next_late_at() is None
+
+    def _reconsider(self, now: float, tasks: anyio.abc.TaskGroup) -> None:
+        """Give up what is held, unless it turns out that no other scheduler can be waiting for it."""
+        if not self.auction.held:
+            self._give_up(now)
+        elif not self._is_asking:
+            self._is_asking = True
+            tasks.start_soon(self._give_up_if_contended)
+
+    async def _give_up_if_contended(self) -> None:
+        is_contended = await self._shortage.is_contended()
+        now, self._is_asking = anyio.current_time(), False
+        if self._is_stalled(now):
+            if is_contended:
+                self._give_up(now)
+            else:
+                self._attempts.restart_patience(now)
+        self._changed.set()
 
     def _give_up(self, now: float) -> None:
         """Release all leases, which other schedulers may be waiting for, and pause."""
@@ -203,8 +244,9 @@ class Allocator:
             await anyio.sleep(0.05)
 
     async def _publish(self) -> None:
+        window = OFFER_WINDOW if self._attempts.is_first or self.auction.held else _WINDOW_WITHOUT_SET
         for role_request in self.auction.open_requests:
-            request = make_request(role_request)
+            request = make_request(role_request, window)
             self._requests[role_request.role] = request
             self.auction.register_request(request.id, role_request.role)
             with instrumentation.span(
@@ -215,11 +257,24 @@ class Allocator:
     def _accept_offers(self, now: float) -> None:
         """Select offers and begin to accept them if it is time to."""
         at = self.auction.decide_at(now)
-        if at is None or (now < at and not self.auction.all_offers_in(candidates(self.endpoint), now)):
+        if at is None or (now < at and not self.auction.all_offers_in(all_candidates(self.endpoint), now)):
             return
         for offer in self.auction.decide(now):
             self.tasks.start_soon(self._accept, offer)
         self._next_publish = min(self._next_publish, now + _QUICK_REPUBLISH)
+
+    def _decline(self, peer: PeerId, offer: WorkerOffer) -> None:
+        """Release an offer that cannot be accepted, one of each peer at a time: a peer may send any number."""
+        if peer not in self._declining:
+            self._declining.add(peer)
+            self.tasks.start_soon(self._release_declined, peer, offer.id)
+
+    async def _release_declined(self, peer: PeerId, lease: uuid.UUID) -> None:
+        try:
+            reason = f"the search for workers {'is over' if self._is_over else 'pauses'}"
+            await release(self.endpoint, peer, lease, reason)
+        finally:
+            self._declining.discard(peer)
 
     def _decline_unneeded(self, now: float) -> None:
         """Release offers for roles that are filled, and ask their workers for the role that is not."""

@@ -2,7 +2,7 @@
 
 Schedulers that compete for too few workers would hold incomplete sets until they time out, each with workers that
 another one needs. `allocator` therefore releases a set that lacks workers and does not grow, and tries again after a
-pause.
+pause, unless it finds that nobody competes with it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class Attempts:
     def resume_at(self) -> float | None:
         """End of the pause between two attempts; None outside of pauses."""
         return self._resume_at
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no set has been given up yet."""
+        return not self._given_up
 
     def restart_patience(self, now: float) -> None:
         """Restart the time after which the set is given up: a lease was added to it, or lost."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final
@@ -93,6 +93,8 @@ class AcceptedOffer:
     """Value of the resources; see `resource_score`."""
     round_trip: float = 0.0
     """Seconds to the peer and back."""
+    waiting_since: float = 0.0
+    """When the first of an unbroken sequence of offers of this peer and role was received."""
 
     @property
     def accept_by(self) -> float:
@@ -178,7 +180,11 @@ class Auction:
             return False
         life = TEMPORARY_LEASE if offer.timeout_ms is None else min(offer.timeout_ms / 1000, MAX_OFFER_LIFE)
         score = resource_score(offer.resources, self.settings.weights)
-        accepted = AcceptedOffer(role, offer.id, peer, offer.price, offer.resources, now, now + life, score, round_trip)
+        older = self._offers.get((peer, role))
+        since = older.waiting_since if older is not None and older.accept_by >= now else now
+        accepted = AcceptedOffer(
+            role, offer.id, peer, offer.price, offer.resources, now, now + life, score, round_trip, since
+        )
         if accepted.accept_by < now or not self._has_room_for(peer, role, now):
             return False
         self._offers[peer, role] = accepted
@@ -266,11 +272,18 @@ class Auction:
         offers = [offer for offer in self._usable(now) if missing[offer.role]]
         if not offers:
             return None
-        window_end = min(offer.at for offer in offers) + self.settings.decision_window
+        window_end = min(offer.waiting_since for offer in offers) + self.settings.decision_window
         return min(window_end, min(offer.accept_by for offer in offers) - _DECISION_MARGIN)
 
-    def all_offers_in(self, candidates: Iterable[PeerId], now: float) -> bool:
-        """Return whether waiting cannot improve the choice: every candidate has made an offer for every open role."""
+    def all_offers_in(self, candidates: Collection[PeerId] | None, now: float) -> bool:
+        """Return whether waiting cannot improve the choice: every candidate has made an offer for every open role.
+
+        Args:
+            candidates: all peers that may make offers, or None if there may be others than those that are known.
+            now: the local monotonic clock, seconds.
+        """
+        if not candidates:  # nobody is known, and so nobody's silence means anything
+            return False
         open_roles = [role for role, missing in self.missing().items() if missing]
         bidders = {(offer.peer, offer.role) for offer in self._usable(now)}
         taken = self._taken_peers()
@@ -335,6 +348,10 @@ class Auction:
         for renewal in late:
             renewal.is_late = True
         return tuple(renewal.offer for renewal in late)
+
+    def is_requested(self, offer: WorkerOffer) -> bool:
+        """Return whether an offer answers a request of this search."""
+        return offer.request_id in self._request_roles
 
     def confirm(self, lease: uuid.UUID) -> bool:
         """Record that the worker granted a lease; return whether it is still needed. If not, release it."""

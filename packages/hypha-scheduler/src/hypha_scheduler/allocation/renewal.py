@@ -58,6 +58,8 @@ async def _renew_lease(endpoint: Endpoint, leases: HeldLeases, held: HeldLease, 
     try:
         answer = await rpc.call(endpoint, held.peer, RENEW_LEASE, RenewLease(id=held.lease), timeout=timeout)
     except NetError as error:
+        if held.lease not in leases:
+            return  # released, or its worker has said goodbye
         _log.warning("lease at %s could not be renewed, retrying: %s", held.peer, error)
         _RENEWALS.add(1, {"hypha.outcome": "unanswered"})
         leases.schedule_retry(held.lease, anyio.current_time())

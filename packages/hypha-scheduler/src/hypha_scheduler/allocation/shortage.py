@@ -23,6 +23,8 @@ UNKNOWN: Final = "unknown"
 _UNITS: Final = {"gpu": "GB", "cpu": "cores", "memory": "GB", "storage": "GB"}
 _ORDER: Final = ("not-allowed", "executor", *_UNITS, "price", "quota", "busy", DENIED, TAKEN, UNKNOWN)
 """Codes by how hard the reason is to remove: of several reasons of one peer, the first one counts."""
+_PERMANENT: Final = ("not-allowed", "executor", "price", "quota")
+"""Codes of reasons that other schedulers cannot remove."""
 _CODE: Final = re.compile(r"[a-z][a-z-]{0,23}")
 _MAX_REASONS: Final = 8
 """Reasons of one peer that are read, and their length in characters."""
@@ -91,6 +93,19 @@ def _most_important(answer: Reasons | None) -> Rejection | None:
     if known:
         return min(known, key=lambda entry: _position(entry.code))
     return Rejection(code=UNKNOWN) if answer.reasons or answer.rejections else None
+
+
+def may_become_suitable(answer: Reasons, wanted: Resources) -> bool:
+    """Return whether a worker makes no offer because of leases that others may release.
+
+    Reasons without a known code count, too; and a resource of which a job asks none, since its default is leased then.
+    """
+    rejection = _most_important(answer)
+    if rejection is None:
+        return False
+    if rejection.code in _UNITS:
+        return not getattr(wanted, rejection.code)
+    return rejection.code not in _PERMANENT
 
 
 def _position(code: str) -> int:

@@ -15,12 +15,19 @@ import anyio
 
 from hypha_net import rpc
 from hypha_net.endpoint import Endpoint
-from hypha_net.errors import NetError
+from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import WHY_NOT, Reasons, WhyNot
 from hypha_proto.offers import WORKER_REQUESTS, WorkerRequest
 from hypha_scheduler.allocation.auction import Auction
-from hypha_scheduler.allocation.shortage import Answers, Shortage, count_reasons, describe_peers, hint_for_unlisted
+from hypha_scheduler.allocation.shortage import (
+    Answers,
+    Shortage,
+    count_reasons,
+    describe_peers,
+    hint_for_unlisted,
+    may_become_suitable,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +35,9 @@ REPORT_INTERVAL: Final = 5.0
 """Seconds between questions to workers why they make no offer."""
 _TIMEOUT: Final = 3.0
 _MAX_PEERS_ASKED: Final = 32
+_CONTENTION_TIMEOUT: Final = 1.0
+_FOUND_PEERS: Final = 20
+"""As many peers as a gateway names at most: with fewer it has named all."""
 
 
 def candidates(endpoint: Endpoint) -> list[PeerId]:
@@ -35,6 +45,12 @@ def candidates(endpoint: Endpoint) -> list[PeerId]:
     known = endpoint.connected_peers()
     peers = endpoint.topic_peers(WORKER_REQUESTS.name)
     return [peer for peer in peers if peer not in known or known[peer].role in (None, "worker")]
+
+
+def all_candidates(endpoint: Endpoint) -> list[PeerId] | None:
+    """Return the peers that may make offers, or None if there may be others: a gateway forwards requests to them."""
+    found = candidates(endpoint)
+    return found if len(found) == len(endpoint.topic_peers(WORKER_REQUESTS.name)) else None
 
 
 @dataclass(slots=True)
@@ -75,6 +91,39 @@ class ShortageReport:
         lines += describe_peers(answers, self._held())
         lines += [hint_for_unlisted(request.role, request.bid) for request in self.auction.open_requests]
         return "\n  ".join(lines)
+
+    async def is_contended(self) -> bool:
+        """Return whether other schedulers may compete for the workers of this search, as far as can be told.
+
+        Not so only if all peers are known and have answered, and none would make an offer if others released leases.
+        """
+        try:
+            found = await self.endpoint.find_peers(timeout=_CONTENTION_TIMEOUT)
+        except NetError:
+            return True
+        taken = {offer.peer for offer in (*self.auction.held, *self.auction.unanswered)}
+        peers = {*candidates(self.endpoint), *found} - taken
+        if len(found) >= _FOUND_PEERS or len(peers) > _MAX_PEERS_ASKED:
+            return True  # there may be more
+        contended: list[PeerId] = []
+        async with anyio.create_task_group() as tasks:
+            for peer in peers:
+                tasks.start_soon(self._check_contention, peer, contended)
+        return bool(contended)
+
+    async def _check_contention(self, peer: PeerId, contended: list[PeerId]) -> None:
+        """Add `peer` to `contended` if it is a worker that others may hold."""
+        try:
+            for role_request in self.auction.open_requests:
+                question = WhyNot(request=self.requests[role_request.role])
+                answer = await rpc.call(self.endpoint, peer, WHY_NOT, question, timeout=_CONTENTION_TIMEOUT)
+                if may_become_suitable(answer, role_request.spec.resources):
+                    contended.append(peer)
+        except UnsupportedProtocolError:
+            if peer in candidates(self.endpoint):  # an older worker, and no node of another role
+                contended.append(peer)
+        except NetError:
+            contended.append(peer)
 
     def _held(self) -> dict[PeerId, str]:
         return {offer.peer: offer.role for offer in self.auction.held}

@@ -48,6 +48,11 @@ class Dataset:
         """Number of samples of each slice, None where unknown."""
         return [None if entry is None else entry.samples for entry in self.slices]
 
+    def describe(self, index: int) -> str:
+        """Return a slice's number, and the name of its file where the manifest gives one."""
+        entry = self.slices[index]
+        return f"slice {index}" if entry is None else f"slice {index} ({entry.file[:200]})"
+
     def digest(self, index: int) -> str | None:
         """Return the digest of a slice, or None if unknown."""
         entry = self.slices[index]

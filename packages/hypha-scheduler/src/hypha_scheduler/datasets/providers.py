@@ -40,13 +40,17 @@ class Providers:
         self._name = name
         self._digest = digest
         self._known: tuple[PeerId, ...] = (first,)
+        self._withheld: dict[PeerId, frozenset[int]] = {}
 
     def order(self, index: int) -> tuple[PeerId, ...]:
-        """Return the providers to try for slice `index`, in order: round-robin, connected ones first."""
+        """Return the providers to try for slice `index`, in order: round-robin, connected ones first.
+
+        Those that announce that they do not serve the slice come last: they may serve it again by now.
+        """
         connected = self._endpoint.connected_peers()
         start = index % len(self._known)
         rotated = self._known[start:] + self._known[:start]
-        return tuple(sorted(rotated, key=lambda peer: peer not in connected))
+        return tuple(sorted(rotated, key=lambda peer: (index in self._withheld.get(peer, ()), peer not in connected)))
 
     async def watch(self) -> None:
         """Refresh the providers and the connections to them periodically, until cancelled."""
@@ -73,6 +77,7 @@ class Providers:
         if set(serving) != set(self._known):
             _log.info("dataset %s is provided by %s", self._name, ", ".join(map(str, serving)))
         self._known = tuple(sorted(serving))
+        self._withheld = {entry.provider: frozenset(entry.record.withheld or ()) for entry in found}
         async with anyio.create_task_group() as tasks:
             for peer in self._known:
                 tasks.start_soon(self._connect, peer)

@@ -23,20 +23,20 @@ _RETRY_DELAYS: Final = (0.5, 2.0)
 
 
 async def dispatch(
-    endpoint: Endpoint, start: StartTask, number: int | None, is_running: Callable[[], bool]
+    endpoint: Endpoint, start: StartTask, attempt: int | None, is_running: Callable[[], bool]
 ) -> str | None:
     """Dispatch a task; return why its worker did not start it, or None.
 
     Args:
         endpoint: network endpoint of the scheduler.
         start: the task and its spec.
-        number: number of earlier dispatches on its lease; None if it is to be the only one, which older workers expect.
+        attempt: number of earlier dispatches on its lease; None if the lease takes this one only.
         is_running: returns whether the task has not ended yet: its executor may end before the response arrives.
     """
     task = start.task
     about = {"hypha.task": task.name, "hypha.peer.id": str(task.lease.peer)}
-    keep_lease = None if number is None else start.keep_lease
-    message = DispatchJob(id=task.lease.id, spec=start.spec, keep_lease=keep_lease, attempt=number)
+    keep_lease = start.keep_lease if attempt is not None else None
+    message = DispatchJob(id=task.lease.id, spec=start.spec, keep_lease=keep_lease, attempt=attempt)
     try:
         with instrumentation.span("dispatch", about):
             answer = await _send(endpoint, task, message, is_running)

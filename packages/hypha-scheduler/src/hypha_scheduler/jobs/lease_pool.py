@@ -77,6 +77,8 @@ class LeasePool:
     _search: _Search | None = None
     _is_stale: bool = False
     """Whether the leases have changed since they were last compared with the demand."""
+    _last: Allocator | None = None
+    """Allocator of the search before; it releases offers that come late."""
     _began: bool = False
     """Whether the first search has found its leases."""
     _closed: bool = False
@@ -159,8 +161,9 @@ class LeasePool:
         search, self._search = self._search, None
         if search is None:
             return
+        self._last = search.allocator
         search.scope.cancel()
-        search.allocator.auction.close()
+        search.allocator.close()
         for offer in search.allocator.auction.held:
             if offer.lease not in self._held and offer.lease in self._renewed:
                 self._drop(offer.lease, offer.peer, "the job's needs have changed")
@@ -173,7 +176,7 @@ class LeasePool:
                 self._give_up(search)
                 self.observer.on_timeout(search.allocator.short_roles, str(error))
                 return
-            self._search = None
+            self._search, self._last = None, search.allocator
             if not self._began:
                 self._deliver(offers, search.allocator.seconds)
             elif short := [request.role for request in self._missing() if request.minimum]:
@@ -182,7 +185,7 @@ class LeasePool:
 
     def _give_up(self, search: _Search) -> None:
         """End a search that found too few leases to begin with; the next one follows unless the job ends."""
-        self._search = None
+        self._search, self._last = None, search.allocator
         self._is_stale = True
         for offer in search.allocator.auction.held:
             self._drop(offer.lease, offer.peer, "the scheduler found too few workers to go with it")
@@ -203,9 +206,18 @@ class LeasePool:
     # --------------------------------------------------------------------------------------------------------- events
 
     def on_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
-        """Pass an offer of a worker to the search in progress."""
-        if self._search is not None:
-            self._search.allocator.add_offer(peer, offer)
+        """Pass an offer of a worker to the search that asked for it."""
+        allocators = (None if self._search is None else self._search.allocator, self._last)
+        for allocator in allocators:
+            if allocator is not None and allocator.auction.is_requested(offer):
+                allocator.add_offer(peer, offer)
+                return
+
+    def drop(self, lease: uuid.UUID, reason: str) -> None:
+        """Treat a lease as lost that its worker has ended, without telling the worker."""
+        held = self._renewed.drop(lease)
+        if held is not None:
+            self._on_lost(held, reason)
 
     def _on_lost(self, held: HeldLease, reason: str) -> None:
         lease = self._held.pop(held.lease, None)
@@ -248,7 +260,7 @@ class LeasePool:
         self._spent.clear()
         if search is not None:
             search.scope.cancel()
-            search.allocator.auction.close()
+            search.allocator.close()
             leases |= {offer.lease: offer.peer for offer in search.allocator.auction.unanswered}
         self._held.clear()
         async with anyio.create_task_group() as tasks:

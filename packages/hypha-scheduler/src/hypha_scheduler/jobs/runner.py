@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,16 +23,17 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
 from hypha_net.transfer import FilePushTarget, PullSource
-from hypha_proto.datasets import DataRequest, SliceAssigned
+from hypha_proto.datasets import DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireError
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import CANCEL_JOB, CancelJob, JobEnd
+from hypha_proto.leases import CANCEL_JOB, CancelJob, Goodbye, JobEnd
 from hypha_proto.offers import WorkerOffer
 from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.protocols import LEASE
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings
 from hypha_scheduler.allocation.shortage import Shortage
+from hypha_scheduler.datasets.providers import MAX_PROVIDERS
 from hypha_scheduler.errors import AllocationError, JobFailedError, files_unusable
 from hypha_scheduler.jobs.artifacts import write_result
 from hypha_scheduler.jobs.config import JobTable
@@ -45,7 +47,6 @@ from hypha_scheduler.jobs.lease_pool import LeasePool
 from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.jobs.task_register import TaskRegister
 from hypha_scheduler.metrics.status_bridge import StatusBridge
-from hypha_scheduler.metrics.traffic import TrafficCounts, measure_traffic
 from hypha_scheduler.strategies.base import (
     Effect,
     Effects,
@@ -66,6 +67,7 @@ from hypha_scheduler.strategies.base import (
     TaskNotStarted,
     TaskRef,
     TaskStarted,
+    TrafficCounts,
 )
 
 _log = logging.getLogger(__name__)
@@ -84,6 +86,8 @@ _MIN_RETRY: Final = 0.05
 _MAX_LINE: Final = 500
 _MAX_LINES: Final = 40
 _MAX_REASON: Final = 1000
+_MAX_TEXT: Final = 400
+"""Characters of a peer's reason in an event."""
 _MAX_WAIT: Final = 30.0
 """Longest time in seconds for which a request for a slice waits; the worker then asks again."""
 _DEFAULT_AUCTION: Final = AuctionSettings()
@@ -125,10 +129,12 @@ class JobRunner:
         self._register = TaskRegister()
         self._early_notices: list[tuple[str, object]] = []
         """Notices of background work before there is an operator."""
+        self._stopping: set[TaskRef] = set()
+        """Tasks that were cancelled and whose leases stay."""
         self._progress_responses: ResponseCache[tuple[ProgressResponse, int]] = ResponseCache()
         """Answers, and the tickets of the effects that precede them."""
         self._slice_responses: ResponseCache[SliceAssigned] = ResponseCache()
-        self._traffic_before: dict[PeerId, TrafficCounts] = {}
+        self._traffic: defaultdict[PeerId, TrafficCounts] = defaultdict(TrafficCounts)
         self._placement_seconds: float | None = None
         self._found_too_few = False
         self._ended = anyio.Event()
@@ -242,14 +248,10 @@ class JobRunner:
 
     async def _summarize(self, operator: Operator, began: float) -> Mapping[str, object]:
         """Release the leases and return the content of the result."""
-        after: dict[PeerId, TrafficCounts] = {}
-        await measure_traffic(self._endpoint, self._traffic_before, after)
         await self._pool.close("the job is done")
-        before = self._traffic_before
-        traffic = {peer: count - before[peer] for peer, count in after.items() if peer in before}
         summary = {
             "job_id": str(self.job_id),
-            **operator.summary(traffic),
+            **operator.summary(self._traffic),
             "placement_seconds": round(self._placement_seconds or 0.0, 4),
             "wall_seconds": round(anyio.current_time() - began, 3),
         }
@@ -404,6 +406,7 @@ class JobRunner:
         if not self._register.runs(effect.task):
             return
         if effect.keep_lease:
+            self._stopping.add(effect.task)
             self._start_background(partial(self._cancel, effect, self._register.dispatch_of(effect.task)))
         else:
             self._release_and_end(effect)
@@ -479,8 +482,6 @@ class JobRunner:
         except OSError as error:
             self._on_file_error(error)
             return
-        peers = {lease.peer for lease in leases} - self._traffic_before.keys()
-        self._start_background(partial(measure_traffic, self._endpoint, peers, self._traffic_before))
         self._tell(self._running_operator.on_leases_acquired, leases, anyio.current_time())
 
     def on_lost(self, lease: Lease, reason: str) -> None:
@@ -519,12 +520,16 @@ class JobRunner:
     async def on_data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
         """Handle a worker's request for a slice."""
         deadline = anyio.current_time() + _MAX_WAIT
+        unusable = request.unusable
         while True:
             task = self._register.of_peer(peer, request.lease)
             if task is None or not self._context.has_dataset(request.dataset):
                 return NotFound()
             if (earlier := self._slice_responses.get(peer, request.id)) is not None:
                 return earlier
+            if unusable is not None:
+                self._set_slice_aside(task, request.dataset, unusable)
+                unusable = None  # once, if the request has to wait
             found = self._next_slice(task, request.dataset)
             if isinstance(found, SliceAssigned):
                 return self._slice_responses.put(peer, request.id, found)
@@ -534,6 +539,14 @@ class JobRunner:
                 return WireError(message=f"no slice was free within {_MAX_WAIT:g} s")
             with anyio.move_on_after(min(max(found.seconds, _MIN_RETRY), deadline - now)):
                 await self._changed.wait()
+
+    def _set_slice_aside(self, task: TaskRef, dataset: str, report: UnusableSlice) -> None:
+        failures = tuple(
+            ProviderFailure(provider=failure.provider, reason=_one_line(failure.reason))
+            for failure in report.failures[:MAX_PROVIDERS]
+        )
+        bounded = UnusableSlice(index=report.index, epoch=report.epoch, failures=failures)
+        self._tell(self._running_operator.on_slice_unusable, task, dataset, bounded, anyio.current_time())
 
     def _next_slice(self, task: TaskRef, dataset: str) -> SliceAssigned | NotFound | WireError | RetryAfter:
         """Ask the operator for a slice, and look up where it is."""
@@ -554,12 +567,11 @@ class JobRunner:
         """Handle a progress report of an executor."""
         task = self._register.of_peer(peer, request.lease)
         if task is None:
-            return ProgressError()
+            return ProgressError(reason="no task of the job runs on this peer under this lease")
         told = self._progress_responses.get(peer, request.id) or self._report(task, request)
-        if told is None:
-            return ProgressError()
-        answer, ticket = told
-        return answer if await self._effects.wait(ticket) else ProgressError()
+        if told is None or not await self._effects.wait(told[1]):
+            return ProgressError(reason=_JOB_OVER)
+        return told[0]
 
     def _report(self, task: TaskRef, request: ProgressRequest) -> tuple[ProgressResponse, int] | None:
         """Tell the operator of a report; return its answer and the ticket of the effects that precede it."""
@@ -567,8 +579,6 @@ class JobRunner:
         told = self._ask(lambda: self._running_operator.on_progress(task, request.progress, now))
         if told is None:
             return None
-        if isinstance(told[0], ProgressError):
-            _log.warning("report %s of %s does not match the state of the job", type(request.progress).__name__, peer)
         return self._progress_responses.put(peer, request.id, told)
 
     async def on_message(self, peer: PeerId, method: StrategyMethod, message: Any) -> Any:
@@ -620,15 +630,27 @@ class JobRunner:
         if told is None:
             raise TransferRefusedError(_JOB_OVER)
 
+    def on_goodbye(self, peer: PeerId, goodbye: Goodbye) -> None:
+        """Handle a worker's announcement that it is shutting down: its leases end at once."""
+        reason = _one_line(goodbye.reason) or "it is shutting down"
+        for lease in self._pool.held:
+            if lease.peer == peer and lease.id in goodbye.leases:
+                self._pool.drop(lease.id, reason)
+
     def on_job_end(self, peer: PeerId, end: JobEnd) -> None:
         """Handle a worker's report on how an executor ended."""
         task = self._register.dispatched(end.lease, peer, end.attempt)
         if task is None:
             return
+        self._traffic[peer] += TrafficCounts(end.bytes_sent, end.bytes_received)
         states = {"finished": TaskState.FINISHED, "cancelled": TaskState.CANCELLED}
         state = states.get(end.outcome, TaskState.FAILED)
         lines = tuple(line[:_MAX_LINE] for line in end.last_lines[-_MAX_LINES:])
-        self._task_over(task, TaskEnded(state, end.reason[:_MAX_REASON], end.exit_code, lines))
+        ended = TaskEnded(state, end.reason[:_MAX_REASON], end.exit_code, lines)
+        was_stopped = task in self._stopping  # by `CancelJob`, which leaves its lease
+        self._task_over(task, ended)
+        if state is TaskState.CANCELLED and not was_stopped:
+            self._pool.drop(task.lease.id, ended.reason or "its worker cancelled the task")
 
     def on_job_status(self, peer: PeerId, status: JobStatus) -> None:
         """Handle a worker's status report; older workers send only this, newer ones also `JobEnd` with details."""
@@ -648,6 +670,7 @@ class JobRunner:
         keeps_lease = self._register.keeps_lease(task) or end.state is TaskState.CANCELLED
         if not self._register.end(task) or self._closed:
             return
+        self._stopping.discard(task)
         if not keeps_lease:
             self._pool.spend(task.lease.id)
         self._pool.task_ended()
@@ -656,3 +679,7 @@ class JobRunner:
         except OSError as error:
             self._on_file_error(error)
         self._tell(self._running_operator.on_task_update, task, end, anyio.current_time())
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:_MAX_TEXT]

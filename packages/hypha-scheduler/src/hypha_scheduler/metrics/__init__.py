@@ -1,1 +1,1 @@
-"""Metrics of jobs: event file, status bridge to drivers, TensorBoard export, traffic counts."""
+"""Metrics of jobs: event file, status bridge to drivers, TensorBoard export."""

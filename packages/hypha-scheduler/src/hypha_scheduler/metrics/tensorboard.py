@@ -7,7 +7,6 @@ directory, and therefore a curve, of their own.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from hypha_proto.codec import parse_json
 from hypha_proto.ids import PeerId
 
 JOB: Final = "job"
@@ -23,6 +23,7 @@ JOB: Final = "job"
 _EVENT_SCALARS: Final = ("loss", "samples", "samples_per_second", "seconds", "update_bytes")
 _CASTAGNOLI: Final = 0x82F63B78
 _MASK: Final = 0xA282EAD8
+_END_OF_TIME: Final = 1 << 40
 _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
 """Protobuf wire types."""
 
@@ -78,8 +79,8 @@ def _read_scalars(path: Path) -> list[Scalar]:
     whole, _, _ = path.read_bytes().rpartition(b"\n")  # without a last line that is still being written
     for number, line in enumerate(whole.splitlines(), 1):
         try:
-            scalars += _scalars_of(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
+            scalars += _scalars_of(parse_json(line))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise MetricsFileError(f"{path}, line {number}: not an event of a scheduler: {error!r}") from None
     if not scalars:
         raise MetricsFileError(f"{path}: no round is over yet, nothing to export")
@@ -99,7 +100,31 @@ def _scalars_of(event: dict[str, Any]) -> Iterable[Scalar]:
         return
     for tag, value in values.items():
         if value is not None:
-            yield Scalar(curve, tag, int(event["round"]), float(value), float(event["time"]))
+            yield Scalar(curve, _tag(tag), _step(event["round"]), _number(value), _time(event["time"]))
+
+
+def _tag(name: str) -> str:
+    name.encode()  # a lone surrogate, which JSON can express, raises a ValueError
+    return name
+
+
+def _step(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"round {value!r:.40} is not a number from 0 to 2**63 - 1")
+    return value
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r:.40} is not a number")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _time(value: object) -> float:
+    seconds = _number(value)
+    if not 0 <= seconds < _END_OF_TIME:
+        raise ValueError(f"time {value!r:.40} is not in seconds since 1970")
+    return seconds
 
 
 # ------------------------------------------------------------------------------------------------------ the file format

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hypha_net.transfer import PullSource
+from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec
 from hypha_proto.progress import Progress, ProgressResponse
@@ -25,7 +26,6 @@ from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.artifacts import Artifact
 from hypha_scheduler.jobs.config import ArtifactTable, JobTable
 from hypha_scheduler.jobs.task_graph import TaskState
-from hypha_scheduler.metrics.traffic import TrafficCounts
 
 __all__ = [
     "Artifact",
@@ -54,6 +54,7 @@ __all__ = [
     "TaskRef",
     "TaskStarted",
     "TaskUpdate",
+    "TrafficCounts",
     "WriteJournal",
 ]
 
@@ -88,7 +89,11 @@ class StartTask:
     task: TaskRef
     spec: JobSpec
     keep_lease: bool = False
-    """Whether the lease stays for a further task when this one has ended by itself."""
+    """Whether the lease stays for a further task when this one has ended by itself.
+
+    Otherwise its worker ends it, which `Operator.on_lease_lost` hears of at the next renewal unless fewer leases are
+    wanted by then.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +198,22 @@ class TaskEnded:
     """Last lines of its output, oldest first."""
 
 
+@dataclass(frozen=True, slots=True)
+class TrafficCounts:
+    """Bytes of files that a peer sent and received for one job, as it states them at the ends of its tasks."""
+
+    sent: int | None = None
+    """None if the peer does not state it."""
+    received: int | None = None
+
+    def __add__(self, other: TrafficCounts) -> TrafficCounts:
+        return TrafficCounts(_sum(self.sent, other.sent), _sum(self.received, other.received))
+
+
+def _sum(first: int | None, second: int | None) -> int | None:
+    return second if first is None else first + (second or 0)
+
+
 TaskUpdate = TaskStarted | TaskNotStarted | TaskEnded
 
 
@@ -243,6 +264,10 @@ class DatasetView(Protocol):
     @property
     def provider(self) -> PeerId:
         """Data node that sent the manifest."""
+        ...
+
+    def describe(self, index: int) -> str:
+        """Return a slice's number, and the name of its file where the manifest gives one."""
         ...
 
 
@@ -323,6 +348,10 @@ class Operator(Protocol):
         """
         ...
 
+    def on_slice_unusable(self, task: TaskRef, dataset: str, report: UnusableSlice, now: float) -> Effects:
+        """Handle that a task cannot get a slice from any provider; it asks for one in its place next."""
+        ...
+
     def on_pull_request(self, task: TaskRef, request: PullRequest) -> PullSource | Refusal:
         """Return a file of the strategy's own; artifacts of `JobContext.prepare_artifact` are served without asking."""
         ...
@@ -364,7 +393,7 @@ class Operator(Protocol):
         ...
 
     def summary(self, traffic: Mapping[PeerId, TrafficCounts]) -> Mapping[str, object]:
-        """Return the strategy's part of ``result.json``; `traffic` counts each peer's bytes during the job."""
+        """Return the strategy's part of ``result.json``; `traffic` counts the bytes of peers for it."""
         ...
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_proto.codec import parse_json
+from hypha_proto.codec import check_depth, parse_json
 
 _CONNECT_TIMEOUT: Final = 5.0
 _TABLES_WITH_PATHS: Final = ("model", "preprocessor")
@@ -26,7 +26,9 @@ class NoSchedulerError(Exception):
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        plain = tomllib.loads(file.read_text(encoding="utf-8"))
+        check_depth(plain)
+        return plain
     except (OSError, ValueError) as error:
         raise JobFileError(f"{file}: {error}") from None
     except RecursionError:

@@ -68,6 +68,10 @@ class Arbiter:
             *resource_reasons(self.policy, self.capabilities, request, free),
         )
 
+    def is_possible(self, scheduler: PeerId, request: WorkerRequest) -> bool:
+        """Return whether an offer could be made if nothing was leased."""
+        return not self.rejection_reasons(scheduler, request, self.capabilities.capacity)
+
     def decide(
         self,
         batch: Sequence[ReceivedRequest],
@@ -78,8 +82,9 @@ class Arbiter:
     ) -> list[PlannedOffer]:
         """Choose the offers for a batch of requests, best first, together at most `free`.
 
-        Of requests with equal scores, those of the scheduler with the fewest offers and leases come first, so that many
-        requests of one scheduler do not take everything before another's equal bid.
+        Of requests with equal scores, those of the scheduler with the fewest offers, leases and lapsed offers come
+        first, so that many requests of one scheduler do not take everything before another's equal bid, and neither
+        does one that accepts none of its offers.
 
         Args:
             batch: the requests of one batch window.
@@ -92,7 +97,7 @@ class Arbiter:
         seen, used = set(leased), dict(usage)
         for tier in self._tiers(batch, free):
             while tier:
-                received = min(tier, key=lambda each: used.get(each.scheduler, _UNUSED).reservations)
+                received = min(tier, key=lambda each: used.get(each.scheduler, _UNUSED).claims)
                 tier.remove(received)
                 key, known = (received.scheduler, received.request.id), used.get(received.scheduler, _UNUSED)
                 if key in seen or now >= received.deadline:

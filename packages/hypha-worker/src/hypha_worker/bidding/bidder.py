@@ -1,15 +1,15 @@
-"""Listens for requests for workers, lets the arbiter decide, and sends offers.
+"""Listens for requests for workers, and sends the offers that are decided.
 
-Called by `service`, which runs it for as long as the worker is up. Calls `arbiter` with each batch of requests,
-`leasing` to reserve what is offered, and `hypha_net.rpc` to send the offer to its scheduler. The reservation is
-provisional until the connection to the scheduler stands; from then on the offer lives for as long as the link needs.
+Called by `service`, which runs it for as long as the worker is up. `request_queue` decides, `leasing` reserves what is
+offered, and `hypha_net.rpc` sends the offer to its scheduler. The reservation is provisional until the connection to
+the scheduler stands; from then on the offer lives for as long as the link needs.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import anyio
@@ -23,7 +23,8 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import TEMPORARY_LEASE
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerOffer
 from hypha_worker.bidding.arbiter import Arbiter, PlannedOffer
-from hypha_worker.bidding.request_batch import ReceivedRequest, RequestBatch
+from hypha_worker.bidding.request_batch import ReceivedRequest
+from hypha_worker.bidding.request_queue import Decision, RequestQueue
 from hypha_worker.bidding.scheduler_dials import SchedulerDials
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager
@@ -56,35 +57,38 @@ class Bidder:
             sweep: ends leases that have expired, so that their resources can be offered again; gets the local clock.
         """
         self._endpoint = endpoint
-        self._arbiter = arbiter
         self._lease_manager = lease_manager
         self._sweep = sweep
-        self._batch = RequestBatch()
+        self._queue = RequestQueue(arbiter, lease_manager)
         self._changed = anyio.Event()
         self._failures = LogThrottle(anyio.current_time)
+        lease_manager.on_freed = self._note_freed
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Listen for requests and answer them batch by batch, until cancelled."""
+        """Listen for requests and answer them, until cancelled."""
         async with pubsub.subscribe(self._endpoint, WORKER_REQUESTS) as messages, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._decide_batches, tasks, SchedulerDials(self._endpoint, tasks))
+            tasks.start_soon(self._decide_requests, tasks, SchedulerDials(self._endpoint, tasks))
             task_status.started()
             async for scheduler, request in messages:
-                self._batch.add(ReceivedRequest(scheduler, request, anyio.current_time()))
+                self._queue.add(ReceivedRequest(scheduler, request, anyio.current_time()))
                 self._changed.set()
 
-    async def _decide_batches(self, tasks: anyio.abc.TaskGroup, dials: SchedulerDials) -> None:
+    def _note_freed(self) -> None:
+        self._queue.note_freed()
+        self._changed.set()
+
+    async def _decide_requests(self, tasks: anyio.abc.TaskGroup, dials: SchedulerDials) -> None:
         while True:
-            while (due := self._batch.seconds_until_due(anyio.current_time())) != 0.0:
+            while (due := self._queue.seconds_until_due(anyio.current_time())) != 0.0:
                 self._changed = anyio.Event()
                 with anyio.move_on_after(due):
                     await self._changed.wait()
             now = anyio.current_time()
             self._sweep(now)
-            batch, leases = self._batch.drain(), self._lease_manager
-            planned = self._arbiter.decide(batch, leases.free, now, leases.leased_requests, leases.usage)
-            _log.debug("%d requests, %d offers", len(batch), len(planned))
-            traces = _record_decisions(batch, planned, now)
-            for plan in planned:
+            decision = self._queue.decide(now)
+            _log.debug("%d requests, %d offers", len(decision.requests), len(decision.offers))
+            traces = _record_decision(decision, now)
+            for plan in decision.offers:
                 lease = self._reserve(plan, now)
                 tasks.start_soon(self._send_offer, lease, dials, traces.get((lease.scheduler, lease.request_id)))
 
@@ -110,6 +114,7 @@ class Bidder:
                 offer = _make_offer(lease, lease.remaining(now))
                 await rpc.call(self._endpoint, lease.scheduler, OFFER, offer, timeout=ACKNOWLEDGE_TIMEOUT)
         except (NetError, LeaseError) as error:
+            self._queue.forget(lease.scheduler)
             self._lease_manager.cancel_offer(lease.id)
             self._log_failure(lease, error)
 
@@ -133,22 +138,16 @@ def _make_offer(lease: Lease, life: float) -> WorkerOffer:
     )
 
 
-def _record_decisions(
-    batch: Sequence[ReceivedRequest], planned: Sequence[PlannedOffer], now: float
-) -> dict[tuple[PeerId, uuid.UUID], str | None]:
+def _record_decision(decision: Decision, now: float) -> dict[tuple[PeerId, uuid.UUID], str | None]:
     """Record how requests were decided; return the ``traceparent`` that the offer to each request belongs to."""
-    offered = {_key(plan.received_request) for plan in planned}
+    offered = {plan.received_request.key for plan in decision.offers}
     traces: dict[tuple[PeerId, uuid.UUID], str | None] = {}
-    for received in batch:
+    for received in decision.requests:
         request = received.request
-        _REQUESTS.add(1, {"hypha.offered": _key(received) in offered})
+        _REQUESTS.add(1, {"hypha.offered": received.key in offered})
         about: instrumentation.Attributes = {"hypha.peer.id": str(received.scheduler), "hypha.bid": request.bid}
         parent, waited = instrumentation.trace_of(request), now - received.received_at
         with instrumentation.span("evaluate", about, parent=parent, kind="consumer", ago=waited) as span:
-            span.set({"hypha.offered": _key(received) in offered})
-        traces[_key(received)] = span.traceparent
+            span.set({"hypha.offered": received.key in offered})
+        traces[received.key] = span.traceparent
     return traces
-
-
-def _key(received: ReceivedRequest) -> tuple[PeerId, uuid.UUID]:
-    return received.scheduler, received.request.id

@@ -5,6 +5,7 @@ Pure. `bidding.bidder` adds what arrives on the topic and passes each batch to `
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
 
 from hypha_proto.ids import PeerId
@@ -19,6 +20,11 @@ class ReceivedRequest:
     request: WorkerRequest
     received_at: float
     """Seconds of the local monotonic clock."""
+
+    @property
+    def key(self) -> tuple[PeerId, uuid.UUID]:
+        """Its scheduler and its id, which anybody can copy."""
+        return self.scheduler, self.request.id
 
     @property
     def deadline(self) -> float:
@@ -42,6 +48,11 @@ class RequestBatch:
     _opened_at: float = 0.0
     _count: int = 0
 
+    @property
+    def pending(self) -> tuple[ReceivedRequest, ...]:
+        """The requests in it."""
+        return tuple(received for requests in self._pending.values() for received in requests)
+
     def add(self, received_request: ReceivedRequest) -> None:
         """Add a request; if the batch is full, drop the one that has the least claim to its place."""
         if not self._count:
@@ -60,9 +71,17 @@ class RequestBatch:
 
     def drain(self) -> list[ReceivedRequest]:
         """Return all requests in the order of their arrival, and empty the batch."""
-        drained = [received for requests in self._pending.values() for received in requests]
+        drained = self.pending
         self._pending, self._count = {}, 0
         return sorted(drained, key=lambda received: received.received_at)
+
+    def remove(self, received_request: ReceivedRequest) -> None:
+        """Remove a request that is in it."""
+        held = self._pending[received_request.scheduler]
+        held.remove(received_request)
+        if not held:
+            del self._pending[received_request.scheduler]
+        self._count -= 1
 
     def _make_room(self, received_request: ReceivedRequest, own: int) -> bool:
         """Drop a request for another one of a scheduler that has `own` places; return whether there is room now."""
@@ -72,16 +91,9 @@ class RequestBatch:
         elif own:
             candidates = self._pending[received_request.scheduler]
         else:  # more schedulers than places
-            candidates = [received for held in self._pending.values() for received in held]
+            candidates = [*self.pending]
         worst = min(candidates, key=lambda received: (received.request.bid, -received.received_at))
         if largest - own < 2 and received_request.request.bid <= worst.request.bid:
             return False
-        self._remove(worst)
+        self.remove(worst)
         return True
-
-    def _remove(self, received_request: ReceivedRequest) -> None:
-        held = self._pending[received_request.scheduler]
-        held.remove(received_request)
-        if not held:
-            del self._pending[received_request.scheduler]
-        self._count -= 1

@@ -6,8 +6,10 @@ is confined to one job: its work directory, its references and its scheduler.
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +22,7 @@ from hypha_net import instrumentation, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_proto.bridge_api import FetchedFile, ReceivedFile, SpanReport, Transfer
-from hypha_proto.datasets import DataRequest
+from hypha_proto.datasets import DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     HuggingFaceReference,
@@ -48,11 +50,22 @@ from hypha_worker.bridge.delivery_queue import DeliveryQueue, PendingFile
 from hypha_worker.bridge.spans import SpanRecorder
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import DownloadedFile, download_from_hub, download_from_uri
-from hypha_worker.connectors.peer_files import PeerFiles, request_slice
+from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file, request_slice
 from hypha_worker.connectors.rpc_retry import REPORT_DELAYS, call_with_retries
-from hypha_worker.errors import bad_request, not_allowed, to_bridge_error
+from hypha_worker.errors import (
+    DiskFaultError,
+    UnusableFileError,
+    bad_request,
+    describe_disk_fault,
+    is_disk_fault,
+    not_allowed,
+    peer_failed,
+    to_bridge_error,
+)
 from hypha_worker.jobs.references import check_peers, with_secrets
 from hypha_worker.paths import check_relative, relative_text, resolve_file, resolve_folder, safe_name
+
+_log = logging.getLogger(__name__)
 
 ARTIFACTS: Final = "artifacts"
 """Folder of what is fetched by a bare reference, which executors of the older network load the model from."""
@@ -61,9 +74,14 @@ FIRST_SLICE: Final = "0"
 executors that delete none do not fill the job's storage."""
 MAX_ALTERNATIVES: Final = 8
 """Largest number of alternative providers of a slice that are tried."""
+MAX_UNUSABLE: Final = 32
+"""Unusable slices in a row after which a fetch fails; schedulers of the older network skip the report of them."""
 
 _SLICES: Final = instrumentation.Counter("hypha.worker.slices", "{slice}", "Slices that were fetched.")
 _SLICE_BYTES: Final = instrumentation.Counter("hypha.worker.slice.io", "By", "Bytes of fetched slices.")
+_UNUSABLE: Final = instrumentation.Counter(
+    "hypha.worker.slices.unusable", "{slice}", "Assigned slices that no provider had as announced."
+)
 _SLICE_SECONDS: Final = instrumentation.Histogram(
     "hypha.worker.slice.duration", "s", "From asking for a slice to having it."
 )
@@ -136,6 +154,8 @@ class JobBridgeBackend:
     files: PeerFiles
     traceparent: str | None = None
     """The span of the job's execution, the parent of all spans here."""
+    on_disk_fault: Callable[[str], None] = lambda _reason: None
+    """Called with the reason when this worker's disk is full or fails."""
     _fetched: int = 0
     _prefetched: dict[str, None] = field(default_factory=dict)
     """Fetched slices of which no batch was reported yet. A dict, because it is ordered."""
@@ -150,7 +170,24 @@ class JobBridgeBackend:
         """See `BridgeBackend.fetch`."""
         check_peers(self.spec, wanted.reference)
         async with self.files.storage.transfers:
-            return await self._fetch(wanted)
+            with self._reporting_disk_faults():
+                fetched = await self._fetch(wanted)
+        self.files.traffic.received += sum(file.size for file in fetched)
+        return fetched
+
+    @contextmanager
+    def _reporting_disk_faults(self) -> Iterator[None]:
+        try:
+            yield
+        except DiskFaultError as error:
+            self.on_disk_fault(error.detail)
+            raise
+        except OSError as error:
+            if not is_disk_fault(error):
+                raise
+            reason = describe_disk_fault(error, self.work_dir)
+            self.on_disk_fault(reason)
+            raise DiskFaultError(reason) from error
 
     async def _fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
         reference = with_secrets(self.spec, wanted.reference)
@@ -197,14 +234,32 @@ class JobBridgeBackend:
         if not isinstance(executor, TrainJob) or reference != executor.config.data:
             raise not_allowed(f"dataset {reference.dataset[:80]!r} is not the data of this job")
         folder, number = resolve_folder(self.work_dir, path or ARTIFACTS), self._fetched
-        request = DataRequest(dataset=reference.dataset, job_id=self.spec.job_id, id=uuid.uuid4(), lease=self.lease)
-        assigned = await request_slice(self.endpoint, reference.peer, request)
-        name = f"{safe_name(reference.dataset)}-{assigned.index}-{number}.safetensors" if path else FIRST_SLICE
-        target = folder / name
-        address = SliceAddress(dataset=reference.dataset, index=assigned.index)
+        unusable: UnusableSlice | None = None
+        detail = ""
+        for _ in range(MAX_UNUSABLE):
+            request = DataRequest(
+                dataset=reference.dataset,
+                job_id=self.spec.job_id,
+                id=uuid.uuid4(),
+                lease=self.lease,
+                unusable=unusable,
+            )
+            assigned = await request_slice(self.endpoint, reference.peer, request)
+            name = f"{safe_name(reference.dataset)}-{assigned.index}-{number}.safetensors" if path else FIRST_SLICE
+            try:
+                return await self._pull_slice(reference.dataset, assigned, folder / name)
+            except UnusableFileError as error:
+                unusable, detail = _unusable_slice(assigned, error), error.detail
+                _log.warning("slice %s; asking the scheduler for another one", detail)
+                _UNUSABLE.add(1)
+        raise peer_failed(f"{MAX_UNUSABLE} slices in a row cannot be used; the last: {detail}")
+
+    async def _pull_slice(self, dataset: str, assigned: SliceAssigned, target: Path) -> FetchedFile:
+        address = SliceAddress(dataset=dataset, index=assigned.index)
         providers = [assigned.data_provider, *(assigned.others or ())[:MAX_ALTERNATIVES]]
-        pulled, peer = await self.files.pull(providers, address, target, assigned.digest)
-        extra = {"dataset": reference.dataset, "slice": str(assigned.index), "epoch": str(assigned.epoch or 0)}
+        check = check_tensor_file if assigned.digest is None else None
+        pulled, peer = await self.files.pull(providers, address, target, assigned.digest, check=check, is_slice=True)
+        extra = {"dataset": dataset, "slice": str(assigned.index), "epoch": str(assigned.epoch or 0)}
         return self._pulled(target, pulled, peer, extra)
 
     async def _fetch_from_peers(self, reference: PeersReference, folder: Path, is_bare: bool) -> Sequence[FetchedFile]:
@@ -314,6 +369,12 @@ class JobBridgeBackend:
             )
         except NetError as error:
             raise to_bridge_error(error) from error
+
+
+def _unusable_slice(assigned: SliceAssigned, error: UnusableFileError) -> UnusableSlice:
+    """Return the report of a slice that cannot be used, for the scheduler."""
+    failures = tuple(ProviderFailure(provider=peer, reason=why[:400]) for peer, why in error.failures.items())
+    return UnusableSlice(index=assigned.index, failures=failures, epoch=assigned.epoch)
 
 
 def _now() -> str:

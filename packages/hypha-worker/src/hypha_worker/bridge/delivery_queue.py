@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import anyio
 
+from hypha_net.errors import NoSpaceError
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.bridge_api import ReceivedFile
 from hypha_proto.ids import PeerId
@@ -49,6 +50,8 @@ class DeliveryQueue:
     storage: JobStorage
     kind: str
     """The kind of push that is accepted, as named in a header."""
+    on_disk_error: Callable[[NoSpaceError | OSError], None] | None = None
+    """Called when a pushed file cannot be stored on this machine."""
     _pending: list[PendingFile] = field(default_factory=list)
     _seen: set[tuple[PeerId, int, str]] = field(default_factory=set)
     _count: int = 0
@@ -74,7 +77,9 @@ class DeliveryQueue:
         async def on_complete(size: int, digest: str) -> None:
             self._add(PendingFile(sequence, peer, header, path, size), digest)
 
-        return FilePushTarget(path, sys.maxsize, on_complete, slot=str(self.work_dir), quota=self.storage)
+        return FilePushTarget(
+            path, sys.maxsize, on_complete, str(self.work_dir), self.storage, on_disk_error=self.on_disk_error
+        )
 
     def _add(self, file: PendingFile, digest: str) -> None:
         # a peer whose receipt was lost pushes again: the executor gets the file once

@@ -6,11 +6,12 @@ the retries of `rpc_retry`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -18,28 +19,38 @@ import anyio
 
 from hypha_net import transfer
 from hypha_net.endpoint import Endpoint
-from hypha_net.errors import NetError, TransferRefusedError
+from hypha_net.errors import ContentMismatchError, NetError, NoSpaceError, TransferRefusedError
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.dispatch import NotFound, WireError
+from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import All, PeersReference, Random, SliceAddress
 from hypha_proto.transfer import PullRequest, PushHeader
 from hypha_worker.connectors.rpc_retry import call_with_retries, retry
 from hypha_worker.errors import (
     BridgeError,
+    DiskFaultError,
     StorageExceededError,
+    UnusableFileError,
     bad_request,
+    describe_disk_fault,
+    is_disk_fault,
     no_more_data,
     peer_failed,
     to_bridge_error,
 )
 from hypha_worker.job_storage import JobStorage
+from hypha_worker.job_traffic import JobTraffic
 
 _log = logging.getLogger(__name__)
 
+_NO_DIGEST: Final = f"blake3:{0:064}"
+_PERMANENT: Final = (TransferRefusedError, ContentMismatchError)
 UNAVAILABLE_DELAYS: Final = (2.0, 5.0, 10.0, 20.0, 30.0, 30.0)
 """Seconds before each further round over all providers of a file, when none of them is reachable: a data node may be
 restarting."""
+ALTERNATIVE_ROUNDS: Final = 3
+"""Further rounds over the unreachable providers of a file, when the others have it with wrong content."""
 
 
 async def request_slice(endpoint: Endpoint, scheduler: PeerId, request: DataRequest) -> SliceAssigned:
@@ -60,63 +71,120 @@ async def request_slice(endpoint: Endpoint, scheduler: PeerId, request: DataRequ
 
 
 @dataclass(frozen=True, slots=True)
+class _Wanted:
+    """File to pull, where to, and what verifies it."""
+
+    address: SliceAddress
+    target: Path
+    digest: str | None
+    check: Callable[[Path], None] | None
+
+
+@dataclass(frozen=True, slots=True)
 class PeerFiles:
     """Transfers files between this worker and peers."""
 
     endpoint: Endpoint
     storage: JobStorage
     """Bounds what is stored."""
+    traffic: JobTraffic = field(default_factory=JobTraffic)
+    """Counts what is sent."""
 
     async def pull(
-        self, peers: Sequence[PeerId], address: SliceAddress, target: Path, digest: str | None = None
+        self,
+        peers: Sequence[PeerId],
+        address: SliceAddress,
+        target: Path,
+        digest: str | None = None,
+        *,
+        check: Callable[[Path], None] | None = None,
+        is_slice: bool = False,
     ) -> tuple[transfer.PullResult, PeerId]:
         """Pull one file from the first of `peers` that has it; each is tried `RETRY_DELAYS` times.
 
-        Where a peer is unreachable, or does not serve files yet, the list is tried again after `UNAVAILABLE_DELAYS`.
+        Peers that are unreachable, or do not serve files yet, are tried again after `UNAVAILABLE_DELAYS`. A peer that
+        refuses the file, or has other content than announced, is not asked again.
+
+        Args:
+            check: called with the pulled file; raises `ContentMismatchError` if it cannot be used.
+            is_slice: whether to ask a peer that refuses the file for the dataset's manifest: one that refuses this,
+                too, does not serve the dataset yet, for example after a restart.
 
         Raises:
-            BridgeError: no peer could provide it, or the job's storage is used up.
+            UnusableFileError: no peer could provide it, and at least one of them is not worth asking again.
+            DiskFaultError: this machine cannot store it.
+            BridgeError: no peer was reachable, or the job's storage is used up.
         """
-        for delay in UNAVAILABLE_DELAYS:
-            found = await self._pull_from_any(peers, address, target, digest)
-            if not isinstance(found, list):
+        name = f"{address.dataset[:80]}/{address.index}"
+        wrong: dict[PeerId, NetError] = {}
+        for attempt in itertools.count():
+            wanted = _Wanted(address, target, digest, check)
+            found = await self._pull_from_any([peer for peer in peers if peer not in wrong], wanted)
+            if not isinstance(found, dict):
                 return found
-            if all(isinstance(failure, TransferRefusedError) for failure in found):
-                raise _combined_error(f"{address.dataset[:80]}/{address.index}", found)
-            name = f"{address.dataset}/{address.index}"
-            _log.warning("no peer could provide %s, retrying in %g s: %s", name, delay, found[0])
-            await anyio.sleep(delay)
-        found = await self._pull_from_any(peers, address, target, digest)
-        if isinstance(found, list):
-            raise _combined_error(f"{address.dataset[:80]}/{address.index}", found)
-        return found
+            wrong |= {
+                peer: error
+                for peer, error in found.items()
+                if isinstance(error, _PERMANENT) and not (is_slice and await self._is_opening(peer, address, error))
+            }
+            away = {peer: error for peer, error in found.items() if peer not in wrong}
+            delays = UNAVAILABLE_DELAYS[:ALTERNATIVE_ROUNDS] if wrong else UNAVAILABLE_DELAYS
+            if not away or attempt >= len(delays):
+                break
+            reason = next(iter(away.values()))
+            _log.warning("no peer could provide %s, retrying in %g s: %s", name, delays[attempt], reason)
+            await anyio.sleep(delays[attempt])
+        raise _pull_error(name, wrong, away)
+
+    async def _is_opening(self, peer: PeerId, address: SliceAddress, error: NetError) -> bool:
+        """Return whether a peer has refused a slice because it does not serve the dataset, whose manifest it lacks."""
+        if not isinstance(error, TransferRefusedError):
+            return False
+        request = PullRequest(dataset=address.dataset, index=0, name="manifest")
+        try:
+            # nothing has this digest: the answer is known before a byte of the manifest is sent
+            await transfer.pull_bytes(self.endpoint, peer, request, max_bytes=sys.maxsize, digest=_NO_DIGEST)
+        except ContentMismatchError:
+            return False
+        except NetError as refusal:
+            _log.info("%s does not serve %s now: %s", peer, address.dataset, refusal)
+        return True
 
     async def _pull_from_any(
-        self, peers: Sequence[PeerId], address: SliceAddress, target: Path, digest: str | None
-    ) -> tuple[transfer.PullResult, PeerId] | list[NetError]:
+        self, peers: Sequence[PeerId], wanted: _Wanted
+    ) -> tuple[transfer.PullResult, PeerId] | dict[PeerId, NetError]:
         """Try each peer in turn; return the file and its peer, or the error of each."""
-        request = PullRequest(dataset=address.dataset, index=address.index)
-        failures: list[NetError] = []
+        failures: dict[PeerId, NetError] = {}
         for peer in peers:
             try:
-                pulled = await retry(
-                    f"pull of {address.dataset}/{address.index} from {peer}",
-                    lambda peer=peer: transfer.pull(  # type: ignore[misc]
-                        self.endpoint,
-                        peer,
-                        request,
-                        target,
-                        max_bytes=sys.maxsize,
-                        digest=digest,
-                        quota=self.storage,
-                    ),
-                )
-                return pulled, peer
+                return await self._pull_from(peer, wanted), peer
             except StorageExceededError as error:
                 raise to_bridge_error(error) from error
+            except NoSpaceError as error:
+                raise DiskFaultError(str(error)) from error
             except NetError as error:
-                failures.append(error)
+                failures[peer] = error
+            except OSError as error:
+                if not is_disk_fault(error):
+                    raise
+                raise DiskFaultError(describe_disk_fault(error, wanted.target.parent)) from error
         return failures
+
+    async def _pull_from(self, peer: PeerId, wanted: _Wanted) -> transfer.PullResult:
+        address, target, digest = wanted.address, wanted.target, wanted.digest
+        request = PullRequest(dataset=address.dataset, index=address.index)
+
+        async def attempt() -> transfer.PullResult:
+            pulled = await transfer.pull(
+                self.endpoint, peer, request, target, max_bytes=sys.maxsize, digest=digest, quota=self.storage
+            )
+            if wanted.check is not None:
+                await self.storage.run(wanted.check, target)
+            return pulled
+
+        # without a digest, content may have been cut short on its way: another attempt may get all of it
+        final = (NoSpaceError,) if digest is None else (NoSpaceError, ContentMismatchError)
+        return await retry(f"pull of {address.dataset}/{address.index} from {peer}", attempt, final=final)
 
     async def push(self, reference: PeersReference, path: Path, header: PushHeader) -> dict[PeerId, int]:
         """Push a file to all peers of a reference, or to one of them; return the bytes sent to each.
@@ -141,7 +209,10 @@ class PeerFiles:
 
     async def push_to(self, peer: PeerId, path: Path, header: PushHeader) -> int:
         """Push to one peer, with retries; return the bytes sent. Raises `NetError`."""
-        return await retry(f"push of {header.name} to {peer}", lambda: transfer.push(self.endpoint, peer, path, header))
+        name = f"push of {header.name} to {peer}"
+        sent = await retry(name, lambda: transfer.push(self.endpoint, peer, path, header))
+        self.traffic.sent += sent
+        return sent
 
     async def push_each(
         self, peers: Sequence[PeerId], path: Path, header: PushHeader
@@ -166,6 +237,29 @@ class PeerFiles:
         if failed:
             raise _combined_error(header.name, list(failed.values()))
         return sent
+
+
+def _pull_error(name: str, wrong: Mapping[PeerId, NetError], away: Mapping[PeerId, NetError]) -> BridgeError:
+    if not wrong:
+        return _combined_error(name, list(away.values()))
+    failures = {peer: str(error) for peer, error in {**wrong, **away}.items()}
+    text = "; ".join(f"{peer}: {reason[:400]}" for peer, reason in failures.items())
+    return UnusableFileError(f"{name} cannot be used: {text}"[:4000], failures)
+
+
+def check_tensor_file(path: Path) -> None:
+    """Check that a pulled slice, of which no digest is known, is a safetensors file.
+
+    Raises:
+        ContentMismatchError: it is not; the file is removed.
+    """
+    from hypha_proto.safetensors_io import TensorFile  # imports numpy (0.1 s), which most slices do not need
+
+    try:
+        TensorFile(path).close()
+    except TensorFileError as error:
+        path.unlink(missing_ok=True)
+        raise ContentMismatchError(f"the slice is not a safetensors file: {error}") from error
 
 
 def _combined_error(what: str, failures: Sequence[NetError]) -> BridgeError:

@@ -22,6 +22,7 @@ from hypha_proto.leases import Outcome
 from hypha_proto.protocols import RpcMethod
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.job_storage import JobStorage
+from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.leasing.capacity import Allocation
 
 
@@ -64,6 +65,8 @@ class JobContext:
     """Bounds everything that is stored in `work_dir`; runs the job's file work."""
     scope: anyio.CancelScope
     """Cancelled when this job is to end. A cancellation from an outer scope means that the worker shuts down."""
+    traffic: JobTraffic = field(default_factory=JobTraffic)
+    """Counts what is sent and received for the job."""
     traceparent: str | None = None
     """Span that the job's own spans belong to."""
 

@@ -8,7 +8,6 @@ are free, or its lease takes another job, so that a scheduler that gets the repo
 from __future__ import annotations
 
 import logging
-import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -42,8 +41,9 @@ from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecu
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries
-from hypha_worker.errors import ExecutionError
+from hypha_worker.errors import ExecutionError, WorkReturnedError, describe_disk_fault, is_disk_fault
 from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
+from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.jobs.execution import (
     Execution,
     ExecutionFactory,
@@ -54,6 +54,7 @@ from hypha_worker.jobs.execution import (
 )
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Attempt, Lease, LeaseError, LeaseManager, LeaseState
+from hypha_worker.work_dir import remove_folder
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class Job:
     work_dir: Path
     scope: anyio.CancelScope
     span: instrumentation.Span
+    traffic: JobTraffic
     attempt: int | None = None
     """Number of its dispatch on the lease, if its scheduler numbers them."""
     keep_lease: bool = False
@@ -176,10 +178,14 @@ class JobManager:
         if attempt is not None and self._lease_manager.is_repeated(lease.id, scheduler, attempt, self._clock()):
             return lease
         job = self._create_job(lease, message, self._find_factory(message.spec))
-        self._check_distinguishable(job)
-        self._lease_manager.attach_job(lease.id, scheduler, self._clock(), attempt)
+        try:
+            self._check_distinguishable(job)
+            self._lease_manager.attach_job(lease.id, scheduler, self._clock(), attempt)
+        except (LeaseError, ExecutionError) as error:
+            job.span.end(error)
+            raise
         self._jobs[lease.id] = job
-        _log.info("%s started for scheduler %s", job, scheduler)
+        _log.info("%s started on lease %s for scheduler %s", job, lease.id, scheduler)
         self._tasks.start_soon(self._run, job)
         return lease
 
@@ -258,6 +264,7 @@ class JobManager:
             span=span,
             attempt=message.attempt,
             keep_lease=bool(message.keep_lease),
+            traffic=context.traffic,
         )
 
     # -------------------------------------------------------------------------------------------------------- running
@@ -283,7 +290,7 @@ class JobManager:
                 result = ExecutionResult("cancelled", job.cancel_reason, job.execution.trace)
             with anyio.CancelScope(shield=True):
                 # a thread of its own: it must wait neither for other jobs' threads nor for abandoned ones of this job
-                await anyio.to_thread.run_sync(shutil.rmtree, job.work_dir, True, limiter=anyio.CapacityLimiter(1))
+                await anyio.to_thread.run_sync(remove_folder, job.work_dir, limiter=anyio.CapacityLimiter(1))
             del self._jobs[job.lease]
             keep = job.scope.cancel_called if result.outcome == "cancelled" else job.keep_lease
             self._lease_manager.detach_job(job.lease, keep=keep)
@@ -296,6 +303,9 @@ class JobManager:
             await self._execute_with_status(job)
         except Exception as error:  # noqa: BLE001 - logged and reported: it ends this job only
             cause = first_leaf_error(error)
+            if (reason := _reason_to_return_work(cause, job.work_dir)) is not None:
+                _log.error("%s is given back to its scheduler: %s", job, reason)
+                return ExecutionResult("cancelled", reason, job.execution.trace)
             if isinstance(cause, ExecutionError | OSError):
                 return ExecutionResult("failed", str(cause), job.execution.trace)
             _log.exception("%s failed because of an error in this worker", job)
@@ -349,6 +359,8 @@ class JobManager:
             exit_code=result.trace.exit_code,
             last_lines=tuple(line[:LINE_LIMIT] for line in result.trace.last_lines),
             attempt=job.attempt,
+            bytes_sent=job.traffic.sent,
+            bytes_received=job.traffic.received,
         )
         try:
             try:
@@ -368,7 +380,8 @@ class JobManager:
         """
         found = self._jobs_by_sender(peer) if header is None else self._jobs_by_header(peer, header)
         if len(found) == 1:
-            return await found[0].execution.accept_push(peer, header)
+            target = await found[0].execution.accept_push(peer, header)
+            return target if isinstance(target, Refusal) else found[0].traffic.counting(target)
         about = "without a header" if header is None else f"of job {header.job_id}"
         why = f"no job here accepts a push {about}" if not found else f"a push {about} matches {len(found)} jobs"
         _log.warning("push from %s refused: %s", peer, why)
@@ -405,6 +418,13 @@ def _descriptor(spec: JobSpec) -> ExecutorDescriptor:
     """Return the executor that a job asks for."""
     kind = TrainExecutor if executor_class(spec) == "train" else AggregateExecutor
     return kind(name=spec.executor.descriptor.name)
+
+
+def _reason_to_return_work(cause: Exception, work_dir: Path) -> str | None:
+    """Return why this worker cannot continue a job that another one could, or None if the job itself failed."""
+    if isinstance(cause, OSError):
+        return describe_disk_fault(cause, work_dir) if is_disk_fault(cause) else None
+    return str(cause) if isinstance(cause, WorkReturnedError) else None
 
 
 def _record_result(job: Job, result: ExecutionResult, seconds: float) -> None:

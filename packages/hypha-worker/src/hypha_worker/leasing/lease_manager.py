@@ -8,8 +8,8 @@ lease expires.
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -23,6 +23,9 @@ from hypha_worker.leasing.terms import LeaseTerms, LeaseUsage
 
 REMEMBERED_ENDS: Final = 256
 """Leases that are remembered after their end, so that their scheduler is told why and not counted as a stranger."""
+
+LAPSE_MEMORY: Final = 10.0
+"""Seconds for which an offer that ended without an answer counts against its scheduler."""
 
 
 class LeaseError(Exception):
@@ -112,6 +115,9 @@ class LeaseManager:
         self._terms = terms or LeaseTerms()
         self._leases: dict[uuid.UUID, Lease] = {}
         self._ended: OrderedDict[uuid.UUID, Lease] = OrderedDict()
+        self._lapsed: deque[tuple[float, PeerId]] = deque(maxlen=REMEMBERED_ENDS)
+        self.on_freed: Callable[[], None] = lambda: None
+        """Called when resources have become free."""
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -139,12 +145,13 @@ class LeaseManager:
     @property
     def usage(self) -> Mapping[PeerId, LeaseUsage]:
         """What each scheduler has; those with nothing are left out."""
-        found: dict[PeerId, LeaseUsage] = {}
+        lapses = Counter(scheduler for _, scheduler in self._lapsed)
+        found = {scheduler: LeaseUsage(lapsed=count) for scheduler, count in lapses.items()}
         for lease in self._leases.values():
             if lease.state is not LeaseState.SPENT:
                 known, offered = found.get(lease.scheduler, LeaseUsage()), lease.state is LeaseState.OFFERED
                 found[lease.scheduler] = LeaseUsage(
-                    known.offers + offered, known.leases + (not offered), known.jobs + lease.has_job
+                    known.offers + offered, known.leases + (not offered), known.jobs + lease.has_job, known.lapsed
                 )
         return found
 
@@ -271,6 +278,7 @@ class LeaseManager:
             self._forget(lease)
         elif not keep:
             lease.state = LeaseState.SPENT
+            self.on_freed()
 
     def release(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease:
         """End a lease. If it has a job, its resources stay reserved until `detach_job`.
@@ -295,11 +303,15 @@ class LeaseManager:
         An idle lease expires, too: none ends before the time that its scheduler was told.
         """
         ended = []
+        while self._lapsed and self._lapsed[0][0] <= now - LAPSE_MEMORY:
+            self._lapsed.popleft()
         for lease in self.leases:
             if lease.idle_since is None and lease.state is LeaseState.HELD and not lease.has_job:
                 lease.idle_since = now
             if now >= lease.expires and lease.state is not LeaseState.ENDING:
                 ended.append(lease)
+                if lease.state is LeaseState.OFFERED:
+                    self._lapsed.append((now, lease.scheduler))
                 self._end(lease, LeaseEnd.IDLE if self._is_idle(lease, now) else LeaseEnd.EXPIRED)
         return [lease for lease in ended if lease.has_job]
 
@@ -359,3 +371,4 @@ class LeaseManager:
         self._ended[lease.id] = lease
         if len(self._ended) > REMEMBERED_ENDS:
             self._ended.popitem(last=False)
+        self.on_freed()

@@ -27,11 +27,18 @@ class LeaseUsage:
     """Accepted offers whose resources are not free again."""
     jobs: int = 0
     """Jobs that still have processes."""
+    lapsed: int = 0
+    """Recent offers that it neither accepted nor declined."""
 
     @property
     def reservations(self) -> int:
         """Offers and leases together."""
         return self.offers + self.leases
+
+    @property
+    def claims(self) -> int:
+        """What it has had its share by: offers and leases, and the resources that lapsed offers kept from others."""
+        return self.reservations + self.lapsed
 
 
 @dataclass(frozen=True, slots=True)

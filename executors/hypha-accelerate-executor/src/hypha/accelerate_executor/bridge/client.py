@@ -30,7 +30,7 @@ from hypha.accelerate_executor.errors import (
     SchedulerRefused,
 )
 from hypha_proto import bridge_api as routes
-from hypha_proto.codec import from_json, to_json, to_plain
+from hypha_proto.codec import from_json, parse_json, to_json, to_plain
 from hypha_proto.errors import DecodeError
 from hypha_proto.job_spec import Reference
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse, ProgressValue
@@ -132,7 +132,7 @@ class Bridge:
         }
         answer = self._post_with_retry(routes.SEND, body)
         try:
-            told = answer.json()
+            told = parse_json(answer.content)
         except ValueError:
             return False
         return isinstance(told, dict) and "sent" in told
@@ -150,7 +150,8 @@ class Bridge:
         except DecodeError as error:
             raise BridgeRefused("status", response.status_code, "malformed-answer", str(error)) from None
         if isinstance(answer, ProgressError):
-            raise SchedulerRefused(f"the scheduler refused the report {progress!r:.200}; its log says why")
+            why = f": {answer.reason[:400]}" if answer.reason else "; its log says why"
+            raise SchedulerRefused(f"the scheduler refused the report {progress!r:.200}{why}")
         return answer
 
     def report_spans(self, report: routes.SpanReport) -> None:
@@ -210,7 +211,7 @@ class Bridge:
 
     def _json(self, what: str, response: httpx.Response) -> Any:
         try:
-            return response.json()
+            return parse_json(response.content)
         except ValueError:
             raise BridgeRefused(what, response.status_code, "malformed-answer", "not JSON") from None
 
@@ -280,7 +281,7 @@ class OuterUpdates:
 
     def _take(self, text: str) -> None:
         try:
-            event = json.loads(text)
+            event = parse_json(text)
         except ValueError:
             raise BridgeRefused("receive", 200, "malformed-answer", f"not JSON: {text[:200]!r}") from None
         for entry in event if isinstance(event, list) else [event]:
@@ -306,7 +307,7 @@ def _check(route: str, response: httpx.Response) -> None:
     if response.is_success:
         return
     try:
-        body = response.json()
+        body = parse_json(response.content)
         kind, detail = str(body["error"]), str(body["detail"])
     except (ValueError, KeyError, TypeError):
         kind, detail = "error", response.text[:500]

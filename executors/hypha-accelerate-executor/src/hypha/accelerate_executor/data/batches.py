@@ -29,6 +29,16 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Where some rows of a batch are stored."""
+
+    slice: str
+    """Index of the slice in its dataset, or the file's name if it is unknown."""
+    numbers: NDArray[np.int64]
+    """Row of each sample in the slice, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Samples for one inner optimizer step."""
 
@@ -37,6 +47,19 @@ class Batch:
     samples: int
     slices: Mapping[str, int]
     """Slice index -> number of samples from it; empty if the worker names no slices."""
+    rows: tuple[Rows, ...] = ()
+    """Where the samples are stored, in their order."""
+    dataset: str = ""
+
+    def describe_row(self, number: int) -> str:
+        """Return dataset, slice and row that sample `number` of this batch comes from."""
+        begin = number
+        for part in self.rows:
+            if begin < len(part.numbers):
+                dataset = f"dataset {self.dataset!r}, " if self.dataset else ""
+                return f"{dataset}slice {part.slice}, row {part.numbers[begin]}"
+            begin -= len(part.numbers)
+        return f"row {number} of a batch"
 
 
 class Slice:
@@ -72,11 +95,12 @@ class Slice:
         """Return the number of samples not taken yet."""
         return self.samples - self._used
 
-    def take(self, samples: int) -> dict[str, NDArray[Any]]:
-        """Return all tensors of the next samples, fewer if fewer are left."""
+    def take(self, samples: int) -> tuple[Rows, dict[str, NDArray[Any]]]:
+        """Return all tensors of the next samples, fewer if fewer are left, and where they are stored."""
         rows = self._order[self._used : self._used + samples]
         self._used += len(rows)
-        return {name: read_rows(self._file, name, rows, name in self._raw) for name in self._file.tensors}
+        arrays = {name: read_rows(self._file, name, rows, name in self._raw) for name in self._file.tensors}
+        return Rows(self.path.name if self.index is None else self.index, rows), arrays
 
     def delete(self) -> None:
         """Close the file and delete it."""
@@ -120,7 +144,12 @@ class Batches:
     """Iterator of batches, as long as the scheduler assigns slices."""
 
     def __init__(
-        self, fetch: Callable[[], list[Fetched]], batch_size: int, seed: int, raw: Collection[str] = ()
+        self,
+        fetch: Callable[[], list[Fetched]],
+        batch_size: int,
+        seed: int,
+        raw: Collection[str] = (),
+        dataset: str = "",
     ) -> None:
         """Prepare; the first slice is fetched by `prefetch` or by the first batch.
 
@@ -129,8 +158,10 @@ class Batches:
             batch_size: samples per batch; the last batch may have fewer.
             seed: decides the order of samples.
             raw: tensors whose integers are kept as stored: inputs of a preprocessor.
+            dataset: name of the dataset, for errors.
         """
         self._fetch = fetch
+        self._dataset = dataset
         self._raw = frozenset(raw)
         self._batch_size = batch_size
         self._seed = seed
@@ -164,19 +195,22 @@ class Batches:
             ExecutorError: a slice could not be fetched.
         """
         parts: list[dict[str, NDArray[Any]]] = []
+        rows: list[Rows] = []
         taken: dict[str, int] = {}
         missing = self._batch_size
         while missing and self._refill():
             current = self._open[0]
             count = min(missing, current.left)
-            parts.append(current.take(count))
+            stored, arrays = current.take(count)
+            rows.append(stored)
+            parts.append(arrays)
             missing -= count
             if current.index is not None:
                 taken[current.index] = taken.get(current.index, 0) + count
             self._after_taking(current)
         if not parts:
             raise StopIteration
-        return Batch(_join(parts), self._batch_size - missing, taken)
+        return Batch(_join(parts), self._batch_size - missing, taken, tuple(rows), self._dataset)
 
     def _refill(self) -> bool:
         """Open the next slice if the current one is used up; return False if there is none."""

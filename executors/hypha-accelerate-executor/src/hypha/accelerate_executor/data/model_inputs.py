@@ -33,6 +33,7 @@ class ModelInputs:
 
     Attributes:
         shifted: whether a token's label is the next token, so that a row's first label is unused.
+        columns: name of the tensor in a slice, by argument.
     """
 
     def __init__(self, task: str, input_names: Sequence[str], module: torch.nn.Module) -> None:
@@ -60,6 +61,7 @@ class ModelInputs:
         self._required = {name for name in self._arguments.values() if named or name not in optional}
         if not self._is_torch:
             self._arguments.setdefault("labels", "labels")
+        self.columns: Mapping[str, str] = self._arguments
 
     def __call__(self, arrays: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the arguments by name, with labels.

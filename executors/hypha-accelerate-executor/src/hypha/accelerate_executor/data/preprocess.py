@@ -150,7 +150,7 @@ def load_preprocessor(task: str, folder: Path, columns: Sequence[str], longest: 
         )
     except ImportError as error:
         raise JobError(f"preprocessor {task!r} needs a library that is not installed: {_error_text(error)}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # the last: deeply nested JSON
         raise ModelError(f"the preprocessor cannot be loaded as {task!r}: {_error_text(error)}") from error
     return Preprocessor(task, process, columns, longest)
 

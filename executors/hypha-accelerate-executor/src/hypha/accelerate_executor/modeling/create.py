@@ -5,13 +5,13 @@ Run by `create-model`. The directory is given to a scheduler as `[scheduler.job.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.modeling.hf import auto_class, lean_imports, quieten_transformers
+from hypha_proto.codec import parse_json
 
 ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     # images of 1x8x8 and 10 classes: 20,522 parameters, batch norm, 2 ms per batch of 16 on a CPU. One stage: with two
@@ -61,7 +61,7 @@ def read_config(arch: str | None, config_json: Path | None) -> dict[str, Any]:
         return dict(ARCHITECTURES[arch])
     assert config_json is not None
     try:
-        config = json.loads(config_json.read_bytes())
+        config = parse_json(config_json.read_bytes())
     except (OSError, ValueError) as error:
         raise JobError(f"--config-json {config_json}: {error}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
@@ -116,7 +116,7 @@ def create_torch_model(name: str, kwargs: str, seed: int, out: Path) -> int:
     """
     _check_out(out)
     try:
-        given = json.loads(kwargs)
+        given = parse_json(kwargs)
     except ValueError as error:
         raise JobError(f"--kwargs is not JSON: {error}") from None
     if not isinstance(given, dict):

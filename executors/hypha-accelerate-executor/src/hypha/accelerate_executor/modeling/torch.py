@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_model
 
 from hypha.accelerate_executor.errors import JobError, ModelError
+from hypha_proto.codec import parse_json
 from hypha_proto.errors import TensorFileError
 from hypha_proto.update_file import model_files
 
@@ -90,7 +91,7 @@ def write_torch_model(name: str, kwargs: Mapping[str, Any], seed: int, out: Path
 
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     try:
-        config = json.loads(path.read_bytes())
+        config = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"the model's {CONFIG} cannot be read: {error}") from None
     name = config.get("torch_class") if isinstance(config, dict) else None

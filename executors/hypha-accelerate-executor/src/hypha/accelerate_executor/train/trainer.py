@@ -13,6 +13,7 @@ import torch
 from hypha.accelerate_executor.data.batches import Arrays, Batch
 from hypha.accelerate_executor.data.microbatches import MicroBatch, split_batch
 from hypha.accelerate_executor.data.model_inputs import ModelInputs
+from hypha.accelerate_executor.data.value_ranges import check_values
 from hypha.accelerate_executor.distributed.accelerator import Device
 from hypha.accelerate_executor.distributed.process_group import translate_lost_process
 from hypha.accelerate_executor.errors import DataError
@@ -29,12 +30,15 @@ class Trainer:
         optimizer: InnerOptimizer,
         device: Device,
         preprocess: Callable[[Arrays], Arrays] | None = None,
+        limits: Mapping[str, int] | None = None,
     ) -> None:
         """Take a module placed on `device`; `inputs` maps batches to its arguments.
 
         Args:
             preprocess: applied to the columns of a batch first.
+            limits: number of classes or tokens, by argument; labels and tokens are checked against it.
         """
+        self._limits = limits or {}
         self._module = module
         self._inputs = inputs
         self._optimizer = optimizer
@@ -45,10 +49,11 @@ class Trainer:
         """Split a batch into the model's arguments: for each process the micro-batches it computes.
 
         Raises:
-            DataError: the batch lacks a tensor.
+            DataError: the batch lacks a tensor, or a label or token is out of range.
         """
         arrays = batch.tensors if self._preprocess is None else self._preprocess(batch.tensors)
         arguments = self._inputs(arrays, torch.device("cpu"))
+        check_values(arguments, self._limits, self._inputs.columns, batch)
         return split_batch(arguments, processes, self._device.accumulation, self._inputs.shifted)
 
     def step(self, batch: Batch) -> float:

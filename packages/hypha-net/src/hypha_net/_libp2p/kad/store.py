@@ -174,7 +174,7 @@ class RecordStore:
                 key, value, publisher = (base64.b64decode(part, validate=True) for part in parts)
                 self._remove(key)
                 self._insert(key, StoredRecord(value, publisher, float(expires)))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             for key in list(self._records):
                 self._remove(key)
             _log.warning("%s cannot be read and is replaced: %s", self._path, error)

@@ -6,9 +6,9 @@ and text that must become a list or a table. Pydantic checks types after `loader
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +31,7 @@ from hypha_net.node.config.introspection import (
 from hypha_net.node.config.models import NodeConfig, is_secret
 from hypha_net.node.config.otlp_variables import invalid_variables
 from hypha_net.node.config.toml_positions import Document, Key
+from hypha_proto.errors import DecodeError
 
 PREFIX: Final = "HYPHA_"
 
@@ -212,15 +213,26 @@ def _parse(text: str, annotation: Any) -> Any:
     """Parse text into a list or table where the annotation expects one; leave other text for pydantic to convert."""
     structured = bool(item_types(annotation) or table_types(annotation) or allows_any_key(annotation))
     if structured and text.lstrip().startswith(("[", "{")):
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            return tomllib.loads(f"value = {text}")["value"]
+        return _parse_structured(text)
     if item_types(annotation) and not accepts(annotation, str):
         return [part.strip() for part in text.split(",") if part.strip()]
     if text == "" and accepts(annotation, type(None)):
         return None
     return text
+
+
+def _parse_structured(text: str) -> Any:
+    """Parse JSON, else TOML; raise `ValueError` if it is neither, or nested too deeply."""
+    from hypha_proto.codec import check_depth, parse_json  # imports CBOR and message libraries
+
+    with suppress(DecodeError):
+        return parse_json(text)
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except RecursionError:
+        raise ValueError("values are nested too deeply") from None
+    check_depth(value)
+    return value
 
 
 def _finish(model: type[NodeConfig], layer: Layer) -> Layer:

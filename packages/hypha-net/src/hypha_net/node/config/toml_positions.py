@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from hypha_proto.errors import DecodeError
+
 Key = tuple[str | int, ...]
 """Path of a value: table names, keys and array indices."""
 
@@ -57,13 +59,16 @@ def read_toml(text: str, path: Path) -> Document:
     Raises:
         TomlError: it is not TOML.
     """
+    from hypha_proto.codec import check_depth  # imports CBOR and message libraries, which `--help` does not need
+
     try:
         data = tomllib.loads(text)
+        check_depth(data)
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))
         line = int(found[1]) if found else text.count("\n") + 1
         raise TomlError(re.sub(r" \(at .*\)$", "", str(error)), line) from None
-    except RecursionError:
+    except (RecursionError, DecodeError):
         raise TomlError("values are nested too deeply", 1) from None
     return Document(data, _LineScanner(text.replace("\r\n", "\n")).lines(), path)
 

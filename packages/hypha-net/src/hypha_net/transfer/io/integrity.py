@@ -10,7 +10,7 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from hypha_net.errors import TransferError
+from hypha_net.errors import ContentMismatchError
 
 
 class IncomingContent(Protocol):
@@ -58,11 +58,11 @@ class ContentVerifier:
         """Return the digest of all blocks, `received` bytes in total.
 
         Raises:
-            TransferError: length or digest is not what was announced.
+            ContentMismatchError: length or digest is not what was announced.
         """
         found = f"{self._hasher.name}:{self._hasher.hexdigest()}"
         if self._size is not None and received != self._size:
-            raise TransferError(f"{received} bytes came of {self._size}")
+            raise ContentMismatchError(f"{received} bytes came of {self._size}")
         if self._digest is not None and found != self._digest:
-            raise TransferError(f"the digest is {found} where {self._digest} was announced")
+            raise ContentMismatchError(f"the digest is {found} where {self._digest} was announced")
         return found

@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
-from hypha_net.errors import TransferError
+from hypha_net.errors import NoSpaceError, TransferError
 from hypha_net.transfer.io.integrity import ContentVerifier
 from hypha_net.transfer.io.storage_quota import StorageQuota
 
@@ -76,7 +76,7 @@ class PartialFile:
         """Append a block.
 
         Raises:
-            TransferError: there is no space for it.
+            NoSpaceError: there is no space for it.
         """
         if self.quota is not None and self.size is None:
             self.quota.reserve(self.path, self.received + len(block))
@@ -175,7 +175,7 @@ def open_partial_file(
 
     Raises:
         TransferRefusedError: the quota does not allow it; nothing was allocated.
-        TransferError: there is no space for it.
+        NoSpaceError: there is no space for it.
         OSError: the folder cannot be written.
     """
     _remove_stale(target.parent)
@@ -255,7 +255,7 @@ def _allocate(fd: int, begin: int, size: int, folder: Path) -> None:
 def _disk_full_error(path: Path, error: OSError) -> Exception:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
-    return TransferError(f"no room for the file in {path.parent}: {error.strerror}; free some space there")
+    return NoSpaceError(f"no room for the file in {path.parent}: {error.strerror}; free some space there")
 
 
 def _remove_stale(folder: Path) -> None:

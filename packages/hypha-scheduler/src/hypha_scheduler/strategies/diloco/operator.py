@@ -6,6 +6,7 @@ complete the model → end. Created by `strategy`; the job runner calls it.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,9 @@ from enum import Enum
 from functools import partial
 from typing import Any, Final
 
+from hypha_net import instrumentation
 from hypha_net.transfer import PullSource
+from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec, Reference
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse
@@ -21,7 +24,6 @@ from hypha_proto.round_membership import RefusalKnown, UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_scheduler.errors import files_unusable
 from hypha_scheduler.jobs.task_graph import Task, TaskGraph, TaskState
-from hypha_scheduler.metrics.traffic import TrafficCounts
 from hypha_scheduler.strategies.base import (
     DatasetView,
     Effects,
@@ -41,6 +43,7 @@ from hypha_scheduler.strategies.base import (
     TaskRef,
     TaskStarted,
     TaskUpdate,
+    TrafficCounts,
 )
 from hypha_scheduler.strategies.diloco import round_announcer, rounds
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
@@ -49,7 +52,7 @@ from hypha_scheduler.strategies.diloco.restore import Restored
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
 from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
 from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Fail, Late, Measured, RoundClosed, Rounds
-from hypha_scheduler.strategies.diloco.slices import LedgerFullError, SliceLedger
+from hypha_scheduler.strategies.diloco.slices import LedgerFullError, NoUsableSliceError, SliceLedger
 from hypha_scheduler.strategies.diloco.specs import (
     AGGREGATE,
     TRAIN,
@@ -62,12 +65,17 @@ from hypha_scheduler.strategies.diloco.start_barrier import StartBarrier
 from hypha_scheduler.strategies.diloco.summary import summarize
 from hypha_scheduler.strategies.diloco.training_state import TrainingState
 
+_log = logging.getLogger(__name__)
+
 START_MODEL: Final = "start-model"
 PARAMETER_SERVER: Final = "parameter-server"
 _EXECUTOR_EXIT_TIMEOUT: Final = 30.0
 """Seconds for executors to exit after they were sent `Done`."""
 _LAST_UPDATE_TIMEOUT: Final = 30.0
 """Seconds to wait for the last outer update after all workers have merged it."""
+_SET_ASIDE: Final = instrumentation.Counter(
+    "hypha.scheduler.slices.set_aside", "{slice}", "Slices that no provider had as the manifest describes them."
+)
 _APPLY: Final = "apply outer update"
 _FINISH: Final = "finish model"
 _CANCEL: Final = "cancel"
@@ -143,6 +151,8 @@ class DilocoOperator:
         self._running: _Running | None = None
         self._received_round = data.result.round
         """Last round whose outer update was received."""
+        self._gone: set[uuid.UUID] = set()
+        """Leases that are no longer held."""
         self._exit_deadline: float | None = None
         self._last_update_deadline: float | None = None
 
@@ -206,6 +216,10 @@ class DilocoOperator:
         return () if task is None else self._task_lost(task, reason, now)
 
     def _drop_demand(self, lease: Lease) -> None:
+        """Ask for no lease in place of one that is no longer held."""
+        if lease.id in self._gone:
+            return
+        self._gone.add(lease.id)
         self._demand = tuple(
             replace(request, count=max(0, request.count - 1)) if request.role == lease.role else request
             for request in self._demand
@@ -311,14 +325,37 @@ class DilocoOperator:
             return RetryAfter(seconds)
         try:
             assignment = running.training.slice_for(peer, now)
-        except LedgerFullError as error:
+        except (LedgerFullError, NoUsableSliceError) as error:
             raise SliceRefusedError(str(error)) from None
         return None if assignment is None else SliceToUse(assignment.epoch, assignment.index)
+
+    def on_slice_unusable(self, task: TaskRef, dataset: str, report: UnusableSlice, now: float) -> Effects:
+        """Continue the job without a slice that a worker could not get from any provider."""
+        running, peer = self._running, task.lease.peer
+        if running is None or not running.training.slice_unusable(peer, report):
+            _log.warning("%s cannot use slice %d, which is not assigned to it", peer, report.index)
+            return ()
+        _SET_ASIDE.add(1)
+        left, what = running.training.slices.usable, self._describe_unusable(report)
+        _log.warning("the job continues with %d slices, without %s", left, what)
+        providers = {str(failure.provider): failure.reason for failure in report.failures}
+        fields = {"slice": report.index, "worker": str(peer), "left": left, "providers": providers}
+        event = EmitEvent("slice_set_aside", fields)
+        if left:
+            return (event,)
+        count = len(self._data.dataset.samples)
+        return (event, *self._fail(f"dataset {dataset!r}: all {count} slices were set aside; the last, {what}"))
+
+    def _describe_unusable(self, report: UnusableSlice) -> str:
+        """Return what is wrong with a slice, and what to do."""
+        reasons = "; ".join(f"data node {failure.provider}: {failure.reason}" for failure in report.failures)
+        where = self._data.dataset.describe(report.index)
+        return f"{where} at {reasons}; restore the file there, the data node's log says more"
 
     def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
         """Process the report of an executor."""
         if self._running is None:
-            return ProgressError(), ()
+            return ProgressError(reason="the job has no workers yet"), ()
         answer, effects = self._running.training.report(task.lease.peer, progress, now)
         return answer, (*self._translate(effects), *self._check_outcome(now))
 

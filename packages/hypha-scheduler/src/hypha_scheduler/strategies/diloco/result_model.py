@@ -60,11 +60,14 @@ class ResultModel:
 
     def lacks_room(self, size: int) -> str | None:
         """Return why an outer update of `size` bytes cannot be stored, or None if there is room for it."""
-        free = shutil.disk_usage(self.directory).free
+        try:
+            free = shutil.disk_usage(self.directory).free
+        except OSError as error:
+            return files_unusable(self.directory.parent, [error])
         if size <= free:
             return None
-        error = OSError(errno.ENOSPC, f"an outer update has {size} bytes, {free} are free", str(self.directory.parent))
-        return files_unusable(self.directory.parent, [error])
+        full = OSError(errno.ENOSPC, f"an outer update has {size} bytes, {free} are free", str(self.directory.parent))
+        return files_unusable(self.directory.parent, [full])
 
     async def finish(self) -> None:
         """Add the remaining updates and sync the model to disk.

@@ -1,7 +1,8 @@
 """Slice assignment: each slice of the dataset is used exactly once per epoch, AVAILABLE → ASSIGNED → USED. Pure.
 
 The dataset's manifest lists the slices. A worker requests one, pulls it from a data node, and its executor reports how
-many samples it has used. The unused slices of a lost worker become AVAILABLE again. Called by `operator`.
+many samples it has used. The unused slices of a lost worker become AVAILABLE again. A slice that no provider has as the
+manifest describes it is SET_ASIDE for the rest of the job. Called by `operator`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,15 @@ class SliceState(Enum):
     AVAILABLE = "available"
     ASSIGNED = "assigned"
     USED = "used"
+    SET_ASIDE = "set aside"
 
 
 class LedgerFullError(Exception):
     """A worker holds so many unused slices that it gets no more."""
+
+
+class NoUsableSliceError(Exception):
+    """Every slice was set aside."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -93,6 +99,7 @@ class SliceLedger:
         self._epochs: dict[int, _Epoch] = {}
         self._next_epoch = 0
         self._holders: dict[Hashable, _Holder] = {}
+        self._set_aside: set[int] = set()
         self._newly_used: list[Assignment] = []
 
     def restore(self, used: Iterable[Assignment]) -> None:
@@ -114,12 +121,19 @@ class SliceLedger:
         return used
 
     @property
+    def usable(self) -> int:
+        """Number of slices that were not set aside."""
+        return len(self._samples) - len(self._set_aside)
+
+    @property
     def epoch(self) -> int:
         """Newest epoch that has started."""
         return max(0, self._next_epoch - 1)
 
     def state(self, epoch: int, index: int) -> SliceState:
         """Return the state of a slice: AVAILABLE in epochs that have not started, USED in completed ones."""
+        if index in self._set_aside and Assignment(epoch, index) not in self._assigned():
+            return SliceState.SET_ASIDE
         opened = self._epochs.get(epoch)
         if opened is None:
             return SliceState.AVAILABLE if epoch >= self._next_epoch else SliceState.USED
@@ -140,6 +154,7 @@ class SliceLedger:
 
         Raises:
             LedgerFullError: the worker holds too many unused slices.
+            NoUsableSliceError: every slice was set aside.
         """
         holder = self._holders.setdefault(worker, _Holder())
         for held in [
@@ -161,8 +176,11 @@ class SliceLedger:
         return unused >= self._max_unused or len(assigned) >= _MAX_SLICES + self._max_unused
 
     def _open_epoch(self) -> _Epoch:
+        if not self.usable:
+            raise NoUsableSliceError(f"all {len(self._samples)} slices were set aside")
         order = list(range(len(self._samples)))
         random.Random(f"{self._seed}/{self._next_epoch}").shuffle(order)
+        order = [index for index in order if index not in self._set_aside]
         epoch = _Epoch(self._next_epoch, deque(order), len(order))
         self._epochs[epoch.number] = epoch
         self._next_epoch += 1
@@ -209,6 +227,37 @@ class SliceLedger:
         holder = self._holders.pop(worker, None)
         if holder is None:
             return ()
-        for held in reversed(holder.assigned):
-            self._epochs[held.assignment.epoch].queue.appendleft(held.assignment.index)
-        return tuple(held.assignment for held in holder.assigned)
+        returned = []
+        for held in holder.assigned:
+            if held.assignment.index in self._set_aside:
+                self._use(held.assignment)
+            else:
+                returned.append(held.assignment)
+        for assignment in reversed(returned):
+            self._epochs[assignment.epoch].queue.appendleft(assignment.index)
+        return tuple(returned)
+
+    def set_aside(self, worker: Hashable, index: int, epoch: int | None = None) -> bool:
+        """Never assign a slice again, because `worker` cannot get it from any provider.
+
+        Others that hold the slice already may use it.
+
+        Args:
+            worker: to whom it is assigned.
+            index: the slice.
+            epoch: the epoch of the assignment; the oldest one if None.
+
+        Returns:
+            Whether the slice was assigned to the worker; if not, nothing changes.
+        """
+        assigned = self._holders[worker].assigned if worker in self._holders else []
+        copies = [h for h in assigned if h.assignment.index == index and epoch in (None, h.assignment.epoch)]
+        if not copies:
+            return False
+        assigned.remove(copies[0])
+        self._use(copies[0].assignment)
+        self._set_aside.add(index)
+        for opened in [each for each in self._epochs.values() if index in each.queue]:
+            opened.queue.remove(index)
+            self._use(Assignment(opened.number, index))
+        return True

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.metrics.traffic import TrafficCounts
+from hypha_scheduler.strategies.base import TrafficCounts
 from hypha_scheduler.strategies.diloco.training_state import TrainingState
 
 
 def summarize(
     training: TrainingState, workers: Iterable[PeerId], traffic: Mapping[PeerId, TrafficCounts]
 ) -> dict[str, object]:
-    """Return rounds, samples and loss of a finished job, and the samples and traffic of each peer.
+    """Return rounds, samples, loss and unused slices of a finished job, and the samples and traffic of each peer.
 
     Args:
         training: training state of the job.
         workers: training workers of the job.
-        traffic: bytes of each peer during the job; 0 is written for peers that report none.
+        traffic: traffic of the job at peers; null is written for peers that do not state it, such as lost ones.
     """
 
     def of(peer: PeerId) -> dict[str, object]:
@@ -32,4 +32,8 @@ def summarize(
         ],
         "parameter_server": of(training.server),
         "loss": training.loss,
+        "slices_set_aside": [
+            {"slice": index, "providers": {str(failure.provider): failure.reason for failure in report.failures}}
+            for index, report in sorted(training.set_aside.items())
+        ],
     }

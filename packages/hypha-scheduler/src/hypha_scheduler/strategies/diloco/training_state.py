@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import (
     Acknowledged,
@@ -46,17 +47,29 @@ class TrainingState:
     """Loss of the last closed round."""
     told_done: set[PeerId] = field(default_factory=set)
     """Peers to which `Done` was sent."""
+    set_aside: dict[int, UnusableSlice] = field(default_factory=dict)
+    """Slices that were set aside, by index, with the first report of each."""
+    lost: dict[PeerId, str] = field(default_factory=dict)
+    """Why each lost worker was lost."""
 
     def slice_for(self, peer: PeerId, now: float) -> Assignment | None:
         """Assign the next slice to a worker; None if the peer is not (or no longer) a member.
 
         Raises:
             LedgerFullError: the worker holds too many unused slices.
+            NoUsableSliceError: every slice was set aside.
         """
         if peer not in self.rounds.members:
             return None
         self.rounds.training_began(peer, now)
         return self.slices.assign(peer)
+
+    def slice_unusable(self, peer: PeerId, report: UnusableSlice) -> bool:
+        """Set a slice aside that a worker cannot get from any provider; return False if it was not assigned to it."""
+        if not self.slices.set_aside(peer, report.index, report.epoch):
+            return False
+        self.set_aside.setdefault(report.index, report)
+        return True
 
     def report(self, peer: PeerId, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         """Process the report of an executor; return the response, and the effects to apply."""
@@ -66,7 +79,23 @@ class TrainingState:
             answer, effects = self._worker_report(peer, progress, now)
         if isinstance(answer, Done):
             self.told_done.add(peer)
+        if isinstance(answer, ProgressError) and answer.reason is None:
+            answer = ProgressError(reason=self._refusal_reason(peer, progress))
         return answer, self._count(effects)
+
+    def _refusal_reason(self, peer: PeerId, progress: Progress) -> str:
+        """Return why a report does not match the state of the job."""
+        name = type(progress).__name__
+        if peer == self.server:
+            early = "no round was announced to it yet"
+            return early if isinstance(progress, OuterStepTaken) else f"a parameter server does not report {name}"
+        if isinstance(progress, OuterStepTaken):
+            return "only the parameter server takes outer steps"
+        if peer in self.lost:
+            return f"the job continues without this worker: {self.lost[peer]}"
+        if peer not in self.rounds.members:
+            return "this worker is not a member of the job"
+        return f"{name} came before the parameter server was told to take the outer step"
 
     def _server_report(self, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         if isinstance(progress, OuterStepTaken):
@@ -110,6 +139,7 @@ class TrainingState:
     def worker_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
         """Remove a lost worker; its unused slices are assigned to others."""
         self.slices.release(peer)
+        self.lost.setdefault(peer, why)
         return self._count(self.rounds.worker_lost(peer, why, now))
 
     def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:

@@ -30,6 +30,11 @@ class ParameterServerRuntime:
         """See `Runtime.check`."""
         if settings.cmd or settings.args:
             raise ValueError("cmd and args do not belong to the parameter server, which is built in: remove them")
+        if settings.env:
+            raise ValueError(
+                f"env ({', '.join(settings.env)}) does not belong to the parameter server, which is built in and "
+                "starts no process: remove it, or set the variables for the worker itself"
+            )
 
     def make_factory(self, settings: ExecutorSettings, host: HostSettings) -> ExecutionFactory:
         """See `Runtime.make_factory`."""

@@ -71,7 +71,7 @@ class ParameterServer:
         self._config = config
         self._collector = RoundCollector(set(reference_peers([config.updates])), members_announced=bool(config.members))
         self._reference = _ReferenceLayout()
-        self._files = PeerFiles(context.endpoint, context.storage)
+        self._files = PeerFiles(context.endpoint, context.storage, context.traffic)
         self._changed = anyio.Event()
         self._count = 0
         self._refusals: deque[UpdateRefused] = deque()
@@ -326,7 +326,8 @@ class ParameterServer:
             context.endpoint, context.scheduler, REPORT, request, timeout=30.0, delays=REPORT_DELAYS
         )
         if isinstance(answer, ProgressError):
-            raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}")
+            why = f": {answer.reason[:400]}" if answer.reason else "; its log says why"
+            raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}{why}")
         return isinstance(answer, Done)
 
     async def _send_refusals(self) -> None:

@@ -17,13 +17,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import anyio
 import anyio.abc
 
 from hypha_net import instrumentation
+from hypha_net.errors import NoSpaceError
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.codec import to_json
 from hypha_proto.ids import PeerId
@@ -34,8 +36,15 @@ from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
-from hypha_worker.errors import ExecutionError
-from hypha_worker.executors.process.process_tree import SHUTDOWN_GRACE, TERM_GRACE, TOKEN_VARIABLE, terminate_tree
+from hypha_worker.errors import ExecutionError, WorkReturnedError, describe_disk_fault, is_disk_fault
+from hypha_worker.executors.process.process_tree import (
+    KILL_GRACE,
+    KILL_TIMEOUT,
+    SHUTDOWN_GRACE,
+    TERM_GRACE,
+    TOKEN_VARIABLE,
+    terminate_tree,
+)
 from hypha_worker.hardware.usage import measure_usage
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandler
 from hypha_worker.jobs.references import reference_peers, without_secrets
@@ -84,12 +93,15 @@ class ProcessExecution:
         self._error: str | None = None
         self._job_json: tuple[str, ...] = ()
         self._exit_code: int | None = None
+        self._disk_fault: str | None = None
+        self._stopped = anyio.CancelScope()
         self._queue = DeliveryQueue(
             job_id=context.spec.job_id,
             work_dir=context.work_dir,
             senders=reference_peers([context.spec.executor.config.results]),
             storage=context.storage,
             kind=self.accepted_push_kind,
+            on_disk_error=self._stop_for_disk_error,
         )
 
     @property
@@ -125,10 +137,35 @@ class ProcessExecution:
         backend = self._make_backend()
         async with open_bridge(backend, socket_path):
             try:
-                await self._run_process(socket_path)
+                await self._run_until_disk_fault(socket_path)
             finally:
                 self._queue.close()
                 backend.close()
+
+    async def _run_until_disk_fault(self, socket_path: Path) -> None:
+        with self._stopped:
+            try:
+                await self._run_process(socket_path)
+            except ExecutionError:
+                if self._disk_fault is None:
+                    raise
+        if self._disk_fault is not None:
+            raise WorkReturnedError(self._disk_fault)
+
+    def _stop_for_disk_error(self, error: NoSpaceError | OSError) -> None:
+        if isinstance(error, NoSpaceError):
+            self._stop_for_disk_fault(str(error))
+        elif is_disk_fault(error):
+            self._stop_for_disk_fault(describe_disk_fault(error, self._context.work_dir))
+
+    def _stop_for_disk_fault(self, reason: str) -> None:
+        self._disk_fault = self._disk_fault or reason
+        self._stopped.cancel()
+
+    @property
+    def _log_name(self) -> str:
+        """The beginnings of the ids of job and lease, since several tasks of a job may run here."""
+        return f"{self._context.spec.job_id!s:.8}/{self._context.lease!s:.4}"
 
     def _make_backend(self) -> JobBridgeBackend:
         context = self._context
@@ -140,8 +177,9 @@ class ProcessExecution:
             work_dir=context.work_dir,
             queue=self._queue,
             access=self._settings.access,
-            files=PeerFiles(context.endpoint, context.storage),
+            files=PeerFiles(context.endpoint, context.storage, context.traffic),
             traceparent=context.traceparent,
+            on_disk_fault=self._stop_for_disk_fault,
         )
 
     async def _run_process(self, socket_path: Path) -> None:
@@ -156,15 +194,19 @@ class ProcessExecution:
                 await process.wait()
             finally:
                 measuring.cancel()
-                grace = TERM_GRACE if self._context.scope.cancel_called else SHUTDOWN_GRACE
-                await terminate_tree(process, self._token, grace)  # also ends what the process left running
+                waits = (
+                    (TERM_GRACE, KILL_TIMEOUT) if self._context.scope.cancel_called else (SHUTDOWN_GRACE, KILL_GRACE)
+                )
+                await terminate_tree(process, self._token, *waits)  # also ends what the process left running
                 self._exit_code = process.returncode
                 _RUNNING.add(-1)
                 _EXITS.add(1, {"process.exit.code": str(process.returncode)})
                 reading.deadline = anyio.current_time() + _OUTPUT_DRAIN
         with anyio.CancelScope(shield=True):
             await process.aclose()
-        _log.info("[%s] executor %s", f"{self._context.spec.job_id}"[:8], exit_text(self._exit_code))
+        _log.info("[%s] executor %s", self._log_name, exit_text(self._exit_code))
+        if self._exit_code == os.EX_IOERR:
+            raise WorkReturnedError(self._error or f"executor {self._settings.cmd} {exit_text(self._exit_code)}")
         if self._exit_code != 0:
             raise ExecutionError(f"executor {self._settings.cmd} {exit_text(self._exit_code)}")
 
@@ -221,8 +263,8 @@ class ProcessExecution:
     async def _read_output(self, process: anyio.abc.Process, reading: anyio.CancelScope) -> None:
         """Read the process's output: write it to a bounded file, log each line, and remember the last ones."""
         assert process.stdout is not None
-        name = f"{self._context.spec.job_id}"[:8]
-        with reading, (self._context.work_dir / "executor.log").open("wb") as file:
+        name = self._log_name
+        with reading, (self._context.work_dir / "executor.log").open("wb", buffering=0) as file:
             pending = b""
             with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
                 while True:
@@ -235,9 +277,8 @@ class ProcessExecution:
             if pending:
                 self._record_line(file, pending, name)
 
-    def _record_line(self, file: BinaryIO, line: bytes, name: str) -> None:
-        if file.tell() < _LOG_LIMIT:
-            file.write(line + b"\n")
+    def _record_line(self, file: FileIO, line: bytes, name: str) -> None:
+        _append_line(file, line)
         text = line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
         for job in self._job_json:  # a launcher that failed prints its command, with the whole spec
             text = text.replace(job, "{JOB_JSON}")
@@ -247,6 +288,16 @@ class ProcessExecution:
                 self._error = text
             self._lines.append(text)
             _log.info("[%s] %s", name, text, extra={"unlimited": True})
+
+
+def _append_line(file: FileIO, line: bytes) -> None:
+    """Append a line to the executor's log file; on a full disk the line is in the worker's log only."""
+    try:
+        if file.tell() < _LOG_LIMIT:
+            file.write(line + b"\n")
+    except OSError as error:
+        if not is_disk_fault(error):
+            raise
 
 
 def placeholder_values(spec: JobSpec, work_dir: Path, socket_path: Path) -> dict[str, str]:

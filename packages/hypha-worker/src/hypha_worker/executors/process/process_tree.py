@@ -6,6 +6,7 @@ group are found; a process that removes the variable and leaves the group is not
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -16,23 +17,32 @@ import anyio.abc
 import anyio.to_thread
 import psutil
 
+_log = logging.getLogger(__name__)
+
 TOKEN_VARIABLE: Final = "_HYPHA_JOB"  # not HYPHA_…: those variables are configuration keys
 TERM_GRACE: Final = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 SHUTDOWN_GRACE: Final = 2.0
 """The same while the worker shuts down, which must not take more than a few seconds."""
 KILL_GRACE: Final = 2.0
-"""Seconds that processes get to disappear after SIGKILL."""
+"""Seconds that processes get to disappear after SIGKILL before an error is logged."""
+KILL_TIMEOUT: Final = 30.0
+"""Seconds after SIGKILL for which the job's resources stay taken; a process that waits for a device may take long."""
 _POLL: Final = 0.02
 
 
-async def terminate_tree(process: anyio.abc.Process, token: str, grace: float = TERM_GRACE) -> None:
+async def terminate_tree(
+    process: anyio.abc.Process, token: str, grace: float = TERM_GRACE, kill_timeout: float = KILL_TIMEOUT
+) -> None:
     """End the process group of `process` and every process with `token`; bounded in time, not cancellable.
+
+    Processes that survive SIGKILL are logged as an error.
 
     Args:
         process: the leader of its own session.
         token: value of `TOKEN_VARIABLE` in the environment of the job's processes.
         grace: seconds between SIGTERM and SIGKILL. A tree that has already ended gets no signal.
+        kill_timeout: seconds after SIGKILL until the processes are given up.
     """
     with anyio.CancelScope(shield=True):
         survivors = await _find(process, token)
@@ -45,7 +55,23 @@ async def terminate_tree(process: anyio.abc.Process, token: str, grace: float = 
             return
         _signal_group(process.pid, signal.SIGKILL)
         _signal_each(survivors, signal.SIGKILL)
-        await _wait_for_exit(process, token, KILL_GRACE)
+        await _wait_after_kill(process, token, kill_timeout)
+
+
+async def _wait_after_kill(process: anyio.abc.Process, token: str, timeout: float) -> None:
+    waited = min(KILL_GRACE, timeout)
+    survivors = await _wait_for_exit(process, token, waited)
+    if survivors and timeout > waited:
+        _log.error("%s of a job live %g s after SIGKILL; its resources stay taken for up to %g s more",
+                   _name(survivors), waited, timeout - waited)  # fmt: skip
+        survivors = await _wait_for_exit(process, token, timeout - waited)
+    if survivors:
+        _log.error("%s of a job live %g s after SIGKILL and are given up: what they use counts as free but is not; "
+                   "look at them with ps", _name(survivors), timeout)  # fmt: skip
+
+
+def _name(processes: list[psutil.Process]) -> str:
+    return f"processes {', '.join(str(process.pid) for process in processes)}"
 
 
 async def _wait_for_exit(process: anyio.abc.Process, token: str, grace: float) -> list[psutil.Process]:

@@ -1,0 +1,421 @@
+"""A data node serves and announces only slices that have the digest of the manifest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hypha_data import announcer, digest_cache, slice_resolver, verification
+from hypha_data.catalog import MANIFEST, open_dataset
+from hypha_data.config import DataConfig
+from hypha_data.digest_cache import CACHE
+from hypha_data.prepare import prepare_dataset
+from hypha_data.service import serve
+from hypha_data.verification import SliceVerifier
+from hypha_net import dataset_directory, transfer
+from hypha_net.endpoint import Stream
+from hypha_net.errors import StreamResetError, TransferRefusedError
+from hypha_net.node.lifecycle import Node
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.codec import from_json
+from hypha_proto.datasets import Manifest
+from hypha_proto.protocols import PULL
+from hypha_proto.transfer import PullRequest
+
+LARGE = 1 << 20
+"""Samples of four slices that do not fit into the buffers between two nodes."""
+
+
+class DataNode:
+    """A data node in memory and a worker that pulls from it."""
+
+    def __init__(self, node: Node, worker: MemoryEndpoint, target: Path) -> None:
+        self.peer = node.endpoint.peer_id
+        self.readiness = node.readiness
+        self.worker = worker
+        self.target = target
+
+    async def pull(self, index: int) -> bytes:
+        """Pull a slice as a worker without a digest of its own would."""
+        await transfer.pull(self.worker, self.peer, PullRequest(dataset="digits", index=index), self.target)
+        return self.target.read_bytes()
+
+    async def until_ready(self) -> None:
+        while not self.readiness.is_ready:
+            await anyio.sleep(0.01)
+
+    async def announced(self) -> list[dataset_directory.FoundDataset]:
+        return await dataset_directory.find_dataset(self.worker, "digits")
+
+
+@asynccontextmanager
+async def running(folder: Path, *, verify: bool = False) -> AsyncIterator[DataNode]:
+    """Run the service of a data node with the dataset in `folder`."""
+    pem = folder / "no.pem"
+    config = DataConfig(
+        cert_pem=pem, key_pem=pem, trust_pem=pem, gateway_addresses=["/ip4/192.0.2.1/tcp/4001"],
+        dataset_path=folder, verify=verify,
+    )  # fmt: skip
+    network = MemoryNetwork()
+    async with (
+        network.endpoint("data") as endpoint,
+        network.endpoint("worker") as worker,
+        anyio.create_task_group() as tasks,
+    ):
+        node = Node(endpoint, tasks)
+        tasks.start_soon(serve, config, node)
+        yield DataNode(node, worker, folder.parent / "pulled")
+        tasks.cancel_scope.cancel()
+
+
+def run(case: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with anyio.fail_after(30):
+            await case()
+
+    anyio.run(main, backend="trio")
+
+
+def prepared(folder: Path, samples: int = 23) -> Path:
+    """Prepare the dataset `digits` of four slices."""
+    source = folder / "all.safetensors"
+    save_file({"labels": np.arange(samples, dtype=np.int64)}, source)
+    prepare_dataset(source, folder / "digits", name="digits", slices=4, seed=0)
+    return folder / "digits"
+
+
+def slice_file(folder: Path, index: int) -> Path:
+    return folder / f"slice-{index:05d}.safetensors"
+
+
+def corrupt(path: Path) -> bytes:
+    """Change one bit of a file, keeping its size and time of modification; return what it contained."""
+    before, status = path.read_bytes(), path.stat()
+    with path.open("r+b") as file:  # in place: a reader never finds the file shorter
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([before[-1] ^ 1]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return before
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of these tests are only some milliseconds old."""
+    monkeypatch.setattr(digest_cache, "SETTLED_NS", 0)
+    monkeypatch.setattr(announcer, "RECHECK", 0.02)
+    monkeypatch.setattr(announcer, "SETTLE", 0.02)
+    monkeypatch.setattr(verification, "RECHECK_INTERVAL", 0.02)
+
+
+def test_every_slice_is_announced_and_served(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+
+    async def case() -> None:
+        async with running(folder) as node:
+            await node.until_ready()
+            [found] = await node.announced()
+            assert (found.provider, found.record.num_slices) == (node.peer, 4)
+            request = PullRequest(dataset="digits", index=0, name="manifest")
+            await transfer.pull(node.worker, node.peer, request, node.target, digest=found.record.manifest)
+            manifest: Manifest = from_json(Manifest, node.target.read_bytes())
+            for index, entry in enumerate(manifest.slices):
+                assert len(await node.pull(index)) == entry.size
+                assert len(load_file(node.target)["labels"]) == entry.samples
+            for wrong in (
+                PullRequest(dataset="digits", index=4),
+                PullRequest(dataset="other", index=0),
+                PullRequest(dataset="digits", index=0, name="../../etc/passwd"),
+            ):
+                with pytest.raises(TransferRefusedError):
+                    await transfer.pull(node.worker, node.peer, wrong, tmp_path / "none")
+
+    run(case)
+
+
+def test_a_rewritten_slice_is_refused_until_it_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = prepared(tmp_path)
+    caplog.set_level(logging.INFO, "hypha_data")
+
+    async def case() -> None:
+        async with running(folder) as node:
+            await node.until_ready()
+            expected = await node.pull(1)
+            before = corrupt(slice_file(folder, 1))
+            for _ in range(3):
+                with pytest.raises(TransferRefusedError, match="slice 1 of digits is not what was announced"):
+                    await node.pull(1)
+            await node.pull(0)
+            slice_file(folder, 1).write_bytes(before)
+            assert await node.pull(1) == expected
+
+    run(case)
+    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert "dataset digits, slice 1 is not served" in error
+    assert str(slice_file(folder, 1)) in error
+    assert re.search(r"expected blake3:\w{64}, found blake3:\w{64}", error)
+    assert f"restore the file; or, if it is meant to be so, remove {folder / MANIFEST} and restart" in error
+    assert "matches again and is served" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["rewritten", "newer", "shorter", "removed", "directory"])
+def test_after_a_restart_a_damaged_slice_is_not_served(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = prepared(tmp_path)
+    before, path = open_dataset("digits", folder), slice_file(folder, 1)
+    _damage(path, damage)
+
+    async def case() -> None:
+        async with running(folder) as node:
+            await node.until_ready()
+            [found] = await node.announced()
+            assert found.record.manifest == before.digest, "the changed bytes are announced"
+            with pytest.raises(TransferRefusedError, match="not what was announced"):
+                await node.pull(1)
+            await node.pull(2)
+
+    run(case)
+    assert f"dataset digits, slice 1 is not served: {path}" in caplog.text
+
+
+def _damage(path: Path, damage: str) -> None:
+    if damage in ("removed", "directory"):
+        path.unlink()
+        if damage == "directory":
+            path.mkdir()
+        return
+    corrupt(path)
+    if damage == "newer":
+        os.utime(path)
+    elif damage == "shorter":
+        os.truncate(path, 100)
+
+
+def test_withheld_slices_are_announced_as_such_until_they_are_restored(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    before = corrupt(slice_file(folder, 2))
+
+    async def case() -> None:
+        async with running(folder) as node:
+            await node.until_ready()
+            await until_withheld(node, (2,))
+            [found] = await node.announced()
+            assert found.record.num_slices == 4
+            slice_file(folder, 2).write_bytes(before)
+            await until_withheld(node, None)  # although nobody asks for it
+
+    run(case)
+
+
+async def until_withheld(node: DataNode, expected: tuple[int, ...] | None) -> None:
+    while [found.record.withheld for found in await node.announced()] != [expected]:
+        await anyio.sleep(0.01)
+
+
+def test_a_dataset_without_a_usable_slice_is_announced_when_one_is_restored(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    before = [corrupt(slice_file(folder, index)) for index in range(4)]
+
+    async def case() -> None:
+        async with running(folder) as node:
+            while not node.readiness.reason or "none of its 4 slices" not in node.readiness.reason:
+                await anyio.sleep(0.01)
+            assert await node.announced() == []
+            slice_file(folder, 3).write_bytes(before[3])
+            await node.until_ready()
+            assert len(await node.announced()) == 1
+            await node.pull(3)
+
+    run(case)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_slice_that_changes_while_it_is_sent_is_cut_off(
+    tmp_path: Path, replace: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer of the existing network knows no digest: a clean end is all that tells it that a slice is complete."""
+    folder = prepared(tmp_path, LARGE)
+    path = slice_file(folder, 1)
+
+    async def case() -> None:
+        async with running(folder) as node:
+            await node.until_ready()
+            stream = await request_slice(node, 1)
+            assert await stream.receive_some(1000)
+            if replace:
+                (other := path.with_suffix(".new")).write_bytes(b"other")
+                other.replace(path)
+            else:
+                corrupt(path)
+            with pytest.raises(StreamResetError):
+                while await stream.receive_some(1 << 20):
+                    pass
+
+    run(case)
+    assert "slice 1 of digits changed while it was sent" in caplog.text
+    assert re.search(r"slice 1 is not served: .*expected blake3:\w+, found blake3:\w+", caplog.text)
+
+
+def test_a_slice_is_not_cut_off_when_only_other_files_change(tmp_path: Path) -> None:
+    folder = prepared(tmp_path, LARGE)
+
+    async def case() -> None:
+        async with running(folder) as node:
+            await node.until_ready()
+            corrupt(slice_file(folder, 2))
+            assert await node.pull(1) == slice_file(folder, 1).read_bytes()
+
+    run(case)
+
+
+def test_a_slice_is_served_while_another_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = prepared(tmp_path)
+    release, reading = threading.Event(), digest_cache.DigestCache.read
+
+    def slow(cache: digest_cache.DigestCache, path: Path, on_read: digest_cache.OnRead) -> object:
+        assert path != slice_file(folder, 0) or release.wait(20)
+        return reading(cache, path, on_read)
+
+    monkeypatch.setattr(digest_cache.DigestCache, "read", slow)
+
+    async def case() -> None:
+        async with running(folder) as node, anyio.create_task_group() as tasks:
+            tasks.start_soon(node.pull, 0)
+            for index in (1, 2, 3):
+                request = PullRequest(dataset="digits", index=index)
+                await transfer.pull_bytes(node.worker, node.peer, request, max_bytes=1 << 20)
+            release.set()
+
+    run(case)
+
+
+def test_a_request_waits_until_its_dataset_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal would be final for the worker, whose data node may have been restarted a moment ago."""
+    folder = prepared(tmp_path)
+    (folder / MANIFEST).unlink()
+    release, reading = threading.Event(), digest_cache.DigestCache.read
+
+    def slow(cache: digest_cache.DigestCache, path: Path, on_read: digest_cache.OnRead) -> object:
+        assert release.wait(20)
+        return reading(cache, path, on_read)
+
+    monkeypatch.setattr(digest_cache.DigestCache, "read", slow)
+
+    async def case() -> None:
+        async with running(folder) as node:
+            await anyio.wait_all_tasks_blocked()
+            with monkeypatch.context() as patched:
+                patched.setattr(slice_resolver, "OPEN_TIMEOUT", 0.01)
+                stream = await request_slice(node, 0)
+                with pytest.raises(StreamResetError):
+                    await stream.receive_some(1)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(node.pull, 0)
+                await anyio.wait_all_tasks_blocked()
+                release.set()
+
+    run(case)
+
+
+async def request_slice(node: DataNode, index: int) -> Stream:
+    """Request a slice as a peer of the existing network does; return the stream that it comes on."""
+    stream = await node.worker.open_stream(node.peer, [PULL])
+    header = json.dumps({"dataset": "digits", "index": index}).encode()
+    await stream.send_all(len(header).to_bytes(8, "little") + header)
+    await stream.send_eof()
+    return stream
+
+
+async def verified(folder: Path, *, verify: bool = False) -> SliceVerifier:
+    verifier = SliceVerifier(await anyio.to_thread.run_sync(lambda: open_dataset("digits", folder, verify=verify)))
+    await verifier.verify_all()
+    return verifier
+
+
+def test_a_restart_reads_only_what_has_changed(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+
+    async def case() -> None:
+        assert (await verified(folder)).files_read == 4
+        assert (await verified(folder)).files_read == 0
+        before = corrupt(slice_file(folder, 2))
+        changed = await verified(folder)
+        assert (changed.files_read, changed.withheld) == (1, {2})
+        again = await verified(folder)
+        assert (again.files_read, again.withheld) == (0, {2})
+        slice_file(folder, 2).write_bytes(before)
+        restored = await verified(folder)
+        assert (restored.files_read, restored.withheld) == (1, frozenset())
+
+    run(case)
+
+
+def test_verify_reads_everything_again(tmp_path: Path) -> None:
+    """The cache may be wrong about a disk that has lost bytes without a write."""
+    folder = prepared(tmp_path)
+    path = slice_file(folder, 2)
+
+    async def case() -> None:
+        await verified(folder)
+        good = path.stat()
+        corrupt(path)
+        cache, bad = folder / CACHE, path.stat()
+        remembered = json.loads(cache.read_bytes())
+        [entry] = [entry for entry in remembered["files"] if entry["file"] == path.name]
+        assert (entry["changed_ns"], entry["inode"]) == (good.st_ctime_ns, good.st_ino)
+        entry["changed_ns"] = bad.st_ctime_ns
+        cache.write_text(json.dumps(remembered))
+        assert (await verified(folder)).withheld == frozenset()
+        checked = await verified(folder, verify=True)
+        assert (checked.files_read, checked.withheld) == (4, {2})
+
+    run(case)
+
+
+def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next change may get the same times."""
+    monkeypatch.setattr(digest_cache, "SETTLED_NS", 3_600_000_000_000)
+    folder = prepared(tmp_path)
+
+    async def case() -> None:
+        for _ in range(2):
+            verifier = await verified(folder)
+            assert (verifier.files_read, verifier.withheld) == (4, frozenset())
+
+    run(case)
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"files":[{"file":"a","digest":7}]}'])
+def test_an_unusable_cache_is_ignored(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    folder = prepared(tmp_path)
+    (folder / CACHE).write_bytes(content)
+
+    async def case() -> None:
+        assert (await verified(folder)).files_read == 4
+        assert (await verified(folder)).files_read == 0
+
+    run(case)
+    assert f"{folder / CACHE} cannot be used" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_to_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = prepared(tmp_path)
+    (folder / CACHE).mkdir()  # also for root, who may write anywhere
+
+    async def case() -> None:
+        assert (await verified(folder)).withheld == frozenset()
+
+    run(case)
+    assert "cannot be written, so every start reads all slices again" in caplog.text

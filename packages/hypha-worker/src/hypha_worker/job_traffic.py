@@ -1,0 +1,29 @@
+"""Traffic of one job: the bytes of its files, whichever way they come or go.
+
+Counted by `connectors.peer_files`, `bridge.backend` and `jobs.job_manager`, which reports it at the end of the job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hypha_net.transfer import FilePushTarget
+
+
+@dataclass(slots=True)
+class JobTraffic:
+    """Bytes of complete files, without what the protocols add."""
+
+    sent: int = 0
+    """Of pushes, to each peer; repeated ones included."""
+    received: int = 0
+    """Of pushes, pulls and downloads."""
+
+    def counting(self, target: FilePushTarget) -> FilePushTarget:
+        """Return a push target that also counts what it receives."""
+
+        async def on_complete(size: int, digest: str) -> None:
+            self.received += size
+            await target.on_complete(size, digest)
+
+        return replace(target, on_complete=on_complete)
