@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("transfer", "footprint", "relay", "requests", "connect", "gossip", "start", "memory", "placement")
+NAMES = ("transfer", "footprint", "relay", "requests", "connect", "gossip", "start", "memory", "placement", "runner")
 
 
 def run(tmp_path: Path, *arguments: str, timeout: float) -> tuple[str, list[dict[str, Any]]]:
@@ -53,3 +53,19 @@ def test_eight_transfers_of_a_gibibyte_take_less_than_128_mib(tmp_path: Path) ->
     assert len(rows) == 2
     for row in rows:
         assert row["ours"] < 128, row
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_runner_takes_less_than_five_milliseconds_a_report_and_reads_a_long_journal_in_25_seconds(
+    tmp_path: Path,
+) -> None:
+    """Five times what is required and measured on an idle machine."""
+    _, rows = run(tmp_path, "runner", "--count", "200", timeout=200)
+    found = {row["what"]: row["ours"] for row in rows}
+    [report] = [value for what, value in found.items() if what.startswith("report") and "does nothing" in what]
+    [request] = [value for what, value in found.items() if what.startswith("request") and "does nothing" in what]
+    [read] = [value for what, value in found.items() if what.endswith("read")]
+    [restored] = [value for what, value in found.items() if what.endswith("restored")]
+    assert max(report, request) < 5
+    assert max(read, restored) < 25

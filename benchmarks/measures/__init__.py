@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from benchmarks.measures import connect, footprint, gossip, memory, placement, relay, requests, start, transfer
+from benchmarks.measures import connect, footprint, gossip, memory, placement, relay, requests, runner, start, transfer
 from benchmarks.run import BenchmarkRun
 from benchmarks.tables import Row
 
@@ -18,4 +18,5 @@ MEASURES: Mapping[str, Callable[[BenchmarkRun], list[Row]]] = {
     "start": start.measure,
     "memory": memory.measure,
     "placement": placement.measure,
+    "runner": runner.measure,
 }

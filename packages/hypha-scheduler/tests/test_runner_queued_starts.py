@@ -1,46 +1,36 @@
-"""Tasks that are to start once a journal record is on disk: their leases are in use."""
+"""Tasks that start once a journal record is on disk: their leases are in use until then."""
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
+from typing import Any
 
-import anyio
+import pytest
+from support.scripted_jobs import Lab, QuietOperator, ScriptedStrategy, role, run_jobs, spec
 
-from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import AggregateConfig, AggregateJob, All, Descriptor, JobSpec, Nesterov, PeersReference
-from hypha_scheduler.jobs.effect_queue import EffectQueue
-from hypha_scheduler.jobs.journal import Journal
-from hypha_scheduler.strategies.base import Effect, Lease, StartTask, TaskRef, WriteJournal
-
-NOBODY = PeersReference(peers=(), strategy=All())
-CONFIG = AggregateConfig(updates=NOBODY, results=NOBODY, optimizer=Nesterov(learning_rate=1.0, momentum=0.0))
-SPEC = JobSpec(job_id=uuid.uuid4(), executor=AggregateJob(descriptor=Descriptor(name="x"), config=CONFIG))
+from hypha_scheduler.strategies.base import StartTask, TaskStarted, WriteJournal
 
 
-def start(number: int) -> StartTask:
-    lease = Lease(uuid.UUID(int=number), PeerId.from_public_key(bytes(32)), "train", 1.0)
-    return StartTask(TaskRef(f"task-{number}", lease), SPEC)
+def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = ScriptedStrategy()
 
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start()
+        [(idle, newest)] = await operator.until("acquired")
+        operator.demand = (role(count=1),)
+        task = operator.task("late", lease=1)
+        operator.act(WriteJournal("before", {}), StartTask(task, spec(operator.context.job_id), keep_lease=True))
+        assert await operator.until("update") == [(task, TaskStarted())]
+        await lab.worker(idle).until(lambda: lab.worker(idle).released)
+        assert lab.worker(newest).released == []
+        await lab.finish(operator)
 
-def test_a_lease_is_in_use_from_the_request_to_start_a_task_on_it(tmp_path: Path) -> None:
-    """Otherwise a demand that shrinks meanwhile releases the lease under the task."""
-    done: list[Effect] = []
+    def operator(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = (role(count=2, minimum=2),)
+        return made
 
-    async def main() -> None:
-        with Journal(tmp_path / "journal.jsonl") as journal:
-            queue = EffectQueue(journal, done.append, lambda error: None)
-            first, second = start(1), start(2)
-            queue.submit((WriteJournal("a", {}), first))
-            assert done == []
-            assert queue.will_start_on(first.task.lease.id)
-            assert not queue.will_start_on(second.task.lease.id)
-            with anyio.move_on_after(5):
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(queue.run)
-                    await queue.wait(queue.submit(()))
-                    tasks.cancel_scope.cancel()
-            assert done == [first]
-            assert not queue.will_start_on(first.task.lease.id)
-
-    anyio.run(main, backend="trio")
+    strategy.make = operator
+    run_jobs(monkeypatch, tmp_path, strategy, case)

@@ -76,7 +76,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     submissions = SubmissionServer(config.runs_dir, service.run_job, table.strategies)
     failures: list[str] = []
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(submissions.serve)
+        tasks.start_soon(_accept_jobs, submissions, not config.jobs)
         for job in config.jobs:
             try:
                 result = await service.run_job(job)
@@ -90,6 +90,20 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     await service.ends.drain(_LAST_ENDS)
     if failures:
         raise JobFailedError("\n".join(failures))
+
+
+async def _accept_jobs(submissions: SubmissionServer, required: bool) -> None:
+    """Accept submitted jobs; configured ones run also where none can be submitted.
+
+    Raises:
+        OSError: the socket cannot be created, and there is nothing else to do.
+    """
+    try:
+        await submissions.serve()
+    except OSError as error:
+        if required:
+            raise
+        _log.warning("no jobs can be submitted beside the configured ones: %s", error)
 
 
 def auction_settings(table: AuctionTable) -> AuctionSettings:
@@ -180,7 +194,8 @@ class SchedulerService:
         """Return the job a message belongs to: by its id, or for older peers, which send none, the job they work on."""
         if job_id is not None:
             return self._runs.get(job_id)
-        return next((run for run in self._runs.values() if run.involves(peer)), None)
+        involved = [run for run in self._runs.values() if run.involves(peer)]
+        return next((run for run in involved if run.runs_on(peer)), involved[0] if involved else None)
 
     async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
         _OFFERS.add()
@@ -242,4 +257,4 @@ class SchedulerService:
 
     async def _push(self, peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
         run = self._of_peer(peer, None if header is None else header.job_id)
-        return Refusal(reason="this scheduler runs no such job") if run is None else run.on_push(peer, header)
+        return Refusal(reason="this scheduler runs no such job") if run is None else await run.on_push(peer, header)

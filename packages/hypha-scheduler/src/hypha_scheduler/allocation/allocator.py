@@ -187,8 +187,13 @@ class Allocator:
         return self._is_over or self._attempts.resume_at is not None
 
     def _has_minimum(self) -> bool:
+        return not self.short_roles
+
+    @property
+    def short_roles(self) -> tuple[str, ...]:
+        """Roles with less than their minimum of leases."""
         held = Counter(offer.role for offer in self.auction.held)
-        return all(held[role] >= count for role, count in self.minimum.items())
+        return tuple(role for role, count in self.minimum.items() if held[role] < count)
 
     def _is_stalled(self, now: float) -> bool:
         """Return whether the set of leases is too small for the job and does not grow any more."""
@@ -317,8 +322,12 @@ class Allocator:
 
 
 async def release(endpoint: Endpoint, peer: PeerId, lease: uuid.UUID, reason: str, *, timeout: float = 2.5) -> None:
-    """Release a lease, which cancels the jobs on it. An unreachable worker drops the lease when it expires."""
+    """Release a lease, which cancels the jobs on it. An unreachable worker drops the lease when it expires.
+
+    The end of a job, which cancels its background tasks, does not interrupt it.
+    """
     try:
-        await rpc.call(endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease, reason=reason), timeout=timeout)
+        with anyio.CancelScope(shield=True):
+            await rpc.call(endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease, reason=reason), timeout=timeout)
     except NetError as error:
         _log.info("lease %s at %s could not be released and will expire: %s", lease, peer, error)

@@ -25,22 +25,26 @@ class EffectQueue:
     carry_out: Callable[[Effect], None]
     """Carries out any effect but `WriteJournal`, without waiting."""
     on_file_error: Callable[[OSError], None]
-    """Called when a file cannot be written; the effects that wait for it are dropped."""
+    """Called when a file cannot be written; the effects that wait for it are dropped, and all that come later."""
     _waiting: deque[Effect | int] = field(default_factory=deque)
     """Effects, and the numbers of the records that must be on disk before those after them."""
     _submitted: int = 0
     _done: int = 0
     _carrying_out: bool = False
-    _failed: bool = False
+    _closed: bool = False
     _progress: anyio.Event = field(default_factory=anyio.Event)
     _unsynced: anyio.Event = field(default_factory=anyio.Event)
 
     def submit(self, effects: Effects) -> int:
-        """Take effects, and carry out those that no record precedes; return a ticket for `wait`."""
+        """Take effects, and carry out those that no record precedes; return a ticket for `wait`.
+
+        Raises:
+            TypeError: a record cannot be written as JSON.
+            ValueError: a record cannot be written as JSON, or uses a name of the runner's.
+        """
         try:
             for effect in effects:
-                self._submitted += 1
-                self._waiting.append(self._write(effect) if isinstance(effect, WriteJournal) else effect)
+                self._append(self._write(effect) if isinstance(effect, WriteJournal) else effect)
             self._carry_out_ready()
         except OSError as error:
             self._fail(error)
@@ -48,8 +52,14 @@ class EffectQueue:
             self._unsynced.set()
         return self._submitted
 
+    def _append(self, effect: Effect | int) -> None:
+        self._submitted += 1
+        if not self._closed:
+            self._waiting.append(effect)
+
     def _write(self, record: WriteJournal) -> int:
-        self.journal.append(record.kind, **record.fields)
+        if not self._closed:
+            self.journal.append(record.kind, **record.fields)
         return self.journal.written
 
     def _carry_out_ready(self) -> None:
@@ -60,35 +70,40 @@ class EffectQueue:
         try:
             while self._waiting:
                 effect = self._waiting[0]
-                if isinstance(effect, int):
-                    if effect > self.journal.synced:
-                        break
-                else:
+                if isinstance(effect, int) and effect > self.journal.synced:
+                    break
+                self._waiting.popleft()
+                if not isinstance(effect, int):
                     self.carry_out(effect)
-                if self._waiting:  # a failure drops what waits
-                    self._waiting.popleft()
-                self._done += 1
+                if not self._closed:
+                    self._done += 1
         finally:
             self._carrying_out = False
 
     def _fail(self, error: OSError) -> None:
-        self._failed = True
-        self._waiting.clear()
-        self._progress.set()
+        self.close()
         self.on_file_error(error)
 
     def will_start_on(self, lease: uuid.UUID) -> bool:
         """Return whether a task on a lease is to start that waits for a record."""
         return any(isinstance(effect, StartTask) and effect.task.lease.id == lease for effect in self._waiting)
 
-    async def wait(self, ticket: int) -> None:
-        """Wait until everything up to a ticket is carried out, or dropped because a file cannot be written."""
-        while self._done < ticket and not self._failed:
+    def close(self) -> None:
+        """Drop the effects that wait, and all that come later."""
+        self._closed = True
+        self._waiting.clear()
+        self._unsynced.set()
+        self._progress.set()
+
+    async def wait(self, ticket: int) -> bool:
+        """Wait until everything up to a ticket is carried out; return False if it was dropped."""
+        while self._done < ticket and not self._closed:
             await self._progress.wait()
+        return self._done >= ticket
 
     async def run(self) -> None:
-        """Sync records to disk and carry out what follows them, until cancelled."""
-        while not self._failed:
+        """Sync records to disk and carry out what follows them, until cancelled or closed."""
+        while not self._closed:
             if not self._waiting:
                 await self._unsynced.wait()
             self._unsynced = anyio.Event()

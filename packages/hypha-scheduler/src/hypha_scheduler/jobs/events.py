@@ -41,7 +41,7 @@ class JobEvents:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._resources.close()
 
-    def emit(self, event: str, **fields: object) -> None:
+    def emit(self, event: str, /, **fields: object) -> None:
         """Write an event to ``metrics.jsonl`` and the log."""
         self._events.write(event, **fields)
 

@@ -8,9 +8,12 @@ format. A crash can truncate only the last line, which does not count.
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -18,7 +21,7 @@ from typing import Any, Final
 import anyio
 import anyio.to_thread
 
-from hypha_proto.codec import parse_json
+from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.json_lines import JsonLinesFile
 
 _log = logging.getLogger(__name__)
@@ -28,6 +31,9 @@ JOURNAL: Final = "journal.jsonl"
 
 FORMAT: Final = 1
 """Version of the format; written to the first record."""
+RUNNER_KINDS: Final = frozenset({"accepted", "placed", "leased", "ended", "finished", "failed"})
+"""Kinds of records that only the runner writes."""
+_RUNNER_FIELDS: Final = frozenset({"record", "format"})
 _BLOCK: Final = 1 << 16
 
 
@@ -51,7 +57,9 @@ class Journal:
         self.synced = 0
         """How many of these are on disk."""
         self._disk = ThreadPoolExecutor(1, "journal")
-        self._pending_sync: Future[None] | None = None
+        self._sync_lock = threading.Lock()
+        self._failure: OSError | None = None
+        """Error of the first sync that failed; the system reports such an error to one sync only."""
 
     def __enter__(self) -> Journal:
         return self
@@ -68,21 +76,27 @@ class Journal:
         except OSError as error:
             _log.warning("%s cannot be locked, so another scheduler may call its job unfinished: %s", self._path, error)
 
-    def record(self, kind: str, **fields: object) -> None:
+    def record(self, kind: str, /, **fields: object) -> None:
         """Write a record and sync it to disk before returning.
 
         Raises:
             OSError: this or an earlier record could not be written or synced.
         """
         self._write(kind, fields)
-        self._file.sync()
+        self._sync()
 
-    def append(self, kind: str, **fields: object) -> None:
-        """Write a record; `sync` brings it to disk.
+    def append(self, kind: str, /, **fields: object) -> None:
+        """Write a record of a strategy; `sync` brings it to disk.
 
         Raises:
             OSError: this record could not be written, or an earlier one not synced.
+            TypeError: a value cannot be written as JSON.
+            ValueError: the kind or a field is one of the runner's, or a value refers to itself.
         """
+        if kind in RUNNER_KINDS:
+            raise ValueError(f"journal: records of kind {kind!r} are the runner's; name yours otherwise")
+        if taken := _RUNNER_FIELDS & fields.keys():
+            raise ValueError(f"journal: record {kind!r} has the field {min(taken)!r}, which is the runner's; rename it")
         self._write(kind, fields)
         self.written += 1
 
@@ -93,24 +107,35 @@ class Journal:
             OSError: they could not be synced.
         """
         written = self.written
-        await anyio.to_thread.run_sync(self._file.sync, limiter=self._limiter)
+        await anyio.to_thread.run_sync(self._sync, limiter=self._limiter)
         self.synced = written
 
-    def record_async(self, kind: str, **fields: object) -> None:
+    def record_async(self, kind: str, /, **fields: object) -> None:
         """Write a record and sync it to disk in the background; a later call raises the error of a failed sync.
 
         Raises:
             OSError: this record could not be written, or an earlier one not synced.
         """
         self._write(kind, fields)
-        self._pending_sync = self._disk.submit(self._file.sync)
+        self._disk.submit(self._sync)
 
-    def _write(self, kind: str, fields: dict[str, object]) -> None:
-        if self._pending_sync is not None and self._pending_sync.done():
-            self._pending_sync.result()
+    def _write(self, kind: str, fields: Mapping[str, object]) -> None:
+        if self._failure is not None:
+            raise self._failure
         first: dict[str, object] = {"record": kind, "format": FORMAT} if self._is_new else {"record": kind}
-        self._file.append(first | fields)
+        self._file.append(first | dict(fields))
         self._is_new = False
+
+    def _sync(self) -> None:
+        """Sync the file; after a failure always raise, since nobody knows what is on disk."""
+        with self._sync_lock:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                self._file.sync()
+            except OSError as error:
+                self._failure = error
+                raise
 
 
 def _cut_last_line(descriptor: int) -> int:
@@ -128,14 +153,28 @@ def _cut_last_line(descriptor: int) -> int:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return all complete records, oldest first; empty if there is no file."""
+    """Return all complete records, oldest first; empty if there is no file.
+
+    Raises:
+        JobFailedError: the journal is of another format, or a complete line is not a record.
+        OSError: it cannot be read.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    records: list[dict[str, Any]] = []
-    for line in lines[:-1]:  # what follows the last line feed was truncated by a crash
-        found = parse_json(line)
-        if isinstance(found, dict):
-            records.append(found)
+    records = [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1)]  # a crash cut what follows
+    if records and (version := records[0].get("format")) != FORMAT:
+        remedy = "read it with the version of hypha-scheduler that wrote it"
+        raise JobFailedError(f"{path}: the journal is of format {version!r}, this version reads {FORMAT}; {remedy}")
     return records
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)  # the strict parser takes four times as long, and this file is our own
+    except (ValueError, RecursionError) as error:
+        raise JobFailedError(f"{path}: line {number} of the journal is malformed: {error}") from None
+    if not isinstance(found, dict):
+        raise JobFailedError(f"{path}: line {number} of the journal is malformed: not an object")
+    return found

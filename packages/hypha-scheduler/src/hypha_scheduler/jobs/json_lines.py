@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,12 +34,14 @@ class JsonLinesFile:
         return self._descriptor
 
     def append(self, line: Mapping[str, object]) -> None:
-        """Write a line.
+        """Write a line; numbers that are not finite become null.
 
         Raises:
             OSError: it could not be written; the file ends with the line before.
+            TypeError: a value cannot be written as JSON.
+            ValueError: a value refers to itself.
         """
-        data = json.dumps(line).encode() + b"\n"
+        data = _encode(line)
         with self._naming_path():
             self._cut()
             whole = os.fstat(self._descriptor).st_size
@@ -78,3 +81,21 @@ class JsonLinesFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+
+
+def _encode(line: Mapping[str, object]) -> bytes:
+    try:
+        text = json.dumps(line, allow_nan=False)
+    except ValueError:
+        json.dumps(line)  # raises unless a number was the reason
+        text = json.dumps(_finite(line), allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def _finite(value: object) -> object:
+    """Return a value with None for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -72,7 +72,11 @@ class LeasePool:
     _wanted: tuple[RoleRequest, ...] = ()
     _held: dict[uuid.UUID, Lease] = field(default_factory=dict)
     _renewed: HeldLeases = field(default_factory=HeldLeases)
+    _spent: dict[uuid.UUID, HeldLease] = field(default_factory=dict)
+    """Leases whose task has ended: no longer renewed, and released at the end of the job if they exist then."""
     _search: _Search | None = None
+    _is_stale: bool = False
+    """Whether the leases have changed since they were last compared with the demand."""
     _last: Allocator | None = None
     """Allocator of the search before; it releases offers that come late."""
     _began: bool = False
@@ -94,13 +98,23 @@ class LeasePool:
     # --------------------------------------------------------------------------------------------------------- demand
 
     def set_demand(self, requests: Sequence[RoleRequest]) -> None:
-        """Set which leases are wanted; begins a search for those that are missing, and releases surplus ones."""
+        """Set which leases are wanted; begins a search for those that are missing, and releases surplus ones.
+
+        Raises:
+            ValueError: two requests are for the same role.
+        """
         wanted = tuple(requests)
-        if self._closed or wanted == self._wanted:
+        if self._closed or (wanted == self._wanted and not self._is_stale):
             return
+        _check_roles(wanted)
         self._wanted = wanted
+        self._is_stale = False
         self._release_surplus()
         self._start_search()
+
+    def task_ended(self) -> None:
+        """Compare leases and demand again at the next `set_demand`: a lease may be surplus now."""
+        self._is_stale = True
 
     def _missing(self) -> tuple[RoleRequest, ...]:
         held = Counter(lease.role for lease in self._held.values())
@@ -151,7 +165,7 @@ class LeasePool:
         search.scope.cancel()
         search.allocator.close()
         for offer in search.allocator.auction.held:
-            if offer.lease not in self._held:
+            if offer.lease not in self._held and offer.lease in self._renewed:
                 self._drop(offer.lease, offer.peer, "the job's needs have changed")
 
     async def _run_search(self, search: _Search) -> None:
@@ -159,8 +173,8 @@ class LeasePool:
             try:
                 offers = await search.allocator.allocate()
             except AllocationError as error:
-                self._search, self._last = None, search.allocator
-                self.observer.on_timeout([request.role for request in search.wanted], str(error))
+                self._give_up(search)
+                self.observer.on_timeout(search.allocator.short_roles, str(error))
                 return
             self._search, self._last = None, search.allocator
             if not self._began:
@@ -168,6 +182,13 @@ class LeasePool:
             elif short := [request.role for request in self._missing() if request.minimum]:
                 self.observer.on_timeout(short, await search.allocator.explain_shortage())
         self._start_search()  # for replacements of what was lost meanwhile
+
+    def _give_up(self, search: _Search) -> None:
+        """End a search that found too few leases to begin with; the next one follows unless the job ends."""
+        self._search, self._last = None, search.allocator
+        self._is_stale = True
+        for offer in search.allocator.auction.held:
+            self._drop(offer.lease, offer.peer, "the scheduler found too few workers to go with it")
 
     def _on_found(self, offer: AcceptedOffer) -> None:
         """Deliver a lease of a later search at once."""
@@ -200,12 +221,12 @@ class LeasePool:
 
     def _on_lost(self, held: HeldLease, reason: str) -> None:
         lease = self._held.pop(held.lease, None)
+        self._is_stale = True
         if lease is None:
             if self._search is not None:
                 self._search.allocator.lease_lost(held.lease)
             return
         self.observer.on_lost(lease, reason)
-        self._start_search()
 
     # -------------------------------------------------------------------------------------------------------- releases
 
@@ -213,17 +234,30 @@ class LeasePool:
         """Release a lease in the background, which cancels a task on it."""
         held = self._held.pop(lease, None)
         if held is not None:
+            self._is_stale = True
             self._drop(lease, held.peer, reason)
+
+    def spend(self, lease: uuid.UUID) -> None:
+        """Renew a lease no longer: its task has ended, and its worker has freed what the lease reserved."""
+        if self._held.pop(lease, None) is not None and (renewed := self._renewed.drop(lease)) is not None:
+            now = anyio.current_time()
+            self._spent = {id: held for id, held in self._spent.items() if held.expires > now} | {lease: renewed}
+            self._is_stale = True
 
     def _drop(self, lease: uuid.UUID, peer: PeerId, reason: str) -> None:
         self._renewed.drop(lease)
         self.tasks.start_soon(release, self.endpoint, peer, lease, reason)
 
+    def stop_searching(self) -> None:
+        """Begin no further search: the job ends."""
+        self._closed = True
+
     async def close(self, reason: str) -> None:
         """End the search and release all leases; return when their workers have answered or cannot be reached."""
         self._closed = True
         search, self._search = self._search, None
-        leases = {held.lease: held.peer for held in self._renewed.held()}
+        leases = {held.lease: held.peer for held in (*self._renewed.held(), *self._spent.values())}
+        self._spent.clear()
         if search is not None:
             search.scope.cancel()
             search.allocator.close()
@@ -233,6 +267,12 @@ class LeasePool:
             for lease, peer in leases.items():
                 self._renewed.drop(lease)
                 tasks.start_soon(release, self.endpoint, peer, lease, reason)
+
+
+def _check_roles(requests: Sequence[RoleRequest]) -> None:
+    for name, count in Counter(request.role for request in requests).items():
+        if count > 1:
+            raise ValueError(f"role_requests: two requests for role {name!r}; one request states the count of a role")
 
 
 def _without(requests: tuple[RoleRequest, ...], role: str) -> tuple[RoleRequest, ...]:

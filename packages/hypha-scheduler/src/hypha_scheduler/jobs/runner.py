@@ -6,10 +6,11 @@ one `JobRunner` per job and passes it the messages of peers; background work run
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -20,7 +21,7 @@ import anyio.abc
 from hypha_net import backoff, instrumentation, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import leaf_errors
-from hypha_net.errors import NetError, UnsupportedProtocolError
+from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
 from hypha_net.transfer import FilePushTarget, PullSource
 from hypha_proto.datasets import DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireError
@@ -58,7 +59,6 @@ from hypha_scheduler.strategies.base import (
     RunInBackground,
     SendMessage,
     SliceRefusedError,
-    SliceToUse,
     StartTask,
     StopTask,
     Strategy,
@@ -77,8 +77,12 @@ _RELEASE_TIMEOUT: Final = 3.0
 _JOB_END_GRACE: Final = 2.0
 """Seconds to wait for a `JobEnd` with details after a `JobStatus` reported the end of an executor."""
 _CANCEL_TIMEOUT: Final = 2.5
+_STOP_TIMEOUT: Final = 60.0
+"""Seconds for a cancelled task on a kept lease to end; after that the lease is released."""
 _CHECK_INTERVAL: Final = 0.5
 """Seconds between looks at a deadline that stays due."""
+_MIN_RETRY: Final = 0.05
+"""Shortest time in seconds after which an operator is asked again for a slice."""
 _MAX_LINE: Final = 500
 _MAX_LINES: Final = 40
 _MAX_REASON: Final = 1000
@@ -87,6 +91,10 @@ _MAX_TEXT: Final = 400
 _MAX_WAIT: Final = 30.0
 """Longest time in seconds for which a request for a slice waits; the worker then asks again."""
 _DEFAULT_AUCTION: Final = AuctionSettings()
+_NO_TASK: Final = "no task of this job runs there"
+_JOB_OVER: Final = "the job is over"
+_EXPECTED: Final = (JobFailedError, OSError, NetError)
+"""Errors of a strategy that are not errors in its code."""
 
 Answer = TypeVar("Answer")
 
@@ -119,14 +127,15 @@ class JobRunner:
         self._auction_settings = auction
         self._operator: Operator | None = None
         self._register = TaskRegister()
-        self._attempts: dict[TaskRef, int] = {}
-        """Numbers of the dispatches of running tasks on leases that take several."""
+        self._early_notices: list[tuple[str, object]] = []
+        """Notices of background work before there is an operator."""
         self._stopping: set[TaskRef] = set()
         """Tasks that were cancelled and whose leases stay."""
-        self._progress_responses: ResponseCache[ProgressResponse] = ResponseCache()
+        self._progress_responses: ResponseCache[tuple[ProgressResponse, int]] = ResponseCache()
+        """Answers, and the tickets of the effects that precede them."""
         self._slice_responses: ResponseCache[SliceAssigned] = ResponseCache()
         self._traffic: defaultdict[PeerId, TrafficCounts] = defaultdict(TrafficCounts)
-        self._placement_seconds = 0.0
+        self._placement_seconds: float | None = None
         self._found_too_few = False
         self._ended = anyio.Event()
         self._failure: str | None = None
@@ -147,12 +156,12 @@ class JobRunner:
         Raises:
             JobFailedError: the job failed; its executors are stopped and its leases released.
         """
-        why = ""
         try:
             return await self._run_reported()
-        except* OSError as errors:  # includes background tasks of the job: they fail this job, not the scheduler
-            why = files_unusable(self.directory, leaf_errors(errors))
-        raise JobFailedError(why)
+        except JobFailedError:
+            raise
+        except Exception as error:  # includes background tasks of the job: they fail this job, not the scheduler
+            raise JobFailedError(self._describe(error)) from error
 
     async def _run_reported(self) -> Path:
         self.directory.mkdir(parents=True)
@@ -169,10 +178,12 @@ class JobRunner:
         causes = list(leaf_errors(error))
         if all(isinstance(cause, OSError) for cause in causes):
             return files_unusable(self.directory, causes)
-        if isinstance(error, JobFailedError):
-            return str(error)
-        interrupted = isinstance(error, anyio.get_cancelled_exc_class())
-        return "the scheduler was stopped" if interrupted else f"internal error: {error!r}"
+        if all(isinstance(cause, JobFailedError) for cause in causes):
+            return "; ".join(map(str, causes))
+        if all(isinstance(cause, anyio.get_cancelled_exc_class()) for cause in causes):
+            return "the scheduler was stopped"
+        _log.error("job %s failed by an internal error", self.job_id, exc_info=error)
+        return f"internal error: {'; '.join(map(repr, causes))}"
 
     async def _run_and_release(self) -> Path:
         failure: JobFailedError | None = None
@@ -186,6 +197,7 @@ class JobRunner:
                 failure = error
             finally:
                 self._closed = True
+                self._effects.close()
                 with anyio.move_on_after(_RELEASE_TIMEOUT, shield=True):
                     await self._pool.close("the job is over")
             self._tasks.cancel_scope.cancel()
@@ -213,37 +225,51 @@ class JobRunner:
         began = anyio.current_time()
         if lacking := self._job.missing_files():
             raise JobFailedError("\n".join(lacking))
-        async with self._strategy.open(self._job, self._context, ()) as operator:
-            self._operator = operator
-            self._tasks.start_soon(self._effects.run)
-            self._tasks.start_soon(self._pool.renew)
-            self._tasks.start_soon(self._watch_deadlines)
-            self._settle()
-            await self._ended.wait()
-            self._closed = True
-            if self._failure is not None:
-                raise (AllocationError if self._found_too_few else JobFailedError)(self._failure)
-            await self._finish(operator, result, began)
+        try:
+            async with self._strategy.open(self._job, self._context, ()) as operator:
+                await self._run_operator(operator)
+                summary = await self._summarize(operator, began)
+        except (*_EXPECTED, ExceptionGroup):
+            raise
+        except Exception as error:  # a third party's strategy may raise anything
+            raise JobFailedError(self._strategy_error(error)) from error
+        write_result(result, summary)
+        self._ends.record(self._events.finished(summary))
 
-    async def _finish(self, operator: Operator, result: Path, began: float) -> None:
-        """Release the leases and write the result."""
+    async def _run_operator(self, operator: Operator) -> None:
+        """Run the job until its operator, or an error, ends it."""
+        self._operator = operator
+        self._tasks.start_soon(self._effects.run)
+        self._tasks.start_soon(self._pool.renew)
+        self._tasks.start_soon(self._watch_deadlines)
+        for name, message in self._early_notices:
+            self._on_notice(name, message)
+        self._settle()
+        await self._ended.wait()
+        self._closed = True
+        if self._failure is not None:
+            raise (AllocationError if self._found_too_few else JobFailedError)(self._failure)
+
+    async def _summarize(self, operator: Operator, began: float) -> Mapping[str, object]:
+        """Release the leases and return the content of the result."""
         await self._pool.close("the job is done")
         summary = {
             "job_id": str(self.job_id),
             **operator.summary(self._traffic),
-            "placement_seconds": round(self._placement_seconds, 4),
+            "placement_seconds": round(self._placement_seconds or 0.0, 4),
             "wall_seconds": round(anyio.current_time() - began, 3),
         }
-        write_result(result, summary)
-        self._ends.record(self._events.finished(summary))
+        json.dumps(summary)  # what cannot be written is an error of the strategy
+        return summary
 
     async def _watch_deadlines(self) -> None:
         """Tell the operator when its deadlines have passed."""
-        while not self._ended.is_set() and self._operator is not None:
-            at = self._operator.next_deadline()
+        operator = self._running_operator
+        while not self._ended.is_set():
+            at = self._call(operator.next_deadline)
             if at is not None and at <= (now := anyio.current_time()):
-                self._tell(self._operator.on_deadline, now)
-                if (again := self._operator.next_deadline()) is not None and again <= now:
+                self._tell(operator.on_deadline, now)
+                if (again := self._call(operator.next_deadline)) is not None and again <= now:
                     await anyio.sleep(_CHECK_INTERVAL)  # it stays due: do not spin
                 continue
             with anyio.move_on_after(_MAX_WAIT if at is None else at - anyio.current_time()):
@@ -251,48 +277,59 @@ class JobRunner:
 
     # ----------------------------------------------------------------------------------------------- calls of operators
 
-    def _tell(self, event: Callable[..., Effects], *arguments: object) -> int:
-        """Call the operator and take its effects; return the ticket for `EffectQueue.wait`."""
-        return self._ask(lambda: ((), event(*arguments)))[1]
+    def _tell(self, event: Callable[..., Effects], *arguments: object) -> int | None:
+        """Call the operator and take its effects; return the ticket for `EffectQueue.wait`, or None if it fails."""
+        told = self._ask(lambda: ((), event(*arguments)))
+        return None if told is None else told[1]
 
-    def _ask(self, question: Callable[[], tuple[Answer, Effects]]) -> tuple[Answer | None, int]:
-        """Call the operator and take its effects; return its answer, or None if it fails, and their ticket."""
-        found = self._call(question)
-        if found is None:
-            return None, 0
-        answer, effects = found
-        ticket = self._effects.submit(effects)
-        self._settle()
-        return answer, ticket
+    def _ask(self, question: Callable[[], tuple[Answer, Effects]]) -> tuple[Answer, int] | None:
+        """Call the operator and take its effects; return its answer and their ticket, or None if it fails."""
+
+        def take_effects() -> tuple[Answer, int]:
+            answer, effects = question()
+            return answer, self._effects.submit(effects)
+
+        told = self._call(take_effects)
+        if told is not None:
+            self._settle()
+        return told
+
+    async def _ask_and_wait(self, question: Callable[[], tuple[Answer, Effects]]) -> Answer | None:
+        """Call the operator and wait until its effects are carried out; None if it fails or they were dropped."""
+        told = self._ask(question)
+        return told[0] if told is not None and await self._effects.wait(told[1]) else None
 
     def _call(self, question: Callable[[], Answer]) -> Answer | None:
-        """Call the operator; None if there is none, or if it fails: its error fails its own job and no other.
-
-        Raises:
-            SliceRefusedError: the operator refuses a slice.
-        """
-        if self._closed or self._operator is None:
+        """Call the operator; None outside of its job, or if it fails: its error fails its own job and no other."""
+        if self._operator is None or self._closed or self._ended.is_set():
             return None
         try:
             return question()
-        except SliceRefusedError:
-            raise
         except Exception as error:  # noqa: BLE001 - a third party's strategy may raise anything
             self._fail_strategy(error)
             return None
 
     def _fail_strategy(self, error: Exception) -> None:
+        self._end(self._strategy_error(error))
+
+    def _strategy_error(self, error: Exception) -> str:
         _log.error("job %s: strategy %s failed", self.job_id, self._job.type, exc_info=error)
-        self._end(f"internal error of strategy {self._job.type!r}: {error!r}")
+        return f"internal error of strategy {self._job.type!r}: {error!r}"
 
     def _settle(self) -> None:
         """Let everything that depends on the operator's state look at it again."""
-        if self._operator is not None and not self._closed:
-            self._pool.set_demand(self._operator.role_requests())
+        self._call(lambda: self._pool.set_demand(self._running_operator.role_requests()))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wake what waits for an event of the job."""
         self._changed.set()
         self._changed = anyio.Event()
 
     def _on_notice(self, name: str, message: object) -> None:
+        if self._operator is None:
+            self._early_notices.append((name, message))
+            return
         self._ask(lambda: self._running_operator.on_message(None, name, message, anyio.current_time()))
 
     @property
@@ -303,8 +340,21 @@ class JobRunner:
     # --------------------------------------------------------------------------------------------------------- effects
 
     def _carry_out(self, effect: Effect) -> None:
+        """Carry out an effect; what it lacks is an error of the strategy and fails its job.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
         if self._ended.is_set() and not isinstance(effect, EmitEvent | PostMetric | EndJob):
             return  # the job is over: no new work
+        try:
+            self._act(effect)
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a third party's strategy may ask for anything
+            self._fail_strategy(error)
+
+    def _act(self, effect: Effect) -> None:
         match effect:
             case EmitEvent(name, fields):
                 self._events.emit(name, **fields)
@@ -320,53 +370,70 @@ class JobRunner:
                 self._tasks.start_soon(self._run_in_background, effect)
             case EndJob(failure):
                 self._end(failure)
+            case _:
+                raise TypeError(f"{effect!r} is not an effect")
 
     def _end(self, failure: str | None) -> None:
         """End the job; only the first outcome counts."""
         if not self._ended.is_set():
             self._failure = failure
             self._ended.set()
+            self._pool.stop_searching()
+            self._wake()
 
     def _on_file_error(self, error: OSError) -> None:
         self._end(files_unusable(self.directory, [error]))
 
     def _start_task(self, effect: StartTask) -> None:
-        earlier = self._register.start(effect.task)
-        if effect.keep_lease or earlier:  # else the lease has one task only, and older workers know no numbers
-            self._attempts[effect.task] = earlier
-        self._start_background(partial(self._dispatch, effect))
-
-    async def _dispatch(self, effect: StartTask) -> None:
         task = effect.task
-        why = await dispatch(
-            self._endpoint, effect, self._attempts.get(task), is_running=partial(self._register.runs, task)
-        )
+        if task.lease.id not in self._pool:  # it was lost before this effect's turn
+            self._task_not_started(task, "its lease is no longer held")
+            return
+        self._register.start(task, keep_lease=effect.keep_lease)
+        self._start_background(partial(self._dispatch, effect, self._register.dispatch_of(task)))
+
+    async def _dispatch(self, effect: StartTask, number: int | None) -> None:
+        task = effect.task
+        why = await dispatch(self._endpoint, effect, number, is_running=partial(self._register.runs, task))
         if why is None:
             if self._register.runs(task):
                 self._tell(self._running_operator.on_task_update, task, TaskStarted(), anyio.current_time())
         elif self._register.end(task):
             self._pool.release(task.lease.id, "its task did not start")
-            self._tell(self._running_operator.on_task_update, task, TaskNotStarted(why), anyio.current_time())
+            self._task_not_started(task, why)
+
+    def _task_not_started(self, task: TaskRef, why: str) -> None:
+        self._tell(self._running_operator.on_task_update, task, TaskNotStarted(why), anyio.current_time())
 
     def _stop_task(self, effect: StopTask) -> None:
+        """Stop a task; one that has ended by now is left alone, its lease may have the next."""
+        if not self._register.runs(effect.task):
+            return
         if effect.keep_lease:
             self._stopping.add(effect.task)
-            self._start_background(partial(self._cancel, effect))
+            self._start_background(partial(self._cancel, effect, self._register.dispatch_of(effect.task)))
         else:
-            self._pool.release(effect.task.lease.id, effect.reason)
-            self._task_over(effect.task, TaskEnded(TaskState.CANCELLED, effect.reason))
+            self._release_and_end(effect)
 
-    async def _cancel(self, effect: StopTask) -> None:
-        """Cancel a task on a lease that is kept; the worker reports its end."""
-        lease = effect.task.lease
+    def _release_and_end(self, effect: StopTask) -> None:
+        self._pool.release(effect.task.lease.id, effect.reason)
+        self._task_over(effect.task, TaskEnded(TaskState.CANCELLED, effect.reason))
+
+    async def _cancel(self, effect: StopTask, dispatch: int | None) -> None:
+        """Cancel a task on a lease that is kept, and wait for the worker to report its end."""
+        task = effect.task
         try:
-            message = CancelJob(id=lease.id, reason=effect.reason, attempt=self._attempts.get(effect.task))
-            await rpc.call(self._endpoint, lease.peer, CANCEL_JOB, message, timeout=_CANCEL_TIMEOUT)
+            message = CancelJob(id=task.lease.id, reason=effect.reason, attempt=dispatch)
+            await rpc.call(self._endpoint, task.lease.peer, CANCEL_JOB, message, timeout=_CANCEL_TIMEOUT)
+            with anyio.move_on_after(_STOP_TIMEOUT):
+                while self._register.runs(task):
+                    await self._changed.wait()
+            why = "its end was not reported"
         except NetError as error:
-            _log.warning("task %s at %s could not be cancelled, releasing its lease: %s",
-                         effect.task.name, lease.peer, error)  # fmt: skip
-            self._pool.release(lease.id, effect.reason)
-            self._task_over(effect.task, TaskEnded(TaskState.CANCELLED, effect.reason))
+            why = str(error)
+        if self._register.runs(task):
+            _log.warning("task %s at %s cannot be cancelled, releasing its lease: %s", task.name, task.lease.peer, why)
+            self._release_and_end(effect)
 
     async def _send(self, effect: SendMessage) -> None:
         def on_failure(error: NetError, _pause: float) -> None:
@@ -384,13 +451,16 @@ class JobRunner:
                 )
             except NetError as error:
                 outcome = error
+            except Exception as error:  # noqa: BLE001 - a third party's strategy may send anything
+                self._fail_strategy(error)
+                return
         self._tell(self._running_operator.on_effect_result, effect.tag, outcome, anyio.current_time())
 
     async def _run_in_background(self, effect: RunInBackground) -> None:
         outcome: object
         try:
             outcome = await effect.work()
-        except (JobFailedError, OSError, NetError) as error:
+        except _EXPECTED as error:
             outcome = error
         except Exception as error:  # noqa: BLE001 - a third party's strategy may raise anything
             self._fail_strategy(error)
@@ -406,9 +476,9 @@ class JobRunner:
 
     def on_acquired(self, leases: Sequence[Lease], seconds: float) -> None:
         """Tell the operator of new leases."""
-        is_first = not self._placement_seconds
+        self._found_too_few = False
         try:
-            if is_first:
+            if self._placement_seconds is None:
                 self._placement_seconds = seconds
                 self._events.placed(leases, seconds)
             else:
@@ -421,8 +491,8 @@ class JobRunner:
     def on_lost(self, lease: Lease, reason: str) -> None:
         """Tell the operator of a lost lease, and of the end of the task on it."""
         now = anyio.current_time()
-        self._tell(self._running_operator.on_lease_lost, lease, reason, now)
         task = self._register.on(lease)
+        self._tell(self._running_operator.on_lease_lost, lease, reason, now)
         if task is not None:
             self._task_over(task, TaskEnded(TaskState.FAILED, reason))
 
@@ -447,6 +517,10 @@ class JobRunner:
         """Return whether a task of this job runs or ran on `peer`."""
         return self._register.involves(peer)
 
+    def runs_on(self, peer: PeerId) -> bool:
+        """Return whether a task of this job runs on `peer`."""
+        return self._register.runs_on(peer)
+
     async def on_data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
         """Handle a worker's request for a slice."""
         deadline = anyio.current_time() + _MAX_WAIT
@@ -460,17 +534,14 @@ class JobRunner:
             if unusable is not None:
                 self._set_slice_aside(task, request.dataset, unusable)
                 unusable = None  # once, if the request has to wait
-            try:
-                found = self._next_slice(task, request.dataset)
-            except SliceRefusedError as error:
-                return WireError(message=str(error))
-            if found is None:
-                return NotFound()
+            found = self._next_slice(task, request.dataset)
+            if isinstance(found, SliceAssigned):
+                return self._slice_responses.put(peer, request.id, found)
             if not isinstance(found, RetryAfter):
-                return self._slice_responses.put(peer, request.id, self._context.address(request.dataset, found))
+                return found
             if (now := anyio.current_time()) >= deadline:
                 return WireError(message=f"no slice was free within {_MAX_WAIT:g} s")
-            with anyio.move_on_after(min(found.seconds, deadline - now)):
+            with anyio.move_on_after(min(max(found.seconds, _MIN_RETRY), deadline - now)):
                 await self._changed.wait()
 
     def _set_slice_aside(self, task: TaskRef, dataset: str, report: UnusableSlice) -> None:
@@ -481,35 +552,46 @@ class JobRunner:
         bounded = UnusableSlice(index=report.index, epoch=report.epoch, failures=failures)
         self._tell(self._running_operator.on_slice_unusable, task, dataset, bounded, anyio.current_time())
 
-    def _next_slice(self, task: TaskRef, dataset: str) -> SliceToUse | RetryAfter | None:
-        found = self._call(lambda: self._running_operator.next_slice(task, dataset, anyio.current_time()))
+    def _next_slice(self, task: TaskRef, dataset: str) -> SliceAssigned | NotFound | WireError | RetryAfter:
+        """Ask the operator for a slice, and look up where it is."""
+
+        def ask() -> SliceAssigned | WireError | RetryAfter | None:
+            try:
+                found = self._running_operator.next_slice(task, dataset, anyio.current_time())
+            except SliceRefusedError as error:
+                return WireError(message=str(error))
+            return found if found is None or isinstance(found, RetryAfter) else self._context.address(dataset, found)
+
+        found = self._call(ask)
         if not isinstance(found, RetryAfter):
             self._settle()
-        return found
+        return NotFound() if found is None else found
 
     async def on_report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
         """Handle a progress report of an executor."""
         task = self._register.of_peer(peer, request.lease)
         if task is None:
             return ProgressError(reason="no task of the job runs on this peer under this lease")
-        if (earlier := self._progress_responses.get(peer, request.id)) is not None:
-            return earlier
-        now = anyio.current_time()
-        answer, ticket = self._ask(lambda: self._running_operator.on_progress(task, request.progress, now))
-        if answer is None:
-            return ProgressError(reason="the job is over")
-        self._progress_responses.put(peer, request.id, answer)
-        await self._effects.wait(ticket)
-        return answer
+        told = self._progress_responses.get(peer, request.id) or self._report(task, request)
+        if told is None or not await self._effects.wait(told[1]):
+            return ProgressError(reason=_JOB_OVER)
+        return told[0]
+
+    def _report(self, task: TaskRef, request: ProgressRequest) -> tuple[ProgressResponse, int] | None:
+        """Tell the operator of a report; return its answer and the ticket of the effects that precede it."""
+        now, peer = anyio.current_time(), task.lease.peer
+        told = self._ask(lambda: self._running_operator.on_progress(task, request.progress, now))
+        if told is None:
+            return None
+        return self._progress_responses.put(peer, request.id, told)
 
     async def on_message(self, peer: PeerId, method: StrategyMethod, message: Any) -> Any:
-        """Handle a message of the strategy's own RPC methods."""
-        task = self._register.of_peer(peer)
+        """Handle a message of the strategy's own RPC methods; a field `lease` names the task that sends it."""
+        task = self._register.of_peer(peer, getattr(message, "lease", None))
         if task is None:
             return method.unknown_job
         name, now = method.method.name, anyio.current_time()
-        answer, ticket = self._ask(lambda: self._running_operator.on_message(task, name, message, now))
-        await self._effects.wait(ticket)
+        answer = await self._ask_and_wait(lambda: self._running_operator.on_message(task, name, message, now))
         return method.unknown_job if answer is None else answer
 
     def on_pull(self, peer: PeerId, request: PullRequest) -> PullSource | Refusal:
@@ -518,30 +600,39 @@ class JobRunner:
             return self._context.resolve(request)
         task = self._register.of_peer(peer)
         if task is None:
-            return Refusal(reason="no task of this job runs there")
+            return Refusal(reason=_NO_TASK)
         found = self._call(lambda: self._running_operator.on_pull_request(task, request))
-        return Refusal(reason="the job is over") if found is None else found
+        return Refusal(reason=_JOB_OVER) if found is None else found
 
-    def on_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
+    async def on_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """Handle a file that a task is about to push."""
         task = self._register.of_peer(peer, None if header is None else header.lease)
         if task is None:
-            return Refusal(reason="no task of this job runs there")
-        target, _ = self._ask(lambda: self._running_operator.on_push_request(task, header, anyio.current_time()))
+            return Refusal(reason=_NO_TASK)
+        now = anyio.current_time()
+        target = await self._ask_and_wait(lambda: self._running_operator.on_push_request(task, header, now))
         if target is None:
-            return Refusal(reason="the job is over")
+            return Refusal(reason=_JOB_OVER)
         if isinstance(target, Refusal):
             _log.warning("push of %s refused: %s", peer, target.reason)
             return target
-        path = target.path
+        on_complete = partial(self._push_complete, task, header, target.path)
+        return FilePushTarget(target.path, target.max_bytes, on_complete, slot=f"{self.directory}/{task.lease.id}")
 
-        async def on_complete(_size: int, digest: str) -> None:
-            ticket = self._tell(
-                self._running_operator.on_push_complete, task, header, path, digest, anyio.current_time()
-            )
-            await self._effects.wait(ticket)
+    async def _push_complete(
+        self, task: TaskRef, header: PushHeader | None, path: Path, _size: int, digest: str
+    ) -> None:
+        """Tell the operator of a complete file; the sender gets its receipt when this returns.
 
-        return FilePushTarget(path, target.max_bytes, on_complete, slot=f"{self.directory}/{task.name}")
+        Raises:
+            TransferRefusedError: the task or the job has ended, or what the operator records cannot be written.
+        """
+        if not self._register.runs(task):
+            raise TransferRefusedError(_NO_TASK)
+        now, operator = anyio.current_time(), self._running_operator
+        told = await self._ask_and_wait(lambda: (True, operator.on_push_complete(task, header, path, digest, now)))
+        if told is None:
+            raise TransferRefusedError(_JOB_OVER)
 
     def on_goodbye(self, peer: PeerId, goodbye: Goodbye) -> None:
         """Handle a worker's announcement that it is shutting down: its leases end at once."""
@@ -552,7 +643,7 @@ class JobRunner:
 
     def on_job_end(self, peer: PeerId, end: JobEnd) -> None:
         """Handle a worker's report on how an executor ended."""
-        task = self._register.on_lease(end.lease, peer, end.attempt)
+        task = self._register.dispatched(end.lease, peer, end.attempt)
         if task is None:
             return
         self._traffic[peer] += TrafficCounts(end.bytes_sent, end.bytes_received)
@@ -567,7 +658,7 @@ class JobRunner:
 
     def on_job_status(self, peer: PeerId, status: JobStatus) -> None:
         """Handle a worker's status report; older workers send only this, newer ones also `JobEnd` with details."""
-        task = self._register.on_lease(status.task_id, peer, status.attempt)
+        task = self._register.dispatched(status.task_id, peer, status.attempt)
         if task is not None and isinstance(status.status, Finished | Failed):
             self._start_background(partial(self._wait_for_job_end, task, isinstance(status.status, Finished)))
 
@@ -580,10 +671,13 @@ class JobRunner:
 
     def _task_over(self, task: TaskRef, end: TaskEnded) -> None:
         """Tell the operator of the end of a task, once."""
+        keeps_lease = self._register.keeps_lease(task) or end.state is TaskState.CANCELLED
         if not self._register.end(task) or self._closed:
             return
         self._stopping.discard(task)
-        self._attempts.pop(task, None)
+        if not keeps_lease:
+            self._pool.spend(task.lease.id)
+        self._pool.task_ended()
         try:
             self._events.task_ended(task, end)
         except OSError as error:

@@ -15,58 +15,76 @@ from hypha_scheduler.jobs.task_graph import TaskError
 from hypha_scheduler.strategies.base import Lease, TaskRef
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    task: TaskRef
+    dispatch: int
+    """Number of earlier dispatches on the lease."""
+    keep_lease: bool
+
+
 @dataclass(slots=True)
 class TaskRegister:
     """Attempts at tasks, at most one at a time on each lease."""
 
-    _running: dict[uuid.UUID, TaskRef] = field(default_factory=dict)
+    _running: dict[uuid.UUID, _Running] = field(default_factory=dict)
     """By lease."""
-    _dispatches: defaultdict[uuid.UUID, int] = field(default_factory=lambda: defaultdict(int))
-    """Number of dispatches on each lease."""
+    _used: defaultdict[uuid.UUID, set[tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))
+    """Names and attempts that were dispatched, by lease."""
     _peers: defaultdict[PeerId, set[uuid.UUID]] = field(default_factory=lambda: defaultdict(set))
     """Leases with a running task, by peer."""
     _involved: set[PeerId] = field(default_factory=set)
 
-    def start(self, task: TaskRef) -> int:
+    def start(self, task: TaskRef, *, keep_lease: bool = False) -> int:
         """Record that a task is dispatched; return the number of earlier dispatches on its lease.
 
         Raises:
-            TaskError: another task runs on the lease.
+            TaskError: another task runs on the lease, or this attempt at the task was dispatched on it before.
         """
         lease = task.lease
         if lease.id in self._running:
-            raise TaskError(f"task {task.name} cannot start: {self._running[lease.id].name} runs on its lease")
-        self._running[lease.id] = task
+            raise TaskError(f"task {task.name} cannot start: {self._running[lease.id].task.name} runs on its lease")
+        used = self._used[lease.id]
+        if (task.name, task.attempt) in used:
+            why = f"attempt {task.attempt} ran on its lease before; give each attempt a number of its own"
+            raise TaskError(f"task {task.name} cannot start: {why}")
+        number = len(used)
+        used.add((task.name, task.attempt))
+        self._running[lease.id] = _Running(task, number, keep_lease)
         self._peers[lease.peer].add(lease.id)
         self._involved.add(lease.peer)
-        self._dispatches[lease.id] += 1
-        return self._dispatches[lease.id] - 1
+        return number
 
     def end(self, task: TaskRef) -> bool:
         """Record the end of a task; return whether it was running."""
-        if self._running.get(task.lease.id) != task:
+        if not self.runs(task):
             return False
         del self._running[task.lease.id]
         self._peers[task.lease.peer].discard(task.lease.id)
         return True
 
-    def on_lease(self, lease: uuid.UUID, peer: PeerId, dispatch: int | None = None) -> TaskRef | None:
-        """Return the task that runs on a lease of `peer`; None if it is of another dispatch than the one named."""
-        task = self._running.get(lease)
-        if task is None or task.lease.peer != peer:
+    def dispatched(self, lease: uuid.UUID, peer: PeerId, dispatch: int | None) -> TaskRef | None:
+        """Return the task that runs on a lease of `peer` if it is of this dispatch; None means the first one."""
+        running = self._running.get(lease)
+        if running is None or running.task.lease.peer != peer or running.dispatch != (dispatch or 0):
             return None
-        return task if dispatch is None or dispatch == self._dispatches[lease] - 1 else None
+        return running.task
 
     def of_peer(self, peer: PeerId, lease: uuid.UUID | None = None) -> TaskRef | None:
         """Return the running task of a peer that names its lease, or its only one if it names none."""
-        if lease is not None:
-            return self.on_lease(lease, peer)
-        leases = self._peers.get(peer, set())
-        return self._running[next(iter(leases))] if len(leases) == 1 else None
+        if lease is None:
+            leases = self._peers.get(peer, set())
+            return self._running[next(iter(leases))].task if len(leases) == 1 else None
+        running = self._running.get(lease)
+        return None if running is None or running.task.lease.peer != peer else running.task
 
     def involves(self, peer: PeerId) -> bool:
         """Return whether a task was ever dispatched to a peer."""
         return peer in self._involved
+
+    def runs_on(self, peer: PeerId) -> bool:
+        """Return whether a task runs on a peer."""
+        return bool(self._peers.get(peer))
 
     def has_task(self, lease: uuid.UUID) -> bool:
         """Return whether a task runs on a lease."""
@@ -74,13 +92,25 @@ class TaskRegister:
 
     def runs(self, task: TaskRef) -> bool:
         """Return whether a task is running."""
-        return self._running.get(task.lease.id) == task
+        running = self._running.get(task.lease.id)
+        return running is not None and running.task == task
+
+    def keeps_lease(self, task: TaskRef) -> bool:
+        """Return whether the lease of a running task stays when the task ends by itself."""
+        running = self._running.get(task.lease.id)
+        return running is not None and running.task == task and running.keep_lease
+
+    def dispatch_of(self, task: TaskRef) -> int | None:
+        """Return the number by which a running task was dispatched; None if its dispatch stated none."""
+        running = self._running[task.lease.id]
+        return running.dispatch if running.keep_lease or running.dispatch else None
 
     def on(self, lease: Lease) -> TaskRef | None:
         """Return the task that runs on a lease."""
-        return self._running.get(lease.id)
+        running = self._running.get(lease.id)
+        return None if running is None else running.task
 
     @property
     def running(self) -> tuple[TaskRef, ...]:
         """All running tasks."""
-        return tuple(self._running.values())
+        return tuple(running.task for running in self._running.values())

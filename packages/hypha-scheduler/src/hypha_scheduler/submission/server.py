@@ -6,6 +6,7 @@ with its id and directory, and how it ended. Closing the connection does not sto
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import uuid
@@ -54,9 +55,10 @@ class SubmissionServer:
         """Accept jobs until cancelled or stopped.
 
         Raises:
-            OSError: the socket cannot be created.
+            OSError: the socket cannot be created, or another scheduler accepts jobs at it.
         """
         path = anyio.Path(socket_path(self.runs))
+        await _check_free(path)
         await path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".new")
         listener = await anyio.create_unix_listener(temporary, mode=0o600)
@@ -106,6 +108,17 @@ class SubmissionServer:
                 await _answer(stream, {"error": str(error)})
             else:
                 await _answer(stream, {"result": str(result)})
+
+
+async def _check_free(path: anyio.Path) -> None:
+    """Raise `OSError` if a scheduler listens at a socket; one that was killed leaves its socket behind."""
+    try:
+        async with await anyio.connect_unix(path):
+            pass
+    except (FileNotFoundError, ConnectionRefusedError):
+        return
+    why = "another scheduler accepts jobs there; give each scheduler an output_dir of its own"
+    raise OSError(errno.EADDRINUSE, why, str(path))
 
 
 async def serve_submissions(runs: Path, run_job: RunJob) -> None:

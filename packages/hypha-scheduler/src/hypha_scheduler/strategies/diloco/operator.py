@@ -289,6 +289,7 @@ class DilocoOperator:
         assert self._running is not None
         if not self._running.graph.end(task.name, end.state):
             return ()
+        self._drop_demand(self._running.tasks[task.name].lease)
         reason = end.reason or "it exited before the job was done"
         if end.state is TaskState.CANCELLED and task.role == TRAIN and self._phase is _Phase.TRAINING:
             return self._worker_lost(task.peer, f"its executor was cancelled: {reason}", now)

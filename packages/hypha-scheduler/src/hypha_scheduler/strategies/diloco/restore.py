@@ -6,8 +6,9 @@ Each closed round is one record. Samples of rounds that were not closed are not 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final
 
 from hypha_proto.ids import PeerId
@@ -47,22 +48,22 @@ def restore(journal: Iterable[Mapping[str, Any]]) -> Restored:
     Raises:
         JobFailedError: a record of a round is malformed or not the one that follows.
     """
-    state = Restored()
+    state, parse_peer = Restored(), cache(PeerId.parse)
     for record in journal:
         if record.get("record") != ROUND:
             continue
         try:
-            _add_round(state, record)
+            _add_round(state, record, parse_peer)
         except (KeyError, TypeError, ValueError) as error:
             raise JobFailedError(f"journal: the record of round {state.closed + 1} is malformed: {error!r}") from None
     return state
 
 
-def _add_round(state: Restored, record: Mapping[str, Any]) -> None:
+def _add_round(state: Restored, record: Mapping[str, Any], parse_peer: Callable[[str], PeerId]) -> None:
     if record["round"] != state.closed + 1:
         raise ValueError(f"it is of round {record['round']}")
     for text, (samples, batches) in record["workers"].items():
-        peer = PeerId.parse(text)
+        peer = parse_peer(text)
         state.samples[peer] += samples
         state.batches[peer] += batches
     state.used_slices += [Assignment(epoch, index) for epoch, index in record["slices"]]

@@ -1,0 +1,320 @@
+"""Cost of the scheduler's job runner: a report and a request for a slice, and a long journal read back.
+
+A job with 200 workers and a dataset of 100,000 slices on the in-memory network, with an operator that does nothing,
+then with DiLoCo's. The workers hold leases and confirm tasks; reports are passed to the runner one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+
+from benchmarks.run import BenchmarkRun
+from benchmarks.tables import Row
+from hypha_net import dataset_directory, pubsub, rpc, transfer
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.codec import to_json
+from hypha_proto.datasets import DataRequest, DatasetRecord, Manifest, SliceAssigned, SliceEntry
+from hypha_proto.dispatch import DISPATCH_JOB, Dispatched, DispatchJob
+from hypha_proto.health import HEALTH_CHECK, Health
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import UriReference
+from hypha_proto.leases import RELEASE_LEASE, RENEW_LEASE, LeaseReleased, ReleaseLease, Renewed, RenewLease
+from hypha_proto.offers import OFFER, WORKER_REQUESTS, OfferReceived, WorkerOffer, WorkerRequest
+from hypha_proto.progress import Acknowledged, BatchDone, ProgressError, ProgressRequest
+from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.transfer import PullRequest
+from hypha_scheduler.jobs.journal import Journal, read_journal
+from hypha_scheduler.jobs.runner import JobRunner
+from hypha_scheduler.strategies.base import (
+    JobContext,
+    Lease,
+    SliceToUse,
+    StartTask,
+    Strategy,
+    TaskRef,
+    TaskUpdate,
+)
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
+from hypha_scheduler.strategies.diloco.restore import restore
+from hypha_scheduler.strategies.diloco.specs import PlacedJob, role_requests
+from hypha_scheduler.strategies.diloco.strategy import STRATEGY
+
+WORKERS, SLICES, RECORDS = 200, 100_000, 100_000
+SLICE_SAMPLES, BATCH = 32, 8
+DATASET = "digits"
+MS = 1000
+NOW = Timestamp.of(0)
+TIMEOUT = 120.0
+"""Seconds for one measurement."""
+_IDLE: Final = "operator that does nothing"
+_NO_MODEL: Final = UriReference(value="file:///nowhere")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of the scheduler, on average."""
+
+    report: float
+    slice: float
+
+
+def measure(run: BenchmarkRun) -> list[Row]:
+    """Measure both operators in the same run, then the journal."""
+    count = max(WORKERS, 20 * run.count // WORKERS * WORKERS)
+    quiet = anyio.run(_measure_operator, run.folder / "quiet", QuietStrategy(), count, backend="trio")
+    diloco = anyio.run(_measure_operator, run.folder / "diloco", STRATEGY, count, backend="trio")
+    about = f"{WORKERS} workers, {SLICES:,} slices"
+    rows = []
+    pairs = {"report": (quiet.report, diloco.report), "request for a slice": (quiet.slice, diloco.slice)}
+    for what, (own, other) in pairs.items():
+        rows.append(Row(f"{what}, {about}, {_IDLE}", "ms", own * MS, bound="< 1 ms"))
+        rows.append(Row(f"{what}, {about}, DiLoCo", "ms", other * MS, own * MS, _IDLE, other / own))
+    return rows + measure_journal(run.folder / "journal.jsonl")
+
+
+async def _measure_operator(folder: Path, strategy: Strategy, count: int) -> Cost:
+    """Run a job with a strategy until all tasks have started, and pass reports and requests to it."""
+    await anyio.Path(folder).mkdir()
+    network = MemoryNetwork(seed=1)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(anyio.fail_after(TIMEOUT))
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        scheduler = await stack.enter_async_context(network.endpoint("scheduler"))
+        data = await stack.enter_async_context(network.endpoint("data"))
+        await _serve_dataset(data, folder)
+        for number in range(WORKERS + 1):
+            endpoint = await stack.enter_async_context(network.endpoint(f"worker-{number}"))
+            await tasks.start(FakeWorker(endpoint, "train" if number else "aggregate").run)
+        runner = JobRunner(scheduler, strategy, _job(folder), folder / "runs")
+        _route_offers(scheduler, runner)
+        tasks.start_soon(runner.run)
+        leases = await _placed_leases(runner)
+        cost = await _measure_messages(runner, leases, count)
+        tasks.cancel_scope.cancel()
+    return cost
+
+
+def _route_offers(scheduler: MemoryEndpoint, runner: JobRunner) -> None:
+    async def handle(peer: PeerId, offer: WorkerOffer) -> OfferReceived:
+        runner.on_offer(peer, offer)
+        return OfferReceived()
+
+    rpc.serve(scheduler, OFFER, handle)
+
+
+async def _placed_leases(runner: JobRunner) -> list[tuple[PeerId, uuid.UUID]]:
+    """Wait until every worker runs its task; return peer and lease of those that train."""
+    path = runner.directory / "journal.jsonl"
+    while True:
+        records = read_journal(path)
+        placed = [lease for record in records if record["record"] == "placed" for lease in record["leases"]]
+        leases = [(PeerId.parse(lease["peer"]), uuid.UUID(lease["lease"])) for lease in placed]
+        if leases and all(runner.runs_on(peer) for peer, _ in leases):
+            return [found for found, lease in zip(leases, placed, strict=True) if lease["role"] == "train"]
+        await anyio.sleep(0.05)
+
+
+async def _measure_messages(runner: JobRunner, leases: Sequence[tuple[PeerId, uuid.UUID]], count: int) -> Cost:
+    """Let each worker in turn take a slice and report its batches; return the mean time of either."""
+    async with anyio.create_task_group() as first:  # a barrier may hold up the first slices
+        for peer, lease in leases:
+            first.start_soon(_take_slice, runner, peer, lease)
+    slices = reports = 0.0
+    batches = SLICE_SAMPLES // BATCH
+    for number in range(count // batches):
+        peer, lease = leases[number % len(leases)]
+        begin = time.perf_counter()
+        index = await _take_slice(runner, peer, lease)
+        await anyio.lowlevel.checkpoint()  # what the event wakes belongs to its cost
+        middle = time.perf_counter()
+        progress = BatchDone(batch_size=BATCH, slices={str(index): BATCH})
+        for _ in range(batches):
+            request = ProgressRequest(job_id=runner.job_id, progress=progress, lease=lease, id=uuid.uuid4())
+            if isinstance(await runner.on_report(peer, request), ProgressError):
+                raise AssertionError(f"a report of {peer} was refused")
+            await anyio.lowlevel.checkpoint()
+        slices += middle - begin
+        reports += time.perf_counter() - middle
+    rounds = count // batches
+    return Cost(report=reports / (rounds * batches), slice=slices / rounds)
+
+
+async def _take_slice(runner: JobRunner, peer: PeerId, lease: uuid.UUID) -> int:
+    answer = await runner.on_data(peer, DataRequest(dataset=DATASET, lease=lease, id=uuid.uuid4()))
+    if not isinstance(answer, SliceAssigned):
+        raise AssertionError(f"{peer} got no slice: {answer}")
+    return answer.index
+
+
+# ------------------------------------------------------------------------------------------------------------- journal
+
+
+def measure_journal(path: Path) -> list[Row]:
+    """Write a journal of closed rounds, read it back and restore DiLoCo's state from it."""
+    peers = [str(PeerId.from_public_key(bytes([number]) * 32)) for number in range(8)]
+    with Journal(path) as journal:
+        journal.record("accepted")
+        for number in range(1, RECORDS):
+            workers = {peer: [8 * BATCH, 8] for peer in peers}
+            slices = [divmod(8 * number + index, SLICES) for index in range(8)]
+            journal.append("round", round=number, samples=64 * BATCH, loss=0.5, workers=workers, slices=slices)
+    size, begin = path.stat().st_size, time.perf_counter()
+    records = read_journal(path)
+    read = time.perf_counter() - begin
+    state = restore(records)
+    restored = time.perf_counter() - begin - read
+    if (len(records), state.closed) != (RECORDS, RECORDS - 1):
+        raise AssertionError(f"{len(records)} records and {state.closed} rounds were read of {RECORDS}")
+    begin = time.perf_counter()
+    with path.open("rb") as file:
+        plain = sum(1 for line in file if json.loads(line))
+    bare = time.perf_counter() - begin
+    path.unlink()
+    what = f"journal of {plain:,} records, {size / 1e6:.0f} MB"
+    return [
+        Row(f"{what}, read", "s", read, bare, "json.loads", read / bare, "< 5 s"),
+        Row(f"{what}, DiLoCo restored", "s", restored),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- workers
+
+
+class FakeWorker:
+    """Worker that offers one lease for its executor, confirms its task and releases it."""
+
+    def __init__(self, endpoint: MemoryEndpoint, executor: str) -> None:
+        self.endpoint = endpoint
+        self._executor = executor
+        self._lease = uuid.uuid4()
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        """Serve the scheduler and answer its requests until cancelled."""
+        for method, handler in (
+            (RENEW_LEASE, self._renew),
+            (DISPATCH_JOB, self._dispatch),
+            (RELEASE_LEASE, self._release),
+            (HEALTH_CHECK, self._health),
+        ):
+            rpc.serve(self.endpoint, method, handler)  # type: ignore[arg-type]
+        async with pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as requests:
+            task_status.started()
+            async for scheduler, request in requests:
+                if request.spec.executor[0].__struct_config__.tag == self._executor:
+                    await self._bid(scheduler, request)
+
+    async def _bid(self, scheduler: PeerId, request: WorkerRequest) -> None:
+        offer = WorkerOffer(
+            id=self._lease, request_id=request.id, price=1.0, resources=Resources(cpu=2, memory=2), timeout=NOW,
+            timeout_ms=2000,
+        )  # fmt: skip
+        await rpc.call(self.endpoint, scheduler, OFFER, offer, timeout=TIMEOUT)
+
+    async def _renew(self, _peer: PeerId, request: RenewLease) -> Renewed:
+        return Renewed(id=request.id, timeout=NOW, timeout_ms=3_600_000)
+
+    async def _dispatch(self, _peer: PeerId, request: DispatchJob) -> Dispatched:
+        return Dispatched(id=request.id, timeout=NOW)
+
+    async def _release(self, _peer: PeerId, _request: ReleaseLease) -> LeaseReleased:
+        return LeaseReleased(known=True)
+
+    async def _health(self, _peer: PeerId, _request: object) -> Health:
+        return Health(healthy=True, role="worker")
+
+
+async def _serve_dataset(endpoint: MemoryEndpoint, folder: Path) -> None:
+    digest = "blake3:" + "0" * 64
+    entries = tuple(SliceEntry(file=f"{n}", samples=SLICE_SAMPLES, size=1, digest=digest) for n in range(SLICES))
+    manifest = folder / "manifest.json"
+    manifest.write_bytes(to_json(Manifest, Manifest(dataset=DATASET, slices=entries)))
+
+    async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
+        return transfer.PullSource(manifest)
+
+    transfer.serve_pulls(endpoint, resolve)
+    await dataset_directory.announce_dataset(endpoint, DATASET, DatasetRecord(num_slices=SLICES))
+
+
+# ------------------------------------------------------------------------------------------------------------ operators
+
+
+def _job(folder: Path) -> DilocoJobConfig:
+    """Return a job whose first round does not end during the measurement."""
+    from hypha_proto.update_file import TensorFileWriter, TensorInfo  # imported late: numpy
+
+    model = folder / "start-model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    with TensorFileWriter(model / "model.safetensors", {"w": TensorInfo("F32", (0,))}, {}):
+        pass
+    return DilocoJobConfig.model_validate(
+        {
+            "dataset": DATASET,
+            "model": {"path": str(model), "type": "vision-classification"},
+            "inner_optimizer": {"learning_rate": 0.001},
+            "rounds": {"update_rounds": 3, "avg_samples_between_updates": 10_000_000, "batch_size": BATCH},
+            "resources": {
+                "num_workers": WORKERS,
+                "allocation_timeout": TIMEOUT,
+                "worker_price": {"bid": 100, "max": 100},
+            },
+        }
+    )
+
+
+class QuietOperator:
+    """Operator that starts a task on each lease and acknowledges every report."""
+
+    def __init__(self, context: JobContext, job: DilocoJobConfig) -> None:
+        self._context, self._job = context, job
+        self._demand = role_requests(job)
+        self._next = 0
+
+    def role_requests(self) -> Sequence[Any]:
+        return self._demand
+
+    def on_leases_acquired(self, leases: Sequence[Lease], now: float) -> tuple[StartTask, ...]:
+        peers = tuple(lease.peer for lease in leases)
+        placed = PlacedJob(self._context.job_id, self._job, self._context.scheduler, peers[0], peers, _NO_MODEL)
+        return tuple(
+            StartTask(TaskRef(f"task-{number}", lease), placed.train_spec()) for number, lease in enumerate(leases)
+        )
+
+    def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> tuple[()]:
+        return ()
+
+    def on_progress(self, task: TaskRef, progress: object, now: float) -> tuple[Acknowledged, tuple[()]]:
+        return Acknowledged(), ()
+
+    def next_slice(self, task: TaskRef, dataset: str, now: float) -> SliceToUse:
+        self._next += 1
+        return SliceToUse(*divmod(self._next, SLICES))
+
+    def next_deadline(self) -> None:
+        return None
+
+
+class QuietStrategy:
+    """Strategy of `QuietOperator`, for the same job table as DiLoCo's."""
+
+    job_table = DilocoJobConfig
+    rpc_methods = ()
+
+    @asynccontextmanager
+    async def open(
+        self, job: DilocoJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
+    ) -> AsyncIterator[Any]:
+        await context.open_dataset(DATASET, timeout=TIMEOUT)
+        yield QuietOperator(context, job)

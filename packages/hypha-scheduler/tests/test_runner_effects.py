@@ -1,0 +1,349 @@
+"""Order of effects and journal records: what is on disk before what, and what happens when the disk fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.scripted_jobs import Lab, QuietOperator, ScriptedStrategy, run_jobs, spec
+
+from hypha_net.errors import TransferRefusedError
+from hypha_net.testing import simulate
+from hypha_net.transfer import FilePushTarget
+from hypha_proto.progress import Acknowledged, ProgressError
+from hypha_proto.transfer import PushHeader, Refusal
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.effect_queue import EffectQueue
+from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
+from hypha_scheduler.strategies.base import EmitEvent, EndJob, PushTarget, StartTask, WriteJournal
+
+ON_FSYNC = "hypha_scheduler.jobs.json_lines.os.fsync"
+
+
+class Disk:
+    """Counts syncs, delays each until it is let go, and can fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.syncs = 0
+        self.fails = False
+        self.busy = anyio.Event()
+        self.free = anyio.Event()
+        monkeypatch.setattr(ON_FSYNC, self.fsync)
+        monkeypatch.setattr(anyio.to_thread, "run_sync", self.run_sync)
+
+    def fsync(self, _descriptor: int) -> None:
+        self.syncs += 1
+        if self.fails:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def run_sync(self, work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
+        self.busy.set()
+        await self.free.wait()
+        return work(*arguments)
+
+    def hold(self) -> None:
+        self.busy, self.free = anyio.Event(), anyio.Event()
+
+
+def record(number: int = 0) -> WriteJournal:
+    return WriteJournal("step", {"number": number})
+
+
+def event(name: str) -> EmitEvent:
+    return EmitEvent(name, {})
+
+
+async def run_queue(
+    path: Path, case: Callable[[EffectQueue, list[str], list[OSError]], Any], *, names: list[str] | None = None
+) -> None:
+    """Run a queue whose effects are events, of which the names are listed when they are carried out."""
+    carried_out: list[str] = [] if names is None else names
+    errors: list[OSError] = []
+    with Journal(path) as journal:
+        queue = EffectQueue(journal, lambda effect: carried_out.append(effect.name), errors.append)  # type: ignore[union-attr]
+        with anyio.fail_after(100):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(queue.run)
+                await case(queue, carried_out, errors)
+                tasks.cancel_scope.cancel()
+
+
+def test_record_is_on_disk_before_later_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
+
+    async def case(queue: EffectQueue, names: list[str], errors: list[OSError]) -> None:
+        ticket = queue.submit((event("before"), record(), event("after")))
+        await disk.busy.wait()
+        assert (names, disk.syncs) == (["before"], 0)
+        assert read_journal(tmp_path / "j")[0]["number"] == 0  # written, but nobody may rely on it
+        disk.free.set()
+        assert await queue.wait(ticket)
+        assert (names, disk.syncs, errors) == (["before", "after"], 1, [])
+
+    simulate(lambda: run_queue(tmp_path / "j", case))
+
+
+def test_records_submitted_together_share_one_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
+
+    async def case(queue: EffectQueue, names: list[str], _errors: list[OSError]) -> None:
+        disk.free.set()
+        assert await queue.wait(queue.submit(tuple(record(number) for number in range(10))))
+        assert disk.syncs == 1
+        disk.hold()
+        queue.submit((record(),))
+        await disk.busy.wait()
+        tickets = [queue.submit((record(number), event(str(number)))) for number in range(10)]  # during that sync
+        disk.free.set()
+        assert all([await queue.wait(ticket) for ticket in tickets])
+        assert disk.syncs == 3
+        assert names == [str(number) for number in range(10)]
+
+    simulate(lambda: run_queue(tmp_path / "j", case))
+
+
+def test_nothing_after_a_record_that_cannot_be_synced_is_carried_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+
+    async def case(queue: EffectQueue, names: list[str], errors: list[OSError]) -> None:
+        disk.fails = True
+        ticket = queue.submit((record(), event("after")))
+        disk.free.set()
+        assert not await queue.wait(ticket)
+        later = queue.submit((event("later"), record()))
+        assert not await queue.wait(later)
+        assert names == []
+        assert [error.errno for error in errors] == [errno.ENOSPC]
+
+    simulate(lambda: run_queue(tmp_path / "j", case))
+
+
+def test_closed_queue_lets_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
+
+    async def case(queue: EffectQueue, names: list[str], _errors: list[OSError]) -> None:
+        ticket = queue.submit((record(), event("after")))
+        await disk.busy.wait()
+        async with anyio.create_task_group() as tasks:
+            answers: list[bool] = []
+
+            async def wait() -> None:
+                answers.append(await queue.wait(ticket))
+
+            tasks.start_soon(wait)
+            await anyio.lowlevel.checkpoint()
+            queue.close()
+        assert (answers, names) == ([False], [])
+
+    simulate(lambda: run_queue(tmp_path / "j", case))
+
+
+STEPS = st.lists(st.lists(st.sampled_from(["event", "record", "nested", "pause"]), max_size=5), max_size=8)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(STEPS, st.integers(0, 1000))
+def test_effects_are_carried_out_in_order_whatever_happens_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: list[list[str]], seed: int
+) -> None:
+    """Several tasks submit effects, some of which submit further ones, while records are synced."""
+    expected: list[int] = []
+    found: list[int] = []
+    on_disk: set[int] = set()
+    path = tmp_path / uuid.uuid4().hex
+
+    async def sync(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
+        written = [entry["number"] for entry in read_journal(path)]
+        await anyio.sleep(0.01)
+        on_disk.update(written)
+        return work(*arguments)
+
+    def carry_out(queue: EffectQueue, effect: Any) -> None:
+        number = effect.fields["number"]
+        assert {entry for entry in expected if entry < number and entry in recorded} <= on_disk
+        found.append(number)
+        if effect.name == "nested":
+            submit(queue, ["event"])
+
+    recorded: set[int] = set()
+
+    def submit(queue: EffectQueue, kinds: list[str]) -> int:
+        effects = []
+        for kind in kinds:
+            number = len(expected)
+            expected.append(number)
+            recorded.update([number] if kind == "record" else [])
+            fields = {"number": number}
+            effects.append(WriteJournal("step", fields) if kind == "record" else EmitEvent(kind, fields))
+        return queue.submit(tuple(effects))
+
+    async def main() -> None:
+        monkeypatch.setattr(anyio.to_thread, "run_sync", sync)
+        with Journal(path) as journal, anyio.fail_after(100):
+            queue: EffectQueue = EffectQueue(journal, lambda effect: carry_out(queue, effect), pytest.fail)  # type: ignore[arg-type]
+
+            async def client(kinds: list[str]) -> None:
+                for kind in kinds:
+                    await (anyio.sleep(0.007) if kind == "pause" else anyio.lowlevel.checkpoint())
+                    if kind != "pause":
+                        assert await queue.wait(submit(queue, [kind, "event"]))
+
+            async with anyio.create_task_group() as running:
+                running.start_soon(queue.run)
+                async with anyio.create_task_group() as clients:
+                    for kinds in steps:
+                        clients.start_soon(client, kinds)
+                running.cancel_scope.cancel()
+        assert found == [number for number in expected if number not in recorded]
+
+    simulate(main, seed=seed)
+
+
+# ------------------------------------------------------------------------------------------------- through the runner
+
+
+class Recording(QuietOperator):
+    """Records each report, push request and push before it answers."""
+
+    def on_progress(self, task: Any, progress: Any, now: float) -> Any:
+        self.hear("progress", task, progress)
+        return Acknowledged(), (record(), event("recorded"))
+
+    def on_push_request(self, task: Any, header: Any, now: float) -> Any:
+        return PushTarget(self.context.directory / "file", 1000), (record(),)
+
+    def on_push_complete(self, task: Any, header: Any, path: Path, digest: str, now: float) -> Any:
+        self.hear("pushed", path)
+        return (record(),)
+
+
+def run_recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: Callable[[Lab, Any, Disk], Any]) -> Lab:
+    async def prepared(lab: Lab) -> None:
+        disk = Disk(monkeypatch)
+        disk.free.set()
+        operator = await lab.start()
+        await operator.until("acquired")
+        operator.act(StartTask(operator.task(), spec(operator.context.job_id)))
+        await operator.until("update")
+        disk.hold()
+        await case(lab, operator, disk)
+        await lab.ended()
+
+    return run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Recording), prepared)
+
+
+def test_report_is_answered_when_its_record_is_on_disk_also_when_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(lab: Lab, operator: Any, disk: Disk) -> None:
+        worker, job_id = lab.worker(operator.leases[0]), operator.context.job_id
+        answers: list[Any] = []
+        request = uuid.uuid4()
+
+        async def report() -> None:
+            answers.append(await worker.report(lab.peer, job_id, id=request))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(report)
+            await disk.busy.wait()
+            tasks.start_soon(report)  # repeated while the first one waits for the disk
+            await anyio.sleep(5)
+            assert answers == []
+            disk.free.set()
+        assert answers == [Acknowledged(), Acknowledged()]
+        assert len(operator.told("progress")) == 1
+        await lab.finish(operator)
+
+    run_recording(monkeypatch, tmp_path, case)
+
+
+@pytest.mark.parametrize("outcome", ["synced", "full"])
+def test_push_is_granted_and_receipted_when_its_records_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    async def case(lab: Lab, operator: Any, disk: Disk) -> None:
+        worker, job_id = lab.worker(operator.leases[0]), operator.context.job_id
+        header = PushHeader(job_id=job_id, round=1, kind="k", name="n", size=0, digest="blake3:" + "0" * 64)
+        granted: list[Any] = []
+        received: list[Any] = []
+
+        async def ask() -> None:
+            granted.append(await lab.service._push(worker.endpoint.peer_id, header))
+
+        async def complete(target: FilePushTarget) -> None:
+            try:
+                received.append(await target.on_complete(0, header.digest))
+            except TransferRefusedError as error:
+                received.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await disk.busy.wait()
+            await anyio.sleep(5)
+            assert granted == []
+            disk.free.set()
+        [target] = granted
+        assert isinstance(target, FilePushTarget)
+        disk.hold()
+        disk.fails = outcome == "full"
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(complete, target)
+            await disk.busy.wait()
+            await anyio.sleep(5)
+            assert received == []
+            disk.free.set()
+        if outcome == "full":
+            assert isinstance(received[0], TransferRefusedError)
+            [failure] = await lab.ended()
+            assert isinstance(failure, JobFailedError)
+            assert "No space left on device" in str(failure)
+            assert isinstance(await lab.service._push(worker.endpoint.peer_id, header), Refusal)
+        else:
+            assert received == [None]
+            await lab.finish(operator)
+
+    run_recording(monkeypatch, tmp_path, case)
+
+
+def test_report_whose_record_cannot_be_synced_is_not_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(lab: Lab, operator: Any, disk: Disk) -> None:
+        worker = lab.worker(operator.leases[0])
+        disk.fails = True
+        disk.free.set()
+        assert isinstance(await worker.report(lab.peer, operator.context.job_id), ProgressError)
+        [failure] = await lab.ended()
+        assert "No space left on device" in str(failure)
+        events = (operator.context.directory / "metrics.jsonl").read_text()
+        assert '"recorded"' not in events
+        await worker.until(lambda: worker.released)
+
+    run_recording(monkeypatch, tmp_path, case)
+
+
+def test_job_ends_after_what_was_recorded_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(lab: Lab, operator: Any, disk: Disk) -> None:
+        operator.act(record(7), EndJob())
+        await disk.busy.wait()
+        await anyio.sleep(5)
+        assert lab.results == []
+        disk.free.set()
+        [result] = await lab.ended()
+        assert isinstance(result, Path)
+        kinds = [entry["record"] for entry in read_journal(operator.context.directory / JOURNAL)]
+        assert kinds == ["accepted", "placed", "step", "finished"]
+
+    run_recording(monkeypatch, tmp_path, case)

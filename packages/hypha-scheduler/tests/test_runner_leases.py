@@ -1,0 +1,232 @@
+"""The job runner's leases: growth, replacement, shrinking, several on one peer, and searches that find too few."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, role, run_jobs, spec
+
+from hypha_proto.datasets import SliceAssigned
+from hypha_proto.progress import Acknowledged, ProgressError
+from hypha_scheduler.jobs.journal import JOURNAL, read_journal
+from hypha_scheduler.strategies.base import EndJob, StartTask, StopTask, TaskEnded, TaskNotStarted, TaskStarted
+
+
+def journal(lab: Lab) -> list[dict[str, Any]]:
+    [path] = (lab.service._runs_dir).glob(f"*/{JOURNAL}")
+    return read_journal(path)
+
+
+def test_raised_count_finds_leases_that_are_delivered_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start()
+        await operator.until("acquired")
+        operator.demand = (role(count=3),)
+        operator.refresh()
+        found = await operator.until("acquired", 3)
+        assert [len(leases) for leases in found] == [1, 1, 1]
+        assert {lease.peer for [lease] in found} == {worker.endpoint.peer_id for worker in lab.workers}
+        await lab.finish(operator)
+        assert [len(worker.released) for worker in lab.workers] == [1, 1, 1]
+
+    lab = run_jobs(monkeypatch, tmp_path, strategy, case)
+    kinds = [record["record"] for record in journal(lab)]
+    assert kinds == ["accepted", "placed", "leased", "leased", "finished"]
+
+
+def test_lost_lease_is_replaced_while_the_demand_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start()
+        [[first]] = await operator.until("acquired")
+        lab.worker(first).forgotten.add(first.id)
+        [(lost, reason)] = await operator.until("lost")
+        assert (lost, "no longer has its lease" in reason) == (first, True)
+        _, [second] = await operator.until("acquired", 2)
+        assert second.id != first.id
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+@pytest.mark.parametrize("how", ["stopped", "not started", "ended"])
+def test_lease_that_went_with_its_task_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """A task that was stopped, did not start, or has ended without `keep_lease` takes its lease along."""
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start()
+        [[first]] = await operator.until("acquired")
+        lab.worker(first).refuses_tasks = how == "not started"
+        operator.act(StartTask(operator.task(), spec(operator.context.job_id)))
+        updates = await operator.until("update")
+        if how == "stopped":
+            operator.act(StopTask(operator.task(), "enough"))
+        elif how == "ended":
+            await lab.worker(first).end(first.id)
+        with anyio.fail_after(30):
+            _, [second] = await operator.until("acquired", 2)
+        updates = operator.told("update")
+        assert isinstance(updates[-1][1], TaskNotStarted if how == "not started" else TaskEnded)
+        assert second.id != first.id
+        assert operator.told("lost") == []
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_surplus_leases_go_once_they_have_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start()
+        [leases] = await operator.until("acquired")
+        start = [StartTask(operator.task(f"t{n}", n), spec(operator.context.job_id), keep_lease=True) for n in (0, 1)]
+        operator.act(*start)
+        await operator.until("update", 2)
+        operator.demand = (role(count=0),)
+        operator.refresh()
+        busy, other, idle = leases
+        await lab.worker(idle).until(lambda: lab.worker(idle).released)
+        assert lab.worker(busy).released == lab.worker(other).released == []
+        await lab.worker(busy).end(busy.id)
+        await lab.worker(busy).until(lambda: lab.worker(busy).released)
+        assert lab.worker(other).released == []
+        operator.demand = (role(count=1),)
+        operator.refresh()
+        assert len(operator.told("acquired")) == 1
+        await lab.finish(operator)
+        assert lab.worker(idle).released == [(idle.id, "the job needs it no longer")]
+        assert lab.worker(busy).released == [(busy.id, "the job needs it no longer")]
+        assert lab.worker(other).released == [(other.id, "the job is done")]
+
+    def operator(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = (role(count=3, minimum=3),)
+        return made
+
+    strategy.make = operator
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_several_leases_of_a_job_on_one_peer_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ScriptedStrategy(dataset=True)
+
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start()
+        await operator.until("acquired")
+        one, two = operator.leases
+        assert one.peer == two.peer
+        [worker] = lab.workers
+        job_id = operator.context.job_id
+        operator.act(*(StartTask(operator.task(f"t{n}", n), spec(job_id)) for n in (0, 1)))
+        await operator.until("update", 2)
+        for lease, name in ((one, "t0"), (two, "t1")):
+            assert isinstance(await worker.report(lab.peer, job_id, lease.id), Acknowledged)
+            assert operator.told("progress")[-1][0].name == name
+            assert isinstance(await worker.slice(lab.peer, job_id, lease.id), SliceAssigned)
+            assert operator.told("slice")[-1][0].name == name
+        heard = len(operator.heard)
+        assert isinstance(await worker.report(lab.peer, job_id), ProgressError)  # of which task?
+        assert not isinstance(await worker.slice(lab.peer, job_id), SliceAssigned)
+        assert len(operator.heard) == heard
+        await lab.finish(operator)
+
+    def operator(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = (role(count=2, minimum=2, distinct=False),)
+        return made
+
+    strategy.make = operator
+    run_jobs(monkeypatch, tmp_path, strategy, case, workers=1, cores=2)
+
+
+def test_search_that_finds_too_few_keeps_nothing_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only roles without their minimum are named, what was found is not held back, and the search is repeated."""
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        last = lab.workers[-1]
+        last.cores = 0
+        operator: QuietOperator = await lab.start(ScriptedJob(seconds=10.0))
+        [(name, reasons), *others] = await operator.until("timeout")
+        assert name == "many"
+        assert [role for role, _ in others] == (["one"] if "0 of 1 for one" in reasons else [])
+        assert operator.told("acquired") == []
+        last.cores = 2
+        lab.workers[0].cores = 2
+        [leases] = await operator.until("acquired")
+        assert sorted(lease.role for lease in leases) == ["many", "many", "many", "one"]
+        held = {lease.id for lease in leases}
+        assert {lease for worker in lab.workers for lease in worker.leases} == held
+        await lab.finish(operator)
+        assert isinstance(lab.results[0], Path)
+
+    def operator(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = (role("many", 3, 3, distinct=False), role("one", 1, 1, distinct=False))
+        return made
+
+    strategy.make = operator
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_job_that_fails_at_an_allocation_timeout_asks_for_no_more_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Giving(QuietOperator):
+        def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Any:
+            return (EndJob(failure=reasons),)
+
+    strategy = ScriptedStrategy(Giving)
+
+    async def case(lab: Lab) -> None:
+        for worker in lab.workers:
+            worker.cores = 0
+        operator: QuietOperator = await lab.start(ScriptedJob(seconds=2.0))
+        operator.demand = (role(count=1, minimum=1),)
+        operator.refresh()
+        [failure] = await lab.ended()
+        assert type(failure).__name__ == "AllocationError"
+        assert "0 of 1 for train" in str(failure)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_released_leases_are_answered_for_before_a_job_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that is released in the same moment as the job ends does not stay at its worker."""
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start()
+        [[lease]] = await operator.until("acquired")
+        operator.act(StartTask(operator.task(), spec(operator.context.job_id)))
+        await operator.until("update")
+        operator.act(StopTask(operator.task(), "enough"), EndJob())
+        await lab.ended()
+        assert lab.worker(lease).released == [(lease.id, "enough")]
+        assert isinstance(operator.told("update")[0][1], TaskStarted)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_two_requests_for_one_role_fail_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start()
+        await operator.until("acquired")
+        operator.demand = (role(count=1), role(count=2))
+        operator.refresh()
+        [failure] = await lab.ended()
+        assert "two requests for role 'train'" in str(failure)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)

@@ -1,0 +1,632 @@
+"""The job runner's tasks and messages: attempts on one lease, stopping, fencing, and what effects lead to."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from support.scripted_jobs import Lab, QuietOperator, ScriptedStrategy, ScriptedWorker, role, run_jobs, spec
+
+from hypha_net import rpc, transfer
+from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
+from hypha_proto.datasets import SliceAssigned
+from hypha_proto.dispatch import JOB_STATUS, Finished, JobStatus, NotFound, WireError
+from hypha_proto.health import HEALTH_CHECK, HealthRequest
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import CANCEL_JOB
+from hypha_proto.progress import Acknowledged, ProgressError
+from hypha_proto.round_membership import ROUND_MEMBERS, UPDATE_REFUSED, RefusalKnown, RoundMembers, UpdateRefused
+from hypha_proto.transfer import PushHeader
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.task_graph import TaskState
+from hypha_scheduler.strategies.base import (
+    EmitEvent,
+    EndJob,
+    PushTarget,
+    RetryAfter,
+    RunInBackground,
+    SendMessage,
+    SliceRefusedError,
+    SliceToUse,
+    StartTask,
+    StopTask,
+    StrategyMethod,
+    TaskEnded,
+    TaskNotStarted,
+    TaskRef,
+    TaskStarted,
+    WriteJournal,
+)
+
+
+async def start_task(lab: Lab, operator: QuietOperator, *, keep_lease: bool = True, attempt: int = 0) -> ScriptedWorker:
+    """Start a task on the first lease and wait until its worker has confirmed it; return the worker."""
+    await operator.until("acquired")
+    before = len(operator.told("update"))
+    task = operator.task(attempt=attempt)
+    operator.act(StartTask(task, spec(operator.context.job_id), keep_lease=keep_lease))
+    assert (await operator.until("update", before + 1))[-1] == (task, TaskStarted())
+    return lab.worker(operator.leases[0])
+
+
+# ------------------------------------------------------------------------------------------------------ tasks on leases
+
+
+def test_tasks_follow_one_another_on_a_lease_and_late_ends_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        worker = await start_task(lab, operator)
+        lease, job_id = operator.leases[0].id, operator.context.job_id
+        await worker.end(lease)
+        assert operator.told("update")[-1][1] == TaskEnded(TaskState.FINISHED)
+        await start_task(lab, operator, attempt=1)
+        assert [(sent.keep_lease, sent.attempt) for sent in worker.dispatched] == [(True, 0), (True, 1)]
+        heard = len(operator.heard)
+        await worker.end(lease, "failed", attempt=0)  # repeated, for lack of an answer
+        status = JobStatus(task_id=lease, status=Finished(), attempt=0)
+        await rpc.call(worker.endpoint, lab.peer, JOB_STATUS, status)
+        await anyio.sleep(10)
+        assert len(operator.heard) == heard
+        assert isinstance(await worker.report(lab.peer, job_id, lease), Acknowledged)
+        assert operator.told("progress")[-1][0].attempt == 1
+        await worker.end(lease, "failed")
+        assert operator.told("update")[-1] == (operator.task(attempt=1), TaskEnded(TaskState.FAILED))
+        await lab.finish(operator)
+        assert worker.released == [(lease, "the job is done")]
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+def test_status_of_an_earlier_task_does_not_end_the_next_one_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A status waits for the end with its details; by then that task is over and the next one runs."""
+
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        worker = await start_task(lab, operator)
+        lease = operator.leases[0].id
+        status = JobStatus(task_id=lease, status=Finished(), attempt=0)
+        await rpc.call(worker.endpoint, lab.peer, JOB_STATUS, status)
+        await worker.end(lease)
+        await start_task(lab, operator, attempt=1)
+        await anyio.sleep(10)
+        assert operator.told("update")[-1] == (operator.task(attempt=1), TaskStarted())
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+def test_only_task_of_a_lease_is_dispatched_as_older_workers_expect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        worker = await start_task(lab, operator, keep_lease=False)
+        assert (worker.dispatched[0].keep_lease, worker.dispatched[0].attempt) == (None, None)
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+def test_stopped_task_leaves_its_lease_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        worker = await start_task(lab, operator)
+        lease = operator.leases[0].id
+        operator.act(StopTask(operator.task(), "enough", keep_lease=True))
+        assert (await operator.until("update", 2))[-1][1].state is TaskState.CANCELLED
+        assert [(sent.reason, sent.attempt) for sent in worker.cancelled] == [("enough", 0)]
+        await start_task(lab, operator, attempt=1)
+        operator.act(StopTask(operator.task(), "late", keep_lease=True))  # of the attempt that is over
+        operator.act(StopTask(operator.task(), "late"))
+        await anyio.sleep(1)
+        assert len(worker.cancelled) == 1
+        assert worker.released == []
+        assert operator.told("update")[-1] == (operator.task(attempt=1), TaskStarted())
+        operator.act(StopTask(operator.task(attempt=1), "done with it"))
+        assert (await operator.until("update", 4))[-1][1] == TaskEnded(TaskState.CANCELLED, "done with it")
+        await lab.finish(operator)
+        assert worker.released == [(lease, "done with it")]
+        assert operator.told("lost") == []
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_task_that_cannot_be_cancelled_ends_with_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancels: bool
+) -> None:
+    """The worker cannot be reached, or confirms the cancellation and never reports the end."""
+
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        worker = await start_task(lab, operator)
+        operator.demand = (role(count=0),)
+        worker.ends_cancelled = False
+        if not cancels:
+
+            async def hang(*_: Any) -> Any:
+                await anyio.sleep_forever()
+
+            rpc.serve(worker.endpoint, CANCEL_JOB, hang)
+        operator.act(StopTask(operator.task(), "enough", keep_lease=True))
+        with anyio.fail_after(120):
+            assert (await operator.until("update", 2))[-1][1] == TaskEnded(TaskState.CANCELLED, "enough")
+        await worker.until(lambda: worker.released)
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+def test_task_on_a_lost_lease_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        await operator.until("acquired")
+        first = operator.leases[0]
+        worker = lab.worker(first)
+        worker.forgotten.add(first.id)
+        await operator.until("lost")
+        operator.act(StartTask(operator.task(), spec(operator.context.job_id)))
+        [(task, update)] = await operator.until("update")
+        assert (task, update) == (operator.task(), TaskNotStarted("its lease is no longer held"))
+        assert worker.dispatched == []
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+def test_end_of_a_task_is_told_before_a_dispatch_that_is_not_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        await operator.until("acquired")
+        worker = lab.worker(operator.leases[0])
+        worker.hanging = anyio.Event()
+        operator.act(StartTask(operator.task(), spec(operator.context.job_id), keep_lease=True))
+        await worker.until(lambda: worker.dispatched)
+        await worker.end(operator.leases[0].id)
+        assert operator.told("update") == [(operator.task(), TaskEnded(TaskState.FINISHED))]
+        worker.hanging.set()
+        await anyio.sleep(40)
+        assert len(operator.told("update")) == 1
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+
+def test_message_and_work_outcomes_reach_the_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        await operator.until("acquired")
+        peer, nobody = operator.leases[0].peer, PeerId.from_public_key(bytes(32))
+        delays = (1.0, 2.0)
+        began = anyio.current_time()
+        members = RoundMembers(job_id=operator.context.job_id, round=1, members=(), deadline_ms=1)
+        operator.act(
+            SendMessage(peer, HEALTH_CHECK, HealthRequest(), "health"),
+            SendMessage(peer, ROUND_MEMBERS, members, "unknown", delays),
+        )
+        outcomes: dict[str, Any] = dict(await operator.until("result", 2))  # type: ignore[arg-type]
+        assert outcomes["health"].healthy
+        assert isinstance(outcomes["unknown"], UnsupportedProtocolError)
+        assert anyio.current_time() - began < 1  # that peer will not learn it
+        operator.act(SendMessage(nobody, HEALTH_CHECK, HealthRequest(), "nobody", delays))
+        outcomes = dict(await operator.until("result", 3))  # type: ignore[arg-type]
+        assert isinstance(outcomes["nobody"], NetError)
+        assert anyio.current_time() - began == pytest.approx(3.0, abs=0.5)
+
+        async def succeed() -> str:
+            await anyio.sleep(1)
+            return "a result"
+
+        async def fail(error: Exception) -> None:
+            raise error
+
+        failures = {"file": OSError("disk"), "job": JobFailedError("no"), "net": NetError("gone")}
+        operator.act(RunInBackground(succeed, "work"))
+        operator.act(*(RunInBackground(lambda error=error: fail(error), tag) for tag, error in failures.items()))
+        outcomes = dict(await operator.until("result", 7))  # type: ignore[arg-type]
+        assert outcomes["work"] == "a result"
+        assert {tag: outcomes[tag] for tag in failures} == failures
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+def test_own_methods_reach_the_operator_from_its_tasks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answering(QuietOperator):
+        def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> Any:
+            return (RefusalKnown(), ()) if source else super().on_message(source, name, message, now)
+
+    strategy = ScriptedStrategy(Answering, methods=[StrategyMethod(UPDATE_REFUSED, unknown_job=RefusalKnown())])
+    heard: list[TaskRef | None] = []
+
+    def note(operator: Any, source: TaskRef | None, name: str, message: Any, now: float) -> Any:
+        if name == "act":
+            return None, tuple(message)
+        assert name == UPDATE_REFUSED.name
+        heard.append(source)
+        return RefusalKnown(), ()
+
+    monkeypatch.setattr(Answering, "on_message", note)
+
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        worker = await start_task(lab, operator)
+        stranger = next(other for other in lab.workers if other is not worker)
+        for job_id in (operator.context.job_id, uuid.uuid4()):
+            about = UpdateRefused(job_id=job_id, round=1, peer=worker.endpoint.peer_id, reason="r")
+            for sender in (worker, stranger):
+                assert await rpc.call(sender.endpoint, lab.peer, UPDATE_REFUSED, about) == RefusalKnown()
+        assert heard == [operator.task()]
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_nothing_of_peers_without_a_running_task_reaches_the_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = ScriptedStrategy(dataset=True)
+
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        await operator.until("acquired")
+        [mine, stranger, _] = sorted(lab.workers, key=lambda worker: worker.endpoint.peer_id != operator.leases[0].peer)
+        lease, job_id = operator.leases[0].id, operator.context.job_id
+
+        async def speak() -> int:
+            before = len(operator.heard)
+            for worker in (mine, stranger):
+                for named in (lease, None, uuid.uuid4()):
+                    assert isinstance(await worker.report(lab.peer, job_id, named), ProgressError)
+                    assert isinstance(await worker.slice(lab.peer, job_id, named), NotFound)
+                    header = PushHeader(
+                        job_id=job_id, round=1, kind="k", name="n", size=0, digest="blake3:" + "0" * 64, lease=named
+                    )
+                    assert "no task of this job runs there" in str(
+                        await lab.service._push(worker.endpoint.peer_id, header)
+                    )
+            return len(operator.heard) - before
+
+        assert await speak() == 0  # a lease without a task
+        await start_task(lab, operator)
+        assert isinstance(await mine.report(lab.peer, job_id, lease), Acknowledged)
+        assert isinstance(await mine.report(lab.peer, job_id), Acknowledged)
+        assert isinstance(await mine.report(lab.peer, job_id, uuid.uuid4()), ProgressError)
+        assert isinstance(await stranger.report(lab.peer, job_id, lease), ProgressError)
+        assert isinstance(await mine.slice(lab.peer, job_id), SliceAssigned)
+        assert len(operator.told("progress")) == 2
+        await mine.end(lease)
+        assert await speak() == 0  # a task that has ended
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_request_for_a_slice_is_asked_again_at_the_next_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Barrier(QuietOperator):
+        answer: Any = RetryAfter(8.0)
+
+        def next_slice(self, task: TaskRef, dataset: str, now: float) -> Any:
+            self.hear("slice", now)
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer
+
+    strategy = ScriptedStrategy(Barrier, dataset=True)
+
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        worker = await start_task(lab, operator)
+        job_id = operator.context.job_id
+        answers: list[Any] = []
+
+        async def ask() -> None:
+            answers.append(await worker.slice(lab.peer, job_id))
+
+        async with anyio.create_task_group() as tasks:
+            began = anyio.current_time()
+            tasks.start_soon(ask)
+            await operator.until("slice", 2)  # without an event, after the seconds that it states
+            assert anyio.current_time() - began == pytest.approx(8.0, abs=0.1)
+            operator.answer = SliceToUse(3, 5)
+            operator.refresh()
+            await anyio.sleep(0.1)
+            [assigned] = answers
+            assert (assigned.epoch, assigned.index) == (3, 5)
+        operator.answer = RetryAfter(-1.0)
+        before, began = len(operator.told("slice")), anyio.current_time()
+        assert isinstance(await worker.slice(lab.peer, job_id), WireError)  # not asked for ever, and not in a busy loop
+        assert anyio.current_time() - began == pytest.approx(30.0, abs=1.0)
+        assert len(operator.told("slice")) - before < 1000
+        operator.answer = SliceRefusedError("too many slices")
+        refused = await worker.slice(lab.peer, job_id)
+        assert isinstance(refused, WireError)
+        assert refused.message == "too many slices"
+        operator.answer = RetryAfter(100.0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await operator.until("slice", len(operator.told("slice")) + 1)
+            began = anyio.current_time()
+            operator.act(EndJob())
+        assert isinstance(answers[-1], NotFound)  # the end of the job is an event, too
+        assert anyio.current_time() - began < 1.0
+        await lab.ended()
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_deadlines_are_told_when_they_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        await operator.until("acquired")
+        for seconds in (100.0, 5.0):  # the second replaces the first, which lies further away
+            operator.deadline = due = anyio.current_time() + seconds
+            operator.refresh()
+        [(told,)] = await operator.until("deadline")
+        assert told == pytest.approx(due, abs=0.01)
+        assert anyio.current_time() == pytest.approx(due, abs=0.01)
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+def test_notices_from_before_the_operator_exists_are_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(context: Any) -> QuietOperator:
+        context.notify("listening", 7)
+        return QuietOperator(context)
+
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        assert await operator.until("message") == [(None, "listening", 7)]
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case)
+
+
+def test_pushed_file_is_told_of_once_and_refused_after_its_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Receiving(QuietOperator):
+        def on_push_request(self, task: TaskRef, header: Any, now: float) -> Any:
+            return PushTarget(self.context.directory / f"{task.name}-{header.name}", 1000), ()
+
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        await operator.until("acquired")
+        job_id = operator.context.job_id
+        operator.act(*(StartTask(operator.task(f"t{n}", n), spec(job_id)) for n in (0, 1)))
+        await operator.until("update", 2)
+        [worker] = lab.workers
+        source = tmp_path / "source"
+        for number, lease in enumerate(operator.leases):
+            source.write_bytes(b"content %d" % number)
+            size, digest = await transfer.describe(source)
+            header = PushHeader(job_id=job_id, round=1, kind="k", name="file", size=size, digest=digest, lease=lease.id)
+            await transfer.push(worker.endpoint, lab.peer, source, header)
+            assert operator.told("pushed")[number] == (operator.task(f"t{number}", number), b"content %d" % number)
+        target = await lab.service._push(worker.endpoint.peer_id, header)
+        assert isinstance(target, transfer.FilePushTarget)
+        await worker.end(operator.leases[1].id)
+        with pytest.raises(TransferRefusedError, match="no task of this job runs there"):
+            await target.on_complete(size, digest)
+        assert len(operator.told("pushed")) == 2
+        await lab.finish(operator)
+
+    def make(context: Any) -> QuietOperator:
+        made = Receiving(context)
+        made.demand = (role(count=2, minimum=2, distinct=False),)
+        return made
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case, workers=1, cores=2, real_time=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- two jobs
+
+
+def test_two_jobs_run_side_by_side_also_with_peers_that_name_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer of the older network names no job in a request for a slice: it means the one whose task it runs."""
+    strategy = ScriptedStrategy(dataset=True)
+
+    async def case(lab: Lab) -> None:
+        one = await lab.start()
+        [worker] = lab.workers
+        await start_task(lab, one, keep_lease=False)
+        one.demand = ()
+        await worker.end(one.leases[0].id)
+        worker.leases.clear()  # spent
+        two = await lab.start()
+        assert await start_task(lab, two) is worker
+        assert isinstance(await worker.slice(lab.peer, None), SliceAssigned)
+        assert (len(one.told("slice")), len(two.told("slice"))) == (0, 1)
+        assert isinstance(await worker.report(lab.peer, one.context.job_id), ProgressError)
+        assert isinstance(await worker.report(lab.peer, two.context.job_id), Acknowledged)
+        await lab.finish(two)
+        await lab.finish(one)
+        assert all(isinstance(result, Path) for result in lab.results)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case, workers=1)
+
+
+# ------------------------------------------------------------------------------------------------- errors of a strategy
+
+
+def raising(*_: Any, **__: Any) -> Any:
+    raise KeyError("a bug")
+
+
+async def broken_work() -> None:
+    raise KeyError("a bug")
+
+
+class Unwritable:
+    """What cannot be written as JSON."""
+
+
+BUGS = {
+    "role_requests": "refresh",
+    "next_deadline": "refresh",
+    "on_deadline": "deadline",
+    "on_progress": "report",
+    "next_slice": "slice",
+    "on_task_update": "end",
+    "on_message": "refresh",
+    "on_push_request": "push",
+    "summary": "finish",
+    "on_lease_lost": "lose",
+}
+"""Methods that raise, and what makes the runner call them."""
+
+
+async def provoke(lab: Lab, operator: QuietOperator, worker: ScriptedWorker, what: str) -> None:
+    job_id, lease = operator.context.job_id, operator.leases[0].id
+    match what:
+        case "refresh":
+            operator.refresh()
+        case "deadline":
+            operator.deadline = anyio.current_time() + 1
+            operator.refresh()
+        case "report":
+            assert isinstance(await worker.report(lab.peer, job_id), ProgressError)
+        case "slice":
+            assert isinstance(await worker.slice(lab.peer, job_id), NotFound)
+        case "end":
+            await worker.end(lease)
+        case "push":
+            header = PushHeader(job_id=job_id, round=1, kind="k", name="n", size=0, digest="blake3:" + "0" * 64)
+            assert "over" in str(await lab.service._push(worker.endpoint.peer_id, header))
+        case "finish":
+            operator.act(EndJob())
+        case "lose":
+            worker.forgotten.add(lease)
+
+
+async def check_other_job_goes_on(lab: Lab, other: QuietOperator) -> None:
+    """Wait for the failure of the first job; let the other one succeed."""
+    [failure] = await lab.ended()
+    assert isinstance(failure, JobFailedError), repr(failure)
+    assert "internal error of strategy 'scripted'" in str(failure)
+    await start_task(lab, other)
+    await lab.finish(other)
+    assert isinstance(lab.results[-1], Path)
+
+
+@pytest.mark.parametrize("method", BUGS)
+def test_exception_of_an_operator_fails_its_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    strategy = ScriptedStrategy(dataset=True)
+
+    async def case(lab: Lab) -> None:
+        operator, other = await lab.start(), await lab.start()
+        worker = await start_task(lab, operator)
+        if method == "on_message":
+            operator.on_message = raising
+        else:
+            setattr(operator, method, raising)
+        await provoke(lab, operator, worker, BUGS[method])
+        await check_other_job_goes_on(lab, other)
+        assert "a bug" in str(lab.results[0])
+        assert not [lease for lease, peer in worker.leases.items() if lease == operator.leases[0].id]
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+JOB_ID = uuid.UUID(int=1)
+WRONG_EFFECTS = {
+    "event that is not JSON": EmitEvent("event", {"value": Unwritable()}),
+    "record that is not JSON": WriteJournal("record", {"value": Unwritable()}),
+    "record of the runner": WriteJournal("finished", {}),
+    "field of the runner": WriteJournal("mine", {"record": "finished"}),
+    "message of another type": SendMessage(PeerId.from_public_key(bytes(32)), HEALTH_CHECK, Unwritable(), "tag"),
+    "work that raises": RunInBackground(broken_work, "tag"),
+    "no effect": Unwritable(),
+}
+
+
+@pytest.mark.parametrize("effect", WRONG_EFFECTS.values(), ids=WRONG_EFFECTS)
+@pytest.mark.parametrize("after_record", [False, True])
+def test_wrong_effect_fails_its_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect: Any, after_record: bool
+) -> None:
+    async def case(lab: Lab) -> None:
+        operator, other = await lab.start(), await lab.start()
+        await operator.until("acquired")
+        operator.act(*([WriteJournal("first", {})] if after_record else []), effect)
+        await check_other_job_goes_on(lab, other)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+@pytest.mark.parametrize("what", ["busy lease", "used attempt"])
+def test_task_that_cannot_be_told_apart_fails_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        worker = await start_task(lab, operator)
+        if what == "used attempt":
+            await worker.end(operator.leases[0].id)
+        operator.act(StartTask(operator.task(attempt=what == "busy lease"), spec(operator.context.job_id)))
+        [failure] = await lab.ended()
+        expected = "task runs on its lease" if what == "busy lease" else "give each attempt a number of its own"
+        assert expected in str(failure)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+@pytest.mark.parametrize("answer", [SliceToUse(0, 99), (0, 1), "a slice"], ids=["no such slice", "a tuple", "a text"])
+def test_slice_that_does_not_exist_fails_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    strategy = ScriptedStrategy(dataset=True)
+
+    async def case(lab: Lab) -> None:
+        operator, other = await lab.start(), await lab.start()
+        worker = await start_task(lab, operator)
+        operator.next_slice = lambda *_: answer
+        assert isinstance(await worker.slice(lab.peer, operator.context.job_id), NotFound)
+        await check_other_job_goes_on(lab, other)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_strategy_that_cannot_open_fails_its_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def make(context: Any) -> QuietOperator:
+        made.append(context)
+        return QuietOperator(context) if len(made) == 1 else raising()
+
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        lab.tasks.start_soon(lab.run)
+        await check_other_job_goes_on(lab, operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case)
+
+
+def test_summary_that_is_not_json_fails_the_job_without_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        await operator.until("acquired")
+        operator.summary = lambda _traffic: {"value": Unwritable()}
+        operator.act(EndJob())
+        [failure] = await lab.ended()
+        assert "internal error of strategy 'scripted'" in str(failure)
+        assert not (operator.context.directory / "result.json").exists()
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)

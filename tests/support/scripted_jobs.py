@@ -1,0 +1,497 @@
+"""Jobs of a scripted strategy on the in-memory network and a virtual clock, with scripted workers.
+
+A test derives an operator from `QuietOperator`, runs it with `run_jobs`, and speaks as the workers.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+
+from hypha_net import pubsub, rpc
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
+from hypha_proto.datasets import DATA, DataRequest, SliceAssigned, SliceEntry, UnusableSlice
+from hypha_proto.dispatch import (
+    DISPATCH_JOB,
+    Dispatched,
+    DispatchFailed,
+    DispatchJob,
+    DispatchResult,
+    NotFound,
+    WireError,
+)
+from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import (
+    Adam,
+    All,
+    Descriptor,
+    JobSpec,
+    Model,
+    PeersReference,
+    SchedulerReference,
+    TrainConfig,
+    TrainJob,
+)
+from hypha_proto.leases import (
+    CANCEL_JOB,
+    JOB_END,
+    RELEASE_LEASE,
+    RENEW_LEASE,
+    WHY_NOT,
+    CancelJob,
+    JobCancelled,
+    JobEnd,
+    LeaseReleased,
+    LeaseRenewal,
+    Reasons,
+    ReleaseLease,
+    RenewalFailed,
+    Renewed,
+    RenewLease,
+    WhyNot,
+)
+from hypha_proto.offers import OFFER, WORKER_REQUESTS, TrainExecutor, WorkerOffer, WorkerRequest, WorkerSpec
+from hypha_proto.progress import REPORT, Acknowledged, BatchDone, Progress, ProgressRequest, ProgressResponse
+from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.transfer import PullRequest, Refusal
+from hypha_scheduler.datasets.dataset import Dataset
+from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.service import SchedulerService
+from hypha_scheduler.strategies.base import (
+    Effects,
+    EndJob,
+    JobContext,
+    Lease,
+    Operator,
+    RoleRequest,
+    SliceToUse,
+    StrategyMethod,
+    TaskRef,
+    TaskUpdate,
+)
+
+NOW = Timestamp.of(0)
+DATASET = "digits"
+SLICES = 8
+LIMIT = 600.0
+"""Seconds of the virtual clock after which a test has failed."""
+REAL_LIMIT = 30.0
+"""The same in real time."""
+
+
+def role(name: str = "train", count: int = 1, minimum: int = 0, *, distinct: bool = True) -> RoleRequest:
+    """Return a request for leases; a worker makes offers for every role."""
+    spec = WorkerSpec(resources=Resources(cpu=1), executor=(TrainExecutor(name=name),))
+    return RoleRequest(name, spec, 100.0, 120.0, count, minimum, distinct_peers=distinct)
+
+
+def spec(job_id: uuid.UUID) -> JobSpec:
+    """Return the specification of a task; the scripted workers do not look at it."""
+    nobody = PeersReference(peers=(), strategy=All())
+    config = TrainConfig(
+        model=Model(task="auto", artifact=nobody, input_names=()),
+        data=SchedulerReference(peer=PeerId.from_public_key(bytes(32)), dataset=DATASET),
+        updates=nobody,
+        results=nobody,
+        optimizer=Adam(learning_rate=1.0),
+        batch_size=1,
+    )
+    return JobSpec(job_id=job_id, executor=TrainJob(descriptor=Descriptor(name="train"), config=config))
+
+
+class ScriptedJob(JobTable):
+    """Job table of the scripted strategy."""
+
+    type: Literal["scripted"] = "scripted"
+    seconds: float = 20.0
+
+    @property
+    def allocation_timeout(self) -> float:
+        return self.seconds
+
+
+class QuietOperator:
+    """Operator that notes what it hears and does nothing, unless a test overrides it."""
+
+    def __init__(self, context: JobContext) -> None:
+        self.context = context
+        self.demand: tuple[RoleRequest, ...] = (role(),)
+        self.heard: list[tuple[Any, ...]] = []
+        self.leases: list[Lease] = []
+        self.deadline: float | None = None
+        self.changed = anyio.Event()
+
+    def hear(self, *what: Any) -> None:
+        self.heard.append(what)
+        self.changed.set()
+        self.changed = anyio.Event()
+
+    def told(self, what: str) -> list[tuple[Any, ...]]:
+        """Return what was heard of one kind, without the kind."""
+        return [entry[1:] for entry in self.heard if entry[0] == what]
+
+    async def until(self, what: str, count: int = 1) -> list[tuple[Any, ...]]:
+        """Wait until something was heard `count` times."""
+        while len(self.told(what)) < count:
+            await self.changed.wait()
+        return self.told(what)
+
+    def act(self, *effects: Any) -> None:
+        """Let the runner carry out effects, as if background work had observed something."""
+        self.context.notify("act", effects)
+
+    def refresh(self) -> None:
+        """Let the runner look at the demand and the deadline again."""
+        self.context.notify("act", ())
+
+    def task(self, name: str = "task", lease: int = 0, attempt: int = 0) -> TaskRef:
+        return TaskRef(name, self.leases[lease], attempt)
+
+    # ------------------------------------------------------------------------------------------------------- Operator
+
+    def role_requests(self) -> Sequence[RoleRequest]:
+        return self.demand
+
+    def on_leases_acquired(self, leases: Sequence[Lease], now: float) -> Effects:
+        self.leases += leases
+        self.hear("acquired", *leases)
+        return ()
+
+    def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
+        self.hear("lost", lease, reason)
+        return ()
+
+    def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
+        self.hear("timeout", role, reasons)
+        return ()
+
+    def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
+        self.hear("update", task, update)
+        return ()
+
+    def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+        self.hear("progress", task, progress)
+        return Acknowledged(), ()
+
+    def next_slice(self, task: TaskRef, dataset: str, now: float) -> Any:
+        self.hear("slice", task)
+        return SliceToUse(0, 0)
+
+    def on_slice_unusable(self, task: TaskRef, dataset: str, report: UnusableSlice, now: float) -> Effects:
+        self.hear("unusable", task, report)
+        return ()
+
+    def on_pull_request(self, task: TaskRef, request: PullRequest) -> Any:
+        self.hear("pull", task, request)
+        return Refusal(reason="nothing here")
+
+    def on_push_request(self, task: TaskRef, header: Any, now: float) -> tuple[Any, Effects]:
+        self.hear("push", task, header)
+        return Refusal(reason="nothing wanted"), ()
+
+    def on_push_complete(self, task: TaskRef, header: Any, path: Path, digest: str, now: float) -> Effects:
+        self.hear("pushed", task, path.read_bytes())
+        return ()
+
+    def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> tuple[Any, Effects]:
+        if source is None and name == "act":
+            return None, tuple(message)
+        self.hear("message", source, name, message)
+        return None, ()
+
+    def on_effect_result(self, tag: str, outcome: object, now: float) -> Effects:
+        self.hear("result", tag, outcome)
+        return ()
+
+    def next_deadline(self) -> float | None:
+        return self.deadline
+
+    def on_deadline(self, now: float) -> Effects:
+        self.deadline = None
+        self.hear("deadline", now)
+        return ()
+
+    def on_command(self, command: str, now: float) -> Effects:
+        raise ValueError(command)
+
+    def summary(self, traffic: Mapping[PeerId, Any]) -> Mapping[str, object]:
+        return {"leases": len(self.leases)}
+
+
+@dataclass
+class ScriptedStrategy:
+    """Strategy whose operators a test makes; the operator of each job is kept."""
+
+    make: Callable[[JobContext], QuietOperator] = QuietOperator
+    methods: Sequence[StrategyMethod] = ()
+    dataset: bool = False
+    operators: list[QuietOperator] = field(default_factory=list)
+    opened: anyio.Event = field(default_factory=anyio.Event)
+
+    job_table = ScriptedJob
+
+    @property
+    def rpc_methods(self) -> Sequence[StrategyMethod]:
+        return self.methods
+
+    def open(
+        self, job: Any, context: JobContext, journal: Sequence[Mapping[str, Any]]
+    ) -> AbstractAsyncContextManager[Operator]:
+        return self._open(context)
+
+    @asynccontextmanager
+    async def _open(self, context: JobContext) -> AsyncIterator[Operator]:
+        if self.dataset:
+            await context.open_dataset(DATASET, timeout=5.0)
+        operator = self.make(context)
+        self.operators.append(operator)
+        self.opened.set()
+        self.opened = anyio.Event()
+        yield operator
+
+    async def operator(self, number: int = 0) -> Any:
+        """Wait for the operator of the job opened as this one."""
+        while len(self.operators) <= number:
+            await self.opened.wait()
+        return self.operators[number]
+
+
+@dataclass
+class ScriptedWorker:
+    """Worker that offers as many leases as it has cores, one core each, and remembers what it is asked."""
+
+    endpoint: MemoryEndpoint
+    cores: int = 1
+    leases: dict[uuid.UUID, PeerId] = field(default_factory=dict)
+    """Confirmed leases."""
+    released: list[tuple[uuid.UUID, str]] = field(default_factory=list)
+    dispatched: list[DispatchJob] = field(default_factory=list)
+    cancelled: list[CancelJob] = field(default_factory=list)
+    refuses_tasks: bool = False
+    ends_cancelled: bool = True
+    """Whether it reports the end of a cancelled task."""
+    forgotten: set[uuid.UUID] = field(default_factory=set)
+    """Leases that it no longer renews."""
+    hanging: anyio.Event | None = None
+    """While this is not set, a dispatch is not answered."""
+    changed: anyio.Event = field(default_factory=anyio.Event)
+    _offered: dict[uuid.UUID, PeerId] = field(default_factory=dict)
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        handlers: tuple[tuple[Any, Any], ...] = (
+            (RENEW_LEASE, self.renew),
+            (DISPATCH_JOB, self.dispatch),
+            (RELEASE_LEASE, self.release),
+            (CANCEL_JOB, self.cancel),
+            (WHY_NOT, self.why_not),
+            (HEALTH_CHECK, self.health),
+        )
+        for method, handler in handlers:
+            rpc.serve(self.endpoint, method, handler)
+        async with pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as requests:
+            task_status.started()
+            async for scheduler, request in requests:
+                await self.bid(scheduler, request)
+
+    def _note(self) -> None:
+        self.changed.set()
+        self.changed = anyio.Event()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until a message has made a condition true."""
+        while not condition():
+            await self.changed.wait()
+
+    async def bid(self, scheduler: PeerId, request: WorkerRequest) -> None:
+        if len(self.leases) >= self.cores:
+            return
+        lease = uuid.uuid4()
+        self._offered[lease] = scheduler
+        resources = Resources(cpu=1)
+        offer = WorkerOffer(
+            id=lease, request_id=request.id, price=100.0, resources=resources, timeout=NOW, timeout_ms=500
+        )
+        await rpc.call(self.endpoint, scheduler, OFFER, offer)
+
+    async def renew(self, peer: PeerId, request: RenewLease) -> LeaseRenewal:
+        known = self.leases.get(request.id) == peer
+        room = self._offered.get(request.id) == peer and len(self.leases) < self.cores
+        if request.id in self.forgotten or not (known or room):
+            self.leases.pop(request.id, None)
+            return RenewalFailed()
+        self.leases[request.id] = peer
+        self._note()
+        return Renewed(id=request.id, timeout=NOW, timeout_ms=10_000)
+
+    async def dispatch(self, peer: PeerId, request: DispatchJob) -> DispatchResult:
+        self.dispatched.append(request)
+        self._note()
+        if self.hanging is not None:
+            await self.hanging.wait()
+        if self.leases.get(request.id) != peer or self.refuses_tasks:
+            return DispatchFailed()
+        return Dispatched(id=request.id, timeout=NOW)
+
+    async def release(self, peer: PeerId, request: ReleaseLease) -> LeaseReleased:
+        self.released.append((request.id, request.reason))
+        known = self.leases.pop(request.id, None) == peer
+        self._note()
+        return LeaseReleased(known=known)
+
+    async def cancel(self, peer: PeerId, request: CancelJob) -> JobCancelled:
+        self.cancelled.append(request)
+        self._note()
+        if self.ends_cancelled:
+            await self.end(request.id, "cancelled", attempt=request.attempt)
+        return JobCancelled(known=True)
+
+    async def why_not(self, _peer: PeerId, _question: WhyNot) -> Reasons:
+        return Reasons(reasons=("busy",))
+
+    async def health(self, _peer: PeerId, _request: HealthRequest) -> Health:
+        return Health(healthy=True, role="worker", bytes_sent=0, bytes_received=0)
+
+    # -------------------------------------------------------------------------------------------- speaks as an executor
+
+    def of(self, lease: uuid.UUID) -> DispatchJob:
+        """Return the last dispatch on a lease."""
+        return [message for message in self.dispatched if message.id == lease][-1]
+
+    async def end(self, lease: uuid.UUID, outcome: str = "finished", attempt: int | None = None) -> None:
+        """Report the end of a task; `attempt` is that of the last dispatch unless given."""
+        message = self.of(lease)
+        number = message.attempt if attempt is None else attempt
+        end = JobEnd(lease=lease, job_id=message.spec.job_id, outcome=outcome, reason="", attempt=number)
+        await rpc.call(self.endpoint, self.leases.get(lease) or self._offered[lease], JOB_END, end)
+
+    async def report(
+        self,
+        scheduler: PeerId,
+        job_id: uuid.UUID,
+        lease: uuid.UUID | None = None,
+        *,
+        samples: int = 1,
+        id: uuid.UUID | None = None,
+    ) -> ProgressResponse:
+        message = ProgressRequest(job_id=job_id, progress=BatchDone(batch_size=samples), lease=lease, id=id)
+        return await rpc.call(self.endpoint, scheduler, REPORT, message, timeout=100.0)
+
+    async def slice(
+        self, scheduler: PeerId, job_id: uuid.UUID | None, lease: uuid.UUID | None = None
+    ) -> SliceAssigned | NotFound | WireError:
+        request = DataRequest(dataset=DATASET, job_id=job_id, lease=lease, id=uuid.uuid4())
+        return await rpc.call(self.endpoint, scheduler, DATA, request, timeout=100.0)
+
+
+def dataset(provider: PeerId) -> Dataset:
+    """Return the dataset, as a scheduler has found it."""
+    digest = "blake3:" + "0" * 64
+    entries = tuple(SliceEntry(file=f"{n}", samples=4, size=1, digest=digest) for n in range(SLICES))
+    return Dataset(DATASET, provider, entries)
+
+
+@dataclass
+class Lab:
+    """Scheduler, workers and the strategy of a test."""
+
+    service: SchedulerService
+    strategy: ScriptedStrategy
+    workers: list[ScriptedWorker]
+    endpoint: MemoryEndpoint
+    """Of the scheduler."""
+    tasks: anyio.abc.TaskGroup
+    results: list[Path | BaseException] = field(default_factory=list)
+
+    @property
+    def peer(self) -> PeerId:
+        return self.endpoint.peer_id
+
+    def worker(self, lease: Lease) -> ScriptedWorker:
+        return next(worker for worker in self.workers if worker.endpoint.peer_id == lease.peer)
+
+    async def start(self, job: ScriptedJob | None = None) -> Any:
+        """Start a job in the background; return its operator."""
+        number = len(self.strategy.operators)
+        self.tasks.start_soon(self.run, job)
+        return await self.strategy.operator(number)
+
+    async def run(self, job: ScriptedJob | None = None) -> None:
+        try:
+            self.results.append(await self.service.run_job(job or ScriptedJob()))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            self.results.append(error)
+
+    async def ended(self, count: int = 1) -> list[Path | BaseException]:
+        """Wait until jobs have ended; return their results or errors."""
+        while len(self.results) < count:
+            await anyio.sleep(0.1)
+        return self.results
+
+    async def finish(self, operator: QuietOperator) -> None:
+        """Let a job succeed."""
+        before = len(self.results)
+        operator.act(EndJob())
+        await self.ended(before + 1)
+
+
+def run_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    strategy: ScriptedStrategy,
+    case: Callable[[Lab], Awaitable[None]],
+    *,
+    workers: int = 3,
+    cores: int = 1,
+    seed: int = 1,
+    real_time: bool = False,
+) -> Lab:
+    """Run a test with a scheduler and workers on a virtual clock, for which work in threads takes no time.
+
+    Transfers of files have threads of their own, and need `real_time`.
+    """
+
+    async def inline(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
+        await anyio.lowlevel.checkpoint()
+        return work(*arguments)
+
+    if not real_time:
+        monkeypatch.setattr(anyio.to_thread, "run_sync", inline)
+    monkeypatch.setattr("hypha_scheduler.service.load_strategy", lambda _name, _allowed=None: strategy)
+    labs: list[Lab] = []
+
+    async def main() -> None:
+        network = MemoryNetwork(seed=seed)
+        async with AsyncExitStack() as stack:
+            stack.enter_context(anyio.fail_after(REAL_LIMIT if real_time else LIMIT))
+            names = ["scheduler", "data", *(f"worker-{number}" for number in range(workers))]
+            endpoints = [await stack.enter_async_context(network.endpoint(name)) for name in names]
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+
+            async def open_dataset(*_: Any, **__: Any) -> Dataset:
+                return dataset(endpoints[1].peer_id)
+
+            monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)
+            scripted = [ScriptedWorker(endpoint, cores) for endpoint in endpoints[2:]]
+            for worker in scripted:
+                await tasks.start(worker.run)
+            service = SchedulerService(endpoints[0], folder / "runs")
+            labs.append(Lab(service, strategy, scripted, endpoints[0], tasks))
+            await case(labs[0])
+            tasks.cancel_scope.cancel()
+
+    if real_time:
+        anyio.run(main, backend="trio")
+    else:
+        simulate(main, seed=seed)
+    return labs[0]
