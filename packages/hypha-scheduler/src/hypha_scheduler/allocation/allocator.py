@@ -1,6 +1,6 @@
 """Worker allocation: publishes requests and accepts the offers that the auction selects.
 
-The I/O around `auction`. Called by `training` with the role requests that `submit` made; `service` delivers the offers.
+The I/O around `auction`. Called by `jobs.lease_pool` with the role requests of a strategy, and with the offers.
 Accepted leases are kept alive by `renewal`; `shortage_report` explains why workers are missing.
 """
 

@@ -1,6 +1,6 @@
 """Leases held for one job: when each is due for renewal, and when it expires. Pure; clock and randomness are passed in.
 
-`allocator` adds leases and `renewal` renews those that are due and reports to `training` those that are lost.
+`allocator` adds leases and `renewal` renews those that are due and reports to `jobs.lease_pool` those that are lost.
 """
 
 from __future__ import annotations

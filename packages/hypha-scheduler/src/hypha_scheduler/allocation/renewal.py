@@ -1,6 +1,6 @@
 """Lease renewal: renews the leases of a job when they are due, and reports those that are lost.
 
-Started by `training`. `leases` decides what is due; this module does the I/O.
+Started by `jobs.runner`. `leases` decides what is due; this module does the I/O.
 """
 
 from __future__ import annotations

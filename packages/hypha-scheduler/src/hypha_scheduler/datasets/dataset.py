@@ -1,6 +1,6 @@
 """Dataset discovery: finds a data node that provides a job's dataset, and reads the list of its slices.
 
-Called by `training` at the start of a job. Afterwards `strategies.diloco.slices` assigns the slices to workers, and
+Called by `jobs.context` at the start of a job. Afterwards `strategies.diloco.slices` assigns the slices to workers, and
 `providers` tracks the data nodes that have them.
 """
 

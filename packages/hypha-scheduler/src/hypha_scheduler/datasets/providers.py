@@ -1,7 +1,7 @@
 """Data providers: tracks which data nodes currently provide a job's dataset.
 
 `dataset` pinned the digest of the manifest. Only data nodes that announce this digest are used, so that another dataset
-of the same name is never mixed in. `training` asks for the order of providers when it assigns a slice.
+of the same name is never mixed in. `jobs.context` asks for the order of providers when it assigns a slice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Idempotency cache: earlier responses, returned again to peers that repeat a request because the response was lost.
 
-Used by `training` for progress reports and slice requests, so that each counts once.
+Used by `runner` for progress reports and slice requests, so that each counts once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Task graph of a job: tasks, the inputs they depend on, and their states. Pure and independent of the strategy.
 
-A strategy defines the tasks and their inputs; `dispatch` starts those that are ready, and `training` records which
+A strategy defines the tasks and their inputs, starts those that are ready, and records which
 results exist and how executors ended. DiLoCo has one aggregate task and many train tasks.
 """
 
