@@ -493,7 +493,7 @@ def test_offers_in_a_pause_are_released_and_what_follows_is_not_deferred_until_s
 
     play(case, 2, prepare)
     first_pause = next(at for at, (held, _) in enumerate(windows) if at and windows[at - 1][0] and not held)
-    assert {window for _, window in windows[:first_pause]} == {5000}
+    assert {window for _, window in windows[:first_pause]} == {1250}
     assert {window for _, window in windows[first_pause:]} == {400}
 
 

@@ -38,6 +38,9 @@ REPUBLISH: Final = 1.0
 """Seconds after which an unmet request is published again."""
 _REPUBLISH_WITH_SET: Final = 0.5
 """The same while an incomplete set is held: it gets what others release before it is released itself."""
+_WINDOW: Final = 1.25 * REPUBLISH
+"""Seconds for which workers keep a request: until the next one replaces it. Longer, they would reserve resources for
+many schedulers whose sets are incomplete and hold each other up."""
 _WINDOW_WITHOUT_SET: Final = 0.4
 """Seconds in which workers may answer the request of a search that gave up a set and holds nothing. They do not keep it
 until somebody releases a lease: that belongs to those who hold an incomplete set, or none would ever be complete."""
@@ -244,7 +247,7 @@ class Allocator:
             await anyio.sleep(0.05)
 
     async def _publish(self) -> None:
-        window = OFFER_WINDOW if self._attempts.is_first or self.auction.held else _WINDOW_WITHOUT_SET
+        window = _WINDOW if self._attempts.is_first or self.auction.held else _WINDOW_WITHOUT_SET
         for role_request in self.auction.open_requests:
             request = make_request(role_request, window)
             self._requests[role_request.role] = request
