@@ -83,6 +83,7 @@ class TaskRef:
     name: str
     lease: Lease
     attempt: int = 0
+    """Chosen by the operator; differs for each dispatch of the task on one lease."""
 
 
 # ------------------------------------------------------------------------------------------------------------- effects
@@ -104,7 +105,7 @@ class StartTask:
 
 @dataclass(frozen=True, slots=True)
 class StopTask:
-    """Effect: cancel a task; `Operator.on_task_update` hears of its end."""
+    """Effect: cancel a task; `Operator.on_task_update` hears of its end. Nothing happens if it has ended by now."""
 
     task: TaskRef
     reason: str
@@ -142,7 +143,11 @@ class RunInBackground:
 
 @dataclass(frozen=True, slots=True)
 class WriteJournal:
-    """Effect: a journal record that is on disk before the effects after it are carried out and anybody is answered."""
+    """Effect: a journal record that is on disk before the effects after it are carried out and anybody is answered.
+
+    If it cannot be written, the job fails. Numbers that are not finite become null. The kinds of
+    `jobs.journal.RUNNER_KINDS` and the fields ``record`` and ``format`` are the runner's.
+    """
 
     kind: str
     fields: Mapping[str, object]
@@ -335,7 +340,10 @@ class Operator(Protocol):
         ...
 
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
-        """Handle a lost lease, before the end of the task on it is reported."""
+        """Handle a lost lease, before the end of the task on it is reported.
+
+        A lease that goes with its task, which was stopped, did not start or has ended, is not reported here.
+        """
         return ()
 
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
@@ -414,7 +422,7 @@ class Operator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StrategyMethod:
-    """RPC method of a strategy. Each request has a field ``job_id``."""
+    """RPC method of a strategy. Each request has a field ``job_id``; ``lease`` may name the task that sends it."""
 
     method: RpcMethod[Any, Any]
     unknown_job: Any
