@@ -230,3 +230,33 @@ def test_two_requests_for_one_role_fail_the_job(tmp_path: Path, monkeypatch: pyt
         assert "two requests for role 'train'" in str(failure)
 
     run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+@pytest.mark.parametrize("first", ["alone", "many"])
+@pytest.mark.parametrize("together", [True, False])
+def test_role_with_distinct_peers_shares_its_peer_with_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, together: bool
+) -> None:
+    """Its executors may be older ones, of whose reports only the peer is known."""
+    alone, many = role("alone", 1, 1), role("many", 2, 2, distinct=False)
+    begin = (alone, many) if together else (alone,) if first == "alone" else (many,)
+
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start()
+        await operator.until("acquired")
+        operator.demand = (alone, many)
+        operator.refresh()
+        while len(operator.leases) < 3:
+            await operator.changed.wait()
+        [single] = [lease for lease in operator.leases if lease.role == "alone"]
+        assert single.peer not in {lease.peer for lease in operator.leases if lease.role == "many"}
+        await lab.finish(operator)
+
+    def operator(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = begin
+        return made
+
+    for seed in range(3):
+        (tmp_path / str(seed)).mkdir()
+        run_jobs(monkeypatch, tmp_path / str(seed), ScriptedStrategy(operator), case, workers=3, cores=3, seed=seed)

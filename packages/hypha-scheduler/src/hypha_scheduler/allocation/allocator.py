@@ -91,6 +91,8 @@ class Allocator:
     """Called with what is logged about a role that lacks workers."""
     excluded: frozenset[PeerId] = frozenset()
     """Peers with which the job has leases already."""
+    exclusive: frozenset[PeerId] = frozenset()
+    """See `Auction.exclusive`."""
     on_acquired: Callable[[AcceptedOffer], None] = lambda _offer: None
     """Called with each confirmed lease; while the minimum is not held it may be given up again."""
     random: Random = field(default_factory=Random)
@@ -111,7 +113,7 @@ class Allocator:
     _requests: dict[str, WorkerRequest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.auction = Auction(self.role_requests, self.settings, self.random, self.excluded)
+        self.auction = Auction(self.role_requests, self.settings, self.random, self.excluded, self.exclusive)
         self._shortage = ShortageReport(self.endpoint, self.auction, self._requests, self.on_shortage)
 
     def add_offer(self, peer: PeerId, offer: WorkerOffer) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final
@@ -149,6 +149,8 @@ class Auction:
     random: Random = field(default_factory=Random)
     excluded: frozenset[PeerId] = frozenset()
     """Peers with which the job has leases from earlier searches."""
+    exclusive: frozenset[PeerId] = frozenset()
+    """Those of them that have a lease of a role with `distinct_peers`, and get no other."""
     rejections: dict[tuple[PeerId, str], Reasons] = field(default_factory=dict)
     """Reason for which the last offer of a peer for a role was rejected or came to nothing."""
     _requests: dict[str, RoleRequest] = field(init=False)
@@ -215,19 +217,27 @@ class Auction:
         return (peer, role) in self._offers or len(self._offers) < limit
 
     def _taken_peers(self) -> set[PeerId]:
-        renewing = (renewal.offer.peer for renewal in self._renewals.values())
-        return {*self.excluded, *renewing, *(offer.peer for offer in self._held.values())}
+        return {*self.excluded, *self.exclusive, *(offer.peer for offer in self._accepted())}
 
-    def _may_lease(self, offer: AcceptedOffer, taken: set[PeerId]) -> bool:
-        return offer.peer not in taken or not self._requests[offer.role].distinct_peers
+    def _accepted(self) -> tuple[AcceptedOffer, ...]:
+        return (*self._held.values(), *(renewal.offer for renewal in self._renewals.values()))
+
+    def _exclusive_peers(self, offers: Iterable[AcceptedOffer]) -> set[PeerId]:
+        """Return the peers of those offers whose role shares its peers with no other lease."""
+        return {offer.peer for offer in offers if self._requests[offer.role].distinct_peers}
+
+    def _may_lease(self, offer: AcceptedOffer, taken: set[PeerId], exclusive: set[PeerId]) -> bool:
+        return offer.peer not in (taken if self._requests[offer.role].distinct_peers else exclusive)
 
     def _usable(self, now: float) -> list[AcceptedOffer]:
         """Return the offers that can still be accepted, of peers with which no lease is held or being renewed."""
         taken, used = self._taken_peers(), {*self._held, *self._renewals}
+        exclusive = self._exclusive_peers(self._accepted()) | self.exclusive
         return [
             offer
             for offer in self._offers.values()
-            if offer.accept_by >= now + _ACCEPT_MARGIN and self._may_lease(offer, taken) and offer.lease not in used
+            if offer.accept_by >= now + _ACCEPT_MARGIN and offer.lease not in used
+            if self._may_lease(offer, taken, exclusive)
             if not self._backoff.is_left_out(offer.peer, now)
         ]
 
@@ -296,12 +306,11 @@ class Auction:
         missing = self.missing()
         chosen: dict[uuid.UUID, AcceptedOffer] = {}
         for role in sorted(self._requests, key=lambda role: self._requests[role].count):
-            busy = {offer.peer for offer in chosen.values()}
-            ranked = sorted(
-                (offer for offer in self._offers.values() if offer.role == role and self._may_lease(offer, busy)),
-                key=self._preference,
+            busy, exclusive = {offer.peer for offer in chosen.values()}, self._exclusive_peers(chosen.values())
+            offered = (offer for offer in self._offers.values() if offer.role == role and offer.lease not in chosen)
+            found = sorted(
+                (offer for offer in offered if self._may_lease(offer, busy, exclusive)), key=self._preference
             )
-            found = [offer for offer in ranked if offer.lease not in chosen]
             chosen |= {offer.lease: offer for offer in found[: missing[role]]}
         for offer in chosen.values():
             late_at = now + _LATE_ROUND_TRIPS * offer.round_trip + _LATE_MARGIN

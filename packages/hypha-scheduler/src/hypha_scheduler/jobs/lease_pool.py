@@ -150,7 +150,8 @@ class LeasePool:
             tasks=self.tasks,
             settings=self.settings,
             on_shortage=self.observer.on_shortage,
-            excluded=frozenset(lease.peer for lease in self._held.values() if lease.role in distinct),
+            excluded=frozenset(lease.peer for lease in self._held.values()),
+            exclusive=frozenset(lease.peer for lease in self._held.values() if lease.role in distinct),
             on_acquired=self._on_found,
         )
         self._search = _Search(allocator, anyio.CancelScope(), missing)
