@@ -163,6 +163,8 @@ class Worker:
     leases: dict[uuid.UUID, PeerId] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     spec: JobSpec | None = None
+    dispatched: DispatchJob | None = None
+    """The last dispatch."""
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     requests: list[WorkerRequest] = field(default_factory=list)
     rounds_seen: list[RoundMembers] = field(default_factory=list)
@@ -208,7 +210,7 @@ class Worker:
             return DispatchFailed()
         if self.cannot_start:
             return DispatchFailed()
-        begun, self.spec = self.spec is not None, request.spec
+        begun, self.spec, self.dispatched = self.spec is not None, request.spec, request
         assert executor_class(request.spec) == self.role
         if self.role == "train" and not begun:
             self.tasks.start_soon(self.until_unreachable, self.train, peer, request)
@@ -346,10 +348,9 @@ class Worker:
             with suppress(TransferRefusedError):
                 await transfer.push(self.endpoint, peer, path, header)
         self.shared.step(message.round).set()
-        [lease] = [lease for lease in self.leases if self.spec is not None]
-        request = DispatchJob(id=lease, spec=self.spec)  # type: ignore[arg-type]
-        if isinstance(await self.report(peer, request, OuterStepTaken()), Done):
-            await self.end(peer, request, 0, "", ())
+        assert self.dispatched is not None
+        if isinstance(await self.report(peer, self.dispatched, OuterStepTaken()), Done):
+            await self.end(peer, self.dispatched, 0, "", ())
 
 
 async def data_node(endpoint: MemoryEndpoint, tmp: Path) -> None:
