@@ -808,7 +808,7 @@ def test_a_job_continues_without_a_slice_that_no_provider_has(
             worker.unusable = frozenset({2, 5})
             worker.repeats_messages = True
 
-    with caplog.at_level(logging.WARNING, "hypha_scheduler.training"):
+    with caplog.at_level(logging.WARNING, "hypha_scheduler.strategies.diloco"):
         run_network(tmp_path, case, prepare)
     reported = [event for event in events(tmp_path) if event["event"] == "slice_set_aside"]
     assert sorted(event["slice"] for event in reported) == [2, 5]
