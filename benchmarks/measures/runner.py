@@ -282,6 +282,9 @@ class QuietOperator:
         self._demand = role_requests(job)
         self._next = 0
 
+    def on_start(self, now: float) -> tuple[()]:
+        return ()
+
     def role_requests(self) -> Sequence[Any]:
         return self._demand
 

@@ -147,6 +147,9 @@ class QuietOperator:
             await self.changed.wait()
         return self.told(what)
 
+    def on_start(self, now: float) -> Effects:
+        return ()
+
     def act(self, *effects: Any) -> None:
         """Let the runner carry out effects, as if background work had observed something."""
         self.context.notify("act", effects)

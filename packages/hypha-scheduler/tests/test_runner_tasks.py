@@ -23,6 +23,7 @@ from hypha_proto.transfer import PushHeader
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.strategies.base import (
+    Effects,
     EmitEvent,
     EndJob,
     PushTarget,
@@ -380,6 +381,22 @@ def test_deadlines_are_told_when_they_have_passed(tmp_path: Path, monkeypatch: p
         await lab.finish(operator)
 
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+def test_a_job_that_needs_no_lease_can_end_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutWork(QuietOperator):
+        def on_start(self, now: float) -> Effects:
+            self.hear("start", now)
+            return (EndJob(),)
+
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        [result] = await lab.ended()
+        assert isinstance(result, Path)
+        assert len(operator.told("start")) == 1
+        assert operator.leases == []
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(WithoutWork), case)
 
 
 def test_notices_from_before_the_operator_exists_are_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,13 @@ def test_it_asks_for_one_lease_and_for_more_once_it_has_it() -> None:
     assert demand(sweep(workers=9)) == (1, 1)
 
 
+def test_a_sweep_without_anything_left_to_train_ends_at_its_start() -> None:
+    results = {name: {"name": name, "loss": 1.0, "update": name, "failure": ""} for name in JOB["variants"]}  # type: ignore[attr-defined]
+    [effect] = sweep(results).on_start(0.0)
+    assert isinstance(effect, RunInBackground)
+    assert sweep().on_start(0.0) == ()
+
+
 def test_the_next_variant_starts_on_the_lease_of_the_last() -> None:
     operator, lease = sweep(), a_lease()
     [first] = starts(operator.on_leases_acquired([lease], 0.0))

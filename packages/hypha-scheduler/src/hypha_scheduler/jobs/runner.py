@@ -242,6 +242,7 @@ class JobRunner:
         self._tasks.start_soon(self._effects.run)
         self._tasks.start_soon(self._pool.renew)
         self._tasks.start_soon(self._watch_deadlines)
+        self._tell(operator.on_start, anyio.current_time())
         for name, message in self._early_notices:
             self._on_notice(name, message)
         self._settle()

@@ -328,6 +328,10 @@ class Operator(Protocol):
     version adds have such defaults, too.
     """
 
+    def on_start(self, now: float) -> Effects:
+        """Begin the job: the first call, before any lease is sought. What is left to do may be nothing."""
+        return ()
+
     def role_requests(self) -> Sequence[RoleRequest]:
         """Return the leases that the job wants now, one request a role; asked again after each event.
 

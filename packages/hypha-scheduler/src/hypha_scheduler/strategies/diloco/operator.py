@@ -158,6 +158,10 @@ class DilocoOperator:
 
     # ---------------------------------------------------------------------------------------------------------- leases
 
+    def on_start(self, now: float) -> Effects:
+        """Wait for leases."""
+        return ()
+
     def role_requests(self) -> Sequence[RoleRequest]:
         """Return the configured workers, and once they are found those that are held: none is replaced."""
         return self._demand
