@@ -149,7 +149,7 @@ class SchedulerService:
         self._runs: dict[uuid.UUID, JobRunner] = {}
         self._refusals = LogThrottle()
         self.ends = EndRecorder()
-        """Its `run` is a background task of whoever creates this service."""
+        """The caller runs its `run` in the background."""
         self._served: set[str] = set()
         """Names of the RPC methods of strategies that are served."""
         rpc.serve(endpoint, OFFER, self._offer)
