@@ -65,11 +65,15 @@ async def open_preprocessor(
         return None
     names = await anyio.to_thread.run_sync(_copy_preprocessor, table.path, table.filenames, copy)
     files = [ArtifactFile(file, PullSource(copy / file, (await describe(copy / file))[1])) for file in names]
-    reference = PeersReference(
-        peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset=artifact_dataset(job_id, name), index=0),
-        filenames=tuple(names),
-    )  # fmt: skip
-    return Artifact(reference, tuple(files))
+    return _served_artifact(scheduler, artifact_dataset(job_id, name), files)
+
+
+def _served_artifact(scheduler: PeerId, dataset: str, files: list[ArtifactFile]) -> Artifact:
+    names = tuple(file.name for file in files)
+    resource = SliceAddress(dataset=dataset, index=0)
+    return Artifact(
+        PeersReference(peers=(scheduler,), strategy=One(), resource=resource, filenames=names), tuple(files)
+    )
 
 
 def hub_reference(table: PreprocessorTable) -> HuggingFaceReference:
@@ -106,11 +110,7 @@ async def open_start_model(
     for file in names:
         path = model.path / file
         files.append(ArtifactFile(file, PullSource(path, (await describe(path))[1])))
-    reference = PeersReference(
-        peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset=artifact_dataset(job_id, name), index=0),
-        filenames=tuple(names),
-    )  # fmt: skip
-    return Artifact(reference, tuple(files))
+    return _served_artifact(scheduler, artifact_dataset(job_id, name), files)
 
 
 def _copy_model(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:

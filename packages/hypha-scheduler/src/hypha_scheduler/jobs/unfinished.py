@@ -38,7 +38,7 @@ class UnfinishedJob:
     job_id: str
     directory: Path
     began: float | None
-    """Seconds since the Unix epoch; None if it is not recorded."""
+    """Seconds since the Unix epoch, or None if no event states when it began."""
     progress: str | None
     """Last record of the job's strategy, such as ``round 7``; None if there was none."""
     last_record: float

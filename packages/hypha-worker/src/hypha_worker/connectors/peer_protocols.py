@@ -13,7 +13,7 @@ from hypha_proto.protocols import LEASE
 def speaks_lease_protocol(endpoint: Endpoint, peer: PeerId) -> bool | None:
     """Return whether `peer` speaks ``/hypha-lease``, which all of our schedulers and none of the older network do.
 
-    None if it is not connected, or its protocols are not known yet.
+    None if the peer is not connected, or before it has stated its protocols.
     """
     about = endpoint.connected_peers().get(peer)
     return None if about is None or not about.protocols else LEASE in about.protocols
