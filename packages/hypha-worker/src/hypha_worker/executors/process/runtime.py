@@ -26,7 +26,8 @@ class ProcessRuntime:
 
     def make_factory(self, settings: ExecutorSettings, host: HostSettings) -> ExecutionFactory:
         """See `Runtime.make_factory`."""
-        from hypha_worker.executors.process.execution import ProcessExecution, ProcessSettings
+        from hypha_worker.executors.process.execution import ProcessExecution
+        from hypha_worker.executors.process.process_runner import ProcessSettings
 
         process_settings = ProcessSettings(
             cmd=settings.cmd or "",
