@@ -1,4 +1,4 @@
-"""The runtime `process`: training jobs run as the owner's command.
+"""The runtime `process`: training jobs and tasks run as the owner's command.
 
 Found by `executors.runtimes`, which defines the interface.
 """
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 class ProcessRuntime:
-    """Runs each job as a process with a job bridge, which serves training jobs only."""
+    """Runs each job as a process with a job bridge."""
 
     job_class: ExecutorClass = "train"
+    runs_tasks = True
     task_methods: tuple[TaskMethod[Any, Any], ...] = ()
 
     def check(self, settings: ExecutorSettings) -> None:
