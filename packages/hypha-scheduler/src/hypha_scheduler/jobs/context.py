@@ -5,14 +5,17 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import anyio.abc
+import anyio.to_thread
 
 from hypha_net.endpoint import Endpoint
-from hypha_net.transfer import PullSource
+from hypha_net.transfer import PullSource, pull
 from hypha_proto.datasets import SliceAssigned
 from hypha_proto.ids import PeerId
+from hypha_proto.tasks import StoredOutput
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.datasets.dataset import Dataset, open_dataset
 from hypha_scheduler.datasets.providers import Providers
@@ -59,6 +62,20 @@ class RunnerContext:
         self.tasks.start_soon(providers.watch)
         self._datasets[name] = (dataset, providers)
         return dataset
+
+    async def fetch_output(self, output: StoredOutput, holder: PeerId, target: Path) -> int:
+        """Pull an output of a task to `target`, a file or folder that does not exist; return its size in bytes.
+
+        Raises:
+            NetError: the holder cannot be reached, no longer has it, or has other content than it has announced.
+            OSError: it cannot be stored.
+        """
+        for index, file in enumerate(output.files):
+            path = target / file.path if file.path else target
+            await anyio.to_thread.run_sync(partial(path.parent.mkdir, parents=True, exist_ok=True))
+            request = PullRequest(dataset=output.dataset, index=index)
+            await pull(self.endpoint, holder, request, path, max_bytes=file.size, digest=file.digest)
+        return sum(file.size for file in output.files)
 
     async def prepare_artifact(self, table: ArtifactTable, name: str, copy: Path) -> Artifact:
         """Copy a model or preprocessor to `copy` and make it available to executors, from here or from its hub.

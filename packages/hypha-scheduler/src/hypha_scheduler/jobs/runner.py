@@ -26,6 +26,7 @@ from hypha_net.transfer import FilePushTarget, PullSource
 from hypha_proto.datasets import DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireError
 from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import JobSpec
 from hypha_proto.leases import CANCEL_JOB, CancelJob, Goodbye, JobEnd
 from hypha_proto.offers import WorkerOffer
 from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
@@ -386,16 +387,18 @@ class JobRunner:
         self._end(files_unusable(self.directory, [error]))
 
     def _start_task(self, effect: StartTask) -> None:
-        task = effect.task
+        task, spec = effect.task, effect.spec
+        if not isinstance(spec, JobSpec):
+            raise TypeError(f"task {task.name} is of the kind {type(spec).__name__}, which cannot be dispatched yet")
         if task.lease.id not in self._pool:  # it was lost before this effect's turn
             self._task_not_started(task, "its lease is no longer held")
             return
         self._register.start(task, keep_lease=effect.keep_lease)
-        self._start_background(partial(self._dispatch, effect, self._register.dispatch_of(task)))
+        self._start_background(partial(self._dispatch, effect, spec, self._register.dispatch_of(task)))
 
-    async def _dispatch(self, effect: StartTask, number: int | None) -> None:
+    async def _dispatch(self, effect: StartTask, spec: JobSpec, number: int | None) -> None:
         task = effect.task
-        why = await dispatch(self._endpoint, effect, number, is_running=partial(self._register.runs, task))
+        why = await dispatch(self._endpoint, effect, spec, number, is_running=partial(self._register.runs, task))
         if why is None:
             if self._register.runs(task):
                 self._tell(self._running_operator.on_task_update, task, TaskStarted(), anyio.current_time())
