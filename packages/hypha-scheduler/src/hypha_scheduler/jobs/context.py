@@ -115,6 +115,7 @@ class RunnerContext:
             epoch=chosen.epoch,
             digest=found.digest(chosen.index),
             others=tuple(others) or None,
+            format=found.format,
         )
 
     def serves(self, dataset: str) -> bool:
