@@ -20,7 +20,7 @@ import pytest
 
 from hypha_net import pubsub, rpc
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned, SliceEntry, UnusableSlice
+from hypha_proto.datasets import DATA, JSONL, DataRequest, SliceAssigned, SliceEntry, UnusableSlice
 from hypha_proto.dispatch import (
     DISPATCH_JOB,
     Dispatched,
@@ -414,7 +414,7 @@ def dataset(provider: PeerId) -> Dataset:
     """Return the dataset, as a scheduler has found it."""
     digest = "blake3:" + "0" * 64
     entries = tuple(SliceEntry(file=f"{n}", samples=4, size=1, digest=digest) for n in range(SLICES))
-    return Dataset(DATASET, provider, entries)
+    return Dataset(DATASET, provider, entries, format=JSONL)
 
 
 @dataclass

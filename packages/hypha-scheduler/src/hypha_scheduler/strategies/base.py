@@ -312,6 +312,16 @@ class DatasetView(Protocol):
         """Data node that sent the manifest."""
         ...
 
+    @property
+    def format(self) -> str | None:
+        """Format of the slices, a key of `hypha_proto.datasets.SLICE_SUFFIXES`; None means safetensors."""
+        ...
+
+    @property
+    def columns(self) -> Mapping[str, str] | None:
+        """Kind of each column by name, as in `hypha_proto.datasets.Manifest`; None where the manifest says nothing."""
+        ...
+
     def describe(self, index: int) -> str:
         """Return a slice's number, and the name of its file where the manifest gives one."""
         ...
