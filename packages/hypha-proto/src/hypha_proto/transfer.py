@@ -21,6 +21,8 @@ OTHER_FILE: Final = "file"
 """`PushHeader.kind` of a file that an executor sends for a purpose of its own."""
 TASK_RESOURCE: Final = "task-resource"
 """`PushHeader.kind` of a file of a task's resource."""
+TASK_RESULT: Final = "task-result"
+"""`PushHeader.kind` of a file that a running task sends to its scheduler."""
 
 
 class PullHeader(Message, frozen=True):
