@@ -16,6 +16,7 @@ import pytest
 from hypha_proto.codec import from_json, to_cbor, to_json, to_plain
 from hypha_proto.datasets import DATA, DataRequest, DatasetRecord, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, Finished, JobStatus
+from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId
@@ -122,6 +123,7 @@ REQUESTS: list[tuple[Any, Any]] = [
     ),
     (SAY_GOODBYE, Goodbye(leases=(ID[1], ID[2]), reason="the worker is shutting down")),
     (CANCEL_JOB, CancelJob(id=ID[1], reason="a member was lost", attempt=2)),
+    (ANNOUNCE_DRAIN, Drain(leases=(ID[1], ID[2]), left_ms=60_000, reason="its owner drains it")),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
@@ -141,6 +143,7 @@ RESPONSES: list[tuple[Any, Any]] = [
     (RENEW_LEASE, Renewed(id=ID[1], timeout=TIME, timeout_ms=10_000)),
     (REPORT, ProgressError(reason="the round is over")),
     (SAY_GOODBYE, GoodbyeReceived()),
+    (ANNOUNCE_DRAIN, DrainReceived()),
 ]
 PUSH = PushHeader(
     job_id=ID[7], round=4, kind=PSEUDO_GRADIENT, name="update.safetensors", size=1 << 33, digest=DIGEST, samples=320
