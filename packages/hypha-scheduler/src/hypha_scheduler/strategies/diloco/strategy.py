@@ -9,6 +9,7 @@ from typing import Any, Final
 import anyio
 
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown
+from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import JobContext, Operator, StrategyMethod
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator, JobData
@@ -28,7 +29,7 @@ class DilocoStrategy:
         """Find the dataset and make the start model available.
 
         Raises:
-            JobFailedError: the dataset or the model was not found, or the journal is malformed.
+            JobFailedError: the dataset or the model was not found, or the job is to be resumed.
         """
         return _open(job, context, journal)
 
@@ -37,6 +38,8 @@ class DilocoStrategy:
 async def _open(
     job: DilocoJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
 ) -> AsyncIterator[Operator]:
+    if journal:  # rounds can be restored, but not the model of the last one, nor what its workers begin with
+        raise JobFailedError("jobs of this type cannot be resumed yet; submit the job again")
     began = anyio.current_time()
     restored = restore(journal)
     await anyio.Path(context.directory / "updates").mkdir(exist_ok=True)
