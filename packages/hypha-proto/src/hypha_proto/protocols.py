@@ -149,6 +149,8 @@ LEASE: Final = "/hypha-lease/0.1.0"
 GOODBYE: Final = "/hypha-goodbye/0.1.0"
 DRAIN: Final = "/hypha-drain/0.1.0"
 AGGREGATE: Final = "/hypha-aggregate/0.1.0"
+TASKS: Final = "/hypha-task/0.1.0"
+TASK_RESOURCES: Final = "/hypha-resource/0.1.0"
 PULL: Final = "/hypha-tensor-stream/pull"
 PULL_WITH_HEADER: Final = "/hypha-tensor-stream/pull/0.1.0"
 PUSH: Final = "/hypha-tensor-stream/push"
@@ -186,8 +188,12 @@ ALLOWED_SENDERS: Final[Mapping[str, frozenset[Role]]] = {
     "UpdateRefused": _WORKER,
     PROGRESS: _WORKER,
     GOODBYE: _WORKER,
+    TASKS: _WORKER,
+    "LocateResource": _WORKER,
+    "PushOutput": _SCHEDULER,
+    "ReleaseOutputs": _SCHEDULER,
     DRAIN: _WORKER,
-    # files, by protocol id: workers pull slices, schedulers pull manifests; updates are pushed by either
+    # files, by protocol id: workers pull slices and results, schedulers manifests and results; either pushes
     PULL: _TRAINING,
     PULL_WITH_HEADER: _TRAINING,
     PUSH: _TRAINING,

@@ -17,6 +17,10 @@ PSEUDO_GRADIENT: Final = "pseudo-gradient"
 """`PushHeader.kind` of a worker's update to the parameter server."""
 OUTER_UPDATE: Final = "outer-update"
 """`PushHeader.kind` of the outer step's result."""
+TASK_RESOURCE: Final = "task-resource"
+"""`PushHeader.kind` of a file of a task's resource."""
+TASK_RESULT: Final = "task-result"
+"""`PushHeader.kind` of a file that a running task sends to its scheduler."""
 
 
 class PullHeader(Message, frozen=True):
@@ -75,6 +79,8 @@ class PushHeader(Message, frozen=True):
     traceparent: Annotated[str | None, OMIT] = None
     lease: Annotated[uuid.UUID | None, OMIT] = None
     """Lease of the task that sends the file; distinguishes several tasks of a job on one peer."""
+    delivery: Annotated[uuid.UUID | None, OMIT] = None
+    """Delivery of a task's resource that the file belongs to (`task_resources.AwaitPush`)."""
 
 
 class GoOn(Message, frozen=True, tag="GoOn"):

@@ -13,6 +13,7 @@ from hypha_net import backoff, instrumentation, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.dispatch import DISPATCH_JOB, Dispatched, DispatchJob, DispatchResult
+from hypha_proto.job_spec import JobSpec
 from hypha_scheduler.strategies.base import StartTask, TaskRef
 
 _log = logging.getLogger(__name__)
@@ -23,20 +24,21 @@ _RETRY_DELAYS: Final = (0.5, 2.0)
 
 
 async def dispatch(
-    endpoint: Endpoint, start: StartTask, attempt: int | None, is_running: Callable[[], bool]
+    endpoint: Endpoint, start: StartTask, spec: JobSpec, attempt: int | None, is_running: Callable[[], bool]
 ) -> str | None:
     """Dispatch a task; return why its worker did not start it, or None.
 
     Args:
         endpoint: network endpoint of the scheduler.
-        start: the task and its spec.
+        start: the task.
+        spec: its specification.
         attempt: number of earlier dispatches on its lease; None if the lease takes this one only.
         is_running: returns whether the task has not ended yet: its executor may end before the response arrives.
     """
     task = start.task
     about = {"hypha.task": task.name, "hypha.peer.id": str(task.lease.peer)}
     keep_lease = start.keep_lease if attempt is not None else None
-    message = DispatchJob(id=task.lease.id, spec=start.spec, keep_lease=keep_lease, attempt=attempt)
+    message = DispatchJob(id=task.lease.id, spec=spec, keep_lease=keep_lease, attempt=attempt)
     try:
         with instrumentation.span("dispatch", about):
             answer = await _send(endpoint, task, message, is_running)

@@ -21,6 +21,8 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec
 from hypha_proto.progress import Progress, ProgressResponse
 from hypha_proto.protocols import RpcMethod
+from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
+from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.artifacts import Artifact
@@ -50,8 +52,12 @@ __all__ = [
     "StopTask",
     "Strategy",
     "StrategyMethod",
+    "TaskDraining",
     "TaskEnded",
     "TaskNotStarted",
+    "TaskNotice",
+    "TaskProgressed",
+    "TaskReady",
     "TaskRef",
     "TaskStarted",
     "TaskState",
@@ -83,7 +89,7 @@ class TaskRef:
     name: str
     lease: Lease
     attempt: int = 0
-    """Chosen by the operator; differs for each dispatch of the task on one lease."""
+    """Chosen by the operator; differs for each dispatch of the task on one lease, and grows if it is a `TaskSpec`."""
 
 
 # ------------------------------------------------------------------------------------------------------------- effects
@@ -94,7 +100,8 @@ class StartTask:
     """Effect: dispatch a task; the outcome is `TaskStarted` or `TaskNotStarted`."""
 
     task: TaskRef
-    spec: JobSpec
+    spec: JobSpec | TaskSpec
+    """A `TaskSpec` needs a lease that was requested by `hypha_proto.tasks.task_executor`; it always keeps its lease."""
     keep_lease: bool = False
     """Whether the lease stays for a further task when this one has ended by itself.
 
@@ -111,6 +118,8 @@ class StopTask:
     reason: str
     keep_lease: bool = False
     """Whether the lease stays for a further task; otherwise it is released."""
+    drain_seconds: float = 0.0
+    """Seconds for which a task of a `TaskSpec` may finish what it has begun; then it is cancelled. Keeps the lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +208,25 @@ class TaskNotStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskReady:
+    """The resources of a `TaskSpec` are there, and its executor runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskProgressed:
+    """The executor of a `TaskSpec` has reported progress."""
+
+    progress: TaskProgress
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDraining:
+    """A task of a `TaskSpec` drains: it ends by itself, or is cancelled when its time is over."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class TaskEnded:
     """The executor of the task has ended, and its worker has freed what it used."""
 
@@ -207,6 +235,10 @@ class TaskEnded:
     exit_code: int | None = None
     last_lines: tuple[str, ...] = ()
     """Last lines of its output, oldest first."""
+    outputs: tuple[StoredOutput, ...] = ()
+    """What a `TaskSpec` that finished has made; its worker keeps it until `ReleaseOutputs`."""
+    resource: str | None = None
+    """Name of the resource that a `TaskSpec` could not be given, where that is why it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +258,7 @@ def _sum(first: int | None, second: int | None) -> int | None:
 
 
 TaskUpdate = TaskStarted | TaskNotStarted | TaskEnded
+TaskNotice = TaskReady | TaskProgressed | TaskDraining
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +267,8 @@ class PushTarget:
 
     path: Path
     max_bytes: int
+    prepare: Callable[[Path], Awaitable[None]] | None = None
+    """Work on the complete file, awaited before `Operator.on_push_complete` hears of it; an `OSError` fails the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +312,16 @@ class DatasetView(Protocol):
         """Data node that sent the manifest."""
         ...
 
+    @property
+    def format(self) -> str | None:
+        """Format of the slices, a key of `hypha_proto.datasets.SLICE_SUFFIXES`; None means safetensors."""
+        ...
+
+    @property
+    def columns(self) -> Mapping[str, str] | None:
+        """Kind of each column by name, as in `hypha_proto.datasets.Manifest`; None where the manifest says nothing."""
+        ...
+
     def describe(self, index: int) -> str:
         """Return a slice's number, and the name of its file where the manifest gives one."""
         ...
@@ -305,6 +350,20 @@ class JobContext(Protocol):
 
         Raises:
             JobFailedError: no usable data node announced it within `timeout` seconds.
+        """
+        ...
+
+    async def fetch_output(
+        self, output: StoredOutput, holder: PeerId, target: Path, *, max_bytes: int = 1 << 40
+    ) -> int:
+        """Pull an output of a task to `target`, a file or folder that does not exist; return its size in bytes.
+
+        It appears whole or not at all.
+
+        Raises:
+            NetError: the holder cannot be reached, no longer has it, or has other content than it has announced; or it
+                has more than `max_bytes`, or than the disk has room for.
+            OSError: it cannot be stored.
         """
         ...
 
@@ -365,6 +424,10 @@ class Operator(Protocol):
         """Handle the start or the end of a task; a task ends once."""
         ...
 
+    def on_task_notice(self, task: TaskRef, notice: TaskNotice, now: float) -> Effects:
+        """Handle what is heard of a running `TaskSpec` between its start and its end."""
+        return ()
+
     def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
         """Handle a report of an executor. Repeated requests never arrive here twice."""
         ...
@@ -380,6 +443,10 @@ class Operator(Protocol):
     def on_slice_unusable(self, task: TaskRef, dataset: str, report: UnusableSlice, now: float) -> Effects:
         """Handle that a task cannot get a slice from any provider; it asks for one in its place next."""
         return ()
+
+    def on_locate(self, task: TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
+        """Say where a task gets a resource whose source is a result; the runner answers for datasets."""
+        return ResourceLocation(gone=Gone(reason="this job has no results")), ()
 
     def on_pull_request(self, task: TaskRef, request: PullRequest) -> PullSource | Refusal:
         """Return a file of the strategy's own; artifacts of `JobContext.prepare_artifact` are served without asking."""

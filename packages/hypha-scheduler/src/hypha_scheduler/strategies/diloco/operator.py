@@ -21,6 +21,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec, Reference
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse
 from hypha_proto.round_membership import RefusalKnown, UpdateRefused
+from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_scheduler.errors import files_unusable
 from hypha_scheduler.jobs.task_graph import Task, TaskGraph, TaskState
@@ -39,6 +40,7 @@ from hypha_scheduler.strategies.base import (
     SliceToUse,
     StartTask,
     TaskEnded,
+    TaskNotice,
     TaskNotStarted,
     TaskRef,
     TaskStarted,
@@ -385,6 +387,14 @@ class DilocoOperator:
         event = EmitEvent("update_refused", {"round": number, "worker": str(member), "reason": why})
         effects = self._translate(running.training.update_refused(number, member, why, now))
         return RefusalKnown(), (event, *effects)
+
+    def on_task_notice(self, task: TaskRef, notice: TaskNotice, now: float) -> Effects:
+        """Ignore it: no task of this job is a `TaskSpec`."""
+        return ()
+
+    def on_locate(self, task: TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
+        """Say that there are no results."""
+        return ResourceLocation(gone=Gone(reason="tasks of this job have no resources")), ()
 
     def on_pull_request(self, task: TaskRef, request: PullRequest) -> PullSource | Refusal:
         """Refuse: executors pull the start model and the preprocessor only."""

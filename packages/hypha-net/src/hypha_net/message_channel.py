@@ -1,0 +1,211 @@
+"""Messages in both directions between two peers, each delivered once and in order, over streams that may break.
+
+Both sides number their messages and keep them until the other side has handled them. When a stream breaks, the next one
+continues where it stopped: each side first tells the other which message it wants next. Frames are sent behind their
+length (u32, little endian); what they look like is up to the caller, since each protocol defines its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final, Generic, Protocol, TypeVar
+
+import anyio
+
+from hypha_net.endpoint import Stream
+from hypha_net.error_causes import first_leaf_error
+from hypha_net.errors import RequestError
+from hypha_proto.errors import DecodeError
+
+MAX_PENDING: Final = 1000
+"""Messages that may wait for their acknowledgement."""
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+OutC = TypeVar("OutC", contravariant=True)
+InC = TypeVar("InC", covariant=True)
+
+
+class ChannelError(RequestError):
+    """The peer has broken the rules of the channel, or does not acknowledge what it gets."""
+
+
+class FrameCodec(Protocol[OutC, InC]):
+    """Frames of one side: a sequence number, an acknowledgement and perhaps a message."""
+
+    def encode(self, sequence: int, acknowledged: int, message: OutC | None) -> bytes:
+        """Encode a frame that is sent."""
+        ...
+
+    def decode(self, data: bytes) -> tuple[int, int, InC | None]:
+        """Decode a frame that was received.
+
+        Raises:
+            DecodeError: it is malformed.
+        """
+        ...
+
+
+async def send_frame(stream: Stream, data: bytes) -> None:
+    """Send bytes behind their length."""
+    await stream.send_all(len(data).to_bytes(4, "little") + data)
+
+
+async def receive_frame(stream: Stream, limit: int) -> bytes | None:
+    """Receive bytes that stand behind their length; None if the stream ends before them.
+
+    Raises:
+        ChannelError: the length is over `limit`, or the stream ends within the frame.
+        StreamResetError: the stream broke.
+    """
+    header = await _receive_exactly(stream, 4)
+    if header is None:
+        return None
+    length = int.from_bytes(header, "little")
+    if length > limit:
+        raise ChannelError(f"a frame of {length} bytes from {stream.peer} is over the limit of {limit}")
+    data = await _receive_exactly(stream, length)
+    if data is None:
+        raise ChannelError(f"the stream of {stream.peer} ended within a frame")
+    return data
+
+
+async def _receive_exactly(stream: Stream, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        part = await stream.receive_some(size - len(data))
+        if not part:
+            if data:
+                raise ChannelError(f"the stream of {stream.peer} ended within a frame")
+            return None
+        data += part
+    return bytes(data)
+
+
+@dataclass(slots=True)
+class MessageChannel(Generic[Out, In]):
+    """One side of a channel."""
+
+    codec: FrameCodec[Out, In]
+    handle: Callable[[In], Awaitable[None]]
+    """Handles a message of the peer, one at a time; it is acknowledged when this returns."""
+    max_frame: int
+    """Largest frame in bytes that is received."""
+    next_wanted: int = 0
+    """Sequence number of the first message of the peer that is not handled."""
+    _first: int = 0
+    """Sequence number of the oldest message in `_pending`."""
+    _pending: deque[Out] = field(default_factory=deque)
+    _changed: anyio.Event = field(default_factory=anyio.Event)
+    _scope: anyio.CancelScope | None = None
+    """Scope of the exchange over the current stream."""
+    _stream: Stream | None = None
+    """The newest stream."""
+    _exchanging: anyio.Lock = field(default_factory=anyio.Lock)
+    _acknowledged: anyio.Event = field(default_factory=anyio.Event)
+
+    @property
+    def pending(self) -> int:
+        """Number of own messages that the peer has not handled."""
+        return len(self._pending)
+
+    def send(self, message: Out) -> None:
+        """Queue a message; it is sent now or over the next stream.
+
+        Raises:
+            ChannelError: `MAX_PENDING` messages wait already.
+        """
+        if len(self._pending) >= MAX_PENDING:
+            raise ChannelError(f"{MAX_PENDING} messages wait for their acknowledgement")
+        self._pending.append(message)
+        self._wake()
+
+    async def wait_until_handled(self) -> None:
+        """Wait until the peer has handled all messages that were sent so far."""
+        end = self._first + len(self._pending)
+        while self._first < end:
+            await self._acknowledged.wait()
+
+    async def run(self, stream: Stream, peer_wants: int) -> None:
+        """Exchange messages over a stream until the peer ends it; an exchange over an earlier stream ends.
+
+        It begins when the message that came last over the earlier stream is handled: that is not handled twice.
+
+        Args:
+            stream: a stream on which both sides have said which message they want next.
+            peer_wants: sequence number of the first own message that the peer has not handled.
+
+        Raises:
+            ChannelError: the peer breaks the rules.
+            StreamResetError: the stream broke.
+        """
+        self._stream = stream
+        if self._scope is not None:
+            self._scope.cancel()
+        async with self._exchanging:
+            if self._stream is stream:  # no newer one came while this one waited
+                await self._run_exclusively(stream, peer_wants)
+
+    async def _run_exclusively(self, stream: Stream, peer_wants: int) -> None:
+        if peer_wants < self._first:
+            raise ChannelError(f"{stream.peer} wants message {peer_wants} again, which it has handled")
+        self._scope = anyio.CancelScope()
+        try:
+            with self._scope:
+                await self._exchange(stream, peer_wants)
+        except ExceptionGroup as errors:
+            raise first_leaf_error(errors) from None
+        finally:
+            self._scope = None
+
+    async def _exchange(self, stream: Stream, peer_wants: int) -> None:
+        self._acknowledge(stream, peer_wants)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._send_pending, stream)
+            await self._receive(stream)
+            tasks.cancel_scope.cancel()
+
+    async def _send_pending(self, stream: Stream) -> None:
+        """Send messages, and acknowledgements by themselves where no message carries them; one at least to begin."""
+        position, told = self._first, -1
+        while True:
+            position = max(position, self._first)
+            index = position - self._first
+            message = self._pending[index] if index < len(self._pending) else None
+            if message is None and told == self.next_wanted:
+                await self._changed.wait()
+                continue
+            told = self.next_wanted
+            await send_frame(stream, self.codec.encode(position, told, message))
+            position += message is not None
+
+    async def _receive(self, stream: Stream) -> None:
+        while (data := await receive_frame(stream, self.max_frame)) is not None:
+            try:
+                sequence, acknowledged, message = self.codec.decode(data)
+            except DecodeError as error:
+                raise ChannelError(f"malformed frame from {stream.peer}: {error}") from error
+            self._acknowledge(stream, acknowledged)
+            if message is None or sequence < self.next_wanted:
+                continue  # an acknowledgement, or a repetition
+            if sequence > self.next_wanted:
+                raise ChannelError(f"{stream.peer} sent message {sequence}, and {self.next_wanted} is missing")
+            with anyio.CancelScope(shield=True):  # a message is handled whole, and counted, or not begun
+                await self.handle(message)
+                self.next_wanted += 1
+            self._wake()
+
+    def _acknowledge(self, stream: Stream, wanted: int) -> None:
+        if not 0 <= wanted <= self._first + len(self._pending):
+            raise ChannelError(f"{stream.peer} acknowledges message {wanted}, which was never sent")
+        while self._first < wanted:
+            self._pending.popleft()
+            self._first += 1
+        self._acknowledged.set()
+        self._acknowledged = anyio.Event()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
