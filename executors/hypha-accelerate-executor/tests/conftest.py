@@ -374,15 +374,16 @@ def make_task_worker(tmp_path: Path, serve: Callable[[Any], Any]) -> Iterator[Ca
     number = 0
     with tempfile.TemporaryDirectory(prefix="hx") as sockets:
 
-        def make(model: Path, slices: list[Path], settings: dict[str, Any], **more: Any) -> FakeTaskWorker:
+        def make(model: Path, slices: list[Path], chosen: dict[str, Any], **more: Any) -> FakeTaskWorker:
             nonlocal number
             number += 1
+            settings = dict(chosen)
             work_dir = tmp_path / f"task-{number}" / "work"
             shutil.copytree(model, work_dir / "resources" / "model")
-            source = {"input_names": [], "path": "resources/model"}
+            source = {"input_names": settings.pop("inputs", []), "path": "resources/model"}
             usual = {"model": source | {"type": settings.pop("type")}, "preprocessor": None, "columns": []}
             if (kind := settings.pop("preprocessor", None)) is not None:
-                usual["preprocessor"] = source | {"type": kind}
+                usual["preprocessor"] = source | {"type": kind, "input_names": []}
             socket = Path(sockets) / f"{number}.sock"
             worker: FakeTaskWorker = serve(FakeTaskWorker(work_dir, socket, slices, usual | settings, **more))
             return worker

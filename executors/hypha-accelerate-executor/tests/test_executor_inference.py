@@ -134,18 +134,21 @@ def test_a_bad_row_costs_no_other_row_its_result(
         {"pixel_values": [[1.0], [1.0, 2.0]], "id": 7},
         {"pixel_values": [[[1e39] * 8] * 8], "id": 8},
         {"pixel_values": image, "id": 9},
+        {"pixel_values": image, "id": "x" * (4 << 20)},
+        f'{{"pixel_values": {json.dumps(image)}, "id": 1e999}}',
     ]
     settings = CLASSIFY | {"columns": ["id"]}
     worker = make_task_worker(digit_model, [json_slice(rows)], settings)
     found = _run(worker)
-    assert [row["row"] for row in found] == list(range(10))
+    assert [row["row"] for row in found] == list(range(12))
     assert [row.get("error", {}).get("kind") for row in found] == [
         None, "missing-column", "failed", "failed", "not-json", "not-json", None, "wrong-type", "not-finite", None,
+        "too-long", "wrong-value",
     ]  # fmt: skip
     assert found[1]["error"]["detail"] == "there is no column 'pixel_values', only id"
     assert found[1]["id"] == 1
     assert found[0]["label"] == found[6]["label"] == found[9]["label"]
-    assert worker.reports[-1]["metrics"]["errors"] == 7
+    assert worker.reports[-1]["metrics"]["errors"] == 9
 
 
 def test_the_first_bad_row_ends_a_job_that_asks_for_it(
@@ -201,7 +204,8 @@ def test_tokens_out_of_range_are_errors_of_their_rows(
     path = tmp_path / "tokens.safetensors"
     tokens = np.array([[1, 2, 3], [1, 64, 3], [3, 2, -1], [3, 2, 1]])
     safetensors.numpy.save_file({"input_ids": tokens}, path)
-    settings = {"task": "classify", "type": "sequence-classification"}
+    settings: dict[str, Any] = {"task": "classify", "type": "sequence-classification"}
+    settings["inputs"] = ["input_ids", "attention_mask"]  # as jobs name them that leave it to the default
     found = _run(make_task_worker(reader, [path], settings))
     assert [row.get("error", {}).get("detail") for row in found] == [
         None,
@@ -233,9 +237,9 @@ def test_a_class_of_the_owner_classifies(
     path = tmp_path / "slice.safetensors"
     safetensors.numpy.save_file({"x": np.array([1.0, -1.0], "f4")}, path)
     settings = {"task": "classify", "type": "torch"}
-    worker = make_task_worker(tmp_path / "net", [path], settings | {})
+    worker = make_task_worker(tmp_path / "net", [path], settings)
     assert "not allowed on this worker" in _fails(caplog, worker, 2)
-    found = _run(make_task_worker(tmp_path / "net", [path], settings | {}), "--allow-module", "two_classes")
+    found = _run(make_task_worker(tmp_path / "net", [path], settings), "--allow-module", "two_classes")
     assert [row["label"] for row in found] == [0, 1]
     assert found[0]["score"] == pytest.approx(1 / (1 + np.exp(-4)), abs=2e-2)
 
@@ -374,7 +378,7 @@ def test_rows_without_a_prompt_that_fits_are_errors(
 def test_at_most_two_slices_are_in_hand(
     make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
 ) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:5], dict(CLASSIFY))
+    worker = make_task_worker(digit_model, digit_slices[:5], CLASSIFY)
     _run(worker)
     in_hand = largest = 0
     for step in worker.steps:
@@ -387,7 +391,7 @@ def test_at_most_two_slices_are_in_hand(
 def test_a_fetch_that_waits_keeps_no_part_from_being_sent(
     make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
 ) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:2], dict(CLASSIFY))
+    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
     both_sent = threading.Event()
 
     def fetch(body: Any) -> tuple[int, Any]:
@@ -409,7 +413,7 @@ def test_a_fetch_that_waits_keeps_no_part_from_being_sent(
 def test_a_drained_task_finishes_its_slice_and_ends(
     make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
 ) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:5], dict(CLASSIFY), drains_after=2)
+    worker = make_task_worker(digit_model, digit_slices[:5], CLASSIFY, drains_after=2)
     _run(worker)
     assert sorted(worker.parts) == [0, 1]
 
@@ -417,7 +421,7 @@ def test_a_drained_task_finishes_its_slice_and_ends(
 def test_a_report_that_is_refused_does_not_end_the_task(
     make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
 ) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:2], dict(CLASSIFY))
+    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
     worker.answers["/task/update"] = lambda _: (429, {"error": "too-many", "detail": "later"})
     _run(worker)
     assert sorted(worker.parts) == [0, 1]
@@ -443,7 +447,7 @@ def test_a_worker_with_errors_ends_the_task(
     answer: Any,
     words: str,
 ) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:2], dict(CLASSIFY))
+    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
     worker.answers[route] = lambda _: (status, answer)
     assert words in _fails(caplog, worker, 1)
 
@@ -455,7 +459,7 @@ def test_a_full_disk_exits_with_a_code_of_its_own(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:2], dict(CLASSIFY))
+    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
 
     def full(_: Any, path: Path) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -492,7 +496,7 @@ def test_every_fault_of_a_task_is_named(
 def test_a_task_from_a_file(
     make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], tmp_path: Path
 ) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:1], dict(CLASSIFY))
+    worker = make_task_worker(digit_model, digit_slices[:1], CLASSIFY)
     arguments = worker.arguments()
     (tmp_path / "task.json").write_text(arguments[-1])
     assert inference.main([*arguments[:-1], f"@{tmp_path / 'task.json'}"]) == 0

@@ -54,7 +54,7 @@ class ModelInputs:
         self.shifted = task in _SELF_LABELLED
         self._is_torch = task == TORCH
         own = tuple(parameters) if self._is_torch else default_inputs(task)
-        named = bool(input_names) and tuple(input_names) != own
+        named = bool(input_names) and not _are_equal(input_names, own, labelled)
         if self._is_torch:
             optional = {name for name, each in parameters.items() if each.default is not inspect.Parameter.empty}
         else:
@@ -96,3 +96,8 @@ class ModelInputs:
         if "attention_mask" in arguments:
             labels[arguments["attention_mask"] == 0] = IGNORED_LABEL
         return labels
+
+
+def _are_equal(names: Sequence[str], own: Sequence[str], labelled: bool) -> bool:
+    """Return whether input names are the defaults; a job without labels may leave them out."""
+    return tuple(names) == tuple(own) or (not labelled and [*names] == [name for name in own if name != "labels"])

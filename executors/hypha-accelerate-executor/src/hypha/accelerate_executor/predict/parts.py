@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hypha.accelerate_executor.predict.computation import Result
 from hypha.accelerate_executor.predict.row_errors import RowError
 from hypha.accelerate_executor.predict.slices import SliceRows
+
+LINE_LIMIT: Final = 4 << 20
+"""Largest number of bytes of a line; schedulers refuse longer ones."""
 
 
 def part_name(slice_index: int) -> str:
@@ -53,11 +56,14 @@ class Part:
     def _encoded(self, row: int, values: Mapping[str, Any]) -> bytes | RowError:
         """Return the line of a row with its copied columns, or why they cannot be written."""
         try:
-            return self._line(row, dict(values) | self._copied(row))
+            line = self._line(row, dict(values) | self._copied(row))
         except ValueError as error:  # a column holds what is no JSON or no text
             return RowError("wrong-value", f"a column cannot be written as JSON: {error}")
         except RowError as error:
             return error
+        if len(line) > LINE_LIMIT:
+            return RowError("too-long", f"the result has {len(line)} bytes of JSON; the limit is {LINE_LIMIT}")
+        return line
 
     def _encoded_error(self, row: int, error: RowError) -> bytes:
         values = _error(error)

@@ -37,9 +37,9 @@ RESULT_KEYS: Final[Mapping[str, frozenset[str]]] = {
 
 _JOB_LIMIT: Final = 1 << 20
 _STOP_LIMIT: Final = 16
-_STOP_LENGTH: Final = 256
-_MAX_TOKENS: Final = 1 << 20
-_MAX_BATCH: Final = 1 << 16
+_STOP_LENGTH: Final = 1000
+_MAX_TOKENS: Final = 1_000_000
+_MAX_BATCH: Final = 1 << 20
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "prompt": None, "max_new_tokens": 128, "temperature": 0.0, "top_p": 1.0, "stop": [], "batch_size": 8, "seed": 0,
     "on_error": "record", "chat_template": True,

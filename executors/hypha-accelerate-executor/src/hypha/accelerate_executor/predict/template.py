@@ -40,7 +40,7 @@ class Template:
             position = match.end()
             token, name = match[0], match[1]
             if name is not None:
-                if not name.strip():
+                if not name:
                     raise ValueError(f"no column is named at character {match.start()}; write {{column}}")
                 columns.append(name)
                 texts.append("")
