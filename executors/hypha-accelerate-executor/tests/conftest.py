@@ -374,12 +374,14 @@ def make_task_worker(tmp_path: Path, serve: Callable[[Any], Any]) -> Iterator[Ca
     number = 0
     with tempfile.TemporaryDirectory(prefix="hx") as sockets:
 
-        def make(model: Path, slices: list[Path], chosen: dict[str, Any], **more: Any) -> FakeTaskWorker:
+        def make(
+            model: Path, slices: list[Path], chosen: dict[str, Any], link: Any = shutil.copy2, **more: Any
+        ) -> FakeTaskWorker:
             nonlocal number
             number += 1
             settings = dict(chosen)
             work_dir = tmp_path / f"task-{number}" / "work"
-            shutil.copytree(model, work_dir / "resources" / "model")
+            shutil.copytree(model, work_dir / "resources" / "model", copy_function=link)
             source = {"input_names": settings.pop("inputs", []), "path": "resources/model"}
             usual = {"model": source | {"type": settings.pop("type")}, "preprocessor": None, "columns": []}
             if (kind := settings.pop("preprocessor", None)) is not None:
