@@ -108,6 +108,20 @@ def test_the_complete_documented_example_is_accepted(tmp_path: Path) -> None:
     assert any("work_dir" in warning for warning in loaded.warnings), "the misplaced key is reported"
 
 
+@pytest.mark.parametrize("name", ["inference", "shell", "a", "map-reduce-2", "x" * 32])
+def test_an_executor_of_another_class_runs_tasks_only(tmp_path: Path, name: str) -> None:
+    text = f'{LEAST}[[executors]]\nclass = "{name}"\nname = "render"\ncmd = "y"'
+    [executor] = load(tmp_path, text).config.executors
+    assert (executor.kind, executor.descriptor) == (f"{name}/render", None)
+
+
+@pytest.mark.parametrize("name", ["", "Shell", "1st", "-x", "a/b", "x" * 33, "hypha.task:x"])
+def test_a_class_that_is_no_plain_name_is_refused(tmp_path: Path, name: str) -> None:
+    text = f'{LEAST}[[executors]]\nclass = "{name}"\nname = "render"\ncmd = "y"'
+    with pytest.raises(ConfigError, match=r"executors\[0\]\.class.*beginning with a letter"):
+        load(tmp_path, text)
+
+
 @pytest.mark.parametrize(
     "section", ['[offer]\nstrategy = "whole"\nprice = 150.0\nfloor = 120.0', '[offer.strategy]\ntype = "whole"']
 )

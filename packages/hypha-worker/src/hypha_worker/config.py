@@ -5,9 +5,10 @@ Called by `hypha_net.node.config`, which reads flags, environment and TOML; `ser
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -47,7 +48,16 @@ def _runtime(name: str) -> str:
     return name
 
 
+def _executor_class(name: str) -> str:
+    if not _EXECUTOR_CLASS.fullmatch(name):
+        raise ValueError(
+            f"{name[:40]!r} is no class: use at most 32 lower-case letters, digits and hyphens, beginning with a letter"
+        )
+    return name
+
+
 _PEER_ID_START: Final = "12D3Koo"
+_EXECUTOR_CLASS: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Price = Annotated[float, Field(ge=0, le=MAX_PRICE, allow_inf_nan=False)]
 Limit = Annotated[int, Field(ge=1)] | None
@@ -55,6 +65,7 @@ PeerText = Annotated[str, AfterValidator(_peer)]
 PreferredText = Annotated[str, Field(min_length=1), AfterValidator(_preferred)]
 EvaluationName = Annotated[str, AfterValidator(_evaluation)]
 RuntimeName = Annotated[str, AfterValidator(_runtime)]
+ExecutorClassName = Annotated[str, AfterValidator(_executor_class)]
 
 
 class DeviceSection(Section):
@@ -160,10 +171,17 @@ class OfferSection(Section):
         return Quota(self.max_offers, self.max_leases, self.max_jobs)
 
 
+_DESCRIPTORS: Final[Mapping[str, type[ExecutorDescriptor]]] = {"train": TrainExecutor, "aggregate": AggregateExecutor}
+
+
 class ExecutorSection(Section):
     """``[[executors]]``."""
 
-    job_class: Literal["train", "aggregate"] = Field(alias="class", description="Kind of job: train or aggregate.")
+    job_class: ExecutorClassName = Field(
+        alias="class",
+        description="What it runs: train for training jobs (and tasks), aggregate for the parameter server; any other "
+        "name, such as inference or shell, for tasks only.",
+    )
     name: str = Field(min_length=1, description="Name by which schedulers ask for it, such as diloco-transformer.")
     runtime: RuntimeName = Field(
         default="process",
@@ -188,9 +206,15 @@ class ExecutorSection(Section):
         return ExecutorSettings(self.cmd, tuple(self.args), self.env)
 
     @property
-    def descriptor(self) -> ExecutorDescriptor:
-        """The descriptor by which schedulers ask for it."""
-        return (TrainExecutor if self.job_class == "train" else AggregateExecutor)(name=self.name)
+    def kind(self) -> str:
+        """Its class and name, by which tasks ask for it: ``shell/render``."""
+        return f"{self.job_class}/{self.name}"
+
+    @property
+    def descriptor(self) -> ExecutorDescriptor | None:
+        """The descriptor of the jobs that it runs, or None if it runs tasks only."""
+        made = _DESCRIPTORS.get(self.job_class)
+        return None if made is None else made(name=self.name)
 
 
 class ConnectorsSection(Section):
@@ -237,10 +261,9 @@ class WorkerConfig(NodeConfig):
     @field_validator("executors")
     @classmethod
     def _named_once(cls, value: list[ExecutorSection]) -> list[ExecutorSection]:
-        names = [(executor.job_class, executor.name) for executor in value]
-        if len(set(names)) < len(names):
-            repeated = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"executor {repeated[0]}/{repeated[1]} is listed twice")
+        kinds = [executor.kind for executor in value]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"executor {next(kind for kind in kinds if kinds.count(kind) > 1)} is listed twice")
         return value
 
     def capabilities(self) -> Capabilities:
@@ -250,7 +273,7 @@ class WorkerConfig(NodeConfig):
         devices = tuple(Device(device.index, device.memory) for device in owned.devices)
         given = owned.default
         defaults = Resources(gpu=given.gpu, cpu=given.cpu, storage=given.storage, memory=given.memory)
-        executors = frozenset(entry.descriptor for entry in self.executors)
+        executors = frozenset(entry.descriptor for entry in self.executors if entry.descriptor is not None)
         return Capabilities(Capacity(amounts, devices), executors, defaults)
 
     def config_warnings(self) -> list[str]:

@@ -158,8 +158,9 @@ def make_factories(config: WorkerConfig, sockets: Path) -> Mapping[ExecutorDescr
     access = AccessPolicy(tuple(connectors.hosts), tuple(connectors.repositories), tuple(connectors.roots))
     host = HostSettings(access, sockets, has_devices=bool(config.resources.devices))
     return {
-        executor.descriptor: find_runtime(executor.runtime).make_factory(executor.settings, host)
+        descriptor: find_runtime(executor.runtime).make_factory(executor.settings, host)
         for executor in config.executors
+        if (descriptor := executor.descriptor) is not None
     }
 
 

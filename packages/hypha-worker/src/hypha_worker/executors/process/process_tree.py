@@ -1,7 +1,7 @@
 """Ends a process and its descendants, including those that left its process group or were orphaned.
 
-Called by `execution`. The processes of a job carry a token in their environment, by which those outside the process
-group are found; a process that removes the variable and leaves the group is not found.
+Called by `process_runner`. The processes of a job carry a token in their environment, by which those outside the
+process group are found; a process that removes the variable and leaves the group is not found.
 """
 
 from __future__ import annotations
