@@ -136,6 +136,20 @@ class PeerFiles:
             await anyio.sleep(delays[attempt])
         raise _pull_error(name, wrong, away)
 
+    async def pull_once(
+        self, peers: Sequence[PeerId], address: SliceAddress, target: Path, digest: str | None = None
+    ) -> transfer.PullResult | dict[PeerId, NetError]:
+        """Pull one file from the first of `peers` that has it; return the error of each if none has.
+
+        Each is tried `RETRY_DELAYS` times, and none again later: the caller knows other ways.
+
+        Raises:
+            DiskFaultError: this machine cannot store it.
+            BridgeError: the job's storage is used up.
+        """
+        found = await self._pull_from_any(peers, _Wanted(address, target, digest, None))
+        return found if isinstance(found, dict) else found[0]
+
     async def _is_opening(self, peer: PeerId, address: SliceAddress, error: NetError) -> bool:
         """Return whether a peer has refused a slice because it does not serve the dataset, whose manifest it lacks."""
         if not isinstance(error, TransferRefusedError):
