@@ -13,15 +13,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
+import anyio.lowlevel
 import httpx
 import msgspec
 import pytest
+import uvicorn
 from blake3 import blake3
 
 from hypha_net import rpc, transfer
+from hypha_net.error_causes import first_leaf_error
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import to_plain
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
@@ -473,6 +476,82 @@ def test_a_bridge_that_is_cancelled_before_it_has_begun_closes(short: Path) -> N
 
     anyio.run(main, backend="trio")
     assert list(short.iterdir()) == []
+
+
+def count_servers(monkeypatch: pytest.MonkeyPatch) -> list[uvicorn.Server]:
+    """Return a list that grows with each HTTP server that begins."""
+    begun: list[uvicorn.Server] = []
+    run = uvicorn.Server.run
+
+    def counted(server: uvicorn.Server, sockets: Any = None) -> None:
+        begun.append(server)
+        run(server, sockets)
+
+    monkeypatch.setattr(uvicorn.Server, "run", counted)
+    return begun
+
+
+def test_the_server_begins_with_the_first_connection(
+    with_bridge: WithBridge, monkeypatch: pytest.MonkeyPatch, short: Path
+) -> None:
+    begun = count_servers(monkeypatch)
+
+    async def case(bridge: BridgeUnderTest) -> None:
+        assert stat.S_IMODE(bridge.socket.stat().st_mode) == 0o600
+        assert begun == []
+        async with anyio.create_task_group() as tasks:  # connections that arrive before it has begun
+            for _ in range(5):
+                tasks.start_soon(check_described, bridge)
+        assert len(begun) == 1
+
+    async def check_described(bridge: BridgeUnderTest) -> None:
+        assert (await bridge.client.get("/openapi.json")).status_code == 200
+
+    with_bridge(case)
+    assert list(short.iterdir()) == []
+
+
+def test_a_bridge_that_nobody_uses_starts_no_server(with_bridge: WithBridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = count_servers(monkeypatch)
+
+    async def case(_bridge: BridgeUnderTest) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    with_bridge(case)
+    assert begun == []
+
+
+def test_a_first_request_while_the_job_is_ended_is_answered(tmp_path: Path, short: Path) -> None:
+    """As by an executor that reports when it gets SIGTERM."""
+    answers: list[tuple[int, str]] = []
+
+    async def main() -> None:
+        with anyio.fail_after(30), anyio.CancelScope() as job:
+            async with open_test_bridge(tmp_path, short) as bridge:
+                job.cancel()
+                with anyio.CancelScope(shield=True):
+                    answers.append(await bridge.kind("/status/send", "update"))
+
+    anyio.run(main, backend="trio")
+    assert answers == [(503, "ending")]
+
+
+def test_a_server_that_ends_by_itself_ends_the_job(
+    tmp_path: Path, short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_: None)
+
+    async def main() -> None:
+        with anyio.fail_after(30):
+            path = short / "b.sock"
+            async with open_bridge(cast(Any, None), path), await anyio.connect_unix(path):
+                await anyio.sleep_forever()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        anyio.run(main, backend="trio")
+    error = first_leaf_error(raised.value)
+    assert isinstance(error, BridgeStartError)
+    assert "ended while the job was running" in str(error)
 
 
 def test_a_too_long_socket_path_is_an_error_with_a_remedy(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import TEMPORARY_LEASE
 from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
 from hypha_proto.resources import Resources
+from hypha_proto.tasks import TASK_EXECUTOR_PREFIX, task_executor
 from hypha_proto.wire_schema import MAX_PRICE
 from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy, Strategy
@@ -48,11 +49,18 @@ def _runtime(name: str) -> str:
     return name
 
 
+def _executor_name(name: str) -> str:
+    if name.startswith(TASK_EXECUTOR_PREFIX):
+        raise ValueError(
+            f"names that begin with {TASK_EXECUTOR_PREFIX} are reserved for announcing executors that run tasks: "
+            "choose another name"
+        )
+    return name
+
+
 def _executor_class(name: str) -> str:
     if not _EXECUTOR_CLASS.fullmatch(name):
-        raise ValueError(
-            f"{name[:40]!r} is no class: use at most 32 lower-case letters, digits and hyphens, beginning with a letter"
-        )
+        raise ValueError("no class: use at most 32 lower-case letters, digits and hyphens, beginning with a letter")
     return name
 
 
@@ -65,6 +73,7 @@ PeerText = Annotated[str, AfterValidator(_peer)]
 PreferredText = Annotated[str, Field(min_length=1), AfterValidator(_preferred)]
 EvaluationName = Annotated[str, AfterValidator(_evaluation)]
 RuntimeName = Annotated[str, AfterValidator(_runtime)]
+ExecutorName = Annotated[str, Field(min_length=1), AfterValidator(_executor_name)]
 ExecutorClassName = Annotated[str, AfterValidator(_executor_class)]
 
 
@@ -182,7 +191,7 @@ class ExecutorSection(Section):
         description="What it runs: train for training jobs (and tasks), aggregate for the parameter server; any other "
         "name, such as inference or shell, for tasks only.",
     )
-    name: str = Field(min_length=1, description="Name by which schedulers ask for it, such as diloco-transformer.")
+    name: ExecutorName = Field(description="Name by which schedulers ask for it, such as diloco-transformer.")
     runtime: RuntimeName = Field(
         default="process",
         description=" ".join(f"{name}: {entry.summary}." for name, entry in RUNTIMES.items()),
@@ -215,6 +224,11 @@ class ExecutorSection(Section):
         """The descriptor of the jobs that it runs, or None if it runs tasks only."""
         made = _DESCRIPTORS.get(self.job_class)
         return None if made is None else made(name=self.name)
+
+    @property
+    def task_descriptor(self) -> ExecutorDescriptor | None:
+        """The descriptor by which it is requested for tasks, or None if it runs none."""
+        return task_executor(self.kind) if find_runtime(self.runtime).runs_tasks else None
 
 
 class ConnectorsSection(Section):
@@ -273,8 +287,9 @@ class WorkerConfig(NodeConfig):
         devices = tuple(Device(device.index, device.memory) for device in owned.devices)
         given = owned.default
         defaults = Resources(gpu=given.gpu, cpu=given.cpu, storage=given.storage, memory=given.memory)
-        executors = frozenset(entry.descriptor for entry in self.executors if entry.descriptor is not None)
-        return Capabilities(Capacity(amounts, devices), executors, defaults)
+        executors = [(entry.descriptor, entry.task_descriptor) for entry in self.executors]
+        announced = frozenset(descriptor for pair in executors for descriptor in pair if descriptor is not None)
+        return Capabilities(Capacity(amounts, devices), announced, defaults)
 
     def config_warnings(self) -> list[str]:
         """See `NodeConfig.config_warnings`."""

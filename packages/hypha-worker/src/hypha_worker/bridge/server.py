@@ -1,8 +1,9 @@
 """Serves the bridge of one job on a Unix socket, in a separate thread, because uvicorn needs asyncio.
 
-Called by `executors.process.execution`. The worker runs on trio; requests cross from the bridge's event loop to the
-worker's through one `anyio` portal. The thread ends in bounded time whatever its clients do: the connection of a client
-that stops reading is closed.
+Called by the executions of `executors.process`. The socket exists from the start; the thread and the HTTP server begin
+with the first connection, so that a process that never uses its bridge costs neither. The worker runs on trio; requests
+cross from the bridge's event loop to the worker's through one `anyio` portal. The thread ends in bounded time whatever
+its clients do: the connection of a client that stops reading is closed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ SOCKET_PATH_LIMIT: Final = 107
 """Largest number of bytes in a Unix socket's path (Linux)."""
 _SHUTDOWN_GRACE: Final = 1
 """Seconds that requests get to finish when the bridge closes."""
-_START_LIMIT: Final = 10.0
-_START_POLL: Final = 0.002
+_BACKLOG: Final = 128
+"""Connections that wait until the server has begun."""
 
 
 class BridgeStartError(ExecutionError):
@@ -49,7 +50,8 @@ def preload() -> None:
 async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]:
     """Serve `backend` at the Unix socket `path` while the context is open.
 
-    After the context is cancelled, requests are answered with 503 until the executor's process has ended.
+    After the context is cancelled, requests are answered with 503 until the executor's process has ended. If the
+    server fails to start at the first connection, the context is cancelled and raises `BridgeStartError`.
 
     Raises:
         BridgeStartError: the socket cannot be created.
@@ -57,26 +59,53 @@ async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]
     listener = _bind(path)
     try:
         async with anyio.from_thread.BlockingPortal() as portal, anyio.create_task_group() as tasks:
-            server = await anyio.to_thread.run_sync(_make_server, backend, portal, limiter=anyio.CapacityLimiter(1))
-            ended = anyio.Event()
-
-            async def serve() -> None:
-                try:
-                    await anyio.to_thread.run_sync(server.run, [listener], limiter=anyio.CapacityLimiter(1))
-                finally:  # also where the job is cancelled before the thread has begun
-                    ended.set()
-
-            tasks.start_soon(serve)
+            server = _BridgeServer(backend, portal, listener)
+            tasks.start_soon(server.run)
             try:
-                await _wait_until_started(server, ended)
                 yield
             finally:
-                server.should_exit = True
                 with anyio.CancelScope(shield=True):
-                    await ended.wait()
+                    await server.stop()
                     await portal.stop(cancel_remaining=True)
     finally:
         _unbind(listener, path)
+
+
+class _BridgeServer:
+    """The HTTP server of one bridge, which begins with the first connection."""
+
+    def __init__(
+        self, backend: BridgeBackend, portal: anyio.from_thread.BlockingPortal, listener: socket.socket
+    ) -> None:
+        self._backend = backend
+        self._portal = portal
+        self._listener = listener
+        self._server: uvicorn.Server | None = None
+        self._scope = anyio.CancelScope(shield=True)  # it also serves a process that is being ended
+        self._ended = anyio.Event()
+
+    async def run(self) -> None:
+        """Wait for the first connection, then serve until `stop`."""
+        try:
+            with self._scope:
+                await anyio.wait_readable(self._listener)
+                await self._serve()
+        finally:
+            self._ended.set()
+
+    async def stop(self) -> None:
+        """Stop waiting or serving; return when the thread has ended. Also before `run` has begun."""
+        self._scope.cancel()
+        if self._server is not None:
+            self._server.should_exit = True
+        await self._ended.wait()
+
+    async def _serve(self) -> None:
+        thread = anyio.CapacityLimiter(1)  # of its own: it must not wait for other jobs' threads
+        self._server = await anyio.to_thread.run_sync(_make_server, self._backend, self._portal, limiter=thread)
+        await anyio.to_thread.run_sync(self._server.run, [self._listener], limiter=thread)
+        if not self._server.should_exit:
+            raise BridgeStartError("the job's bridge ended while the job was running")
 
 
 def _bind(path: Path) -> socket.socket:
@@ -89,6 +118,7 @@ def _bind(path: Path) -> socket.socket:
     try:
         listener.bind(str(path))
         path.chmod(0o600)
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise BridgeStartError(f"socket {path}: {error.strerror}") from error
@@ -144,14 +174,3 @@ def _portal_call(portal: anyio.from_thread.BlockingPortal) -> Callable[..., Awai
             raise BridgeError(500, "worker-failed", f"the worker's disk: {error}") from error
 
     return call
-
-
-async def _wait_until_started(server: uvicorn.Server, ended: anyio.Event) -> None:
-    """Poll until uvicorn listens: it only sets an attribute."""
-    for _ in range(int(_START_LIMIT / _START_POLL)):
-        if server.started:
-            return
-        if ended.is_set():
-            break
-        await anyio.sleep(_START_POLL)
-    raise BridgeStartError("the bridge did not start")
