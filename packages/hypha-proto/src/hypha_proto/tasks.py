@@ -65,6 +65,14 @@ class PeersSource(Message, frozen=True):
     peers: tuple[PeerId, ...]
     dataset: str
     index: U64
+    filenames: Annotated[tuple[str, ...] | None, OMIT] = None
+    """Names of the files at `index`, `index + 1`, …; the resource is then a folder. Used for models of a scheduler."""
+
+
+class SlicesSource(Message, frozen=True):
+    """Slices of a dataset, assigned one by one by the scheduler while the executor runs, as for training."""
+
+    dataset: str
 
 
 class FileSource(Message, frozen=True):
@@ -90,6 +98,8 @@ class TaskResource(Message, frozen=True, kw_only=True):
     peers: Annotated[PeersSource | None, OMIT] = None
     file: Annotated[FileSource | None, OMIT] = None
     uri: Annotated[UriSource | None, OMIT] = None
+    slices: Annotated[SlicesSource | None, OMIT] = None
+    """Not fetched before the start: each fetch through the bridge gets the next slice."""
 
 
 class OutputPath(Message, frozen=True):
@@ -114,6 +124,8 @@ class TaskSpec(Message, frozen=True, kw_only=True):
     count: Annotated[U32 | None, OMIT] = None
     timeout_ms: Annotated[U64 | None, OMIT] = None
     """Milliseconds from the start of the executor after which the attempt has failed; None means no limit."""
+    sends: Annotated[bool | None, OMIT] = None
+    """Whether the executor may push files of the kind `transfer.TASK_RESULT` to the scheduler while it runs."""
 
 
 # ------------------------------------------------------------------------------------------ definitions: scheduler down

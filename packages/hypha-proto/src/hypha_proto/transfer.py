@@ -19,6 +19,8 @@ OUTER_UPDATE: Final = "outer-update"
 """`PushHeader.kind` of the outer step's result."""
 TASK_RESOURCE: Final = "task-resource"
 """`PushHeader.kind` of a file of a task's resource."""
+TASK_RESULT: Final = "task-result"
+"""`PushHeader.kind` of a file that a running task sends to its scheduler."""
 
 
 class PullHeader(Message, frozen=True):

@@ -56,6 +56,7 @@ from hypha_scheduler.strategies.base import (
     Lease,
     Operator,
     PostMetric,
+    PushTarget,
     RetryAfter,
     RunInBackground,
     SendMessage,
@@ -620,17 +621,23 @@ class JobRunner:
         if isinstance(target, Refusal):
             _log.warning("push of %s refused: %s", peer, target.reason)
             return target
-        on_complete = partial(self._push_complete, task, header, target.path)
+        on_complete = partial(self._push_complete, task, header, target)
         return FilePushTarget(target.path, target.max_bytes, on_complete, slot=f"{self.directory}/{task.lease.id}")
 
     async def _push_complete(
-        self, task: TaskRef, header: PushHeader | None, path: Path, _size: int, digest: str
+        self, task: TaskRef, header: PushHeader | None, target: PushTarget, _size: int, digest: str
     ) -> None:
         """Tell the operator of a complete file; the sender gets its receipt when this returns.
 
         Raises:
             TransferRefusedError: the task or the job has ended, or what the operator records cannot be written.
         """
+        path = target.path
+        if target.prepare is not None:
+            try:
+                await target.prepare(path)
+            except OSError as error:
+                self._on_file_error(error)
         if not self._register.runs(task):
             raise TransferRefusedError(_NO_TASK)
         now, operator = anyio.current_time(), self._running_operator

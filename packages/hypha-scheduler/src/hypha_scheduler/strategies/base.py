@@ -267,6 +267,8 @@ class PushTarget:
 
     path: Path
     max_bytes: int
+    prepare: Callable[[Path], Awaitable[None]] | None = None
+    """Work on the complete file, awaited before `Operator.on_push_complete` hears of it; an `OSError` fails the job."""
 
 
 @dataclass(frozen=True, slots=True)
