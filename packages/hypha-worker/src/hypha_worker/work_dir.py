@@ -34,7 +34,7 @@ def prepare_work_dir(folder: Path) -> None:
 
 
 def clear_work_dir(folder: Path, stack: ExitStack) -> None:
-    """Remove folders of jobs and outputs left by a worker that was killed, unless another worker uses the work directory.
+    """Remove folders of jobs and outputs left by a killed worker, unless another worker uses the work directory.
 
     The folder stays locked until `stack` is closed, so that no other worker removes this one's jobs.
     """

@@ -14,18 +14,28 @@ from typing import Any, Final
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
 from hypha_proto.offers import ExecutorDescriptor
-from hypha_proto.tasks import MAX_PATH, TASK_EXECUTOR_PREFIX, OutputPath, TaskDefinition, TaskResource, TaskSpec
+from hypha_proto.tasks import (
+    MAX_PATH,
+    TASK_EXECUTOR_PREFIX,
+    OutputPath,
+    PeersSource,
+    TaskDefinition,
+    TaskResource,
+    TaskSpec,
+)
 from hypha_worker.errors import ExecutionError
 
 MAX_SETTINGS: Final = 64 << 10
 """Largest number of bytes in the settings of a task."""
 MAX_ENTRIES: Final = 100
 """Largest number of resources, and of outputs, of a task."""
+MAX_FILES: Final = 1000
+"""Largest number of file names in a source."""
 RESOURCES: Final = "resources"
 """Folder of the work directory that holds the resources."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _TASK: Final = re.compile(_NAME.pattern + r"(\[[0-9]{1,10}\])?")
-_SOURCES: Final = ("result", "huggingface", "dataset", "peers", "file", "uri")
+_SOURCES: Final = ("result", "huggingface", "dataset", "peers", "file", "uri", "slices")
 
 
 class DefinitionError(ExecutionError):
@@ -83,7 +93,19 @@ def _check_resources(resources: tuple[TaskResource, ...]) -> None:
         given = [source for source in _SOURCES if getattr(resource, source) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none that this worker knows"
-            raise DefinitionError(f"resource {resource.name} needs exactly one source of {', '.join(_SOURCES)}: {found}")
+            raise DefinitionError(
+                f"resource {resource.name} needs exactly one source of {', '.join(_SOURCES)}; it has {found}"
+            )
+        if resource.peers is not None:
+            _check_peers(resource.name, resource.peers)
+
+
+def _check_peers(name: str, source: PeersSource) -> None:
+    if not source.peers:
+        raise DefinitionError(f"resource {name}: peers is empty")
+    names = source.filenames or ()
+    if len(names) > MAX_FILES or len(set(names)) < len(names) or not all(map(is_relative, names)):
+        raise DefinitionError(f"resource {name}: filenames are up to {MAX_FILES} distinct paths inside the resource")
 
 
 def _check_outputs(outputs: tuple[OutputPath, ...]) -> None:

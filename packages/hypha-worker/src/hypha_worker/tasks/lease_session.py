@@ -115,9 +115,7 @@ class LeaseSession:
         try:
             settings = self._check(definition)
             host, lease = self._host, self.lease
-            run = TaskRun(
-                host, lease, definition, spec, settings, self._send, self._subscription.wait_until_handled
-            )
+            run = TaskRun(host, lease, definition, spec, settings, self._send, self._subscription.wait_until_handled)
             host.lease_manager.attach_job(lease.id, lease.scheduler, host.clock())
         except ExecutionError as error:
             self._refuse("malformed", definition, str(error))

@@ -80,7 +80,9 @@ def _walk(name: str, root: Path, folder: str) -> Iterator[tuple[str, int]]:
             if stat.S_ISDIR(mode):
                 yield from _walk(name, root, path)
             elif not stat.S_ISREG(mode):
-                raise OutputError(f"output {name}: {path[:120]!r} is {_kind(mode)}, neither a regular file nor a folder")
+                raise OutputError(
+                    f"output {name}: {path[:120]!r} is {_kind(mode)}, neither a regular file nor a folder"
+                )
             else:
                 _check_name(name, path)
                 yield path, entry.stat(follow_symlinks=False).st_size

@@ -62,7 +62,7 @@ class OutputStore:
 
     def __init__(self, folder: Path) -> None:
         """Prepare; `folder` is created with the first output."""
-        self._folder = folder
+        self.folder = folder
         self._held: dict[str, HeldOutput] = {}
         self._renewed: dict[uuid.UUID, float] = {}
         """When each lease with outputs was last renewed, on the local clock."""
@@ -93,7 +93,7 @@ class OutputStore:
             OSError: it cannot be stored.
         """
         dataset = f"output-{secrets.token_hex(16)}"
-        target = self._folder / dataset
+        target = self.folder / dataset
         try:
             output = await storage.run(_take, name, dataset, source, target, storage, copy)
         except BaseException:
@@ -136,7 +136,9 @@ class OutputStore:
     def find_owned(self, scheduler: PeerId, job_id: uuid.UUID, datasets: Iterable[str]) -> list[HeldOutput]:
         """Return the outputs of a scheduler's job; only those named, if any is."""
         wanted = frozenset(datasets)
-        mine = [held for held in self._held.values() if (held.owner.scheduler, held.owner.job_id) == (scheduler, job_id)]
+        mine = [
+            held for held in self._held.values() if (held.owner.scheduler, held.owner.job_id) == (scheduler, job_id)
+        ]
         return [held for held in mine if not wanted or held.output.dataset in wanted]
 
     async def remove(self, outputs: Iterable[HeldOutput]) -> int:

@@ -21,7 +21,13 @@ from hypha_net import instrumentation
 from hypha_net.backoff import jittered
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import first_leaf_error
-from hypha_net.errors import ContentMismatchError, NetError, NoSpaceError, TransferRefusedError, UnsupportedProtocolError
+from hypha_net.errors import (
+    ContentMismatchError,
+    NetError,
+    NoSpaceError,
+    TransferRefusedError,
+    UnsupportedProtocolError,
+)
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, SliceAddress
 from hypha_proto.task_resources import (
@@ -82,7 +88,7 @@ class ResourceError(ExecutionError):
         self.resource = resource
 
 
-class _HolderFailures(Exception):  # noqa: N818 - it carries what is reported, and is no error of a caller
+class _HolderFailures(Exception):
     def __init__(self, failures: Sequence[FailedHolder]) -> None:
         super().__init__("; ".join(f"{failure.peer}: {failure.reason}" for failure in failures)[:1000])
         self.failures = tuple(failures)
@@ -114,10 +120,13 @@ class ResourceFetcher:
     async def fetch_all(self, resources: Sequence[TaskResource]) -> dict[str, str]:
         """Fetch all resources at once; return the path of each, relative to the work directory.
 
+        Slices, which the executor fetches one by one, are left out.
+
         Raises:
             ResourceError: one cannot be fetched.
             WorkReturnedError: this worker's disk is full or fails.
         """
+        resources = [resource for resource in resources if resource.slices is None]
         if not resources:
             return {}
         (self.work_dir / RESOURCES).mkdir(mode=0o700)
@@ -154,8 +163,8 @@ class ResourceFetcher:
         elif resource.peers is not None:
             await self._fetch_from_peers(resource.peers, target)
         elif resource.huggingface is not None:
-            target.mkdir(mode=0o700)
             async with self._places:
+                await self.storage.run(target.mkdir, 0o700)
                 self._count(await self.download_from_hub(resource.huggingface, target))
         elif resource.file is not None:
             async with self._places:
@@ -190,9 +199,18 @@ class ResourceFetcher:
         return await download_from_uri(url, folder, self.access, storage=self.storage)
 
     async def _fetch_from_peers(self, source: PeersSource, target: Path) -> None:
-        address = SliceAddress(dataset=source.dataset, index=source.index)
+        """Pull one file to `target`, or named ones to a folder there."""
+        if source.filenames is None:
+            await self._pull_from_peers(source, source.index, target)
+            return
+        for index, name in enumerate(source.filenames, source.index):
+            place = target / name
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            await self._pull_from_peers(source, index, place)
+
+    async def _pull_from_peers(self, source: PeersSource, index: int, target: Path) -> None:
         async with self._places:
-            pulled, _ = await self.files.pull(source.peers, address, target)
+            pulled, _ = await self.files.pull(source.peers, SliceAddress(dataset=source.dataset, index=index), target)
         self._count_bytes(pulled.size)
 
     # ---------------------------------------------------------------------------------------------- results, datasets
@@ -263,9 +281,7 @@ class ResourceFetcher:
 
     async def _await_push(self, announced: AwaitPush, staged: _StagedFiles) -> None:
         staged.complete.clear()
-        with self.deliveries.expecting(
-            announced, self.job_id, staged.folder, self.storage, self.traffic
-        ) as delivery:
+        with self.deliveries.expecting(announced, self.job_id, staged.folder, self.storage, self.traffic) as delivery:
             try:
                 await delivery.wait()
             except DeliveryStalledError as error:

@@ -52,7 +52,9 @@ _log = logging.getLogger(__name__)
 TEXT_LIMIT: Final = 1000
 """Characters of a reason, a line or a message in a report."""
 _STARTED: Final = instrumentation.Counter("hypha.worker.tasks.started", "{task}", "Attempts at tasks that were begun.")
-_ENDED: Final = instrumentation.Counter("hypha.worker.tasks.ended", "{task}", "Attempts at tasks that ended, by outcome.")
+_ENDED: Final = instrumentation.Counter(
+    "hypha.worker.tasks.ended", "{task}", "Attempts at tasks that ended, by outcome."
+)
 _DURATION: Final = instrumentation.Histogram("hypha.worker.task.duration", "s", "From start to end of an attempt.")
 
 
@@ -208,9 +210,7 @@ class TaskRun:
 
     async def _store(self, name: str, path: str, *, copy: bool) -> StoredOutput:
         context, source = self._context, (self._context.work_dir, path)
-        stored = await self.host.store.store(
-            self.owner, name, source, context.storage, self.host.clock(), copy=copy
-        )
+        stored = await self.host.store.store(self.owner, name, source, context.storage, self.host.clock(), copy=copy)
         self._stored[name] = stored
         return stored
 
