@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 PAUSES: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)
 """Seconds before the stream is opened again."""
+STABLE: Final = 5.0
+"""Seconds for which a stream lasts, though nothing is said, before its end counts as the first failure."""
 ANSWER_TIMEOUT: Final = 10.0
 """Seconds for the answer to a subscription."""
 
@@ -70,6 +72,7 @@ class Subscription:
         self._channel = MessageChannel[TaskReport, TaskDefinition](_WorkerCodec(), handle, MAX_FRAME)
         self.job_id: uuid.UUID | None = None
         """Job that holds the lease; None before the first answer."""
+        self._sent = 0
 
     @property
     def pending(self) -> int:
@@ -83,6 +86,7 @@ class Subscription:
             ChannelError: too many reports wait.
         """
         self._channel.send(report)
+        self._sent += 1
 
     async def wait_until_handled(self) -> None:
         """Wait until the scheduler has handled all reports that were sent so far."""
@@ -92,15 +96,22 @@ class Subscription:
         """Keep a stream open until cancelled."""
         failures, outage = 0, OutageLogSchedule(anyio.current_time)
         while True:
+            before, began = self._exchanged, anyio.current_time()
             try:
                 await self._exchange()
-                failures, outage = 0, OutageLogSchedule(anyio.current_time)
             except (NetError, DecodeError, TimeoutError) as error:
-                failures += 1
                 if outage.is_due(type(error).__name__):
                     reason = str(error) or "no answer in time"
                     _log.warning("task stream of lease %s to scheduler %s: %s", self._lease, self._scheduler, reason)
-            await anyio.sleep(jittered(PAUSES, max(0, failures - 1)))
+            if self._exchanged != before or anyio.current_time() - began >= STABLE:
+                failures, outage = 0, OutageLogSchedule(anyio.current_time)
+            await anyio.sleep(jittered(PAUSES, failures))
+            failures += 1
+
+    @property
+    def _exchanged(self) -> tuple[int, int]:
+        """What changes with each message that is handled here or there."""
+        return self._channel.next_wanted, self._sent - self._channel.pending
 
     async def _exchange(self) -> None:
         """Subscribe once, and exchange messages until the stream ends."""

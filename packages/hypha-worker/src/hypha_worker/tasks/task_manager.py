@@ -70,6 +70,11 @@ class TaskManager:
         """Attempts that run."""
         return tuple(session.running for session in self._sessions.values() if session.running is not None)
 
+    @property
+    def held(self) -> tuple[HeldOutput, ...]:
+        """Outputs that are held for others."""
+        return self._host.store.held
+
     # --------------------------------------------------------------------------------------------------------- leases
 
     def on_renewed(self, lease: Lease) -> None:
