@@ -353,11 +353,11 @@ class Worker:
             await self.end(peer, self.dispatched, 0, "", ())
 
 
-async def data_node(endpoint: MemoryEndpoint, tmp: Path) -> None:
+async def data_node(endpoint: MemoryEndpoint, tmp: Path, form: str | None = None) -> None:
     digest = "blake3:" + "0" * 64
     entries = tuple(SliceEntry(file=f"{n}", samples=SLICE_SAMPLES, size=1, digest=digest) for n in range(SLICES))
     manifest = tmp / "served-manifest.json"
-    manifest.write_bytes(to_json(Manifest, Manifest(dataset="digits", slices=entries)))
+    manifest.write_bytes(to_json(Manifest, Manifest(dataset="digits", slices=entries, format=form)))
 
     async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
         return transfer.PullSource(manifest) if request.name == "manifest" else Refusal(reason="not in this test")
@@ -374,6 +374,7 @@ def run_network(
     case: Case,
     prepare: Callable[[list[Worker]], None] = lambda workers: None,
     faults: Faults | None = None,
+    form: str | None = None,
 ) -> None:
     """Run a test with three training workers, a parameter server, a data node and a scheduler."""
 
@@ -389,7 +390,7 @@ def run_network(
             prepare(workers)
             for worker in workers:
                 await tasks.start(worker.run)
-            await data_node(endpoints[5], tmp_path)
+            await data_node(endpoints[5], tmp_path, form)
             await case(SchedulerService(endpoints[4], tmp_path / "runs"), workers, shared)
             tasks.cancel_scope.cancel()
 
@@ -426,6 +427,20 @@ def test_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
         assert len(set(shared.given)) == len(shared.given)
 
     run_network(tmp_path, case)
+
+
+def test_a_dataset_of_rows_is_refused_before_any_lease(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        with expect_failure() as messages:
+            await service.run_job(job(model))
+        assert messages == [
+            "dataset 'digits' holds rows of the format jsonl, and training reads safetensors: convert its rows to "
+            "tensors and prepare them with `hypha-data prepare`, or name another dataset"
+        ]
+        assert not any(worker.released for worker in workers)
+        assert not any(event["event"] == "placement" for event in events(tmp_path))
+
+    run_network(tmp_path, case, form="jsonl")
 
 
 def test_events_report_placement_rounds_and_metrics(tmp_path: Path, model: Path) -> None:

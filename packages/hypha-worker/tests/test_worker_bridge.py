@@ -334,6 +334,44 @@ def test_a_bare_reference_is_fetched_into_artifacts(with_bridge: WithBridge) -> 
     with_bridge(case)
 
 
+@pytest.mark.parametrize(
+    ("form", "suffix"), [(None, "safetensors"), ("safetensors", "safetensors"), ("jsonl", "jsonl")]
+)
+def test_a_slice_is_named_by_its_format(with_bridge: WithBridge, form: str | None, suffix: str) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        path = bridge.work_dir.parent / "served"
+        path.write_bytes(b'{"text": "a"}\n')
+        bridge.served["digits", 7] = path
+
+        async def assign(_peer: Any, _request: DataRequest) -> SliceAssigned:
+            digest = f"blake3:{blake3(path.read_bytes()).hexdigest()}"
+            return SliceAssigned(data_provider=bridge.data.peer_id, index=7, digest=digest, format=form)
+
+        rpc.serve(bridge.server, DATA, assign)
+        wanted = {"fetch": plain(bridge.spec.executor.config.data), "out_dir": "data"}
+        status, [file] = await bridge.post("/resources/fetch", wanted)
+        assert (status, file["path"]) == (200, f"data/digits-7-1.{suffix}")
+
+    with_bridge(case)
+
+
+def test_a_slice_of_an_unknown_format_is_not_fetched(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        async def assign(_peer: Any, _request: DataRequest) -> SliceAssigned:
+            return SliceAssigned(data_provider=bridge.data.peer_id, index=7, format="../parquet")
+
+        rpc.serve(bridge.server, DATA, assign)
+        wanted = {"fetch": plain(bridge.spec.executor.config.data), "out_dir": "data"}
+        status, answer = await bridge.post("/resources/fetch", wanted)
+        assert status == 502
+        assert answer["detail"] == (
+            "the scheduler assigned a slice of the format '../parquet', and this worker knows safetensors, jsonl: "
+            "update hypha-worker"
+        )
+
+    with_bridge(case)
+
+
 async def read_events(bridge: BridgeUnderTest, count: int) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     async with bridge.client.stream("POST", "/resources/receive", json=bridge.results) as answer:

@@ -24,7 +24,7 @@ from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy, Strategy
 from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSettings, check_executor, find_runtime
 from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
-from hypha_worker.leasing.terms import IDLE_LEASE, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
+from hypha_worker.leasing.terms import IDLE_LEASE, MAX_DRAIN, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
 
 
 def _peer(text: str) -> str:
@@ -268,6 +268,13 @@ class WorkerConfig(NodeConfig):
     unsupported_keys: ClassVar[Mapping[str, str]] = {**UNSUPPORTED_KEYS, **_UNSUPPORTED_KEYS}
 
     work_dir: Path = Field(description="Each job gets a private folder hypha-<uuid> in it. Should have mode 0750.")
+    drain_timeout: float = Field(
+        default=60.0,
+        ge=0,
+        le=MAX_DRAIN,
+        allow_inf_nan=False,
+        description="Seconds that running jobs have to end after SIGTERM or hypha-worker drain.",
+    )
     resources: ResourcesSection = Field(default=ResourcesSection(), description="What this worker offers.")
     offer: OfferSection = Field(default=OfferSection(), description="Prices and preferences for offers.")
     executors: list[ExecutorSection] = Field(default=[], description="The executors that run jobs.")

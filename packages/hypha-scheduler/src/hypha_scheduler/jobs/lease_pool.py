@@ -69,9 +69,11 @@ class LeasePool:
     observer: PoolObserver
     has_task: Callable[[uuid.UUID], bool]
     """Whether a task runs on a lease, which is then not surplus."""
+    on_gone: Callable[[uuid.UUID], None] = lambda _lease: None
+    """Called with each lease that is no longer renewed, also one that was not delivered."""
     _wanted: tuple[RoleRequest, ...] = ()
     _held: dict[uuid.UUID, Lease] = field(default_factory=dict)
-    _renewed: HeldLeases = field(default_factory=HeldLeases)
+    _renewed: HeldLeases = field(init=False)
     _spent: dict[uuid.UUID, HeldLease] = field(default_factory=dict)
     """Leases whose task has ended: no longer renewed, and released at the end of the job if they exist then."""
     _search: _Search | None = None
@@ -83,6 +85,9 @@ class LeasePool:
     """Whether the first search has found its leases."""
     _closed: bool = False
 
+    def __post_init__(self) -> None:
+        self._renewed = HeldLeases(on_gone=self.on_gone)
+
     @property
     def held(self) -> tuple[Lease, ...]:
         """Leases that were delivered and neither lost nor released."""
@@ -90,6 +95,16 @@ class LeasePool:
 
     def __contains__(self, lease: object) -> bool:
         return lease in self._held
+
+    def renews(self, lease: uuid.UUID, peer: PeerId) -> bool:
+        """Return whether a lease of a peer is renewed, also one that is not delivered yet."""
+        held = self._renewed.get(lease)
+        return held is not None and held.peer == peer
+
+    def is_taking(self, lease: uuid.UUID, peer: PeerId) -> bool:
+        """Return whether a peer was asked for its offer of a lease, and its answer is not there yet."""
+        asked = () if self._search is None else self._search.allocator.auction.unanswered
+        return any(offer.lease == lease and offer.peer == peer for offer in asked)
 
     async def renew(self) -> None:
         """Renew the leases until cancelled."""

@@ -30,7 +30,7 @@ from hypha_proto.bridge_api import (
     TaskUpdateAnswer,
     Transfer,
 )
-from hypha_proto.datasets import DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
+from hypha_proto.datasets import SAFETENSORS, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     HuggingFaceReference,
@@ -58,7 +58,7 @@ from hypha_worker.bridge.delivery_queue import DeliveryQueue, PendingFile
 from hypha_worker.bridge.spans import SpanRecorder
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import DownloadedFile, download_from_hub, download_from_uri
-from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file, request_slice
+from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file, request_slice, slice_suffix
 from hypha_worker.connectors.rpc_retry import REPORT_DELAYS, call_with_retries
 from hypha_worker.errors import (
     DiskFaultError,
@@ -283,9 +283,9 @@ class JobBridgeBackend:
                 unusable=unusable,
             )
             assigned = await request_slice(self.endpoint, reference.peer, request)
-            name = f"{safe_name(reference.dataset)}-{assigned.index}-{number}.safetensors" if path else FIRST_SLICE
+            name = f"{safe_name(reference.dataset)}-{assigned.index}-{number}{slice_suffix(assigned)}"
             try:
-                return await self._pull_slice(reference.dataset, assigned, folder / name)
+                return await self._pull_slice(reference.dataset, assigned, folder / (name if path else FIRST_SLICE))
             except UnusableFileError as error:
                 unusable, detail = _unusable_slice(assigned, error), error.detail
                 _log.warning("slice %s; asking the scheduler for another one", detail)
@@ -295,7 +295,7 @@ class JobBridgeBackend:
     async def _pull_slice(self, dataset: str, assigned: SliceAssigned, target: Path) -> FetchedFile:
         address = SliceAddress(dataset=dataset, index=assigned.index)
         providers = [assigned.data_provider, *(assigned.others or ())[:MAX_ALTERNATIVES]]
-        check = check_tensor_file if assigned.digest is None else None
+        check = check_tensor_file if assigned.digest is None and assigned.format in (None, SAFETENSORS) else None
         pulled, peer = await self.files.pull(providers, address, target, assigned.digest, check=check, is_slice=True)
         extra = {"dataset": dataset, "slice": str(assigned.index), "epoch": str(assigned.epoch or 0)}
         return self._pulled(target, pulled, peer, extra)
