@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,9 @@ from hypha_proto.tasks import (
     WorkerFrame,
 )
 
+RUN_CODE = "import json, os, sys, time; task = json.load(open('job.json')); exec(task['settings']['code'])"
+PYTHON = {"class": "shell", "name": "python", "cmd": sys.executable, "args": ["-I", "-S", "-c", RUN_CODE]}
+"""Configuration of an executor that runs the code in the task's settings."""
 ENDS = ("finished", "failed", "cancelled")
 
 

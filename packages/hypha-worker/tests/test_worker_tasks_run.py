@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -13,39 +12,18 @@ import anyio
 import psutil
 import pytest
 from blake3 import blake3
-from support.scripted_task_scheduler import ScriptedTaskScheduler, kind_of
+from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler, kind_of
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import TransferRefusedError
 from hypha_proto.leases import CANCEL_JOB, RENEW_LEASE, CancelJob, RenewLease
 from hypha_proto.task_resources import RELEASE_OUTPUTS, ReleaseOutputs
-from hypha_proto.tasks import DrainTask, StoredOutput, Stop, TaskReport, task_executor
+from hypha_proto.tasks import DrainTask, Stop, StoredOutput, TaskReport, task_executor
 from hypha_proto.transfer import PullRequest
 
-RUN_CODE = "import json, os, sys, time; task = json.load(open('job.json')); exec(task['settings']['code'])"
-PYTHON = {"class": "shell", "name": "python", "cmd": sys.executable, "args": ["-I", "-S", "-c", RUN_CODE]}
 WAITS = "import subprocess; subprocess.Popen(['sleep', '60']); print('pid', os.getpid(), flush=True); time.sleep(60)"
 
 InTaskLab = Callable[..., None]
-
-
-@pytest.fixture
-def in_task_lab(in_lab: Callable[..., None]) -> InTaskLab:
-    """Run an async function with a `Lab`, a scripted scheduler of tasks and one lease that is renewed."""
-
-    def run(case: Callable[[Any, ScriptedTaskScheduler, uuid.UUID], Any], **options: Any) -> None:
-        async def with_lease(lab: Any) -> None:
-            tasks = ScriptedTaskScheduler(lab.scheduler.endpoint)
-            tasks.listen()
-            lease = await lab.scheduler.hire(task_executor("shell/python"), cpu=1.0)
-            async with anyio.create_task_group() as group:
-                group.start_soon(tasks.keep, lab.peer, lease)
-                await case(lab, tasks, lease)
-                group.cancel_scope.cancel()
-
-        in_lab(with_lease, **({"executors": [PYTHON]} | options))
-
-    return run
 
 
 async def pull(endpoint: Any, peer: Any, output: StoredOutput, index: int = 0) -> bytes:
@@ -59,7 +37,8 @@ def outputs_of(report: TaskReport) -> dict[str, StoredOutput]:
 
 
 def test_tasks_run_one_after_the_other_and_their_outputs_stay(in_task_lab: InTaskLab) -> None:
-    first = "os.makedirs('made/deep'); open('made/deep/x', 'w').write('deep'); open('made/y', 'w').write('y'); open('f', 'w').write('file')"
+    first = "os.makedirs('made/deep'); open('made/deep/x', 'w').write('deep'); open('made/y', 'w').write('y')\n"
+    first += "open('f', 'w').write('file')"
 
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
         tasks.start(lease, "first", first, outputs={"folder": "made", "file": "f", "log": "executor.log"})

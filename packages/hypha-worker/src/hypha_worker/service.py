@@ -52,10 +52,10 @@ from hypha_worker.bidding.rejection import DRAINING
 from hypha_worker.config import WorkerConfig
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.control.server import ControlServer
-from hypha_worker.draining import Draining
+from hypha_worker.draining import Draining, Work
 from hypha_worker.executors.runtimes import HostSettings, Runtime, find_runtime
 from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
-from hypha_worker.jobs.job_manager import Job, JobManager
+from hypha_worker.jobs.job_manager import JobManager
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import (
     Lease,
@@ -107,7 +107,7 @@ async def serve(config: WorkerConfig, node: Node) -> None:
         tasks.cancel_scope.cancel()
 
 
-async def _run_until_drained(config: WorkerConfig, node: Node, worker: Worker) -> Sequence[Job]:
+async def _run_until_drained(config: WorkerConfig, node: Node, worker: Worker) -> Sequence[Work]:
     """Become ready, and drain when it is requested; return the jobs that still run at its end."""
     terminated = node.drain_on_sigterm(config.drain_timeout)
     async with anyio.create_task_group() as tasks:
@@ -256,7 +256,7 @@ class Worker:
     _refusals: LogThrottle = field(default_factory=lambda: LogThrottle(anyio.current_time))
 
     def __post_init__(self) -> None:
-        self.draining = Draining(self.endpoint, self.lease_manager, self.jobs)
+        self.draining = Draining(self.endpoint, self.lease_manager, self.jobs, self.tasks)
 
     def listen(self) -> None:
         """Register the handlers of schedulers' requests and of peers' pushes."""

@@ -138,7 +138,10 @@ class Deliveries:
 
     @contextmanager
     def locating(self, job_id: uuid.UUID) -> Iterator[None]:
-        """Let pushes for a job wait for their announcement while the context is open."""
+        """Let pushes for a job wait for their announcement while the context is open.
+
+        The caller goes on to `expecting` without waiting for anything, so that they find it there.
+        """
         self._locating[job_id] += 1
         try:
             yield

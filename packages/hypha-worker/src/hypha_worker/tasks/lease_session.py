@@ -25,7 +25,7 @@ from hypha_worker.tasks.task_run import TEXT_LIMIT, TaskHost, TaskRun
 _log = logging.getLogger(__name__)
 
 LAST_REPORT_TIMEOUT: Final = 1.0
-"""Seconds that the last reports of a lease that is over may take."""
+"""Seconds that the last reports of a lease that is over, or of a draining worker, may take."""
 MAX_TASKS: Final = 10_000
 """Tasks of a lease whose newest attempt is remembered; the one that was defined first is forgotten first."""
 _REFUSED: Final = instrumentation.Counter(
@@ -44,14 +44,12 @@ class LeaseSession:
         self._subscription = Subscription(host.endpoint, lease.scheduler, lease.id, self._handle)
         self._newest: OrderedDict[str, int] = OrderedDict()
         """Newest attempt that was defined, by task."""
-        self._end_reason: str | None = None
+        self._end_reason = ""
         self._end = anyio.Event()
         self._refusals = LogThrottle(anyio.current_time)
         self._tasks: anyio.abc.TaskGroup | None = None
         self.running: TaskRun | None = None
         """The attempt that runs."""
-        self.drain_reason: str | None = None
-        """Why no further attempt is begun, once that is so."""
 
     async def run(self) -> None:
         """Serve the lease until `end` is called, and the attempt that runs then has ended."""
@@ -59,12 +57,16 @@ class LeaseSession:
             self._tasks = tasks
             tasks.start_soon(self._subscription.run)
             await self._end.wait()
-            if self.running is not None:
-                await self.running.ended.wait()
-            if self._subscription.pending:
-                with anyio.move_on_after(LAST_REPORT_TIMEOUT):
-                    await self._subscription.wait_until_handled()
+            await self.wait_until_idle()
             tasks.cancel_scope.cancel()
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no attempt runs and its end is reported, for which there is a bounded time."""
+        if self.running is not None:
+            await self.running.ended.wait()
+        if self._subscription.pending:
+            with anyio.move_on_after(LAST_REPORT_TIMEOUT):
+                await self._subscription.wait_until_handled()
 
     def end(self, reason: str) -> None:
         """End the session, because its lease is over; the attempt that runs is cancelled."""
@@ -138,8 +140,8 @@ class LeaseSession:
         settings = check_start(definition, spec, self.lease.executors)
         if spec.executor not in self._host.executors:
             raise DefinitionError(f"no executor {spec.executor[:80]} is configured here")
-        if self.drain_reason is not None or self._end.is_set():
-            raise LeaseError(self.drain_reason or self._end_reason or "the lease is over")
+        if self._end.is_set():
+            raise LeaseError(self._end_reason)
         return settings
 
     async def _run(self, run: TaskRun) -> None:

@@ -64,6 +64,7 @@ class TaskManager:
         self._push_places = anyio.CapacityLimiter(_CONCURRENT_PUSHES)
         host.lease_manager.retained_storage = self._retained_storage
         host.store.on_removed = lambda: host.lease_manager.on_freed()
+        self._swept = anyio.Event()
 
     @property
     def running(self) -> tuple[TaskRun, ...]:
@@ -102,10 +103,21 @@ class TaskManager:
         session = self._sessions.get(lease)
         return session is not None and session.lease.scheduler == scheduler and session.cancel(reason)
 
-    def stop_starting(self, reason: str) -> None:
-        """Begin no further attempt on any lease: the worker drains."""
-        for session in self._sessions.values():
-            session.drain_reason = reason
+    async def wait_until_idle(self) -> None:
+        """Wait until no attempt runs and the ends of all are reported; no new ones may begin meanwhile."""
+        for session in list(self._sessions.values()):
+            await session.wait_until_idle()
+
+    @property
+    def has_leased_outputs(self) -> bool:
+        """Whether outputs are held whose lease is still renewed: its scheduler may need them."""
+        leases = {lease.id for lease in self._host.lease_manager.leases if lease.state is LeaseState.HELD}
+        return any(held.owner.lease in leases for held in self._host.store.held)
+
+    async def wait_until_fetched(self) -> None:
+        """Wait until no output of a living lease is held."""
+        while self.has_leased_outputs:
+            await self._swept.wait()
 
     async def sweep(self, now: float) -> None:
         """Remove outputs whose lease was last renewed too long ago."""
@@ -114,6 +126,8 @@ class TaskManager:
             await self._host.store.remove(expired)
         if instrumentation.enabled():
             _HELD.set(self._host.store.bytes_without_lease(()))
+        self._swept.set()
+        self._swept = anyio.Event()
 
     def _retained_storage(self) -> float:
         """Return the GB of outputs whose leases are over, and hold no storage any more."""
