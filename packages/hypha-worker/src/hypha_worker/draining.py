@@ -69,9 +69,8 @@ class Draining:
         if running := self._jobs.running:
             _log.info("draining: %s; %d jobs have %.0f s to end", self._reason, len(running), self.left)
         async with anyio.create_task_group() as tasks:
-            if running:
-                for scheduler, leases in self._held_leases().items():
-                    tasks.start_soon(self._announce, scheduler, leases)
+            for scheduler, leases in self._held_leases().items():
+                tasks.start_soon(self._announce, scheduler, leases)
             with self._time:
                 await self._jobs.wait_until_idle()
             tasks.cancel_scope.cancel()
