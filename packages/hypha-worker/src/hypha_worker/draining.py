@@ -78,9 +78,8 @@ class Draining:
         if running := self.running:
             _log.info("draining: %s; %d jobs or tasks have %.0f s to end", self._reason, len(running), self.left)
         async with anyio.create_task_group() as tasks:
-            if running or self._tasks.has_leased_outputs:
-                for scheduler, leases in self._held_leases().items():
-                    tasks.start_soon(self._announce, scheduler, leases)
+            for scheduler, leases in self._held_leases().items():
+                tasks.start_soon(self._announce, scheduler, leases)
             with self._time:
                 await self._jobs.wait_until_idle()
                 await self._tasks.wait_until_idle()
