@@ -36,7 +36,6 @@ from hypha_scheduler.strategies.base import (
     TaskNotStarted,
     TaskReady,
     TaskRef,
-    TaskStarted,
     TaskState,
     WriteJournal,
 )
