@@ -20,7 +20,7 @@ import pytest
 
 from hypha_net import pubsub, rpc
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned, SliceEntry, UnusableSlice
+from hypha_proto.datasets import DATA, JSONL, DataRequest, SliceAssigned, SliceEntry, UnusableSlice
 from hypha_proto.dispatch import (
     DISPATCH_JOB,
     Dispatched,
@@ -30,6 +30,7 @@ from hypha_proto.dispatch import (
     NotFound,
     WireError,
 )
+from hypha_proto.drain import ANNOUNCE_DRAIN, Drain
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
@@ -175,6 +176,10 @@ class QuietOperator:
 
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
         self.hear("lost", lease, reason)
+        return ()
+
+    def on_lease_draining(self, lease: Lease, seconds: float, now: float) -> Effects:
+        self.hear("draining", lease, seconds)
         return ()
 
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
@@ -378,6 +383,11 @@ class ScriptedWorker:
     async def health(self, _peer: PeerId, _request: HealthRequest) -> Health:
         return Health(healthy=True, role="worker", bytes_sent=0, bytes_received=0)
 
+    async def drain(self, scheduler: PeerId, *leases: uuid.UUID, seconds: float = 60.0) -> None:
+        """Announce that leases end within `seconds`."""
+        message = Drain(leases=leases, left_ms=int(seconds * 1000), reason="its owner drains it")
+        await rpc.call(self.endpoint, scheduler, ANNOUNCE_DRAIN, message)
+
     # -------------------------------------------------------------------------------------------- speaks as an executor
 
     def of(self, lease: uuid.UUID) -> DispatchJob:
@@ -414,7 +424,7 @@ def dataset(provider: PeerId) -> Dataset:
     """Return the dataset, as a scheduler has found it."""
     digest = "blake3:" + "0" * 64
     entries = tuple(SliceEntry(file=f"{n}", samples=4, size=1, digest=digest) for n in range(SLICES))
-    return Dataset(DATASET, provider, entries)
+    return Dataset(DATASET, provider, entries, format=JSONL)
 
 
 @dataclass

@@ -120,6 +120,7 @@ class RunnerContext:
             epoch=chosen.epoch,
             digest=found.digest(chosen.index),
             others=tuple(others) or None,
+            format=found.format,
         )
 
     def locate(self, source: DatasetSource, failures: Collection[FailedHolder] = ()) -> ResourceLocation:

@@ -8,9 +8,10 @@ from typing import Any, Final
 
 import anyio
 
+from hypha_proto.datasets import SAFETENSORS
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.strategies.base import JobContext, Operator, StrategyMethod
+from hypha_scheduler.strategies.base import DatasetView, JobContext, Operator, StrategyMethod
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator, JobData
 from hypha_scheduler.strategies.diloco.restore import restore
@@ -48,7 +49,7 @@ async def _open(
 
 async def _prepare(job: DilocoJobConfig, context: JobContext, closed: int) -> JobData:
     timeout = job.resources.allocation_timeout
-    dataset = await context.open_dataset(job.dataset.dataset, timeout=timeout)
+    dataset = _check_tensors(await context.open_dataset(job.dataset.dataset, timeout=timeout))
     result = ResultModel(context.directory / "model", job.rounds.checkpoint_every, closed)
     model = await context.prepare_artifact(job.model, "model", result.directory)
     preprocessor = None
@@ -58,10 +59,25 @@ async def _prepare(job: DilocoJobConfig, context: JobContext, closed: int) -> Jo
         )
     evaluation = None
     if job.dataset.evaluation is not None:
-        evaluation = await context.open_dataset(
-            job.dataset.evaluation, timeout=timeout, manifest="evaluation-manifest.json"
+        manifest = "evaluation-manifest.json"
+        evaluation = _check_tensors(
+            await context.open_dataset(job.dataset.evaluation, timeout=timeout, manifest=manifest)
         )
     return JobData(dataset, model.reference, result, preprocessor.reference if preprocessor else None, evaluation)
+
+
+def _check_tensors(dataset: DatasetView) -> DatasetView:
+    """Return the dataset if executors can train on it.
+
+    Raises:
+        JobFailedError: its slices are no tensors.
+    """
+    if dataset.format in (None, SAFETENSORS):
+        return dataset
+    raise JobFailedError(
+        f"dataset {dataset.name!r} holds rows of the format {dataset.format}, and training reads safetensors: convert "
+        "its rows to tensors and prepare them with `hypha-data prepare`, or name another dataset"
+    )
 
 
 STRATEGY: Final = DilocoStrategy()
