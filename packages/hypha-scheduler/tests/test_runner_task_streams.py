@@ -7,6 +7,7 @@ import random
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,17 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from support.mutation import mutated
-from support.scripted_jobs import DATASET, SLICES, Lab, QuietOperator, ScriptedStrategy, ScriptedWorker, role, run_jobs
+from support.scripted_jobs import (
+    DATASET,
+    SLICES,
+    Lab,
+    QuietOperator,
+    ScriptedStrategy,
+    ScriptedWorker,
+    dataset,
+    role,
+    run_jobs,
+)
 from support.task_stream_worker import TaskStreamWorker, WorkerCodec, subscribe
 
 from hypha_net import instrumentation, rpc
@@ -58,6 +69,7 @@ from hypha_proto.tasks import (
     TaskSpec,
     UriSource,
 )
+from hypha_scheduler.datasets.dataset import Dataset
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.jobs.task_graph import TaskState
@@ -790,8 +802,8 @@ def test_workers_hear_where_resources_are(tmp_path: Path, monkeypatch: pytest.Mo
         slices = (await locate(worker, begin, "data")).pull
         assert slices is not None
         assert [(entry.path, entry.dataset, entry.index, entry.size) for entry in slices.files] == [
-            ("digits-1.safetensors", DATASET, 1, 1),
-            ("digits-3.safetensors", DATASET, 3, 1),
+            ("digits-1.jsonl", DATASET, 1, 1),
+            ("digits-3.jsonl", DATASET, 3, 1),
         ]
         [peer] = slices.files[0].peers
         assert slices.files[0].digest == "blake3:" + "0" * 64
@@ -824,6 +836,25 @@ def test_workers_hear_where_resources_are(tmp_path: Path, monkeypatch: pytest.Mo
         await lab.finish(operator)
 
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Locating, dataset=True), case)
+
+
+def test_slices_keep_the_suffix_of_their_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = DatasetSource(name=DATASET, slices=(3, 1, 3))
+    spec = TaskSpec(executor="shell/bash", resources=(TaskResource(name="data", dataset=source),))
+
+    async def case(lab: Lab) -> None:
+        async def open_dataset(*_: Any, **__: Any) -> Dataset:
+            return replace(dataset(lab.peer), format=None)
+
+        monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)
+        operator = await lab.start()
+        worker, begin = await start(lab, operator, spec)
+        slices = (await locate(worker, begin, "data")).pull
+        assert slices is not None
+        assert [entry.path for entry in slices.files] == ["digits-3.safetensors", "digits-1.safetensors"]
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(dataset=True), case)
 
 
 @pytest.mark.parametrize(
