@@ -410,6 +410,25 @@ def test_a_fetch_that_waits_keeps_no_part_from_being_sent(
     assert both_sent.is_set()
 
 
+def test_a_fetch_is_repeated_while_others_compute_the_slices(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hypha.accelerate_executor.bridge.client._RETRY_SECONDS", 0.01)
+    worker = make_task_worker(digit_model, digit_slices[:1], CLASSIFY)
+    asked = 0
+
+    def fetch(body: Any) -> tuple[int, Any]:
+        nonlocal asked
+        asked += 1
+        if 1 < asked < 30:
+            return 503, {"error": "no-free-slice", "detail": "every slice is assigned to others"}
+        return worker.fetch(body)  # type: ignore[no-any-return]
+
+    worker.answers["/resources/fetch"] = fetch
+    _run(worker, "--timeout", "0.2")
+    assert asked == 30
+
+
 def test_a_drained_task_finishes_its_slice_and_ends(
     make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
 ) -> None:

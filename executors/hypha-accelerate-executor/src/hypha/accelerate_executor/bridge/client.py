@@ -41,9 +41,10 @@ _CONNECT_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 0.5
 _SPANS_SECONDS: Final = 2.0
 """Seconds that reporting spans may delay training, once: it is not retried."""
-_TASK_UPDATE: Final = "/task/update"
 _GONE: Final = 410
 _UNAVAILABLE: Final = 503
+_NO_FREE_SLICE: Final = "no-free-slice"
+"""Kind of a 503 after which a fetch is repeated until the worker ends the task: slices are computed by others."""
 _LINE_LIMIT: Final = 1 << 20
 
 
@@ -184,7 +185,7 @@ class Bridge:
         Raises:
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
-        response = self._post(_TASK_UPDATE, json.dumps({"metrics": dict(metrics)}).encode())
+        response = self._post(routes.UPDATE, json.dumps({"metrics": dict(metrics)}).encode())
         answer = self._json("update", response)
         return TaskAnswer(isinstance(answer, dict) and answer.get("draining") is True)
 
@@ -248,7 +249,8 @@ class Bridge:
             try:
                 return self._post(route, content)
             except BridgeRefused as refusal:
-                if refusal.status != _UNAVAILABLE or time.monotonic() > deadline:
+                may_wait = refusal.kind == _NO_FREE_SLICE or time.monotonic() <= deadline
+                if refusal.status != _UNAVAILABLE or not may_wait:
                     raise
                 time.sleep(_RETRY_SECONDS)
 
