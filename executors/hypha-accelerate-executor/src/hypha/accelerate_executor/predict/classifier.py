@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,18 @@ from hypha.accelerate_executor.errors import DataError
 from hypha.accelerate_executor.predict.computation import Result, longest_input
 from hypha.accelerate_executor.predict.row_errors import RowError
 from hypha.accelerate_executor.predict.settings import SCORES, InferenceTask
-from hypha.accelerate_executor.predict.slices import SliceRows
+from hypha.accelerate_executor.predict.slices import SliceRows, join_rows
 
 _TOKENS = "input_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked row."""
+
+    columns: frozenset[str]
+    arrays: Arrays | None = None
+    """Its values as a batch of one row; None where they are read with those of other rows."""
 
 
 class Classifier:
@@ -45,30 +55,37 @@ class Classifier:
         self._gives_scores = SCORES in task.columns
         self._vocabulary = value_limits(task.model.type, module).get("input_ids")
         self._longest = longest_input(module)
+        takes_tokens = _TOKENS in self._inputs.columns and preprocessor is None
+        self._checks_values = takes_tokens or (preprocessor is not None and preprocessor.is_text)
         self._dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
 
-    def prepare(self, rows: SliceRows, row: int) -> Arrays:
-        """Return a row's columns as a batch of one row."""
+    def prepare(self, rows: SliceRows, row: int) -> Prepared:
+        """Return a row's columns, and its values where they have to be checked one by one."""
         present = rows.columns_of(row)
-        wanted = set(self._inputs.columns.values()) - self._raw
-        required = self._inputs.required if self._preprocessor is None else set[str]()
-        columns = self._raw | required | (wanted & set(present))
+        columns = self._columns_of(frozenset(present))
+        if rows.is_uniform and columns <= set(present) and not self._checks_values:
+            return Prepared(columns)
         arrays = rows.arrays([row], columns, self._raw)
         self._check_text(arrays)
         self._check_tokens(arrays)
-        return arrays
+        return Prepared(columns, arrays)
+
+    def _columns_of(self, present: frozenset[str]) -> frozenset[str]:
+        """Return the columns that the model takes of a row with these."""
+        wanted = frozenset(self._inputs.columns.values()) - self._raw
+        required = frozenset(self._inputs.required) if self._preprocessor is None else frozenset[str]()
+        return self._raw | required | (wanted & present)
 
     def compute(
-        self, rows: SliceRows, slice_index: int, prepared: Sequence[tuple[int, Arrays]]
+        self, rows: SliceRows, slice_index: int, prepared: Sequence[tuple[int, Prepared]]
     ) -> list[Result | RowError]:
         """Return label, score and, if asked for, all scores of some rows."""
-        numbers = [number for number, _ in prepared]
-        columns = prepared[0][1].keys()
-        if any(arrays.keys() != columns for _, arrays in prepared):
+        columns = prepared[0][1].columns
+        if any(each.columns != columns for _, each in prepared):
             raise DataError("rows have different columns")
-        arrays = rows.arrays(numbers, columns, self._raw)
-        probabilities = self._probabilities(self._preprocessor(arrays) if self._preprocessor else arrays)
-        return [self._result(row) for row in probabilities]
+        read = [each.arrays for _, each in prepared if each.arrays is not None]
+        arrays = join_rows(read) if read else rows.arrays([number for number, _ in prepared], columns, self._raw)
+        return self._results(self._probabilities(self._preprocessor(arrays) if self._preprocessor else arrays))
 
     def _probabilities(self, arrays: Arrays) -> NDArray[np.float32]:
         arguments = {
@@ -87,14 +104,15 @@ class Classifier:
             result: NDArray[np.float32] = torch.softmax(logits.float(), dim=-1).cpu().numpy()
         return result
 
-    def _result(self, probabilities: NDArray[np.float32]) -> Result | RowError:
-        if not np.isfinite(probabilities).all():
-            return RowError("not-finite", "the model's logits are not finite")
-        label = int(probabilities.argmax())
-        values: dict[str, Any] = {"label": label, "score": float(probabilities[label])}
+    def _results(self, probabilities: NDArray[np.float32]) -> list[Result | RowError]:
+        labels, finite = probabilities.argmax(axis=1).tolist(), np.isfinite(probabilities).all(axis=1).tolist()
+        best = probabilities.max(axis=1).tolist()
+        found = [{"label": label, "score": score} for label, score in zip(labels, best, strict=True)]
         if self._gives_scores:
-            values[SCORES] = [float(each) for each in probabilities]
-        return Result(values)
+            scores = probabilities.tolist()
+            found = [values | {SCORES: row} for values, row in zip(found, scores, strict=True)]
+        error = RowError("not-finite", "the model's logits are not finite")
+        return [Result(values) if is_finite else error for values, is_finite in zip(found, finite, strict=True)]
 
     def _check_text(self, arrays: Arrays) -> None:
         """Refuse text that the preprocessor would cut off."""

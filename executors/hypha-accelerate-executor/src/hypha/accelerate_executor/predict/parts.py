@@ -14,6 +14,8 @@ from hypha.accelerate_executor.predict.slices import SliceRows
 LINE_LIMIT: Final = 4 << 20
 """Largest number of bytes of a line; schedulers refuse longer ones."""
 
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
 
 def part_name(slice_index: int) -> str:
     """Return the name of a slice's part."""
@@ -79,7 +81,7 @@ class Part:
 
     def _line(self, row: int, values: Mapping[str, Any]) -> bytes:
         line = {"slice": self._slice, "row": row} | dict(values)
-        return json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        return _ENCODER.encode(line).encode() + b"\n"
 
 
 def _error(error: RowError) -> dict[str, Any]:

@@ -33,6 +33,11 @@ class SliceRows(Protocol):
         """Return the number of rows."""
         ...
 
+    @property
+    def is_uniform(self) -> bool:
+        """Return whether all rows have the same columns, with values of the same shape and type."""
+        ...
+
     def value(self, row: int, column: str) -> Any:
         """Return a row's value as plain JSON value.
 
@@ -90,11 +95,17 @@ class TensorSlice:
         except TensorFileError as error:
             raise DataError(f"slice {error}") from None
         self._count = count_samples(self._file)
+        self._stored = {name: np.asarray(self._file.stored(name)) for name in self._file.tensors}
 
     @property
     def count(self) -> int:
         """Return the number of rows."""
         return self._count
+
+    @property
+    def is_uniform(self) -> bool:
+        """Return True: a tensor has a shape and a dtype."""
+        return True
 
     def columns_of(self, row: int) -> Collection[str]:
         """Return the names of the tensors."""
@@ -103,7 +114,7 @@ class TensorSlice:
     def value(self, row: int, column: str) -> Any:
         """Return a row of a tensor: a number, a boolean, text (uint8 in one dimension), or lists of numbers."""
         self._check(column)
-        stored, dtype = self._file.stored(column)[row : row + 1], self._file.tensors[column].dtype
+        stored, dtype = self._stored[column][row : row + 1], self._file.tensors[column].dtype
         if stored.dtype == np.uint8 and stored.ndim == 2:
             return decode_text(stored)[0]
         values = to_float32(stored, dtype) if dtype == "BF16" else stored
@@ -118,6 +129,7 @@ class TensorSlice:
 
     def close(self) -> None:
         """Close the file."""
+        self._stored = {}
         self._file.close()
 
     def _check(self, column: str) -> None:
@@ -126,7 +138,7 @@ class TensorSlice:
 
 
 class JsonSlice:
-    """A slice of JSON lines; lines are parsed when their row is used."""
+    """A slice of JSON lines, each parsed once, when its row is used."""
 
     def __init__(self, path: Path) -> None:
         """Read the file.
@@ -136,7 +148,7 @@ class JsonSlice:
         """
         content = path.read_bytes()
         self._lines = (content[:-1] if content.endswith(b"\n") else content).split(b"\n") if content else []
-        self._parsed: tuple[int, dict[str, Any]] | None = None
+        self._parsed: dict[int, dict[str, Any]] = {}
         if not self._lines:
             raise DataError(f"slice {path.name}: no line; a slice has at least one row")
 
@@ -144,6 +156,11 @@ class JsonSlice:
     def count(self) -> int:
         """Return the number of lines."""
         return len(self._lines)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Return False: each row is an object of its own."""
+        return False
 
     def columns_of(self, row: int) -> Collection[str]:
         """Return the keys of a row."""
@@ -179,15 +196,32 @@ class JsonSlice:
         return array.astype(np.int64)
 
     def _row(self, row: int) -> dict[str, Any]:
-        if self._parsed is None or self._parsed[0] != row:
+        if row not in self._parsed:
             try:
                 value = parse_json(self._lines[row])
             except DecodeError as error:
                 raise RowError("not-json", str(error)) from None
             if type(value) is not dict:
                 raise RowError("not-json", f"expected an object, not {value!r:.80}")
-            self._parsed = row, value
-        return self._parsed[1]
+            self._parsed[row] = value
+        return self._parsed[row]
+
+
+def join_rows(batches: Sequence[Arrays]) -> Arrays:
+    """Return one batch of several, which have the same columns; text is padded with zeros.
+
+    Raises:
+        ValueError: values of a column differ in shape.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    return {column: _join([batch[column] for batch in batches]) for column in batches[0]}
+
+
+def _join(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    if all(value.dtype == np.uint8 and value.ndim == 2 for value in values):
+        return _stack([row for value in values for row in value])
+    return np.concatenate(values)
 
 
 def _stack(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
