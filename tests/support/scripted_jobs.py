@@ -30,6 +30,7 @@ from hypha_proto.dispatch import (
     NotFound,
     WireError,
 )
+from hypha_proto.drain import ANNOUNCE_DRAIN, Drain
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
@@ -175,6 +176,10 @@ class QuietOperator:
 
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
         self.hear("lost", lease, reason)
+        return ()
+
+    def on_lease_draining(self, lease: Lease, seconds: float, now: float) -> Effects:
+        self.hear("draining", lease, seconds)
         return ()
 
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
@@ -377,6 +382,11 @@ class ScriptedWorker:
 
     async def health(self, _peer: PeerId, _request: HealthRequest) -> Health:
         return Health(healthy=True, role="worker", bytes_sent=0, bytes_received=0)
+
+    async def drain(self, scheduler: PeerId, *leases: uuid.UUID, seconds: float = 60.0) -> None:
+        """Announce that leases end within `seconds`."""
+        message = Drain(leases=leases, left_ms=int(seconds * 1000), reason="its owner drains it")
+        await rpc.call(self.endpoint, scheduler, ANNOUNCE_DRAIN, message)
 
     # -------------------------------------------------------------------------------------------- speaks as an executor
 

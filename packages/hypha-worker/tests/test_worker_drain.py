@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypha_net import rpc
+from hypha_net import pubsub, rpc
 from hypha_net.node.health import serve_health
 from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryNetwork
@@ -29,6 +29,7 @@ from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import SAY_GOODBYE, Goodbye, GoodbyeReceived
+from hypha_proto.offers import WORKER_REQUESTS
 from hypha_worker.cli import main
 from hypha_worker.control.server import ControlServer, parse_request, socket_path
 from hypha_worker.service import serve
@@ -219,8 +220,10 @@ def on_site(tmp_path: Path, make_config: Any, make_lab: Any) -> Callable[..., No
             async with (
                 network.endpoint("worker") as endpoint,
                 network.endpoint("scheduler") as scheduler,
+                pubsub.subscribe(scheduler, WORKER_REQUESTS),  # a worker alone on the topic waits to become ready
                 anyio.create_task_group() as tasks,
             ):
+                await scheduler.connect(endpoint.addresses[0])
                 terminated = anyio.Event()
                 node = Node(endpoint, tasks, drain_on_sigterm=lambda _timeout: terminated)
                 config = make_config(tmp_path, **changes)

@@ -22,6 +22,7 @@ from hypha_net.log_throttle import LogThrottle
 from hypha_net.node.lifecycle import Node
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.dispatch import JOB_STATUS, JobStatus, NotFound, StatusReceived, WireError
+from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import JOB_END, SAY_GOODBYE, Goodbye, GoodbyeReceived, JobEnd, JobEndReceived
 from hypha_proto.offers import OFFER, OfferReceived, WorkerOffer
@@ -162,6 +163,7 @@ class SchedulerService:
         rpc.serve(endpoint, REPORT, self._report)
         rpc.serve(endpoint, JOB_END, self._job_end)
         rpc.serve(endpoint, SAY_GOODBYE, self._goodbye)
+        rpc.serve(endpoint, ANNOUNCE_DRAIN, self._drain)
         rpc.serve(endpoint, JOB_STATUS, self._job_status)
         rpc.serve(endpoint, LOCATE_RESOURCE, self._locate)
         serve_task_streams(endpoint, self._find_streams)
@@ -251,6 +253,11 @@ class SchedulerService:
         for run in self._runs.values():
             run.on_goodbye(peer, goodbye)
         return GoodbyeReceived()
+
+    async def _drain(self, peer: PeerId, drain: Drain) -> DrainReceived:
+        for run in self._runs.values():
+            run.on_drain(peer, drain)
+        return DrainReceived()
 
     async def _job_end(self, peer: PeerId, end: JobEnd) -> JobEndReceived:
         run = self._runs.get(end.job_id)

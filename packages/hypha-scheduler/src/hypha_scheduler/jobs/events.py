@@ -82,6 +82,10 @@ class JobEvents:
             self.emit("lease_added", seconds=round(seconds, 4), **fields)
         self.journal.record_async("leased", leases=_recorded(leases))
 
+    def draining(self, lease: Lease, seconds: float, reason: str) -> None:
+        """Report that the worker of a lease ends when its task has ended, after `seconds` in any case."""
+        self.emit("lease_draining", peer=str(lease.peer), role=lease.role, seconds=seconds, reason=reason)
+
     def shortage(self, shortage: Shortage) -> None:
         """Report why workers are missing."""
         self.emit(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -76,6 +76,8 @@ class LeasePool:
     _renewed: HeldLeases = field(init=False)
     _spent: dict[uuid.UUID, HeldLease] = field(default_factory=dict)
     """Leases whose task has ended: no longer renewed, and released at the end of the job if they exist then."""
+    _draining: set[uuid.UUID] = field(default_factory=set)
+    """Held leases whose workers have announced that they will end."""
     _search: _Search | None = None
     _is_stale: bool = False
     """Whether the leases have changed since they were last compared with the demand."""
@@ -234,6 +236,19 @@ class LeasePool:
         held = self._renewed.drop(lease)
         if held is not None:
             self._on_lost(held, reason)
+
+    def drain(self, peer: PeerId, leases: Collection[uuid.UUID], reason: str) -> tuple[Lease, ...]:
+        """Return the leases among `leases` that `peer` drains, each at the first call only.
+
+        Those of a search that goes on are given back, since their worker would start no task on them.
+        """
+        for renewed in self._renewed.held():
+            if renewed.peer == peer and renewed.lease in leases and renewed.lease not in self._held:
+                self._drop(renewed.lease, peer, reason)
+                self._on_lost(renewed, reason)
+        new = [held for held in self.held if held.peer == peer and held.id in leases and held.id not in self._draining]
+        self._draining = {lease for lease in self._draining if lease in self._held} | {held.id for held in new}
+        return tuple(new)
 
     def _on_lost(self, held: HeldLease, reason: str) -> None:
         lease = self._held.pop(held.lease, None)

@@ -23,10 +23,9 @@ from hypha_net.errors import (
     ContentMismatchError,
     NetError,
     NoSpaceError,
-    RequestError,
     TransferError,
     TransferRefusedError,
-    UnsupportedProtocolError,
+    UnreachableError,
 )
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import StoredFile, StoredOutput
@@ -38,18 +37,10 @@ _log = logging.getLogger(__name__)
 MAX_CONCURRENT: Final = 4
 """Files of one output that are pulled at a time."""
 RETRY_DELAYS: Final = (0.5, 2.0, 5.0)
-"""Seconds before each further attempt at a file; within one, what is interrupted is resumed."""
+"""Seconds before a holder that cannot be reached is asked again; what is interrupted is resumed by the transfer."""
 _MIN_TIMEOUT: Final = 600.0
 _MIN_RATE: Final = 1 << 18
 """Bytes a second of a large file; what is slower has failed."""
-_FINAL: Final = (
-    ContentMismatchError,
-    NoSpaceError,
-    TransferRefusedError,
-    UnsupportedProtocolError,
-    RequestError,
-)
-"""Errors that another attempt would not cure."""
 
 
 async def download_output(
@@ -133,7 +124,7 @@ async def _pull_one(
     what = f"file {file.path or output.name!r} of output {output.name!r} at {holder}"
 
     def on_failure(error: NetError, pause: float) -> None:
-        if isinstance(error, _FINAL):
+        if not isinstance(error, UnreachableError):
             raise error
         _log.warning("%s cannot be fetched, trying again in %g s: %s", what, pause, error)
 

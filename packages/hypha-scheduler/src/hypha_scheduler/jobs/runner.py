@@ -28,6 +28,7 @@ from hypha_net.message_channel import ChannelError
 from hypha_net.transfer import FilePushTarget, PullSource
 from hypha_proto.datasets import DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireError
+from hypha_proto.drain import Drain
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec
 from hypha_proto.leases import CANCEL_JOB, CancelJob, Goodbye, JobEnd
@@ -785,6 +786,15 @@ class JobRunner:
         for lease in self._pool.held:
             if lease.peer == peer and lease.id in goodbye.leases:
                 self._pool.drop(lease.id, reason)
+
+    def on_drain(self, peer: PeerId, drain: Drain) -> None:
+        """Handle a worker's announcement that it will end: the operator hears once of each lease."""
+        if self._operator is None or self._closed:
+            return
+        seconds, reason = drain.left_ms / 1000, _one_line(drain.reason) or "it drains"
+        for lease in self._pool.drain(peer, frozenset(drain.leases), reason):
+            self._events.draining(lease, seconds, reason)
+            self._tell(self._running_operator.on_lease_draining, lease, seconds, anyio.current_time())
 
     def on_job_end(self, peer: PeerId, end: JobEnd) -> None:
         """Handle a worker's report on how an executor ended."""

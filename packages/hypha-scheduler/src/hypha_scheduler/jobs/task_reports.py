@@ -54,15 +54,9 @@ class UnusableReportError(Exception):
 def read_report(report: TaskReport, spec: TaskSpec) -> TaskNews | None:
     """Return what a report about an attempt at `spec` says, with texts cut to their limits; None if nothing known.
 
-    A report that contradicts the specification says that the attempt has failed.
+    Raises:
+        UnusableReportError: it contradicts the specification.
     """
-    try:
-        return _read(report, spec)
-    except UnusableReportError as error:
-        return TaskEnded(TaskState.FAILED, f"its worker reported {error}")
-
-
-def _read(report: TaskReport, spec: TaskSpec) -> TaskNews | None:
     kinds = (report.started, report.ready, report.progress, report.draining)
     ends = (report.finished, report.failed, report.cancelled)
     if sum(kind is not None for kind in (*kinds, *ends)) > 1:

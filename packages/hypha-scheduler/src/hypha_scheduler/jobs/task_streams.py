@@ -11,6 +11,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -37,7 +38,8 @@ from hypha_proto.tasks import (
     TaskSpec,
     WorkerFrame,
 )
-from hypha_scheduler.jobs.task_reports import TaskNews, read_report, traffic_of
+from hypha_scheduler.jobs.task_graph import TaskState
+from hypha_scheduler.jobs.task_reports import TaskNews, UnusableReportError, read_report, traffic_of
 from hypha_scheduler.strategies.base import TaskEnded, TaskRef, TaskStarted, TrafficCounts
 
 _log = logging.getLogger(__name__)
@@ -222,12 +224,14 @@ class TaskStreams:
         if attempt is None or not self._is_about(report, attempt.task):
             self._count_refusal(lease, report, _OTHER_ATTEMPT)
             return
-        news = read_report(report, attempt.spec)
-        if news is None:
-            return  # of a later version
+        try:
+            news = read_report(report, attempt.spec)
+        except UnusableReportError as error:
+            self._count_refusal(lease, report, str(error))
+            news = self._failed(attempt, report, error)
         if isinstance(news, TaskEnded):
-            await self._end(attempt, report, news)
-        elif not isinstance(news, TaskStarted) or not attempt.confirmed.is_set():
+            await self.observer.on_task_news(attempt.task, news, traffic_of(report))
+        elif news is not None and not (isinstance(news, TaskStarted) and attempt.confirmed.is_set()):
             await self._notice(attempt, news)
 
     def _is_about(self, report: TaskReport, task: TaskRef) -> bool:
@@ -241,14 +245,13 @@ class TaskStreams:
         if not attempt.over.is_set():
             await self.observer.on_task_news(attempt.task, news, None)
 
-    async def _end(self, attempt: _Attempt, report: TaskReport, end: TaskEnded) -> None:
-        """End an attempt; a worker whose report is unusable is told to stop what may still run."""
-        traffic = traffic_of(report)
-        if report.failed is None and end.state.name == "FAILED":
-            self._count_refusal(attempt.task.lease.id, report, end.reason)
-        if traffic is None:
-            self.stop(attempt.task, end.reason)
-        await self.observer.on_task_news(attempt.task, end, traffic)
+    def _failed(self, attempt: _Attempt, report: TaskReport, error: UnusableReportError) -> TaskEnded:
+        """Return the end of an attempt whose worker reported what cannot be; what may still run is stopped."""
+        reason = f"its worker reported {error}"
+        if traffic_of(report) is None:
+            with suppress(ChannelError):  # then the next start fails, and the lease is released
+                self.stop(attempt.task, reason)
+        return TaskEnded(TaskState.FAILED, reason)
 
     def _count_refusal(self, lease: uuid.UUID, report: TaskReport, reason: str) -> None:
         _REFUSED.add()

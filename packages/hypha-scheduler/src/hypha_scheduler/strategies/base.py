@@ -409,6 +409,13 @@ class Operator(Protocol):
         """
         return ()
 
+    def on_lease_draining(self, lease: Lease, seconds: float, now: float) -> Effects:
+        """Handle that the worker of a lease will end when the task on it has ended, after `seconds` in any case.
+
+        It starts no further task there. The lease is lost when the worker ends, unless it goes with its task before.
+        """
+        return ()
+
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
         """Handle that a role has less than its minimum of leases after the search has timed out; fails the job."""
         return (EndJob(failure=reasons),)

@@ -9,7 +9,6 @@ its clients do: the connection of a client that stops reading is closed.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,12 +24,10 @@ from hypha_worker.bridge.backend import BridgeBackend
 from hypha_worker.errors import BridgeError, ExecutionError, job_ending
 
 if TYPE_CHECKING:
-    import uvicorn
+    from hypha_worker.bridge.http_server import HttpServer
 
 SOCKET_PATH_LIMIT: Final = 107
 """Largest number of bytes in a Unix socket's path (Linux)."""
-_SHUTDOWN_GRACE: Final = 1
-"""Seconds that requests get to finish when the bridge closes."""
 _BACKLOG: Final = 128
 """Connections that wait until the server has begun."""
 
@@ -41,9 +38,7 @@ class BridgeStartError(ExecutionError):
 
 def preload() -> None:
     """Import the modules that a bridge needs, so that the first job does not wait for them."""
-    import uvicorn  # noqa: F401
-
-    from hypha_worker.bridge import routes  # noqa: F401
+    from hypha_worker.bridge import http_server, routes  # noqa: F401
 
 
 @asynccontextmanager
@@ -80,7 +75,7 @@ class _BridgeServer:
         self._backend = backend
         self._portal = portal
         self._listener = listener
-        self._server: uvicorn.Server | None = None
+        self._server: HttpServer | None = None
         self._scope = anyio.CancelScope(shield=True)  # it also serves a process that is being ended
         self._ended = anyio.Event()
 
@@ -97,7 +92,7 @@ class _BridgeServer:
         """Stop waiting or serving; return when the thread has ended. Also before `run` has begun."""
         self._scope.cancel()
         if self._server is not None:
-            self._server.should_exit = True
+            self._server.end()
         await self._ended.wait()
 
     async def _serve(self) -> None:
@@ -130,31 +125,11 @@ def _unbind(listener: socket.socket, path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _make_server(backend: BridgeBackend, portal: anyio.from_thread.BlockingPortal) -> uvicorn.Server:
-    import uvicorn
-
+def _make_server(backend: BridgeBackend, portal: anyio.from_thread.BlockingPortal) -> HttpServer:
+    from hypha_worker.bridge.http_server import HttpServer
     from hypha_worker.bridge.routes import make_app
 
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # at INFO it logs every start and end
-    logging.getLogger("uvicorn.error").addFilter(_is_not_shutdown_noise)
-    config = uvicorn.Config(
-        make_app(backend, _portal_call(portal)),
-        loop="asyncio",
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=_SHUTDOWN_GRACE,
-        timeout_keep_alive=3600,
-    )
-    return uvicorn.Server(config)
-
-
-def _is_not_shutdown_noise(record: logging.LogRecord) -> bool:
-    """Drop uvicorn's messages on connections that it closed because a job ended: that is expected."""
-    kind = record.exc_info[0] if record.exc_info else None
-    return not (record.getMessage().startswith("Cancel ") or (kind and issubclass(kind, asyncio.CancelledError)))
+    return HttpServer(make_app(backend, _portal_call(portal)))
 
 
 def _portal_call(portal: anyio.from_thread.BlockingPortal) -> Callable[..., Awaitable[Any]]:

@@ -25,7 +25,7 @@ from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import ExecutionError, WorkReturnedError, describe_disk_fault, is_disk_fault
 from hypha_worker.executors.process.process_runner import JOB_JSON, ProcessPlace, ProcessRunner, ProcessSettings
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandler
-from hypha_worker.jobs.references import reference_peers, without_secrets
+from hypha_worker.jobs.references import job_references, reference_peers, without_secrets
 
 
 class ProcessExecution:
@@ -41,6 +41,7 @@ class ProcessExecution:
             job_id=context.spec.job_id,
             work_dir=context.work_dir,
             senders=reference_peers([context.spec.executor.config.results]),
+            peers=reference_peers(job_references(context.spec)),
             storage=context.storage,
             kind=self.accepted_push_kind,
             on_disk_error=self._stop_for_disk_error,
