@@ -41,7 +41,9 @@ async def start_worker(endpoint: MemoryEndpoint, tasks: anyio.abc.TaskGroup) -> 
     capabilities = Capabilities(Capacity(ROOM), EXECUTORS)
     lease_manager = LeaseManager(capabilities.capacity)
     jobs = JobManager(endpoint, lease_manager, {}, Path("unused"), tasks)
-    task_manager = TaskManager(TaskHost(endpoint, lease_manager, Path("unused"), OutputStore(Path("unused/outputs"))), tasks)
+    task_manager = TaskManager(
+        TaskHost(endpoint, lease_manager, Path("unused"), OutputStore(Path("unused/outputs"))), tasks
+    )
     worker = Worker(endpoint, Arbiter(OfferPolicy(), capabilities), lease_manager, jobs, task_manager)
     worker.listen()
     await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep).run)
