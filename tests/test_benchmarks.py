@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("transfer", "footprint", "relay", "requests", "connect", "gossip", "start", "memory", "placement", "runner")
+NAMES = (
+    "transfer",
+    "footprint",
+    "relay",
+    "requests",
+    "connect",
+    "gossip",
+    "start",
+    "memory",
+    "placement",
+    "runner",
+    "tasks",
+)
 
 
 def run(tmp_path: Path, *arguments: str, timeout: float) -> tuple[str, list[dict[str, Any]]]:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from benchmarks.measures import connect, footprint, gossip, memory, placement, relay, requests, runner, start, transfer
+from benchmarks.measures import (
+    connect,
+    footprint,
+    gossip,
+    memory,
+    placement,
+    relay,
+    requests,
+    runner,
+    start,
+    tasks,
+    transfer,
+)
 from benchmarks.run import BenchmarkRun
 from benchmarks.tables import Row
 
@@ -19,4 +31,5 @@ MEASURES: Mapping[str, Callable[[BenchmarkRun], list[Row]]] = {
     "memory": memory.measure,
     "placement": placement.measure,
     "runner": runner.measure,
+    "tasks": tasks.measure,
 }

@@ -14,8 +14,19 @@ import msgspec
 import pytest
 
 from hypha_proto.codec import from_json, to_cbor, to_json, to_plain
-from hypha_proto.datasets import DATA, DataRequest, DatasetRecord, ProviderFailure, SliceAssigned, UnusableSlice
+from hypha_proto.datasets import (
+    DATA,
+    JSONL,
+    DataRequest,
+    DatasetRecord,
+    Manifest,
+    ProviderFailure,
+    SliceAssigned,
+    SliceEntry,
+    UnusableSlice,
+)
 from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, Finished, JobStatus
+from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId
@@ -122,6 +133,7 @@ REQUESTS: list[tuple[Any, Any]] = [
     ),
     (SAY_GOODBYE, Goodbye(leases=(ID[1], ID[2]), reason="the worker is shutting down")),
     (CANCEL_JOB, CancelJob(id=ID[1], reason="a member was lost", attempt=2)),
+    (ANNOUNCE_DRAIN, Drain(leases=(ID[1], ID[2]), left_ms=60_000, reason="its owner drains it")),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
@@ -141,6 +153,8 @@ RESPONSES: list[tuple[Any, Any]] = [
     (RENEW_LEASE, Renewed(id=ID[1], timeout=TIME, timeout_ms=10_000)),
     (REPORT, ProgressError(reason="the round is over")),
     (SAY_GOODBYE, GoodbyeReceived()),
+    (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, format=JSONL)),
+    (ANNOUNCE_DRAIN, DrainReceived()),
 ]
 PUSH = PushHeader(
     job_id=ID[7], round=4, kind=PSEUDO_GRADIENT, name="update.safetensors", size=1 << 33, digest=DIGEST, samples=320
@@ -163,6 +177,13 @@ HEARTBEAT = [
 
 
 RECORDS = [DatasetRecord(num_slices=4, seq=7, manifest="blake3:" + "ab" * 32, withheld=(1, 3))]
+ENTRY = SliceEntry(file="slice-00000.jsonl", samples=3, size=96, digest=DIGEST)
+TENSORS = Manifest(dataset="digits", slices=(msgspec.structs.replace(ENTRY, file="slice-00000.safetensors"),))
+MANIFESTS = [
+    TENSORS,
+    msgspec.structs.replace(TENSORS, columns={"pixel_values": "float32[1,8,8]", "labels": "int64[]"}),
+    Manifest(dataset="prompts", slices=(ENTRY,), format=JSONL, columns={"prompt": "text", "stars": "integer"}),
+]
 
 
 def lines() -> list[dict[str, Any]]:
@@ -183,6 +204,9 @@ def lines() -> list[dict[str, Any]]:
         made.append(
             {"protocol": "/ipfs/kad/1.0.0", "kind": "record", "name": "dataset", "hex": data.hex(), "json": plain}
         )
+    for manifest in MANIFESTS:
+        data, plain = to_json(Manifest, manifest), to_plain(Manifest, manifest)
+        made.append({"protocol": "transfer", "kind": "file", "name": "manifest", "hex": data.hex(), "json": plain})
     return made
 
 
@@ -190,7 +214,7 @@ def golden() -> list[dict[str, Any]]:
     return [json.loads(line) for line in GOLDEN.read_text().splitlines()]
 
 
-ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(HEARTBEAT) + len(RECORDS)
+ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(HEARTBEAT) + len(RECORDS) + len(MANIFESTS)
 
 
 @pytest.mark.parametrize("index", range(ALL))
@@ -204,8 +228,11 @@ def test_golden_bytes_decode() -> None:
         assert method.decode_request(bytes.fromhex(line["hex"])) == value
     for (method, value), line in zip(RESPONSES, stored[len(REQUESTS) :], strict=False):
         assert method.decode_response(bytes.fromhex(line["hex"])) == value
-    for record, line in zip(RECORDS, stored[-len(RECORDS) :], strict=True):
+    records = stored[-len(RECORDS) - len(MANIFESTS) :]
+    for record, line in zip(RECORDS, records, strict=False):
         assert from_json(DatasetRecord, bytes.fromhex(line["hex"])) == record
+    for manifest, line in zip(MANIFESTS, stored[-len(MANIFESTS) :], strict=True):
+        assert from_json(Manifest, bytes.fromhex(line["hex"])) == manifest
     assert len(stored) == ALL
 
 

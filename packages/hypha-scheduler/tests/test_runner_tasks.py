@@ -306,7 +306,9 @@ def test_nothing_of_peers_without_a_running_task_reaches_the_operator(
         assert isinstance(await mine.report(lab.peer, job_id), Acknowledged)
         assert isinstance(await mine.report(lab.peer, job_id, uuid.uuid4()), ProgressError)
         assert isinstance(await stranger.report(lab.peer, job_id, lease), ProgressError)
-        assert isinstance(await mine.slice(lab.peer, job_id), SliceAssigned)
+        assigned = await mine.slice(lab.peer, job_id)
+        assert isinstance(assigned, SliceAssigned)
+        assert assigned.format == "jsonl"
         assert len(operator.told("progress")) == 2
         await mine.end(lease)
         assert await speak() == 0  # a task that has ended

@@ -43,6 +43,7 @@ from hypha_proto.dispatch import (
     Failed,
     JobStatus,
 )
+from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec, PeersReference, TrainConfig, executor_class
@@ -353,11 +354,11 @@ class Worker:
             await self.end(peer, self.dispatched, 0, "", ())
 
 
-async def data_node(endpoint: MemoryEndpoint, tmp: Path) -> None:
+async def data_node(endpoint: MemoryEndpoint, tmp: Path, form: str | None = None) -> None:
     digest = "blake3:" + "0" * 64
     entries = tuple(SliceEntry(file=f"{n}", samples=SLICE_SAMPLES, size=1, digest=digest) for n in range(SLICES))
     manifest = tmp / "served-manifest.json"
-    manifest.write_bytes(to_json(Manifest, Manifest(dataset="digits", slices=entries)))
+    manifest.write_bytes(to_json(Manifest, Manifest(dataset="digits", slices=entries, format=form)))
 
     async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
         return transfer.PullSource(manifest) if request.name == "manifest" else Refusal(reason="not in this test")
@@ -374,6 +375,7 @@ def run_network(
     case: Case,
     prepare: Callable[[list[Worker]], None] = lambda workers: None,
     faults: Faults | None = None,
+    form: str | None = None,
 ) -> None:
     """Run a test with three training workers, a parameter server, a data node and a scheduler."""
 
@@ -389,7 +391,7 @@ def run_network(
             prepare(workers)
             for worker in workers:
                 await tasks.start(worker.run)
-            await data_node(endpoints[5], tmp_path)
+            await data_node(endpoints[5], tmp_path, form)
             await case(SchedulerService(endpoints[4], tmp_path / "runs"), workers, shared)
             tasks.cancel_scope.cancel()
 
@@ -426,6 +428,20 @@ def test_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
         assert len(set(shared.given)) == len(shared.given)
 
     run_network(tmp_path, case)
+
+
+def test_a_dataset_of_rows_is_refused_before_any_lease(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        with expect_failure() as messages:
+            await service.run_job(job(model))
+        assert messages == [
+            "dataset 'digits' holds rows of the format jsonl, and training reads safetensors: convert its rows to "
+            "tensors and prepare them with `hypha-data prepare`, or name another dataset"
+        ]
+        assert not any(worker.released for worker in workers)
+        assert not any(event["event"] == "placement" for event in events(tmp_path))
+
+    run_network(tmp_path, case, form="jsonl")
 
 
 def test_events_report_placement_rounds_and_metrics(tmp_path: Path, model: Path) -> None:
@@ -905,3 +921,75 @@ def test_refused_reports_are_logged_once_with_their_reason_which_is_answered(
     logged = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert len(logged) == 3  # the last one is a repetition
     assert all(reason in line for reason, line in zip(reasons, logged, strict=False))
+
+
+def drain_at(worker: Worker, batches: int, *others: uuid.UUID) -> None:
+    """Let a worker announce its drain after a number of batches; it ends, as workers do, with its task."""
+
+    async def announce() -> None:
+        while worker.batches < batches or worker.dispatched is None:
+            await anyio.sleep(0.005)
+        lease = worker.dispatched.id
+        message = Drain(leases=(lease, *others), left_ms=60_000, reason="its owner drains it")
+        assert await rpc.call(worker.endpoint, worker.leases[lease], ANNOUNCE_DRAIN, message) == DrainReceived()
+
+    worker.tasks.start_soon(announce)
+
+
+def test_draining_worker_leaves_after_its_round_and_the_job_goes_on(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        draining = workers[1]
+        drain_at(draining, 3)
+        wanted = job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6})
+        result = json.loads((await service.run_job(wanted)).read_text())
+        assert result["rounds"] == 6
+        members = [{member.peer for member in seen.members} for seen in workers[3].rounds_seen]
+        assert members == [{worker.endpoint.peer_id for worker in workers[:3]}] + 5 * [
+            {workers[0].endpoint.peer_id, workers[2].endpoint.peer_id}
+        ]
+        [share] = [entry for entry in result["workers"] if entry["peer"] == str(draining.endpoint.peer_id)]
+        assert share["batches"] == draining.batches > 0
+        assert set(draining.released) <= {"the job is done"}  # its executor has ended by itself
+
+    run_network(tmp_path, case)
+    kinds = [event["event"] for event in events(tmp_path)]
+    assert "worker_lost" not in kinds
+    [left] = [event for event in events(tmp_path) if event["event"] == "worker_left"]
+    assert left["round"] == 1
+    assert kinds.index("lease_draining") < kinds.index("worker_left")
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled", "goodbye"])
+def test_end_of_a_worker_that_has_left_does_not_matter(tmp_path: Path, model: Path, end: str) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        left = workers[1]
+        drain_at(left, 3)
+        normal_end = left.end
+
+        async def ends(peer: PeerId, request: DispatchJob, code: int, reason: str, lines: tuple[str, ...]) -> None:
+            if end == "goodbye":
+                await rpc.call(left.endpoint, peer, SAY_GOODBYE, Goodbye(leases=(request.id,), reason="over"))
+            left.outcome = "cancelled" if end == "cancelled" else "failed"
+            await normal_end(peer, request, 1, "it crashed at its exit", ())
+
+        left.end = ends  # type: ignore[method-assign]
+        wanted = job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6})
+        assert json.loads((await service.run_job(wanted)).read_text())["rounds"] == 6
+
+    run_network(tmp_path, case)
+    assert "worker_lost" not in [event["event"] for event in events(tmp_path)]
+    warnings = [event["text"] for event in events(tmp_path) if event["event"] == "warning"]
+    assert ["it crashed at its exit" in text for text in warnings] == ([True] if end == "failed" else [])
+
+
+def test_job_keeps_a_draining_worker_that_it_needs_until_it_is_lost(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        drain_at(workers[1], 3)
+        drain_at(workers[3], 0)  # a parameter server cannot be handed over
+        result = json.loads((await service.run_job(job(model))).read_text())  # it needs all three, and ends in time
+        assert result["rounds"] == 3
+
+    run_network(tmp_path, case)
+    kinds = [event["event"] for event in events(tmp_path)]
+    assert kinds.count("lease_draining") == 2
+    assert "worker_left" not in kinds

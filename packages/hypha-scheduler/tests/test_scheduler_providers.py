@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -19,6 +20,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.datasets.dataset import open_dataset
 from hypha_scheduler.datasets.providers import Providers
+from hypha_scheduler.errors import JobFailedError
 
 DIGEST = "blake3:" + "1" * 64
 ENTRY = SliceEntry(file="0.safetensors", samples=4, size=1, digest=DIGEST)
@@ -38,9 +40,9 @@ async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
     return Health(healthy=True)
 
 
-async def serve(node: MemoryEndpoint, slices: int, folder: Path) -> str:
+async def serve(node: MemoryEndpoint, slices: int, folder: Path, **fields: Any) -> str:
     """Serve and announce a dataset with `slices` slices; return the digest of its manifest."""
-    data = to_json(Manifest, Manifest(dataset="digits", slices=(ENTRY,) * slices))
+    data = to_json(Manifest, Manifest(dataset="digits", slices=(ENTRY,) * slices, **fields))
     path = folder / f"{slices}.json"
     path.write_bytes(data)
     digest = f"blake3:{blake3(data).hexdigest()}"
@@ -74,6 +76,22 @@ def test_providers_of_the_pinned_manifest_are_used_round_robin(tmp_path: Path) -
         assert {a.peer_id, b.peer_id} <= set(scheduler.connected_peers())
 
     run(case, "abos")
+
+
+def test_format_and_columns_are_those_of_the_manifest(tmp_path: Path) -> None:
+    async def case(_network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
+        a, scheduler = nodes
+        await serve(a, 2, tmp_path)
+        tensors = await open_dataset(scheduler, "digits", tmp_path / "manifest.json", timeout=5)
+        assert (tensors.format, tensors.columns) == (None, None)
+        await serve(a, 3, tmp_path, format="jsonl", columns={"prompt": "text"})
+        rows = await open_dataset(scheduler, "digits", tmp_path / "manifest.json", timeout=5)
+        assert (rows.format, rows.columns) == ("jsonl", {"prompt": "text"})
+        await serve(a, 4, tmp_path, format="parquet")
+        with pytest.raises(JobFailedError, match="format 'parquet', and this scheduler knows safetensors, jsonl"):
+            await open_dataset(scheduler, "digits", tmp_path / "manifest.json", timeout=0.1)
+
+    run(case, "as")
 
 
 def test_a_provider_that_withholds_a_slice_comes_last_for_it(tmp_path: Path) -> None:

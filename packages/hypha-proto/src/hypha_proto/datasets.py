@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Annotated, Final
 
 from hypha_proto.dispatch import NotFound, WireError
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import API, RpcMethod
 from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Digest, Message
+
+SAFETENSORS: Final = "safetensors"
+"""Format of slices whose tensors share their first dimension, the samples."""
+JSONL: Final = "jsonl"
+"""Format of slices with one JSON object a line, in UTF-8: https://jsonlines.org."""
+SLICE_SUFFIXES: Final[Mapping[str, str]] = {SAFETENSORS: ".safetensors", JSONL: ".jsonl"}
+"""Suffix of a slice's file name by the dataset's format."""
 
 
 class ProviderFailure(Message, frozen=True):
@@ -56,6 +64,8 @@ class SliceAssigned(Message, frozen=True, tag="Success"):
     """Digest of the slice file, where the manifest gives one."""
     others: Annotated[tuple[PeerId, ...] | None, OMIT] = None
     """Further providers of the same slice, to try when `data_provider` fails."""
+    format: Annotated[str | None, OMIT] = None
+    """`Manifest.format` of the dataset."""
 
 
 DATA: Final = RpcMethod[DataRequest, SliceAssigned | NotFound | WireError](
@@ -92,3 +102,11 @@ class Manifest(Message, frozen=True):
 
     dataset: str
     slices: tuple[SliceEntry, ...]
+    format: Annotated[str | None, OMIT] = None
+    """Format of the slices, a key of `SLICE_SUFFIXES`; None means `SAFETENSORS`."""
+    columns: Annotated[dict[str, str] | None, OMIT] = None
+    """Name and kind of each column, None where unknown.
+
+    A tensor's kind is dtype and shape of one sample, such as ``float32[3,32,32]``; a JSON column's is ``text``,
+    ``number``, ``integer``, ``boolean``, ``object`` or ``list``, or ``null`` if it has no other value.
+    """

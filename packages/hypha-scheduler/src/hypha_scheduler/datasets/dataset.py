@@ -7,6 +7,7 @@ Called by `jobs.context` at the start of a job. Afterwards `strategies.diloco.sl
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,7 +19,7 @@ from hypha_net.dataset_directory import FoundDataset, find_dataset
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, TransferRefusedError, UnreachableError
 from hypha_proto.codec import from_json
-from hypha_proto.datasets import Manifest, SliceEntry
+from hypha_proto.datasets import SLICE_SUFFIXES, Manifest, SliceEntry
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PullRequest
@@ -42,6 +43,10 @@ class Dataset:
     """Manifest entry of each slice; None where the data node has no manifest."""
     pinned: str | None = None
     """Digest of the pulled manifest; data nodes that announce another digest do not serve this job."""
+    format: str | None = None
+    """Format of the slices; None means safetensors."""
+    columns: Mapping[str, str] | None = None
+    """Kind of each column by name; None where the manifest says nothing."""
 
     @property
     def samples(self) -> list[int | None]:
@@ -107,4 +112,7 @@ async def _open(endpoint: Endpoint, name: str, found: FoundDataset, path: Path) 
         raise ValueError(
             f"its manifest has {len(manifest.slices)} slices, {len(empty)} of them empty; {count} announced"
         )
-    return Dataset(name, found.provider, manifest.slices, found.record.manifest)
+    if manifest.format is not None and manifest.format not in SLICE_SUFFIXES:
+        known = ", ".join(SLICE_SUFFIXES)
+        raise ValueError(f"its slices are of the format {manifest.format[:80]!r}, and this scheduler knows {known}")
+    return Dataset(name, found.provider, manifest.slices, found.record.manifest, manifest.format, manifest.columns)

@@ -20,7 +20,7 @@ import anyio
 from hypha_net import transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import ContentMismatchError, NetError, NoSpaceError, TransferRefusedError
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
+from hypha_proto.datasets import DATA, SAFETENSORS, SLICE_SUFFIXES, DataRequest, SliceAssigned
 from hypha_proto.dispatch import NotFound, WireError
 from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
@@ -57,7 +57,8 @@ async def request_slice(endpoint: Endpoint, scheduler: PeerId, request: DataRequ
     """Ask the scheduler for one further slice.
 
     Raises:
-        BridgeError: there is none (410), the scheduler refuses with a reason (502), or it does not answer.
+        BridgeError: there is none (410), the scheduler refuses with a reason or names a format that is not known here
+            (502), or it does not answer.
     """
     try:
         answer = await call_with_retries(endpoint, scheduler, DATA, request)
@@ -67,7 +68,17 @@ async def request_slice(endpoint: Endpoint, scheduler: PeerId, request: DataRequ
         raise no_more_data(f"the scheduler has no further slice of {request.dataset[:80]!r}")
     if isinstance(answer, WireError):
         raise peer_failed(f"the scheduler assigned no slice of {request.dataset[:80]!r}: {answer.message[:400]}")
+    if answer.format is not None and answer.format not in SLICE_SUFFIXES:
+        raise peer_failed(
+            f"the scheduler assigned a slice of the format {answer.format[:80]!r}, and this worker knows "
+            f"{', '.join(SLICE_SUFFIXES)}: update hypha-worker"
+        )
     return answer
+
+
+def slice_suffix(assigned: SliceAssigned) -> str:
+    """Return the suffix of the file of a slice that `request_slice` returned; it tells executors the format."""
+    return SLICE_SUFFIXES[assigned.format or SAFETENSORS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +204,7 @@ class PeerFiles:
             BridgeError: with the strategy `All`, one peer did not accept it; with the others, none did.
         """
         if not reference.peers:
-            raise bad_request("the reference names no peer")
+            raise bad_request("peers: [] names no receiver: name at least one peer")
         peers = list(reference.peers)
         if isinstance(reference.strategy, All):
             return await self._push_to_all(peers, path, header)
@@ -264,7 +275,7 @@ def check_tensor_file(path: Path) -> None:
 
 def _combined_error(what: str, failures: Sequence[NetError]) -> BridgeError:
     if not failures:
-        return bad_request(f"{what}: the reference names no peer")
+        return bad_request(f"peers: [] names none that could have {what}: name at least one peer")
     if len(failures) == 1:
         return to_bridge_error(failures[0])
     return peer_failed(f"{what}: " + "; ".join(str(failure) for failure in failures)[:2000])

@@ -8,8 +8,10 @@ from typing import Any, Final
 
 import anyio
 
+from hypha_proto.datasets import SAFETENSORS
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown
-from hypha_scheduler.strategies.base import JobContext, Operator, StrategyMethod
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.strategies.base import DatasetView, JobContext, Operator, StrategyMethod
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator, JobData
 from hypha_scheduler.strategies.diloco.restore import restore
@@ -28,7 +30,7 @@ class DilocoStrategy:
         """Find the dataset and make the start model available.
 
         Raises:
-            JobFailedError: the dataset or the model was not found, or the journal is malformed.
+            JobFailedError: the dataset or the model was not found, or the job is to be resumed.
         """
         return _open(job, context, journal)
 
@@ -37,6 +39,8 @@ class DilocoStrategy:
 async def _open(
     job: DilocoJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
 ) -> AsyncIterator[Operator]:
+    if journal:  # rounds can be restored, but not the model of the last one, nor what its workers begin with
+        raise JobFailedError("jobs of this type cannot be resumed yet; submit the job again")
     began = anyio.current_time()
     restored = restore(journal)
     await anyio.Path(context.directory / "updates").mkdir(exist_ok=True)
@@ -45,7 +49,7 @@ async def _open(
 
 async def _prepare(job: DilocoJobConfig, context: JobContext, closed: int) -> JobData:
     timeout = job.resources.allocation_timeout
-    dataset = await context.open_dataset(job.dataset.dataset, timeout=timeout)
+    dataset = _check_tensors(await context.open_dataset(job.dataset.dataset, timeout=timeout))
     result = ResultModel(context.directory / "model", job.rounds.checkpoint_every, closed)
     model = await context.prepare_artifact(job.model, "model", result.directory)
     preprocessor = None
@@ -55,10 +59,25 @@ async def _prepare(job: DilocoJobConfig, context: JobContext, closed: int) -> Jo
         )
     evaluation = None
     if job.dataset.evaluation is not None:
-        evaluation = await context.open_dataset(
-            job.dataset.evaluation, timeout=timeout, manifest="evaluation-manifest.json"
+        manifest = "evaluation-manifest.json"
+        evaluation = _check_tensors(
+            await context.open_dataset(job.dataset.evaluation, timeout=timeout, manifest=manifest)
         )
     return JobData(dataset, model.reference, result, preprocessor.reference if preprocessor else None, evaluation)
+
+
+def _check_tensors(dataset: DatasetView) -> DatasetView:
+    """Return the dataset if executors can train on it.
+
+    Raises:
+        JobFailedError: its slices are no tensors.
+    """
+    if dataset.format in (None, SAFETENSORS):
+        return dataset
+    raise JobFailedError(
+        f"dataset {dataset.name!r} holds rows of the format {dataset.format}, and training reads safetensors: convert "
+        "its rows to tensors and prepare them with `hypha-data prepare`, or name another dataset"
+    )
 
 
 STRATEGY: Final = DilocoStrategy()

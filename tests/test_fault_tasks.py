@@ -1,0 +1,136 @@
+"""Faults during jobs of tasks on a real network: the job completes, and every task finishes exactly once."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.task_network import Submission, TaskNetwork, task_network
+from support.waiting import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TaskNetwork]:
+    root: Path = tmp_path_factory.mktemp("network") / "run"
+    with task_network(root, workers=3) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left(network: TaskNetwork) -> Iterator[None]:
+    yield
+    network.revive()
+    wait_until(lambda: not network.executors(), 15, "the end of all executors")
+    for name in network.daemons:
+        assert "Traceback" not in network.log(name), network.log(name)
+
+
+def chains(count: int, length: int, seconds: float = 0.0) -> dict[str, Any]:
+    """Return a job of chains: each task adds its name to what the one before it has made."""
+    code = f"""
+import pathlib, time
+time.sleep({seconds})
+before = pathlib.Path(task['settings']['before']).read_text() if 'before' in task['settings'] else ''
+pathlib.Path('names').write_text(before + task['task'] + ' ')
+"""
+    tasks = []
+    for chain in range(count):
+        for number in range(length):
+            task: dict[str, Any] = {"name": f"c{chain}-{number}", "outputs": {"names": "names"}}
+            settings = {"code": code}
+            if number:
+                source = {"task": f"c{chain}-{number - 1}", "output": "names"}
+                task["resources"] = [{"name": "before", "result": source}]
+                settings["before"] = "before"
+            tasks.append(task | {"driver": {"shell/python": settings}})
+    return {"type": "tasks", "tasks": tasks, "workers": 3}
+
+
+def check(job: Submission, count: int, length: int) -> None:
+    """Check that each chain's result names each of its tasks once, in order."""
+    for chain in range(count):
+        text = (job.directory / "results" / f"c{chain}-{length - 1}" / "names").read_text()
+        assert text.split() == [f"c{chain}-{number}" for number in range(length)]
+
+
+def test_a_killed_worker_costs_its_attempts_and_its_outputs_are_made_again(network: TaskNetwork) -> None:
+    job = network.submit(chains(6, 5, 0.1))
+    job.wait_for_finished(8)
+    network.kill("worker-1")
+    summary = job.wait(120)
+    check(job, 6, 5)
+    assert summary["job_id"] == job.job_id
+
+
+def test_a_killed_executor_is_one_failed_attempt(network: TaskNetwork) -> None:
+    job = network.submit(chains(3, 3, 1.0))
+    wait_until(lambda: bool(network.executors()), 30, "an executor")
+    network.executors()[0].send_signal(signal.SIGKILL)
+    job.wait(120)
+    check(job, 3, 3)
+    failed = [record for record in job.records("ended") if record["outcome"] == "failed"]
+    assert len(failed) == 1
+    assert failed[0]["exit_code"] == -signal.SIGKILL
+
+
+def test_the_outputs_of_a_killed_holder_are_made_again(network: TaskNetwork) -> None:
+    """The holder of every output is killed while a task waits that reads them."""
+    make = "import time; open('x', 'w').write(str(time.time()))"
+    first = {"name": "first", "driver": {"shell/python": {"code": make}}, "count": 3, "outputs": {"x": "x"}}
+    pause = "import time; time.sleep(4); open('done', 'w').write('')"
+    wait = {"name": "wait", "driver": {"shell/python": {"code": pause}}, "outputs": {"done": "done"}}
+    join = "import os; open('y', 'w').write(str(len(os.listdir(task['settings']['x']))))"
+    last = {
+        "name": "last",
+        "driver": {"shell/python": {"code": join, "x": "x"}},
+        "resources": [
+            {"name": "x", "result": {"task": "first", "output": "x"}},
+            {"name": "after", "result": {"task": "wait", "output": "done"}},
+        ],
+        "outputs": {"y": "y"},
+    }
+    job = network.submit([first, wait, last])
+    job.wait_for_finished(3)
+    holder = next(event["worker"] for event in job.events("task_ended") if event["task"].startswith("first"))
+    network.kill(network.worker_of(holder))
+    job.wait(120)
+    assert (job.directory / "results" / "last" / "y").read_text() == "3"
+
+
+def test_a_worker_that_is_told_to_end_hands_its_tasks_over(network: TaskNetwork) -> None:
+    job = network.submit(chains(6, 4, 0.3))
+    job.wait_for_finished(6)
+    assert network.stop_child(network.processes.child("worker-2")) == 0
+    job.wait(120)
+    check(job, 6, 4)
+    assert [record for record in job.records("ended") if record["outcome"] == "failed"] == []
+
+
+def test_a_task_stream_that_is_cut_goes_on_without_loss(tmp_path: Path) -> None:
+    """Scheduler and workers are connected through the gateway, which is killed and started again."""
+    with task_network(tmp_path / "run", workers=2, relayed=True) as network:
+        job = network.submit(chains(2, 6, 0.5))
+        job.wait_for_finished(3)
+        network.kill("gateway")
+        network.revive()
+        job.wait(120)
+        check(job, 2, 6)
+        assert Counter(job.finished()) == dict.fromkeys(job.finished(), 1)
+        assert [record for record in job.records("ended") if record["outcome"] != "finished"] == []
+
+
+@pytest.mark.timeout(600)
+def test_a_graph_of_1000_tasks_with_a_killed_worker_finishes_each_exactly_once(network: TaskNetwork) -> None:
+    job = network.submit(chains(100, 10))
+    job.wait_for_finished(500, 300)
+    network.kill("worker-3")
+    job.wait(400)
+    check(job, 100, 10)
+    finished = Counter(job.finished())
+    assert len(finished) == 1000
