@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar
 import anyio
 import anyio.abc
 import anyio.to_thread
-import msgspec
 
 from hypha_net import backoff, instrumentation, rpc
 from hypha_net.endpoint import Endpoint
@@ -851,7 +850,14 @@ def _with_bounded_failures(request: LocateResource) -> LocateResource:
         FailedHolder(peer=failure.peer, reason=_one_line(failure.reason), is_permanent=failure.is_permanent)
         for failure in request.failures[:MAX_PROVIDERS]
     )
-    return msgspec.structs.replace(request, failures=failures)
+    return LocateResource(
+        job_id=request.job_id,
+        lease=request.lease,
+        task=request.task,
+        attempt=request.attempt,
+        resource=request.resource,
+        failures=failures,
+    )
 
 
 def _checked_location(told: tuple[ResourceLocation, Effects]) -> tuple[ResourceLocation, Effects]:
