@@ -106,6 +106,11 @@ _MAX_WAIT: Final = 30.0
 _DEFAULT_AUCTION: Final = AuctionSettings()
 _NO_TASK: Final = "no task of this job runs there"
 _JOB_OVER: Final = "the job is over"
+_REFUSED_QUESTIONS: Final = instrumentation.Counter(
+    "hypha.scheduler.resource_questions.refused",
+    "{question}",
+    "Questions of workers about resources of attempts that do not run on their leases.",
+)
 _EXPECTED: Final = (JobFailedError, OSError, NetError)
 """Errors of a strategy that are not errors in its code."""
 
@@ -707,6 +712,7 @@ class JobRunner:
         task = self._register.of_peer(peer, request.lease)
         spec = None if task is None else self.task_streams.spec_of(task)
         if task is None or spec is None or (task.name, task.attempt) != (request.task, request.attempt):
+            _REFUSED_QUESTIONS.add()
             return _gone("this attempt at the task does not run on this lease")
         resource = next((entry for entry in spec.resources if entry.name == request.resource), None)
         if resource is None:
