@@ -155,8 +155,13 @@ class MessageChannel(Generic[Out, In]):
         try:
             with self._scope:
                 await self._exchange(stream, peer_wants)
-        except ExceptionGroup as errors:
-            raise first_leaf_error(errors) from None
+        except BaseExceptionGroup as errors:
+            cancelled, _ = errors.split(anyio.get_cancelled_exc_class())
+            if cancelled is not None:  # that the stream broke as well matters to nobody any more
+                raise cancelled from None
+            if isinstance(errors, ExceptionGroup):
+                raise first_leaf_error(errors) from None
+            raise
         finally:
             self._scope = None
 
