@@ -105,8 +105,9 @@ class Classifier:
         return result
 
     def _results(self, probabilities: NDArray[np.float32]) -> list[Result | RowError]:
-        labels, finite = probabilities.argmax(axis=1).tolist(), np.isfinite(probabilities).all(axis=1).tolist()
-        best = probabilities.max(axis=1).tolist()
+        labels: list[int] = probabilities.argmax(axis=1).tolist()
+        finite: list[bool] = np.logical_and.reduce(np.isfinite(probabilities), axis=1).tolist()
+        best: list[float] = probabilities.max(axis=1).tolist()
         found = [{"label": label, "score": score} for label, score in zip(labels, best, strict=True)]
         if self._gives_scores:
             scores = probabilities.tolist()
