@@ -165,6 +165,7 @@ class FakeTaskWorker:
     """Slice -> parsed lines of its part."""
     sent: list[Any] = field(default_factory=list)
     reports: list[Any] = field(default_factory=list)
+    spans: list[Any] = field(default_factory=list)
     answers: dict[str, Callable[[Any], tuple[int, Any]]] = field(default_factory=dict)
     """Route -> replacement for the default answer."""
     drains_after: int = 1000
@@ -195,12 +196,19 @@ class FakeTaskWorker:
         self.steps.append(f"send {body['round']}")
         return 200, {"sent": [PEER]}
 
+    def trace(self, body: Any) -> tuple[int, Any]:
+        self.spans += body["spans"]
+        return 200, {"recorded": len(body["spans"])}
+
     def update(self, body: Any) -> tuple[int, Any]:
         self.reports.append(body)
         return 200, {"draining": len(self.reports) >= self.drains_after}
 
     def answer(self, route: str, body: Any) -> tuple[int, Any]:
-        usual = {"/resources/fetch": self.fetch, "/resources/send": self.send, "/task/update": self.update}
+        usual = {
+            "/resources/fetch": self.fetch, "/resources/send": self.send, "/task/update": self.update,
+            "/telemetry/spans": self.trace,
+        }  # fmt: skip
         return (self.answers.get(route) or usual[route])(body)
 
     def arguments(self, *more: str) -> list[str]:

@@ -512,6 +512,27 @@ def test_every_fault_of_a_task_is_named(
         assert part in message, message
 
 
+def test_start_and_slices_are_spans_of_a_traced_job(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACEPARENT", f"00-{1:032x}-{1:016x}-01")
+    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
+    _run(worker)
+    assert [span["name"] for span in worker.spans] == ["start executor", "compute slice", "compute slice"]
+    assert [span["attributes"].get("hypha.slice") for span in worker.spans] == [None, 0, 1]
+
+
+def test_several_processes_are_refused(
+    make_task_worker: Callable[..., Any],
+    digit_model: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = _fails(caplog, make_task_worker(digit_model, [], CLASSIFY), 2)
+    assert message == 'inference runs in one process; start it with cmd = "python", not with accelerate launch'
+
+
 def test_a_task_from_a_file(
     make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hypha.accelerate_executor.bridge.client import Bridge
+from hypha.accelerate_executor.bridge.spans import TRACE_VARIABLE, Spans
 from hypha.accelerate_executor.environment import (
     DEFAULT_TIMEOUT,
     DELAY_VARIABLE,
@@ -94,12 +95,15 @@ def _run(options: argparse.Namespace, started: float) -> None:
         from hypha.accelerate_executor.predict.loop import InferenceLoop, SliceQueue
 
         queue = SliceQueue(bridge, task)
+        spans = Spans(bridge.report_spans, os.environ.get(TRACE_VARIABLE))
         try:
             queue.prefetch()  # comes while torch is imported and the model is loaded
-            computation = _load(task, work_dir, options)
+            with spans.span("start executor", time.perf_counter() - started, task=task.model.type):
+                computation = _load(task, work_dir, options)
             logger.info("ready after %.1f s", time.perf_counter() - started)
-            done = InferenceLoop(bridge, task, computation, queue, delay).run()
+            done = InferenceLoop(bridge, task, computation, queue, spans, delay).run()
         finally:
+            spans.flush()
             queue.close()
     logger.info("done: %d slices, %d rows, %d errors", done.slices, done.rows, done.errors)
 

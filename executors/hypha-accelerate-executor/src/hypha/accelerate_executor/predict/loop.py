@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched
+from hypha.accelerate_executor.bridge.spans import Spans
 from hypha.accelerate_executor.errors import BridgeRefused, DataError, ExecutorError, NoMoreData
 from hypha.accelerate_executor.predict.batching import BatchComputer
 from hypha.accelerate_executor.predict.computation import Computation, Result
@@ -140,16 +141,18 @@ class InferenceLoop:
         task: InferenceTask,
         computation: Computation,
         queue: SliceQueue,
+        spans: Spans,
         delay: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the parts; nothing runs before `run`.
 
         Args:
+            spans: records the work done.
             delay: seconds added to every batch, for tests and benchmarks of uneven workers.
         """
         self._bridge, self._task, self._computation, self._queue = bridge, task, computation, queue
-        self._delay, self._clock = delay, clock
+        self._spans, self._delay, self._clock = spans, delay, clock
         self._batch_size = computation.rows_at_once
         self._progress = Progress()
         self._begun = clock()
@@ -164,8 +167,10 @@ class InferenceLoop:
         """
         while not self._drains and (fetched := self._queue.take()) is not None:
             self._queue.prefetch()  # the second slice in hand; after the part before it
-            self._compute_slice(fetched)
+            with self._spans.span("compute slice", slice=_slice_index(fetched)):
+                self._compute_slice(fetched)
             self._report()
+            self._spans.flush()
         self._queue.flush()
         if self._drains:
             logger.info("the scheduler drains this worker")
