@@ -137,14 +137,16 @@ def demand(op: TasksOperator) -> dict[str, int]:
     return {request.role: request.count for request in op.role_requests()}
 
 
-def chain(first: Lease, second: Lease | None = None, **job: Any) -> tuple[TasksOperator, TaskRef, Effects]:
+def chain(
+    first: Lease, second: Lease | None = None, directory: Path = Path("/runs/job"), **job: Any
+) -> tuple[TasksOperator, TaskRef, Effects]:
     """Return an operator whose task a has finished on the first lease and whose b runs, on the second if there is one.
 
     With `second`, a third task keeps the first lease busy.
     """
     tasks = [a_task("a"), a_task("b", "a")]
     if second is None:
-        op = operator(*tasks, **job)
+        op = operator(*tasks, directory=directory, **job)
         a = started(op.on_leases_acquired([first], 0.0))["a"]
         effects = finish(op, a)
         return op, started(effects)["b"], effects
@@ -507,6 +509,17 @@ def test_a_worker_that_drains_gets_nothing_more_and_its_outputs_are_brought_here
     assert source.source == tmp_path / "copies" / "a" / "o"
     assert isinstance(op.on_pull_request(b, PullRequest(dataset="a-1", index=1)), Refusal)
     assert isinstance(op.on_pull_request(b, PullRequest(dataset="a-2", index=0)), Refusal)
+
+
+def test_a_copy_that_cannot_be_had_is_made_again(tmp_path: Path) -> None:
+    op, b, _ = chain(a_lease(), directory=tmp_path)
+    [fetch] = of_kind(RunInBackground, op.on_lease_draining(a_lease(), 20.0, 2.0))
+    op.on_effect_result(fetch.tag, 10, 3.0)
+    op.on_task_update(b, TaskEnded(TaskState.CANCELLED, "drained"), 4.0)
+    b = started(op.on_leases_acquired([a_lease(2)], 5.0))["b"]
+    gone = [FailedHolder(peer=peer, reason="x", is_permanent=True) for peer in (a_peer(1), op.context.scheduler)]
+    assert pulled_from(locate(op, b, "a", *gone)[0]) == [("a-1", (op.context.scheduler,))]
+    assert locate(op, b, "a", *gone)[0].not_yet is not None
 
 
 def test_what_was_made_before_a_drain_is_brought_here_too() -> None:

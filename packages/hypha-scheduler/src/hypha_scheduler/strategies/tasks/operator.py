@@ -433,7 +433,7 @@ class TasksOperator(base.Operator):
         stored = self.ledger.get(key)
         if stored is None:
             return
-        if stored.copy is not None:
+        if stored.copy is not None and stored.holder is not None:
             stored.holder = None
             return
         self._records.append(records.lost(*key, reason))
@@ -523,8 +523,10 @@ class TasksOperator(base.Operator):
             return
         for key in list(self.instances.keys(result)):
             stored = self.ledger.get(key)
-            failure = None if stored is None or stored.holder is None else reasons.get(stored.holder)
-            if stored is None or failure is None:
+            if stored is None:
+                continue
+            failure = reasons.get(stored.holder or self.context.scheduler)
+            if failure is None:
                 continue
             tried_all = run.deliveries[request.resource] >= _MAX_DELIVERIES
             if failure.is_permanent or stored.is_suspect or tried_all:
