@@ -481,6 +481,16 @@ def test_a_resource_of_another_kind_that_cannot_be_fetched_is_a_failure() -> Non
     assert "task a failed after 1 attempts: u: not found" in said
 
 
+def test_a_result_of_too_many_files_fails_the_job() -> None:
+    op = operator(a_task("a"), a_task("b", "a"))
+    a = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    b = started(op.on_task_update(a, done(a, files=4001), 1.0))["b"]
+    answer, effects = locate(op, b, "a")
+    assert answer.gone is not None
+    said = failure(effects)
+    assert said == "task b uses o of a, which has 4001 files, over the limit of 4000; pack them into an archive"
+
+
 def test_other_resources_are_not_located_here() -> None:
     op, b, _ = chain(a_lease())
     assert locate(op, b, "nothing")[0].gone is not None

@@ -535,6 +535,10 @@ class TasksOperator(base.Operator):
     def _deliver(self, run: Run, resource: str, result: Result) -> ResourceLocation:
         """Answer how a worker gets a result that exists: as the job says, and the next time the other way."""
         parts = [stored for key in self.instances.keys(result) if (stored := self.ledger.get(key)) is not None]
+        if (count := sum(len(part.output.files) for part in parts)) > locations.MAX_FILES:
+            what = f"task {run.instance.name} uses {result[1]} of {result[0]}, which has {count} files"
+            self._fail_later(f"{what}, over the limit of {locations.MAX_FILES}; pack them into an archive")
+            return locations.gone("it has too many files")
         number = run.deliveries[resource]
         run.deliveries[resource] += 1
         consumer = run.task.lease.peer
