@@ -742,7 +742,7 @@ class JobRunner:
         """Handle a worker's pull of a file of this job."""
         if self._context.serves(request.dataset):
             return self._context.resolve(request)
-        task = self._register.of_peer(peer)
+        task = self._register.of_peer(peer) or self._register.streamed_on(peer)
         if task is None:
             return Refusal(reason=_NO_TASK)
         found = self._call(lambda: self._running_operator.on_pull_request(task, request))
