@@ -1,4 +1,4 @@
-"""Checking, moving and copying the files of outputs, with blocking calls that run in a task's threads.
+"""Checking, moving and copying the files of outputs, with blocking calls that run in threads and end when cancelled.
 
 Called by `output_store` and `resource_fetcher`. Nothing here follows a symbolic link.
 """
@@ -6,13 +6,14 @@ Called by `output_store` and `resource_fetcher`. Nothing here follows a symbolic
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import anyio.from_thread
 from blake3 import blake3
 
 from hypha_proto.tasks import MAX_PATH, StoredFile
@@ -20,7 +21,10 @@ from hypha_worker.errors import ExecutionError
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.work_dir import remove_folder
 
+_log = logging.getLogger(__name__)
+
 _BLOCK: Final = 1 << 20
+_COPIED_AT_ONCE: Final = 64 << 20
 _NO_COPY_RANGE: Final = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 _KINDS: Final = (
     (stat.S_ISLNK, "a symbolic link"),
@@ -110,6 +114,7 @@ def _describe(root: Path, path: str) -> StoredFile:
     hasher, size = blake3(), 0
     with _open_regular(root / path if path else root) as file:
         while block := os.read(file.fileno(), _BLOCK):
+            anyio.from_thread.check_cancelled()
             hasher.update(block)
             size += len(block)
     return StoredFile(path, size, f"blake3:{hasher.hexdigest()}")
@@ -140,12 +145,13 @@ def copy_file(source: Path, target: Path, storage: JobStorage) -> int:
 
 def _copy(reader: int, writer: int) -> None:
     try:
-        while os.copy_file_range(reader, writer, 1 << 30):
-            pass
+        while os.copy_file_range(reader, writer, _COPIED_AT_ONCE):
+            anyio.from_thread.check_cancelled()
     except OSError as error:
         if error.errno not in _NO_COPY_RANGE:
             raise
         while block := os.read(reader, _BLOCK):
+            anyio.from_thread.check_cancelled()
             rest = memoryview(block)
             while rest:
                 rest = rest[os.write(writer, rest) :]
@@ -176,9 +182,11 @@ def _open_regular(path: Path) -> _Descriptor:
 
 
 def remove_output(path: Path) -> None:
-    """Remove a stored output, a file or a folder; no error if it is gone."""
+    """Remove a stored output, a file or a folder, as far as possible; no error if it is gone."""
     if path.is_dir() and not path.is_symlink():
         remove_folder(path)
     else:
-        with suppress(FileNotFoundError):
-            path.unlink()
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("%s cannot be removed; remove it by hand, it takes up disk space: %s", path, error)
