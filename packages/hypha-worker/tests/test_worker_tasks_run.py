@@ -104,6 +104,21 @@ def test_a_process_sees_its_task_without_sources(in_task_lab: InTaskLab) -> None
     in_task_lab(case)
 
 
+def test_a_name_alone_means_the_first_executor_of_that_name(in_task_lab: InTaskLab) -> None:
+    def executor(job_class: str, text: str) -> dict[str, Any]:
+        return {"class": job_class, "name": "tell", "cmd": "sh", "args": ["-c", f"echo {text} >out"]}
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", executor="tell", outputs={"out": "out"})
+        assert await pull(lab.server, lab.peer, outputs_of(await tasks.end("t"))["out"]) == b"first\n"
+        tasks.start(lease, "u", executor="other/tell")
+        failed = (await tasks.end("u")).failed
+        assert failed is not None
+        assert "none of those that the lease was requested for" in failed.reason
+
+    in_task_lab(case, requested="tell", executors=[executor("shell", "first"), executor("other", "second")])
+
+
 def test_a_failed_executor_is_reported_and_the_next_attempt_runs(in_task_lab: InTaskLab) -> None:
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
         tasks.start(lease, "t", "print('the reason'); sys.exit(3)")

@@ -120,27 +120,39 @@ def _describe(root: Path, path: str) -> StoredFile:
     return StoredFile(path, size, f"blake3:{hasher.hexdigest()}")
 
 
-def copy_files(source: Path, target: Path, paths: list[str], storage: JobStorage) -> None:
-    """Copy files below `source` to `target`, which counts them against the task's storage."""
+def copy_files(source: Path, target: Path, paths: list[str], storage: JobStorage | None) -> None:
+    """Copy files below `source` to `target`; see `copy_file`."""
     if paths != [""]:
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in paths:
         copy_file(source / path if path else source, target / path if path else target, storage)
 
 
-def copy_file(source: Path, target: Path, storage: JobStorage) -> int:
+def copy_file(source: Path, target: Path, storage: JobStorage | None) -> int:
     """Copy a regular file, where the file system can by sharing its blocks; return its size.
+
+    Args:
+        source: the file.
+        target: the copy, which must not exist.
+        storage: what the copy counts against, unless its space is reserved already.
 
     Raises:
         StorageExceededError: the task's files would exceed its storage.
         OSError: it is no regular file, or cannot be read or written.
     """
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _open_regular(source) as reader:
-        storage.reserve(target, os.fstat(reader.fileno()).st_size)
-        with target.open("xb", buffering=0) as writer:
+    with _open_regular(source) as reader, target.open("xb", buffering=0) as writer:
+        try:
+            if storage is not None:
+                storage.reserve(target, os.fstat(reader.fileno()).st_size)
             _copy(reader.fileno(), writer.fileno())
             return os.fstat(writer.fileno()).st_size
+        except BaseException:
+            target.unlink()
+            raise
+        finally:
+            if storage is not None:
+                storage.release(target)
 
 
 def _copy(reader: int, writer: int) -> None:

@@ -250,6 +250,8 @@ class TaskRun:
     async def _discard(self, outputs: list[StoredOutput]) -> None:
         held = [found for output in outputs for found in self.host.store.held if found.output is output]
         await self.host.store.remove(held)
+        for found in held:
+            self._context.storage.release(found.path)
 
     async def _execute(self) -> TaskReport:
         try:
