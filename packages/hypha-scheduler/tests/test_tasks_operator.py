@@ -634,3 +634,14 @@ def test_a_thousand_tasks_in_chains_take_little_time() -> None:
     assert events == 1000
     assert locals_kept == 900, "each chain stays on its worker"
     assert op.instances.unfinished == 0
+
+
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+def test_the_start_says_where_results_are_unless_they_are_pushed(transfer: str) -> None:
+    op = operator(a_task("a"), a_task("b", "a"), transfer=transfer)
+    first = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    [start] = of_kind(StartTask, finish(op, first))
+    assert isinstance(start.spec, TaskSpec)
+    [resource] = start.spec.resources
+    places = [] if resource.location is None else pulled_from(ResourceLocation(pull=resource.location))
+    assert places == ([("a-1", (a_peer(1),))] if transfer == "pull" else [])

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse
@@ -22,11 +24,12 @@ from hypha_proto.task_resources import (
     RELEASE_OUTPUTS,
     LocateResource,
     NotYet,
+    PullFiles,
     PushBegun,
     ReleaseOutputs,
     ResourceLocation,
 )
-from hypha_proto.tasks import StoredOutput
+from hypha_proto.tasks import StoredOutput, TaskResource, TaskSpec
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies import base
@@ -50,6 +53,8 @@ RETRY: Final = 1.0
 _MAX_PAUSE: Final = 30.0
 _MAX_DELIVERIES: Final = 4
 """Answers to one attempt about one resource, alternately to pull and to push; what then fails is lost."""
+_MAX_LOCATED: Final = 200
+"""Largest number of files whose place is stated with the start of an attempt."""
 _RELEASE_TIMEOUT: Final = 5.0
 """Seconds that the end of the job waits for holders to remove outputs."""
 _RELEASE: Final = "release"
@@ -521,6 +526,7 @@ class TasksOperator(base.Operator):
         reasons = {failure.peer: failure for failure in request.failures}
         if not reasons:
             return
+        run.deliveries[request.resource] = max(1, run.deliveries[request.resource])  # the first came with the start
         for key in list(self.instances.keys(result)):
             stored = self.ledger.get(key)
             failure = None if stored is None or stored.holder is None else reasons.get(stored.holder)
@@ -532,7 +538,7 @@ class TasksOperator(base.Operator):
 
     def _deliver(self, run: Run, resource: str, result: Result) -> ResourceLocation:
         """Answer how a worker gets a result that exists: as the job says, and the next time the other way."""
-        parts = [stored for key in self.instances.keys(result) if (stored := self.ledger.get(key)) is not None]
+        parts = self._parts(result)
         number = run.deliveries[resource]
         run.deliveries[resource] += 1
         consumer = run.task.lease.peer
@@ -585,8 +591,26 @@ class TasksOperator(base.Operator):
 
     def _start(self, held: HeldLease, instance: Instance, now: float) -> None:
         task = base.TaskRef(instance.name, held.lease, self.instances.start(instance))
-        self._running[held.lease.id] = Run(task, instance, now)
-        self._starts.append(StartTask(task, instance.task.spec(instance.index), keep_lease=True))
+        run = self._running[held.lease.id] = Run(task, instance, now)
+        self._starts.append(StartTask(task, self._with_locations(run), keep_lease=True))
+
+    def _with_locations(self, run: Run) -> TaskSpec:
+        """Return what an attempt runs, and where its results are, which saves the worker the question."""
+        spec = run.instance.task.spec(run.instance.index)
+        located = {resource.name: self._locate_now(resource) for resource in spec.resources}
+        if not 0 < sum(len(found.files) for found in located.values() if found is not None) <= _MAX_LOCATED:
+            return spec
+        resources = (msgspec.structs.replace(resource, location=located[resource.name]) for resource in spec.resources)
+        return msgspec.structs.replace(spec, resources=tuple(resources))
+
+    def _locate_now(self, resource: TaskResource) -> PullFiles | None:
+        if resource.result is None or self.graph.job.transfer == "push":
+            return None
+        result = (resource.result.task, resource.result.output)
+        return locations.pull(self._parts(result), self.context.scheduler).pull
+
+    def _parts(self, result: Result) -> list[Stored]:
+        return [stored for key in self.instances.keys(result) if (stored := self.ledger.get(key)) is not None]
 
     def _release(self) -> None:
         for holder, datasets in self.ledger.released():
