@@ -69,8 +69,7 @@ async def _open(
         if operator.is_finished:
             await data.files.remove_incoming()
     finally:
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(partial(shutil.rmtree, scratch, ignore_errors=True))
+        shutil.rmtree(scratch, ignore_errors=True)  # also when the job is cancelled, so not in a thread
 
 
 async def _open_sources(
