@@ -37,7 +37,7 @@ from hypha_proto.job_spec import (
     TrainConfig,
     TrainJob,
 )
-from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import open_bridge
@@ -74,12 +74,12 @@ class Bridge:
     peers: tuple[MemoryEndpoint, MemoryEndpoint]
     spec: JobSpec
 
-    async def push(self, peer: MemoryEndpoint, number: int, content: bytes) -> None:
+    async def push(self, peer: MemoryEndpoint, number: int, name: str, content: bytes) -> None:
         """Push an outer update, as a parameter server does after an outer step."""
         path = self.work_dir.parent / f"{uuid.uuid4()}"
         path.write_bytes(content)
         size, digest = await transfer.describe(path)
-        header = PushHeader(self.spec.job_id, number, OUTER_UPDATE, "chunk.bin", size, digest)
+        header = PushHeader(self.spec.job_id, number, OUTER_UPDATE, name, size, digest)
         await transfer.push(peer, self.worker.peer_id, path, header)
 
     def request(self, name: str) -> httpx.Request:
@@ -190,6 +190,9 @@ def test_a_file_is_sent_as_documented(at_bridge: AtBridge, tmp_path: Path, strat
         arrived: list[bytes] = []
 
         async def accept(_peer: Any, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
+            assert header is not None
+            if header.kind != PSEUDO_GRADIENT:  # as a parameter server does
+                return Refusal(reason=f"{header.kind} is not accepted")
             path = tmp_path / f"{uuid.uuid4()}"
 
             async def done(_size: int, _digest: str) -> None:
@@ -218,8 +221,9 @@ def test_received_files_are_told_as_documented(at_bridge: AtBridge) -> None:
         assert (refused.status_code, refused.json()["error"]) == (400, "bad-request")
         assert "line 4" in refused.json()["detail"]
         shown = [json.loads(line.removeprefix("data: ")) for line in block("worker-older:501").text.splitlines()]
-        for number, peer in enumerate(bridge.peers, 1):
-            await bridge.push(peer, number, b"chunk")
+        names = [event["path"].removeprefix("incoming/") for event in shown]
+        for number, (peer, name) in enumerate(zip(bridge.peers, names, strict=True), 1):
+            await bridge.push(peer, number, name, b"chunk")
         answer = await bridge.client.send(bridge.request("worker-older:486"), stream=True)
         assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, "text/event-stream")
         events = []
@@ -231,9 +235,8 @@ def test_received_files_are_told_as_documented(at_bridge: AtBridge) -> None:
         await answer.aclose()
         check_shape(shown, events)
         assert [event["from_peer"] for event in events] == [str(peer.peer_id) for peer in bridge.peers]
-        assert events[1]["sequence"] == events[0]["sequence"] + 1
-        for event in events:
-            assert event["path"].startswith("incoming/")
+        for event, documented in zip(events, shown, strict=True):
+            assert (event["path"], event["sequence"]) == (documented["path"], documented["sequence"])
             assert (bridge.work_dir / event["path"]).read_bytes() == b"chunk"
 
     at_bridge(case)

@@ -188,12 +188,15 @@ class LocalNetwork:
                 found += psutil.Process(process.pid).children(recursive=True)
         return found
 
-    def job(self, *, rounds: int, kind: str | None = None, model: str | None = None) -> Job:
+    def job(
+        self, *, rounds: int, kind: str | None = None, model: str | None = None, min_workers: int | None = None
+    ) -> Job:
         """Start a scheduler with a new job for all training workers.
 
         Args:
             kind: name of the training workers' executor; by default the plan's.
             model: TOML that replaces the model's path.
+            min_workers: training workers without which the job fails; by default all.
         """
         self._jobs += 1
         name = f"job-{self._jobs}"
@@ -209,6 +212,10 @@ class LocalNetwork:
         if model is not None:
             assert MODEL in text
             text = text.replace(MODEL, model)
+        if min_workers is not None:
+            count = f"num_workers = {len(self.trainers)}\n"
+            assert count in text
+            text = text.replace(count, f"{count}min_workers = {min_workers}\n")
         self.configuration(name).write_text(text)
         command = [script("hypha-scheduler"), "run", "--config", str(self.configuration(name))]
         return Job(self.processes.start(name, command), runs)

@@ -30,6 +30,7 @@ from hypha_proto.dispatch import (
     NotFound,
     WireError,
 )
+from hypha_proto.drain import ANNOUNCE_DRAIN, Drain
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
@@ -64,6 +65,7 @@ from hypha_proto.leases import (
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, TrainExecutor, WorkerOffer, WorkerRequest, WorkerSpec
 from hypha_proto.progress import REPORT, Acknowledged, BatchDone, Progress, ProgressRequest, ProgressResponse
 from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.datasets.dataset import Dataset
 from hypha_scheduler.jobs.config import JobTable
@@ -77,6 +79,7 @@ from hypha_scheduler.strategies.base import (
     RoleRequest,
     SliceToUse,
     StrategyMethod,
+    TaskNotice,
     TaskRef,
     TaskUpdate,
 )
@@ -175,6 +178,10 @@ class QuietOperator:
         self.hear("lost", lease, reason)
         return ()
 
+    def on_lease_draining(self, lease: Lease, seconds: float, now: float) -> Effects:
+        self.hear("draining", lease, seconds)
+        return ()
+
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
         self.hear("timeout", role, reasons)
         return ()
@@ -182,6 +189,14 @@ class QuietOperator:
     def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
         self.hear("update", task, update)
         return ()
+
+    def on_task_notice(self, task: TaskRef, notice: TaskNotice, now: float) -> Effects:
+        self.hear("notice", task, notice)
+        return ()
+
+    def on_locate(self, task: TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
+        self.hear("locate", task, request)
+        return ResourceLocation(gone=Gone(reason="nothing here")), ()
 
     def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
         self.hear("progress", task, progress)
@@ -240,6 +255,8 @@ class ScriptedStrategy:
     methods: Sequence[StrategyMethod] = ()
     dataset: bool = False
     operators: list[QuietOperator] = field(default_factory=list)
+    journals: list[Sequence[Mapping[str, Any]]] = field(default_factory=list)
+    """Records that each job was opened with."""
     opened: anyio.Event = field(default_factory=anyio.Event)
 
     job_table = ScriptedJob
@@ -251,10 +268,11 @@ class ScriptedStrategy:
     def open(
         self, job: Any, context: JobContext, journal: Sequence[Mapping[str, Any]]
     ) -> AbstractAsyncContextManager[Operator]:
-        return self._open(context)
+        return self._open(context, journal)
 
     @asynccontextmanager
-    async def _open(self, context: JobContext) -> AsyncIterator[Operator]:
+    async def _open(self, context: JobContext, journal: Sequence[Mapping[str, Any]]) -> AsyncIterator[Operator]:
+        self.journals.append(journal)
         if self.dataset:
             await context.open_dataset(DATASET, timeout=5.0)
         operator = self.make(context)
@@ -365,6 +383,11 @@ class ScriptedWorker:
     async def health(self, _peer: PeerId, _request: HealthRequest) -> Health:
         return Health(healthy=True, role="worker", bytes_sent=0, bytes_received=0)
 
+    async def drain(self, scheduler: PeerId, *leases: uuid.UUID, seconds: float = 60.0) -> None:
+        """Announce that leases end within `seconds`."""
+        message = Drain(leases=leases, left_ms=int(seconds * 1000), reason="its owner drains it")
+        await rpc.call(self.endpoint, scheduler, ANNOUNCE_DRAIN, message)
+
     # -------------------------------------------------------------------------------------------- speaks as an executor
 
     def of(self, lease: uuid.UUID) -> DispatchJob:
@@ -423,15 +446,17 @@ class Lab:
     def worker(self, lease: Lease) -> ScriptedWorker:
         return next(worker for worker in self.workers if worker.endpoint.peer_id == lease.peer)
 
-    async def start(self, job: ScriptedJob | None = None) -> Any:
-        """Start a job in the background; return its operator."""
+    async def start(
+        self, job: ScriptedJob | None = None, job_id: uuid.UUID | None = None, *, resume: bool = False
+    ) -> Any:
+        """Start or resume a job in the background; return its operator."""
         number = len(self.strategy.operators)
-        self.tasks.start_soon(self.run, job)
+        self.tasks.start_soon(self.run, job, job_id, resume)
         return await self.strategy.operator(number)
 
-    async def run(self, job: ScriptedJob | None = None) -> None:
+    async def run(self, job: ScriptedJob | None = None, job_id: uuid.UUID | None = None, resume: bool = False) -> None:
         try:
-            self.results.append(await self.service.run_job(job or ScriptedJob()))
+            self.results.append(await self.service.run_job(job or ScriptedJob(), job_id, resume=resume))
         except Exception as error:  # noqa: BLE001 - the test looks at it
             self.results.append(error)
 

@@ -111,7 +111,7 @@ def test_a_manifest_that_names_files_elsewhere_is_not_used(
     written = prepare_dataset(source(tmp_path), tmp_path / "out", name="d", slices=1, seed=0)
     path = tmp_path / "out" / MANIFEST
     path.write_text(path.read_text().replace("slice-00000.safetensors", file))
-    assert open_dataset("d", tmp_path / "out").manifest == written
+    assert open_dataset("d", tmp_path / "out").manifest.slices == written.slices
     assert "is not the name of a file in its folder" in caplog.text
 
 
@@ -121,7 +121,7 @@ def test_a_manifest_without_digests_is_replaced_by_measuring_the_slices(
     written = prepare_dataset(source(tmp_path), tmp_path / "out", name="d", slices=2, seed=0)
     slices = [{"file": entry.file, "samples": entry.samples, "size": entry.size} for entry in written.slices]
     (tmp_path / "out" / MANIFEST).write_text(json.dumps({"dataset": "d", "slices": slices}))
-    assert open_dataset("d", tmp_path / "out").manifest == written
+    assert open_dataset("d", tmp_path / "out").manifest.slices == written.slices
     assert caplog.text.count("slices[0].digest: is missing") == 1
 
 

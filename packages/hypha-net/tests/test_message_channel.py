@@ -145,6 +145,37 @@ def test_a_repeated_message_is_handled_once_and_a_forgotten_one_is_an_error() ->
     assert side.handled == ["once"]
 
 
+def test_a_message_is_handled_once_although_the_next_stream_begins_meanwhile() -> None:
+    """The next stream waits for the handler, and then tells the peer that the message is handled."""
+    side, free, begun = Side(), anyio.Event(), anyio.Event()
+
+    async def handle(message: str) -> None:
+        side.handled.append(message)
+        begun.set()
+        await free.wait()
+
+    side.channel.handle = handle
+
+    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        async with anyio.create_task_group() as tasks:
+            near, far = await connect(a, b, tasks)
+            await send_frame(near, json.dumps([0, 0, "once"]).encode())
+            tasks.start_soon(run_until_broken, side, far, 0)
+            await begun.wait()
+            streams = [await connect(a, b, tasks) for _ in range(2)]
+            for near, far in streams:
+                await send_frame(near, json.dumps([0, 0, "once"]).encode())
+                tasks.start_soon(run_until_broken, side, far, 0)
+                await anyio.wait_all_tasks_blocked()
+            free.set()
+            assert json.loads(await receive_frame(near, 1000) or b"") == [0, 1, None]
+            for near, _ in streams:
+                await near.reset()
+
+    run_with_pair(case)
+    assert side.handled == ["once"]
+
+
 def test_messages_that_nobody_acknowledges_are_bounded() -> None:
     side = Side()
     for number in range(MAX_PENDING):

@@ -45,12 +45,21 @@ async def serve(config, node):
         node.tasks.start_soon(fails)
     elif behaviour == "done":
         return
+    drain = node.drain_on_sigterm(1.0 if behaviour == "drains too long" else 60.0) if "drain" in behaviour else None
     if behaviour == "holds on":
         child = subprocess.Popen(["sleep", "60"])
     node.ready()
     print("running", flush=True)
     if behaviour == "holds on":
         with anyio.CancelScope(shield=True):
+            await anyio.sleep(60)
+    if drain is not None:
+        await drain.wait()
+        print("draining", flush=True)
+        if behaviour == "drains":
+            await anyio.sleep(1.5)  # longer than the grace
+            return
+        with anyio.CancelScope(shield=behaviour == "drains too long"):
             await anyio.sleep(60)
     if behaviour == "blocks":
         time.sleep(60)
@@ -83,6 +92,12 @@ class Daemon:
 
     def wait_until_running(self) -> None:
         assert first_line(self.process) == "running"
+
+    def begin_drain(self) -> None:
+        """Send SIGTERM and wait until the program has heard of it."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "draining\n"
 
     def end(self, number: signal.Signals | None = None) -> tuple[int, float, list[dict[str, str]]]:
         """Return exit code, seconds it took, and log."""
@@ -147,6 +162,44 @@ def test_blocking_code_is_named_and_ended(daemon: Daemon, says: str) -> None:
     gone, left = psutil.wait_procs(children, timeout=5)
     assert not left
     assert len(gone) == len([entry for entry in log if "was left" in entry["message"]])
+
+
+@pytest.mark.parametrize("daemon", ["drains"], indirect=True)
+def test_sigterm_lets_a_draining_program_finish(daemon: Daemon) -> None:
+    daemon.wait_until_running()
+    daemon.begin_drain()
+    returned, seconds, log = daemon.end()
+    assert returned == 0
+    assert seconds > 1.0  # the grace is 0.5 s: it begins when the drain is over
+    assert [entry["level"] for entry in log] == ["info"] * len(log)
+
+
+@pytest.mark.parametrize("daemon", ["drains for ever"], indirect=True)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_second_signal_ends_a_draining_program_at_once(daemon: Daemon, number: signal.Signals, code: int) -> None:
+    daemon.wait_until_running()
+    daemon.begin_drain()
+    returned, seconds, log = daemon.end(number)
+    assert returned == code
+    assert seconds < 15  # the drain may take 60
+    assert f"{number.name}: ending" in [entry["message"] for entry in log]
+
+
+@pytest.mark.parametrize("daemon", ["drains"], indirect=True)
+def test_sigint_ends_a_program_without_a_drain(daemon: Daemon) -> None:
+    daemon.wait_until_running()
+    returned, _, log = daemon.end(signal.SIGINT)
+    assert returned == 130
+    assert not [entry for entry in log if "drain" in entry["message"]]
+
+
+@pytest.mark.parametrize("daemon", ["drains too long"], indirect=True)
+def test_drain_that_does_not_end_in_its_time_is_forced_to(daemon: Daemon) -> None:
+    daemon.wait_until_running()
+    returned, seconds, log = daemon.end(signal.SIGTERM)
+    assert returned == 1
+    assert seconds < 15  # the program itself would take 60
+    assert [entry for entry in log if "still not ended 1.5 s after being told to" in entry["message"]]
 
 
 @pytest.mark.parametrize(

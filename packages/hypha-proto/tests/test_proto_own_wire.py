@@ -26,6 +26,7 @@ from hypha_proto.datasets import (
     UnusableSlice,
 )
 from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, Finished, JobStatus
+from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId
@@ -132,6 +133,7 @@ REQUESTS: list[tuple[Any, Any]] = [
     ),
     (SAY_GOODBYE, Goodbye(leases=(ID[1], ID[2]), reason="the worker is shutting down")),
     (CANCEL_JOB, CancelJob(id=ID[1], reason="a member was lost", attempt=2)),
+    (ANNOUNCE_DRAIN, Drain(leases=(ID[1], ID[2]), left_ms=60_000, reason="its owner drains it")),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
@@ -152,6 +154,7 @@ RESPONSES: list[tuple[Any, Any]] = [
     (REPORT, ProgressError(reason="the round is over")),
     (SAY_GOODBYE, GoodbyeReceived()),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, format=JSONL)),
+    (ANNOUNCE_DRAIN, DrainReceived()),
 ]
 PUSH = PushHeader(
     job_id=ID[7], round=4, kind=PSEUDO_GRADIENT, name="update.safetensors", size=1 << 33, digest=DIGEST, samples=320

@@ -106,7 +106,7 @@ def test_records_submitted_together_share_one_sync(tmp_path: Path, monkeypatch: 
         tickets = [queue.submit((record(number), event(str(number)))) for number in range(10)]  # during that sync
         disk.free.set()
         assert all([await queue.wait(ticket) for ticket in tickets])
-        assert disk.syncs == 3
+        assert disk.syncs == 2  # the one that waited for the disk covers what was written by then
         assert names == [str(number) for number in range(10)]
 
     simulate(lambda: run_queue(tmp_path / "j", case))

@@ -611,13 +611,13 @@ def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest.LogCa
         )
         with pytest.raises(AllocationError) as caught:
             await lab.allocator(wanted, timeout=12).allocate()
-        counted = "train: 0 of 8 suitable: 3 gpu (24 of 40 GB), 2 price, 2 busy, 1 unknown"
+        counted = "train: 0 of 9 suitable: 3 gpu (24 of 40 GB), 2 price, 2 busy, 1 draining, 1 unknown"
         lines = str(caught.value).splitlines()
         assert lines[:2] == ["not enough workers within 12 s: 0 of 1 for train", f"  {counted}"]
         assert [record.getMessage() for record in caplog.records if "suitable" in record.getMessage()] == [
             f"waiting for workers: {counted}"
         ]
-        assert lab.shortages[0].counts == {"gpu": 3, "price": 2, "busy": 2, "unknown": 1}
+        assert lab.shortages[0].counts == {"gpu": 3, "price": 2, "busy": 2, "draining": 1, "unknown": 1}
         assert len(lab.shortages) == 2
         assert all(worker.asked == 3 for worker in lab.workers)
 
@@ -631,6 +631,7 @@ def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest.LogCa
             (Rejection(code="busy"),),
             (Rejection(code="busy"),),
             None,
+            (Rejection(code="price"), Rejection(code="draining")),
         ]
         for worker, rejections in zip(workers, codes, strict=True):
             worker.offers = False
@@ -638,7 +639,7 @@ def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest.LogCa
         workers[4].offers, workers[4].price, workers[4].amounts = True, 500.0, Resources(gpu=40)
 
     with caplog.at_level(logging.INFO, "hypha_scheduler.allocation"):
-        play(case, 8, prepare)
+        play(case, 9, prepare)
 
 
 def test_unreachable_workers_do_not_end_the_search() -> None:

@@ -43,6 +43,7 @@ from hypha_proto.dispatch import (
     Failed,
     JobStatus,
 )
+from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec, PeersReference, TrainConfig, executor_class
@@ -920,3 +921,75 @@ def test_refused_reports_are_logged_once_with_their_reason_which_is_answered(
     logged = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert len(logged) == 3  # the last one is a repetition
     assert all(reason in line for reason, line in zip(reasons, logged, strict=False))
+
+
+def drain_at(worker: Worker, batches: int, *others: uuid.UUID) -> None:
+    """Let a worker announce its drain after a number of batches; it ends, as workers do, with its task."""
+
+    async def announce() -> None:
+        while worker.batches < batches or worker.dispatched is None:
+            await anyio.sleep(0.005)
+        lease = worker.dispatched.id
+        message = Drain(leases=(lease, *others), left_ms=60_000, reason="its owner drains it")
+        assert await rpc.call(worker.endpoint, worker.leases[lease], ANNOUNCE_DRAIN, message) == DrainReceived()
+
+    worker.tasks.start_soon(announce)
+
+
+def test_draining_worker_leaves_after_its_round_and_the_job_goes_on(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        draining = workers[1]
+        drain_at(draining, 3)
+        wanted = job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6})
+        result = json.loads((await service.run_job(wanted)).read_text())
+        assert result["rounds"] == 6
+        members = [{member.peer for member in seen.members} for seen in workers[3].rounds_seen]
+        assert members == [{worker.endpoint.peer_id for worker in workers[:3]}] + 5 * [
+            {workers[0].endpoint.peer_id, workers[2].endpoint.peer_id}
+        ]
+        [share] = [entry for entry in result["workers"] if entry["peer"] == str(draining.endpoint.peer_id)]
+        assert share["batches"] == draining.batches > 0
+        assert set(draining.released) <= {"the job is done"}  # its executor has ended by itself
+
+    run_network(tmp_path, case)
+    kinds = [event["event"] for event in events(tmp_path)]
+    assert "worker_lost" not in kinds
+    [left] = [event for event in events(tmp_path) if event["event"] == "worker_left"]
+    assert left["round"] == 1
+    assert kinds.index("lease_draining") < kinds.index("worker_left")
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled", "goodbye"])
+def test_end_of_a_worker_that_has_left_does_not_matter(tmp_path: Path, model: Path, end: str) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        left = workers[1]
+        drain_at(left, 3)
+        normal_end = left.end
+
+        async def ends(peer: PeerId, request: DispatchJob, code: int, reason: str, lines: tuple[str, ...]) -> None:
+            if end == "goodbye":
+                await rpc.call(left.endpoint, peer, SAY_GOODBYE, Goodbye(leases=(request.id,), reason="over"))
+            left.outcome = "cancelled" if end == "cancelled" else "failed"
+            await normal_end(peer, request, 1, "it crashed at its exit", ())
+
+        left.end = ends  # type: ignore[method-assign]
+        wanted = job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6})
+        assert json.loads((await service.run_job(wanted)).read_text())["rounds"] == 6
+
+    run_network(tmp_path, case)
+    assert "worker_lost" not in [event["event"] for event in events(tmp_path)]
+    warnings = [event["text"] for event in events(tmp_path) if event["event"] == "warning"]
+    assert ["it crashed at its exit" in text for text in warnings] == ([True] if end == "failed" else [])
+
+
+def test_job_keeps_a_draining_worker_that_it_needs_until_it_is_lost(tmp_path: Path, model: Path) -> None:
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        drain_at(workers[1], 3)
+        drain_at(workers[3], 0)  # a parameter server cannot be handed over
+        result = json.loads((await service.run_job(job(model))).read_text())  # it needs all three, and ends in time
+        assert result["rounds"] == 3
+
+    run_network(tmp_path, case)
+    kinds = [event["event"] for event in events(tmp_path)]
+    assert kinds.count("lease_draining") == 2
+    assert "worker_left" not in kinds

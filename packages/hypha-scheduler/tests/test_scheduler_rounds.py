@@ -455,3 +455,64 @@ def test_evaluating_workers_are_waited_for(last: bool) -> None:
     if not last:
         assert rounds.deadline() < 90000.0
     assert rounds.expire(87000.0) != ()
+
+
+def merge_round(rounds: Rounds, number: int, peers: list[PeerId], now: float) -> dict[PeerId, object]:
+    """Close a round of these members and let each merge; return the responses to them."""
+    closed = run_round(rounds, number, dict.fromkeys(peers, now), now + 1)
+    assert set(closed.samples) == set(peers)
+    return {peer: rounds.update_merged(peer, now + 2) for peer in peers}
+
+
+def test_draining_worker_leaves_after_its_round_in_which_its_update_counts() -> None:
+    rounds = make(rounds=3)
+    rounds.drain(PEERS[1])
+    answers = merge_round(rounds, 1, PEERS[:3], 5.0)
+    assert [type(answers[peer]) for peer in PEERS[:3]] == [Continue, Done, Continue]
+    assert rounds.members == {PEERS[0], PEERS[2]}
+    assert isinstance(rounds.batch_done(PEERS[1], 16, 8.0), ProgressError)
+    rounds.batch_done(PEERS[0], 16, 9.0)
+    rounds.batch_done(PEERS[2], 16, 9.0)
+    assert rounds.update_started(PEERS[0], 10.0) == ()
+    [announced] = rounds.update_started(PEERS[2], 10.0)
+    assert announced == AnnounceRound(2, ((PEERS[0], 16), (PEERS[2], 16)))
+    assert rounds.worker_lost(PEERS[1], "it ended", 11.0) == ()  # it has left before
+
+
+def test_draining_worker_leaves_before_the_outer_step_is_reported_and_counts() -> None:
+    rounds = make(rounds=3)
+    rounds.drain(PEERS[1])
+    for peer in PEERS[:3]:
+        rounds.update_started(peer, 2.0)
+        rounds.metrics_reported(peer, 1, 0.5)
+    assert isinstance(rounds.update_merged(PEERS[1], 3.0), Done)
+    _, [closed] = rounds.outer_step_taken(4.0)
+    assert isinstance(closed, RoundClosed)
+    assert closed.samples == dict.fromkeys(PEERS[:3], 16)
+    assert closed.loss == 0.5
+
+
+def test_draining_workers_stay_as_long_as_the_job_needs_them() -> None:
+    rounds = make(minimum=2, rounds=4)
+    for peer in PEERS[:2]:
+        rounds.drain(peer)
+    answers = merge_round(rounds, 1, PEERS[:3], 5.0)
+    assert [type(answers[peer]) for peer in PEERS[:3]] == [Done, Continue, Continue]
+    answers = merge_round(rounds, 2, PEERS[1:3], 10.0)
+    assert [type(answer) for answer in answers.values()] == [Continue, Continue]
+    [effect] = rounds.worker_lost(PEERS[1], "it ended", 13.0)
+    assert isinstance(effect, Fail)
+
+
+def test_draining_worker_is_done_with_the_last_round_like_the_others() -> None:
+    rounds = make(minimum=2, rounds=1)
+    rounds.drain(PEERS[1])
+    answers = merge_round(rounds, 1, PEERS[:3], 5.0)
+    assert [type(answer) for answer in answers.values()] == [Done, Done, Done]
+    assert rounds.over
+
+
+def test_drain_of_a_stranger_changes_nothing() -> None:
+    rounds = make()
+    rounds.drain(PEERS[4])
+    assert rounds.members == set(PEERS[:3])

@@ -51,6 +51,7 @@ TASK = TaskRef("a", Lease(uuid.uuid4(), WORKER, "train", 1.0))
 def test_methods_that_an_operator_leaves_out_do_nothing() -> None:
     operator = LeastOperator()
     assert operator.on_lease_lost(TASK.lease, "gone", 1.0) == ()
+    assert operator.on_lease_draining(TASK.lease, 60.0, 1.0) == ()
     assert operator.next_slice(TASK, "digits", 1.0) is None
     assert operator.on_push_complete(TASK, None, Path("x"), "", 1.0) == ()
     assert operator.on_message(None, "notice", object(), 1.0) == (None, ())

@@ -391,6 +391,18 @@ def push_receiver() -> type[PushReceiver]:
 
 
 @pytest.fixture
+def make_lab() -> Callable[[Path, MemoryNetwork, MemoryEndpoint, Any], Lab]:
+    """Return a function that puts a scripted scheduler before a worker, of which only the endpoint is used."""
+
+    def make(folder: Path, network: MemoryNetwork, scheduler: MemoryEndpoint, worker: Any) -> Lab:
+        script = Scheduler(scheduler)
+        script.listen()
+        return Lab(network, folder, worker, script, scheduler, scheduler)
+
+    return make
+
+
+@pytest.fixture
 def make_config() -> Callable[..., WorkerConfig]:
     return worker_config
 

@@ -448,3 +448,38 @@ def test_a_scheduler_that_lets_offers_lapse_comes_after_an_equal_bid() -> None:
         assert (len(lazy.offers), len(other.offers)) == (3, 1)
 
     play(case)
+
+
+def test_a_draining_worker_makes_no_offers_and_withdraws_those_that_were_not_accepted() -> None:
+    async def case(site: Site) -> None:
+        scheduler, other = site.schedulers
+        held = await scheduler.get_offer()
+        assert isinstance(await scheduler.renew(site.peer, held.id), Renewed)
+        offered = await scheduler.get_offer()
+        site.worker.draining.request(60.0, "its owner drains it")
+        assert isinstance(await scheduler.renew(site.peer, offered.id), RenewalFailed)
+        assert isinstance(await scheduler.renew(site.peer, held.id), Renewed)
+        question = WhyNot(request=other.request(100.0, 1.0))
+        answer = await rpc.call(other.endpoint, site.peer, WHY_NOT, question)
+        assert answer.rejections == (Rejection(code="draining"),)
+        await other.publish()
+        await anyio.sleep(10.0)
+        assert (len(scheduler.offers), other.offers) == (2, [])
+
+    play(case)
+
+
+def test_requests_that_wait_for_resources_get_no_offer_from_a_draining_worker() -> None:
+    async def case(site: Site) -> None:
+        scheduler, other = site.schedulers
+        taken = await scheduler.get_offer(cpu=4.0)
+        assert isinstance(await scheduler.renew(site.peer, taken.id), Renewed)
+        await other.publish(cpu=4.0)
+        await anyio.sleep(0.5)
+        site.worker.draining.request(60.0, "its owner drains it")
+        await rpc.call(scheduler.endpoint, site.peer, RELEASE_LEASE, ReleaseLease(id=taken.id))
+        await anyio.sleep(10.0)
+        assert other.offers == []
+        assert site.free == 4.0
+
+    play(case)

@@ -13,15 +13,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
+import anyio.lowlevel
 import httpx
 import msgspec
 import pytest
+import uvicorn
 from blake3 import blake3
 
 from hypha_net import rpc, transfer
+from hypha_net.error_causes import first_leaf_error
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import to_plain
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
@@ -41,14 +44,14 @@ from hypha_proto.job_spec import (
     TrainJob,
     UriReference,
 )
-from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
+from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_worker.bridge.backend import JobBridgeBackend
-from hypha_worker.bridge.delivery_queue import DeliveryQueue
+from hypha_worker.bridge.delivery_queue import QUEUE_LIMIT, DeliveryQueue
 from hypha_worker.bridge.server import BridgeStartError, open_bridge
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.job_storage import JobStorage
-from hypha_worker.jobs.references import with_secrets, without_secrets
+from hypha_worker.jobs.references import job_references, reference_peers, with_secrets, without_secrets
 
 LIMIT = 1 << 20
 
@@ -85,11 +88,13 @@ class BridgeUnderTest:
         assert set(answer) == {"error", "detail"}
         return status, answer["error"]
 
-    async def push(self, sender: MemoryEndpoint, number: int, content: bytes, kind: str = OUTER_UPDATE) -> None:
+    async def push(
+        self, sender: MemoryEndpoint, number: int, content: bytes, kind: str = OUTER_UPDATE, name: str = "u"
+    ) -> None:
         path = self.work_dir.parent / f"pushed-{uuid.uuid4()}"
         path.write_bytes(content)
         size, digest = await transfer.describe(path)
-        header = PushHeader(job_id=self.spec.job_id, round=number, kind=kind, name="u", size=size, digest=digest)
+        header = PushHeader(job_id=self.spec.job_id, round=number, kind=kind, name=name, size=size, digest=digest)
         await transfer.push(sender, self.worker.peer_id, path, header)
 
     @property
@@ -133,7 +138,8 @@ async def open_test_bridge(
         work_dir = tmp_path / "job"
         work_dir.mkdir()
         storage = JobStorage(work_dir, LIMIT)
-        queue = DeliveryQueue(spec.job_id, work_dir, frozenset({server.peer_id}), storage, OUTER_UPDATE)
+        peers = reference_peers(job_references(spec))
+        queue = DeliveryQueue(spec.job_id, work_dir, frozenset({server.peer_id}), storage, OUTER_UPDATE, peers)
         files = PeerFiles(worker, storage)
         backend = JobBridgeBackend(
             worker, spec, uuid.uuid4(), server.peer_id, work_dir, queue, access or AccessPolicy(), files
@@ -369,9 +375,9 @@ def test_a_slice_of_an_unknown_format_is_not_fetched(with_bridge: WithBridge) ->
     with_bridge(case)
 
 
-async def read_events(bridge: BridgeUnderTest, count: int) -> list[dict[str, Any]]:
+async def read_events(bridge: BridgeUnderTest, count: int, body: Any = None) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    async with bridge.client.stream("POST", "/resources/receive", json=bridge.results) as answer:
+    async with bridge.client.stream("POST", "/resources/receive", json=body or bridge.results) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         async for line in answer.aiter_lines():
             if line.startswith("data: "):
@@ -448,11 +454,147 @@ def test_a_stream_closed_while_waiting_loses_no_file(with_bridge: WithBridge) ->
     with_bridge(case)
 
 
-def test_pushes_from_other_peers_or_of_other_kinds_are_refused(with_bridge: WithBridge) -> None:
+def test_strangers_push_nothing_and_only_senders_of_results_push_outer_updates(with_bridge: WithBridge) -> None:
     async def case(bridge: BridgeUnderTest) -> None:
-        for sender, kind in ((bridge.outsider, OUTER_UPDATE), (bridge.server, "something-else")):
+        for sender, kind in (
+            (bridge.outsider, OUTER_UPDATE),
+            (bridge.outsider, OTHER_FILE),
+            (bridge.data, OUTER_UPDATE),
+        ):
             with pytest.raises(transfer.TransferRefusedError):
                 await bridge.push(sender, 1, b"x", kind)
+
+    with_bridge(case)
+
+
+async def receive_any(bridge: BridgeUnderTest, count: int) -> list[dict[str, Any]]:
+    """Return the events of a stream whose request names no peers, as in the documentation."""
+    everyone = {"receive": {"type": "Peers", "peers": [], "strategy": "All"}, "out_dir": "incoming"}
+    return await read_events(bridge, count, everyone)
+
+
+def test_files_of_every_peer_and_kind_of_the_job_are_received(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        pushed = [(bridge.server, OUTER_UPDATE), (bridge.data, OTHER_FILE), (bridge.server, PSEUDO_GRADIENT)]
+        for number, (sender, kind) in enumerate(pushed):
+            await bridge.push(sender, number, b"%d" % number, kind)
+        events = await receive_any(bridge, 3)
+        seen = [(event["from_peer"], event["kind"], event["sequence"], event["round"]) for event in events]
+        assert seen == [(str(sender.peer_id), kind, n, n) for n, (sender, kind) in enumerate(pushed)]
+
+    with_bridge(case)
+
+
+def test_other_files_do_not_keep_outer_updates_out(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        for number in range(QUEUE_LIMIT):
+            await bridge.push(bridge.data, number, b"x", OTHER_FILE)
+        with pytest.raises(transfer.TransferRefusedError, match="queue is full"):
+            await bridge.push(bridge.data, QUEUE_LIMIT, b"x", OTHER_FILE)
+        await bridge.push(bridge.server, 1, b"outer")
+        [event] = await read_events(bridge, 1)
+        assert event["kind"] == OUTER_UPDATE
+
+    with_bridge(case)
+
+
+def test_received_files_keep_their_names_unless_these_are_taken(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        (bridge.work_dir / "incoming").mkdir()
+        (bridge.work_dir / "incoming" / "chunk-2.bin").symlink_to("nowhere")
+        names = ["chunk-0.bin", "chunk-0.bin", "chunk-2.bin", "../a b", ".hidden", "chunk-0.bin"]
+        for number, name in enumerate(names):
+            await bridge.push(bridge.server, number, b"%d" % number, name=name)
+        events = await read_events(bridge, len(names))
+        assert [event["path"].removeprefix("incoming/") for event in events] == [
+            "chunk-0.bin",
+            "chunk-0-1.bin",
+            "chunk-2-1.bin",
+            "a-b",
+            "hidden",
+            "chunk-0-2.bin",
+        ]
+        assert [event["sequence"] for event in events] == list(range(len(names)))
+        for number, event in enumerate(events):
+            assert (bridge.work_dir / event["path"]).read_bytes() == b"%d" % number
+
+    with_bridge(case)
+
+
+def test_repeated_and_refused_pushes_take_no_sequence_number(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        await bridge.push(bridge.server, 1, b"one")
+        await bridge.push(bridge.server, 1, b"one")  # again: its receipt was lost
+        with pytest.raises(transfer.TransferRefusedError):
+            await bridge.push(bridge.outsider, 2, b"two")
+        await bridge.push(bridge.server, 2, b"two")
+        assert [event["sequence"] for event in await read_events(bridge, 2)] == [0, 1]
+
+    with_bridge(case)
+
+
+def collect_pushes(bridge: BridgeUnderTest, endpoint: MemoryEndpoint) -> list[PushHeader]:
+    """Accept every push to an endpoint; returns the list of their headers."""
+    headers: list[PushHeader] = []
+
+    async def accept(_peer: Any, header: PushHeader | None) -> transfer.FilePushTarget:
+        assert header is not None
+        headers.append(header)
+
+        async def done(_size: int, _digest: str) -> None:
+            return
+
+        return transfer.FilePushTarget(bridge.work_dir.parent / f"{uuid.uuid4()}", LIMIT, done)
+
+    transfer.serve_pushes(endpoint, accept)
+    return headers
+
+
+def test_a_file_to_peers_that_get_updates_is_an_update(with_bridge: WithBridge) -> None:
+    """The reference may be spelled differently from the job's own; other files have a numbering of their own."""
+
+    async def case(bridge: BridgeUnderTest) -> None:
+        server, data = collect_pushes(bridge, bridge.server), collect_pushes(bridge, bridge.data)
+        (bridge.work_dir / "f").write_bytes(b"x")
+
+        async def send(strategy: str, *peers: MemoryEndpoint) -> None:
+            reference = {"type": "Peers", "peers": [str(peer.peer_id) for peer in peers], "strategy": strategy}
+            status, answer = await bridge.post("/resources/send", {"send": reference, "path": "f"})
+            assert status == 200, answer
+
+        for strategy in ("All", "One", "Random"):
+            await send(strategy, bridge.server)
+            await send(strategy, bridge.data)
+        await send("All", bridge.data, bridge.server)
+        updates = [(PSEUDO_GRADIENT, number) for number in (1, 2, 3)]
+        files = [(OTHER_FILE, number) for number in (1, 2, 3, 4)]
+        assert [(header.kind, header.round) for header in server] == [*updates, files[-1]]
+        assert [(header.kind, header.round) for header in data] == files
+
+    with_bridge(case)
+
+
+def test_refused_requests_name_field_value_and_remedy(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        (bridge.work_dir / "f").write_bytes(b"x")
+        updates = plain(bridge.spec.executor.config.updates)
+        outsider = {**updates, "peers": [str(bridge.outsider.peer_id)]}
+        scheduler = plain(SchedulerReference(peer=bridge.server.peer_id, dataset="other"))
+        for route, resource, path, status, told in (
+            ("send", updates, "/etc/passwd", 400, ["path: '/etc/passwd'", "name one"]),
+            ("send", updates, "none", 404, ["path: 'none'", "write the file first"]),
+            ("send", {**updates, "peers": []}, "f", 400, ["peers: []", "name one or more"]),
+            ("send", scheduler, "f", 400, ["type: 'scheduler'", 'use "peers"']),
+            ("send", outsider, "f", 403, [f"peers: {bridge.outsider.peer_id}", str(bridge.server.peer_id)]),
+            ("receive", outsider, "in", 403, [f"peers: {bridge.outsider.peer_id}", str(bridge.server.peer_id)]),
+            ("receive", updates, "f", 400, ["path: 'f' is a file", "another path"]),
+            ("receive", scheduler, "in", 400, ["type: 'scheduler'", 'use "peers"']),
+            ("fetch", updates, "in", 400, ["resource: none", "add"]),
+            ("fetch", scheduler, "in", 403, ["dataset: 'other'", "fetch 'digits'"]),
+        ):
+            found, answer = await bridge.post(f"/resources/{route}", {"resource": resource, "path": path})
+            assert found == status, answer
+            assert all(text in answer["detail"] for text in told), answer["detail"]
 
     with_bridge(case)
 
@@ -475,6 +617,25 @@ def test_the_bridge_closes_in_bounded_time_with_stuck_clients(tmp_path: Path, sh
 
     assert anyio.run(main, backend="trio") < 4.0
     assert list(short.iterdir()) == []
+
+
+def test_a_bridge_whose_clients_are_gone_closes_at_once(short: Path) -> None:
+    """The best of several, since the machine may be busy; uvicorn alone takes 0.1 s or more each time."""
+
+    async def close_used() -> float:
+        path = short / "b.sock"
+        async with open_bridge(cast(Any, None), path):
+            async with await anyio.connect_unix(path) as client:
+                await client.send(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+                assert (await client.receive()).startswith(b"HTTP/1.1 404")
+            began = anyio.current_time()
+        return anyio.current_time() - began
+
+    async def main() -> float:
+        with anyio.fail_after(30):
+            return min([await close_used() for _ in range(5)])
+
+    assert anyio.run(main, backend="trio") < 0.08
 
 
 def test_a_call_that_waits_for_a_peer_is_cancelled_when_the_bridge_closes(tmp_path: Path, short: Path) -> None:
@@ -511,6 +672,82 @@ def test_a_bridge_that_is_cancelled_before_it_has_begun_closes(short: Path) -> N
 
     anyio.run(main, backend="trio")
     assert list(short.iterdir()) == []
+
+
+def count_servers(monkeypatch: pytest.MonkeyPatch) -> list[uvicorn.Server]:
+    """Return a list that grows with each HTTP server that begins."""
+    begun: list[uvicorn.Server] = []
+    run = uvicorn.Server.run
+
+    def counted(server: uvicorn.Server, sockets: Any = None) -> None:
+        begun.append(server)
+        run(server, sockets)
+
+    monkeypatch.setattr(uvicorn.Server, "run", counted)
+    return begun
+
+
+def test_the_server_begins_with_the_first_connection(
+    with_bridge: WithBridge, monkeypatch: pytest.MonkeyPatch, short: Path
+) -> None:
+    begun = count_servers(monkeypatch)
+
+    async def case(bridge: BridgeUnderTest) -> None:
+        assert stat.S_IMODE(bridge.socket.stat().st_mode) == 0o600
+        assert begun == []
+        async with anyio.create_task_group() as tasks:  # connections that arrive before it has begun
+            for _ in range(5):
+                tasks.start_soon(check_described, bridge)
+        assert len(begun) == 1
+
+    async def check_described(bridge: BridgeUnderTest) -> None:
+        assert (await bridge.client.get("/openapi.json")).status_code == 200
+
+    with_bridge(case)
+    assert list(short.iterdir()) == []
+
+
+def test_a_bridge_that_nobody_uses_starts_no_server(with_bridge: WithBridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = count_servers(monkeypatch)
+
+    async def case(_bridge: BridgeUnderTest) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    with_bridge(case)
+    assert begun == []
+
+
+def test_a_first_request_while_the_job_is_ended_is_answered(tmp_path: Path, short: Path) -> None:
+    """As by an executor that reports when it gets SIGTERM."""
+    answers: list[tuple[int, str]] = []
+
+    async def main() -> None:
+        with anyio.fail_after(30), anyio.CancelScope() as job:
+            async with open_test_bridge(tmp_path, short) as bridge:
+                job.cancel()
+                with anyio.CancelScope(shield=True):
+                    answers.append(await bridge.kind("/status/send", "update"))
+
+    anyio.run(main, backend="trio")
+    assert answers == [(503, "ending")]
+
+
+def test_a_server_that_ends_by_itself_ends_the_job(
+    tmp_path: Path, short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_: None)
+
+    async def main() -> None:
+        with anyio.fail_after(30):
+            path = short / "b.sock"
+            async with open_bridge(cast(Any, None), path), await anyio.connect_unix(path):
+                await anyio.sleep_forever()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        anyio.run(main, backend="trio")
+    error = first_leaf_error(raised.value)
+    assert isinstance(error, BridgeStartError)
+    assert "ended while the job was running" in str(error)
 
 
 def test_a_too_long_socket_path_is_an_error_with_a_remedy(tmp_path: Path) -> None:

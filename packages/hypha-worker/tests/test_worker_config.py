@@ -13,6 +13,7 @@ from hypha_net.node.config.loader import Loaded, load_config
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_proto.resources import Resources
+from hypha_proto.tasks import task_executor
 from hypha_worker.cli import main
 from hypha_worker.config import WorkerConfig
 from hypha_worker.hardware.detection import detect
@@ -103,9 +104,38 @@ def test_the_complete_documented_example_is_accepted(tmp_path: Path) -> None:
     assert loaded.config.work_dir == Path("/var/hypha/work")
     capabilities = loaded.config.capabilities()
     assert capabilities.capacity.resources == Resources(cpu=32.0, memory=128.0, storage=1000.0, gpu=48.0)
-    wanted = {TrainExecutor(name="diloco-transformer"), AggregateExecutor(name="parameter-server")}
+    wanted = {
+        TrainExecutor(name="diloco-transformer"),
+        task_executor("train/diloco-transformer"),
+        AggregateExecutor(name="parameter-server"),
+    }
     assert capabilities.executors == wanted
     assert any("work_dir" in warning for warning in loaded.warnings), "the misplaced key is reported"
+
+
+@pytest.mark.parametrize("name", ["inference", "shell", "a", "map-reduce-2", "x" * 32])
+def test_an_executor_of_another_class_runs_tasks_only(tmp_path: Path, name: str) -> None:
+    text = f'{LEAST}[[executors]]\nclass = "{name}"\nname = "render"\ncmd = "y"'
+    config = load(tmp_path, text).config
+    [executor] = config.executors
+    assert (executor.kind, executor.descriptor) == (f"{name}/render", None)
+    assert config.capabilities().executors == {TrainExecutor(name=f"hypha.task:{name}/render")}
+
+
+@pytest.mark.parametrize("job_class", ["train", "shell"])
+def test_a_name_that_is_reserved_for_tasks_is_refused(tmp_path: Path, job_class: str) -> None:
+    text = f'{LEAST}[[executors]]\nclass = "{job_class}"\nname = "hypha.task:shell/x"\ncmd = "y"'
+    with pytest.raises(
+        ConfigError, match=r"executors\[0\]\.name = 'hypha\.task:shell/x'.*reserved.*choose another name"
+    ):
+        load(tmp_path, text)
+
+
+@pytest.mark.parametrize("name", ["", "Shell", "1st", "-x", "a/b", "x" * 33, "hypha.task:x"])
+def test_a_class_that_is_no_plain_name_is_refused(tmp_path: Path, name: str) -> None:
+    text = f'{LEAST}[[executors]]\nclass = "{name}"\nname = "render"\ncmd = "y"'
+    with pytest.raises(ConfigError, match=r"executors\[0\]\.class.*beginning with a letter"):
+        load(tmp_path, text)
 
 
 @pytest.mark.parametrize(

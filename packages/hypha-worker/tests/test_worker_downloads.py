@@ -138,8 +138,8 @@ def test_forbidden_or_missing_files_are_refused_and_leave_nothing(web: Web, tmp_
         (f"{web.url}/to/http://10.0.0.1/x", 403, "10.0.0.1"),
         (f"{web.url}/to/to/again", 502, "redirects"),
         ("http://localhost/x", 403, "connectors.hosts"),
-        ("ftp://127.0.0.1/x", 400, "not http"),
-        ("http://[/x", 400, "URL"),
+        ("ftp://127.0.0.1/x", 400, "value: 'ftp://127.0.0.1/x' is not an http"),
+        ("http://[/x", 400, "value: 'http://[/x' is no URL"),
         ("http://127.0.0.1:1/x", 502, "Connect"),
     ):
         found, detail = refused(lambda url=url: bring(url, tmp_path))  # type: ignore[misc]

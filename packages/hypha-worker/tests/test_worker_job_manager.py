@@ -37,9 +37,9 @@ from hypha_proto.progress import (
     RoundMetrics,
     ScheduleUpdate,
 )
-from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
+from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
-from hypha_worker.executors.process.execution import exit_text, substitute
+from hypha_worker.executors.process.process_runner import exit_text, substitute
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext
 
 InLab = Callable[..., None]
@@ -148,6 +148,33 @@ status, answer = post("/status/send", {"metrics": {"round": 1, "metrics": {"loss
 assert answer == {"type": "Done"}, answer
 print("variant is done")
 """
+
+
+RECEIVES = """
+events = listen({"receive": {"type": "Peers", "peers": [], "strategy": "All"}, "out_dir": "incoming"})
+post("/status/send", {"status": {"batch_size": 1}})
+event = next(events)
+print(event["path"], event["kind"], event["sequence"], event["from_peer"])
+"""
+
+
+def test_a_job_receives_other_files_from_any_peer_of_its_references(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        spec, sender = lab.train_spec(), lab.scheduler.endpoint
+        await lab.start(RECEIVES, spec)
+        await lab.scheduler.until(lambda: lab.scheduler.reports)
+        path = lab.folder / "chunk-0.bin"
+        path.write_bytes(b"chunk")
+        size, digest = await transfer.describe(path)
+        header = PushHeader(spec.job_id, 1, OTHER_FILE, path.name, size, digest)
+        with pytest.raises(transfer.TransferRefusedError, match="in none of the references"):
+            await transfer.push(lab.data, lab.peer, path, header)
+        await transfer.push(sender, lab.peer, path, header)
+        end = await lab.scheduler.ended()
+        assert end.last_lines == (f"incoming/chunk-0.bin file 0 {sender.peer_id}",)
+        assert end.outcome == "finished"
+
+    in_lab(case)
 
 
 def variant(lab: Any, job_id: uuid.UUID, seed: int) -> JobSpec:

@@ -1,4 +1,4 @@
-"""Processes that survive SIGKILL, as those that wait for a device or a network file system do."""
+"""The end of a process tree: which processes belong to it, and those that survive SIGKILL, as on a stuck device."""
 
 from __future__ import annotations
 
@@ -17,6 +17,39 @@ from hypha_worker.executors.process import process_tree
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE, terminate_tree
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
+LEAVES_ANOTHER = """
+import subprocess, sys
+sleeper = [sys.executable, "-I", "-S", "-c", "import time; print(1, flush=True); time.sleep(60)"]
+left = subprocess.Popen(sleeper, start_new_session=True, stdout=subprocess.PIPE)
+left.stdout.readline()
+print(left.pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("token", "size"), [("t", 0), ("t", 100_000), ("other", 0), ("tt", 0), ("", 0)])
+def test_a_process_in_a_session_of_its_own_is_found_by_its_token(token: str, size: int) -> None:
+    """The token may stand behind much else; another job's token, even one that begins like it, does not count."""
+    environment = {"A": "x" * size, "B": f"{TOKEN_VARIABLE}=t", **os.environ, TOKEN_VARIABLE: token}
+
+    async def main() -> int:
+        with anyio.fail_after(30):
+            process = await anyio.open_process(
+                [sys.executable, "-c", LEAVES_ANOTHER], env=environment, start_new_session=True
+            )
+            assert process.stdout is not None
+            left = int(await process.stdout.receive())
+            await process.wait()
+            await terminate_tree(process, "t", 5.0)
+            await process.aclose()
+            return left
+
+    left = anyio.run(main, backend="trio")
+    try:
+        ended = not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+        assert ended is (token == "t")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(left, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("dies_late", [False, True])

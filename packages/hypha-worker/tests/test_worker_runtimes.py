@@ -52,6 +52,8 @@ def test_an_unknown_runtime_is_refused_with_the_known_ones(make_config: Any, tmp
         ("parameter-server", "aggregate", ExecutorSettings(args=("x",)), "cmd and args"),
         ("process", "aggregate", ExecutorSettings("x"), 'set runtime = "parameter-server"'),
         ("parameter-server", "train", ExecutorSettings(), 'set runtime = "process"'),
+        ("parameter-server", "inference", ExecutorSettings(), 'of class "aggregate": set runtime = "process"'),
+        ("process", "inference", ExecutorSettings(), "cmd is missing"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(name: str, job_class: Any, settings: ExecutorSettings, told: str) -> None:
@@ -86,6 +88,7 @@ class EchoRuntime:
     """A runtime as a further folder of `executors` would define it."""
 
     job_class = "aggregate"
+    runs_tasks = False
     task_methods = (TaskMethod(ROUND_MEMBERS, lambda reason: MembersKnown(accepted=False, reason=reason)),)
 
     def check(self, settings: ExecutorSettings) -> None:

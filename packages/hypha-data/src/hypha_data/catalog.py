@@ -1,4 +1,4 @@
-"""Catalog of this node's datasets: folders of safetensors slices, described by their manifests.
+"""Catalog of this node's datasets: folders of safetensors or JSONL slices, described by their manifests.
 
 Called by `service`; `verification` checks the slices against their manifest. A slice passes from `catalog` through
 `announcer` and the scheduler's slice ledger to `slice_resolver`, and from there to a worker's job bridge.
@@ -15,8 +15,9 @@ from blake3 import blake3
 
 from hypha_data.digest_cache import DigestCache, OnRead, ignore_progress
 from hypha_data.errors import DatasetError
+from hypha_data.jsonl import ColumnTable, RowFile
 from hypha_proto.codec import from_json, to_json
-from hypha_proto.datasets import Manifest, SliceEntry
+from hypha_proto.datasets import JSONL, SAFETENSORS, SLICE_SUFFIXES, Manifest, SliceEntry
 from hypha_proto.errors import DecodeError, TensorFileError
 
 _log = logging.getLogger(__name__)
@@ -48,24 +49,21 @@ class Dataset:
 def open_dataset(name: str, folder: Path, *, verify: bool = False, on_read: OnRead = ignore_progress) -> Dataset:
     """Open the dataset in a folder: the slices of its ``manifest.json``, none of which is read.
 
-    Without a manifest the slices are those in the folder, ordered by file name; those that have changed since they were
-    last read are read once.
+    Without a manifest the slices are the safetensors files in the folder, ordered by name, of which those are read that
+    have changed since they were last read. If there is none they are its JSONL files, all of which are read.
 
     Args:
         verify: forget which slices were read before, so that all of them are read again.
         on_read: called with the number of bytes of each block that is read.
 
     Raises:
-        DatasetError: the folder contains no slices, or there is no manifest and one is not a safetensors file of
-            samples.
+        DatasetError: the folder contains no slices, or there is no manifest and one is not a file of samples.
     """
     try:
-        files = sorted(folder.glob("*.safetensors"))
         written = _read_manifest(name, folder)
+        files = _find_slices(name, folder, written)
     except OSError as error:
         raise DatasetError(f"dataset {name}: {folder} cannot be read: {error}") from None
-    if not files:
-        raise DatasetError(f"dataset {name}: {folder} holds no *.safetensors; `hypha-data prepare` makes slices")
     digests = DigestCache(folder) if verify else DigestCache.load(folder)
     if written is None:
         _log.info("dataset %s: no %s is used, so the slices are announced as they are now", name, MANIFEST)
@@ -79,6 +77,21 @@ def open_dataset(name: str, folder: Path, *, verify: bool = False, on_read: OnRe
     return Dataset(name, folder, manifest, digest, text, digests, is_prepared=written is not None)
 
 
+def _find_slices(name: str, folder: Path, written: Manifest | None) -> list[Path]:
+    """Return the files of the manifest's format; without a manifest safetensors files, or JSONL files if none."""
+    suffixes = list(SLICE_SUFFIXES.values()) if written is None else [slice_suffix(written)]
+    for suffix in suffixes:
+        if files := sorted(folder.glob(f"*{suffix}")):
+            return files
+    wanted = " or ".join(f"*{suffix}" for suffix in suffixes)
+    raise DatasetError(f"dataset {name}: {folder} holds no {wanted}; `hypha-data prepare` makes slices")
+
+
+def slice_suffix(manifest: Manifest) -> str:
+    """Return the suffix of the slices' file names."""
+    return SLICE_SUFFIXES[manifest.format or SAFETENSORS]
+
+
 def _warn_of_unlisted(name: str, folder: Path, files: list[Path], manifest: Manifest) -> None:
     unlisted = {file.name for file in files} - {entry.file for entry in manifest.slices}
     if unlisted:
@@ -89,11 +102,17 @@ def _warn_of_unlisted(name: str, folder: Path, files: list[Path], manifest: Mani
 
 
 def measure(name: str, files: list[Path], digests: DigestCache, on_read: OnRead) -> Manifest:
-    """Return samples, size and digest of every slice; those whose digest is not remembered are read.
+    """Return samples, size and digest of every slice, and the columns of JSONL slices.
+
+    Safetensors slices are read if their digest is not remembered, JSONL slices always.
 
     Raises:
-        DatasetError: a file is not a safetensors file of samples, or cannot be read.
+        DatasetError: a file does not hold samples of one format, or cannot be read.
     """
+    if all(file.suffix == SLICE_SUFFIXES[JSONL] for file in files):
+        columns = ColumnTable()
+        rows = tuple(_measure_rows(file, columns, digests, on_read) for file in files)
+        return Manifest(dataset=name, slices=rows, format=JSONL, columns=columns.kinds)
     return Manifest(dataset=name, slices=tuple(_measure_slice(file, digests, on_read) for file in files))
 
 
@@ -104,6 +123,16 @@ def _measure_slice(file: Path, digests: DigestCache, on_read: OnRead) -> SliceEn
     except OSError as error:
         raise DatasetError(f"{file}: {error.strerror or error}") from None
     return SliceEntry(file=file.name, samples=samples, size=found.size, digest=digest)
+
+
+def _measure_rows(file: Path, columns: ColumnTable, digests: DigestCache, on_read: OnRead) -> SliceEntry:
+    try:
+        with RowFile(file, columns, on_read) as rows:
+            found, digest = digests.find(file) or digests.read(file, on_read)
+            rows.check_unchanged()
+            return SliceEntry(file=file.name, samples=len(rows), size=found.size, digest=digest)
+    except OSError as error:
+        raise DatasetError(f"{file}: {error.strerror or error}") from None
 
 
 def count_samples(file: Path) -> int:
@@ -135,12 +164,25 @@ def _read_manifest(name: str, folder: Path) -> Manifest | None:
     except DecodeError as error:
         _log.warning("dataset %s: %s cannot be used: %s", name, path, error)
         return None
-    strange = [entry.file for entry in manifest.slices if not _is_file_name(entry.file)]
-    if strange or not manifest.slices:
-        reason = f"{strange[0][:200]!r} is not the name of a file in its folder" if strange else "it names no slice"
-        _log.warning("dataset %s: %s cannot be used: %s", name, path, reason)
+    fault = _find_fault(manifest)
+    if fault is not None:
+        _log.warning("dataset %s: %s cannot be used: %s", name, path, fault)
         return None
-    return Manifest(dataset=name, slices=manifest.slices)
+    return Manifest(dataset=name, slices=manifest.slices, format=manifest.format, columns=manifest.columns)
+
+
+def _find_fault(manifest: Manifest) -> str | None:
+    if manifest.format is not None and manifest.format not in SLICE_SUFFIXES:
+        return f"format {manifest.format[:80]!r} is not known here, but {', '.join(SLICE_SUFFIXES)}; update hypha-data"
+    if not manifest.slices:
+        return "it names no slice"
+    suffix = slice_suffix(manifest)
+    for entry in manifest.slices:
+        if not _is_file_name(entry.file):
+            return f"{entry.file[:200]!r} is not the name of a file in its folder"
+        if not entry.file.endswith(suffix):
+            return f"{entry.file[:200]!r} is not a *{suffix}; set `format` to {' or '.join(SLICE_SUFFIXES)}"
+    return None
 
 
 def _is_file_name(name: str) -> bool:

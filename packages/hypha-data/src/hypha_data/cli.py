@@ -11,6 +11,7 @@ import click
 from hypha_data.config import DataConfig
 from hypha_data.errors import DatasetError
 from hypha_net.node.cli import daemon_cli
+from hypha_proto.datasets import SAFETENSORS, SLICE_SUFFIXES
 
 
 async def _serve(config: DataConfig, node: Any) -> None:
@@ -44,22 +45,49 @@ _add_verify_option(main.commands["run"])
 @click.option("--slices", type=click.IntRange(min=1), required=True, help="How many slices to cut.")
 @click.option("--name", default=None, help="Name in the manifest.  [default: the folder's name]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the shuffle.")
+@click.option(
+    "--source-format",
+    type=click.Choice(["auto", *SLICE_SUFFIXES]),
+    default="auto",
+    show_default=True,
+    help="Format of SOURCE; auto goes by the suffix of its name.",
+)
 @click.option("--force", is_flag=True, help="Replace slices that are there.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="How to print the result.")
-def prepare(source: Path, out: Path, slices: int, name: str | None, seed: int, force: bool, form: str) -> None:
-    """Shuffle the samples of SOURCE, a safetensors file, and cut them into slices.
+def prepare(
+    source: Path,
+    out: Path,
+    slices: int,
+    name: str | None,
+    seed: int,
+    source_format: str,
+    force: bool,
+    form: str,
+) -> None:
+    """Shuffle the samples of SOURCE and cut them into slices.
 
-    All tensors of SOURCE share their first dimension, the samples.
+    SOURCE is a safetensors file whose tensors share their first dimension, the samples; or a file of JSON rows, one
+    object a line, whose name ends in .jsonl or .ndjson.
     """
     from hypha_data.prepare import prepare_dataset
 
     try:
-        manifest = prepare_dataset(source, out, name=name or out.resolve().name, slices=slices, seed=seed, force=force)
+        manifest = prepare_dataset(
+            source,
+            out,
+            name=name or out.resolve().name,
+            slices=slices,
+            seed=seed,
+            force=force,
+            source_format=None if source_format == "auto" else source_format,
+            on_notice=lambda line: click.echo(f"note: {line}", err=True),
+        )
     except (DatasetError, OSError) as error:
         raise click.ClickException(str(error)) from None
     samples = sum(entry.samples for entry in manifest.slices)
     size = sum(entry.size for entry in manifest.slices)
     if form == "json":
-        click.echo(json.dumps({"dataset": manifest.dataset, "slices": slices, "samples": samples, "bytes": size}))
+        result = {"dataset": manifest.dataset, "slices": slices, "samples": samples, "bytes": size}
+        click.echo(json.dumps({**result, "format": manifest.format or SAFETENSORS, "columns": manifest.columns}))
     else:
         click.echo(f"{out}: dataset {manifest.dataset}, {samples} samples in {slices} slices, {size} bytes")

@@ -18,7 +18,7 @@ class DatasetConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: str = Field(min_length=1, max_length=_MAX_NAME, description="Name under which the dataset is announced.")
-    path: Path = Field(description="Folder with the dataset's safetensors slices.")
+    path: Path = Field(description="Folder with the dataset's slices, safetensors or JSONL.")
 
 
 class DataConfig(NodeConfig):

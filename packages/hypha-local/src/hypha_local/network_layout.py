@@ -249,6 +249,7 @@ def _role_settings(folders: Folders, node: NodePlan, training: Training, python:
 
 def _worker(node: NodePlan) -> str:
     return f"""work_dir = {_toml(f"../work/{node.name}")}
+drain_timeout = 0  # all programs end together: nobody waits for the job
 
 [resources]
 cpu = 1

@@ -101,6 +101,9 @@ class MessageChannel(Generic[Out, In]):
     _changed: anyio.Event = field(default_factory=anyio.Event)
     _scope: anyio.CancelScope | None = None
     """Scope of the exchange over the current stream."""
+    _stream: Stream | None = None
+    """The newest stream."""
+    _exchanging: anyio.Lock = field(default_factory=anyio.Lock)
     _acknowledged: anyio.Event = field(default_factory=anyio.Event)
 
     @property
@@ -128,6 +131,8 @@ class MessageChannel(Generic[Out, In]):
     async def run(self, stream: Stream, peer_wants: int) -> None:
         """Exchange messages over a stream until the peer ends it; an exchange over an earlier stream ends.
 
+        It begins when the message that came last over the earlier stream is handled: that is not handled twice.
+
         Args:
             stream: a stream on which both sides have said which message they want next.
             peer_wants: sequence number of the first own message that the peer has not handled.
@@ -136,30 +141,35 @@ class MessageChannel(Generic[Out, In]):
             ChannelError: the peer breaks the rules.
             StreamResetError: the stream broke.
         """
-        if peer_wants < self._first:
-            raise ChannelError(f"{stream.peer} wants message {peer_wants} again, which it has handled")
+        self._stream = stream
         if self._scope is not None:
             self._scope.cancel()
-        scope = self._scope = anyio.CancelScope()
+        async with self._exchanging:
+            if self._stream is stream:  # no newer one came while this one waited
+                await self._run_exclusively(stream, peer_wants)
+
+    async def _run_exclusively(self, stream: Stream, peer_wants: int) -> None:
+        if peer_wants < self._first:
+            raise ChannelError(f"{stream.peer} wants message {peer_wants} again, which it has handled")
+        self._scope = anyio.CancelScope()
         try:
-            with scope:
+            with self._scope:
                 await self._exchange(stream, peer_wants)
         except ExceptionGroup as errors:
             raise first_leaf_error(errors) from None
         finally:
-            if self._scope is scope:
-                self._scope = None
+            self._scope = None
 
     async def _exchange(self, stream: Stream, peer_wants: int) -> None:
         self._acknowledge(stream, peer_wants)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._send_pending, stream, self.next_wanted)
+            tasks.start_soon(self._send_pending, stream)
             await self._receive(stream)
             tasks.cancel_scope.cancel()
 
-    async def _send_pending(self, stream: Stream, told: int) -> None:
-        """Send messages, and acknowledgements by themselves where no message carries them."""
-        position = self._first
+    async def _send_pending(self, stream: Stream) -> None:
+        """Send messages, and acknowledgements by themselves where no message carries them; one at least to begin."""
+        position, told = self._first, -1
         while True:
             position = max(position, self._first)
             index = position - self._first

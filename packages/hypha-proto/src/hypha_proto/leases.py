@@ -24,9 +24,11 @@ LEASE_SWEEP: Final = 0.25
 """Interval in seconds at which workers drop expired leases and cancel their jobs."""
 
 
-REJECTION_CODES: Final = ("price", "gpu", "cpu", "memory", "storage", "executor", "busy", "not-allowed", "quota")
+_RESOURCE_CODES: Final = ("gpu", "cpu", "memory", "storage")
+REJECTION_CODES: Final = ("price", *_RESOURCE_CODES, "executor", "busy", "not-allowed", "quota", "draining")
 """Codes of `Rejection`: the bid is too low; the machine has too little of a resource; the executor is not configured;
-the machine would suffice, but leases hold it (``busy``); this scheduler gets no offers; or it has as many as it may."""
+the machine would suffice, but leases hold it (``busy``); this scheduler gets no offers, or has as many as it may;
+or the worker makes none because it drains."""
 
 
 class RenewLease(Message, frozen=True):

@@ -1,7 +1,7 @@
 """RPC methods and gossip topics: protocol ids, message types, size limits, and the roles that may send each message.
 
 `hypha_net.rpc` and `hypha_net.pubsub` carry what is defined here; the modules `offers`, `leases`, `dispatch`,
-`datasets`, `progress`, `round_membership` and `health` define one `RpcMethod` per exchange.
+`datasets`, `progress`, `round_membership`, `drain` and `health` define one `RpcMethod` per exchange.
 """
 
 from __future__ import annotations
@@ -147,6 +147,7 @@ HEALTH: Final = "/hypha-health/0.0.1"
 PROGRESS: Final = "/hypha-progress/0.0.1"
 LEASE: Final = "/hypha-lease/0.1.0"
 GOODBYE: Final = "/hypha-goodbye/0.1.0"
+DRAIN: Final = "/hypha-drain/0.1.0"
 AGGREGATE: Final = "/hypha-aggregate/0.1.0"
 TASKS: Final = "/hypha-task/0.1.0"
 TASK_RESOURCES: Final = "/hypha-resource/0.1.0"
@@ -191,6 +192,7 @@ ALLOWED_SENDERS: Final[Mapping[str, frozenset[Role]]] = {
     "LocateResource": _WORKER,
     "PushOutput": _SCHEDULER,
     "ReleaseOutputs": _SCHEDULER,
+    DRAIN: _WORKER,
     # files, by protocol id: workers pull slices and results, schedulers manifests and results; either pushes
     PULL: _TRAINING,
     PULL_WITH_HEADER: _TRAINING,

@@ -17,6 +17,8 @@ PSEUDO_GRADIENT: Final = "pseudo-gradient"
 """`PushHeader.kind` of a worker's update to the parameter server."""
 OUTER_UPDATE: Final = "outer-update"
 """`PushHeader.kind` of the outer step's result."""
+OTHER_FILE: Final = "file"
+"""`PushHeader.kind` of a file that an executor sends for a purpose of its own."""
 TASK_RESOURCE: Final = "task-resource"
 """`PushHeader.kind` of a file of a task's resource."""
 TASK_RESULT: Final = "task-result"
@@ -64,7 +66,7 @@ class PushHeader(Message, frozen=True):
     job_id: uuid.UUID
     round: U32
     kind: str
-    """`PSEUDO_GRADIENT`, `OUTER_UPDATE` or a kind defined by the executor."""
+    """`PSEUDO_GRADIENT`, `OUTER_UPDATE`, `OTHER_FILE`, `TASK_RESOURCE`, or one that this version does not know."""
     name: str
     """File name."""
     size: U64

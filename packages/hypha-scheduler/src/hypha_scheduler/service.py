@@ -22,10 +22,12 @@ from hypha_net.log_throttle import LogThrottle
 from hypha_net.node.lifecycle import Node
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.dispatch import JOB_STATUS, JobStatus, NotFound, StatusReceived, WireError
+from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import JOB_END, SAY_GOODBYE, Goodbye, GoodbyeReceived, JobEnd, JobEndReceived
 from hypha_proto.offers import OFFER, OfferReceived, WorkerOffer
 from hypha_proto.progress import REPORT, ProgressError, ProgressRequest, ProgressResponse
+from hypha_proto.task_resources import LOCATE_RESOURCE, Gone, LocateResource, ResourceLocation
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
@@ -33,6 +35,7 @@ from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.end_record import EndRecorder
 from hypha_scheduler.jobs.runner import JobRunner
+from hypha_scheduler.jobs.task_streams import TaskStreams, serve_task_streams
 from hypha_scheduler.jobs.unfinished import log_unfinished
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import StrategyMethod
@@ -45,6 +48,9 @@ _LAST_METRICS: Final = 2.0
 """Seconds to wait for the last metrics to reach the bridge after all jobs have ended."""
 _LAST_ENDS: Final = 2.0
 """Seconds to wait until the ends of jobs are recorded."""
+_TAKING_TIMEOUT: Final = 2.0
+"""Seconds to wait for the answer to a renewal whose lease's stream is here already."""
+_TAKING_INTERVAL: Final = 0.02
 _DEFAULT_AUCTION: Final = AuctionSettings()
 _ACTIVE: Final = instrumentation.UpDownCounter("hypha.scheduler.jobs.active", "{job}", "Running jobs.")
 _ENDED: Final = instrumentation.Counter("hypha.scheduler.jobs.ended", "{job}", "Jobs that have ended, by outcome.")
@@ -157,21 +163,31 @@ class SchedulerService:
         rpc.serve(endpoint, REPORT, self._report)
         rpc.serve(endpoint, JOB_END, self._job_end)
         rpc.serve(endpoint, SAY_GOODBYE, self._goodbye)
+        rpc.serve(endpoint, ANNOUNCE_DRAIN, self._drain)
         rpc.serve(endpoint, JOB_STATUS, self._job_status)
+        rpc.serve(endpoint, LOCATE_RESOURCE, self._locate)
+        serve_task_streams(endpoint, self._find_streams)
         transfer.serve_pulls(endpoint, self._pull)
         transfer.serve_pushes(endpoint, self._push)
 
-    async def run_job(self, job: JobTable, job_id: uuid.UUID | None = None) -> Path:
+    async def run_job(self, job: JobTable, job_id: uuid.UUID | None = None, *, resume: bool = False) -> Path:
         """Run a job, under a new id unless one is given; return the path of its ``result.json``.
 
+        With `resume` the interrupted job of that id is continued, from its journal.
+
         Raises:
-            JobFailedError: the job failed.
+            JobFailedError: the job failed, or cannot be resumed.
         """
+        if job_id in self._runs:
+            raise JobFailedError(f"job {job_id} runs already")
+        if resume and job_id is None:
+            raise JobFailedError("to resume a job, name its id")
         strategy = load_strategy(job.type, self._strategies)
         self._serve_methods(strategy.rpc_methods)
         run = JobRunner(
-            self._endpoint, strategy, job, self._runs_dir, self._bridge, job_id, self._auction_settings, self.ends
-        )
+            self._endpoint, strategy, job, self._runs_dir, self._bridge, job_id, self._auction_settings, self.ends,
+            resume=resume,
+        )  # fmt: skip
         self._runs[run.job_id] = run
         about = {"hypha.job.id": str(run.job_id), **job.span_attributes()}
         try:
@@ -238,6 +254,11 @@ class SchedulerService:
             run.on_goodbye(peer, goodbye)
         return GoodbyeReceived()
 
+    async def _drain(self, peer: PeerId, drain: Drain) -> DrainReceived:
+        for run in self._runs.values():
+            run.on_drain(peer, drain)
+        return DrainReceived()
+
     async def _job_end(self, peer: PeerId, end: JobEnd) -> JobEndReceived:
         run = self._runs.get(end.job_id)
         if run is not None:
@@ -248,6 +269,24 @@ class SchedulerService:
         for run in self._runs.values():
             run.on_job_status(peer, status)
         return StatusReceived()
+
+    async def _find_streams(self, peer: PeerId, lease: uuid.UUID) -> TaskStreams | None:
+        """Return the streams of the job that holds a lease.
+
+        Its worker may open the stream before the answer that confirms the lease is handled here.
+        """
+        until = anyio.current_time() + _TAKING_TIMEOUT
+        while (run := next((run for run in self._runs.values() if run.holds(lease, peer)), None)) is None:
+            if anyio.current_time() >= until or not any(run.is_taking(lease, peer) for run in self._runs.values()):
+                return None
+            await anyio.sleep(_TAKING_INTERVAL)
+        return run.task_streams
+
+    async def _locate(self, peer: PeerId, request: LocateResource) -> ResourceLocation:
+        run = self._runs.get(request.job_id)
+        if run is None:
+            return ResourceLocation(gone=Gone(reason=f"this scheduler runs no job {request.job_id}"))
+        return await run.on_locate(peer, request)
 
     async def _pull(self, peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
         for job_id, run in self._runs.items():

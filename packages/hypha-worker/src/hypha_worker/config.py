@@ -5,9 +5,10 @@ Called by `hypha_net.node.config`, which reads flags, environment and TOML; `ser
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -17,12 +18,13 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import TEMPORARY_LEASE
 from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
 from hypha_proto.resources import Resources
+from hypha_proto.tasks import TASK_EXECUTOR_PREFIX, task_executor
 from hypha_proto.wire_schema import MAX_PRICE
 from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy, Strategy
 from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSettings, check_executor, find_runtime
 from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
-from hypha_worker.leasing.terms import IDLE_LEASE, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
+from hypha_worker.leasing.terms import IDLE_LEASE, MAX_DRAIN, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
 
 
 def _peer(text: str) -> str:
@@ -47,7 +49,23 @@ def _runtime(name: str) -> str:
     return name
 
 
+def _executor_name(name: str) -> str:
+    if name.startswith(TASK_EXECUTOR_PREFIX):
+        raise ValueError(
+            f"names that begin with {TASK_EXECUTOR_PREFIX} are reserved for announcing executors that run tasks: "
+            "choose another name"
+        )
+    return name
+
+
+def _executor_class(name: str) -> str:
+    if not _EXECUTOR_CLASS.fullmatch(name):
+        raise ValueError("no class: use at most 32 lower-case letters, digits and hyphens, beginning with a letter")
+    return name
+
+
 _PEER_ID_START: Final = "12D3Koo"
+_EXECUTOR_CLASS: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Price = Annotated[float, Field(ge=0, le=MAX_PRICE, allow_inf_nan=False)]
 Limit = Annotated[int, Field(ge=1)] | None
@@ -55,6 +73,8 @@ PeerText = Annotated[str, AfterValidator(_peer)]
 PreferredText = Annotated[str, Field(min_length=1), AfterValidator(_preferred)]
 EvaluationName = Annotated[str, AfterValidator(_evaluation)]
 RuntimeName = Annotated[str, AfterValidator(_runtime)]
+ExecutorName = Annotated[str, Field(min_length=1), AfterValidator(_executor_name)]
+ExecutorClassName = Annotated[str, AfterValidator(_executor_class)]
 
 
 class DeviceSection(Section):
@@ -160,11 +180,18 @@ class OfferSection(Section):
         return Quota(self.max_offers, self.max_leases, self.max_jobs)
 
 
+_DESCRIPTORS: Final[Mapping[str, type[ExecutorDescriptor]]] = {"train": TrainExecutor, "aggregate": AggregateExecutor}
+
+
 class ExecutorSection(Section):
     """``[[executors]]``."""
 
-    job_class: Literal["train", "aggregate"] = Field(alias="class", description="Kind of job: train or aggregate.")
-    name: str = Field(min_length=1, description="Name by which schedulers ask for it, such as diloco-transformer.")
+    job_class: ExecutorClassName = Field(
+        alias="class",
+        description="What it runs: train for training jobs (and tasks), aggregate for the parameter server; any other "
+        "name, such as inference or shell, for tasks only.",
+    )
+    name: ExecutorName = Field(description="Name by which schedulers ask for it, such as diloco-transformer.")
     runtime: RuntimeName = Field(
         default="process",
         description=" ".join(f"{name}: {entry.summary}." for name, entry in RUNTIMES.items()),
@@ -188,9 +215,20 @@ class ExecutorSection(Section):
         return ExecutorSettings(self.cmd, tuple(self.args), self.env)
 
     @property
-    def descriptor(self) -> ExecutorDescriptor:
-        """The descriptor by which schedulers ask for it."""
-        return (TrainExecutor if self.job_class == "train" else AggregateExecutor)(name=self.name)
+    def kind(self) -> str:
+        """Its class and name, by which tasks ask for it: ``shell/render``."""
+        return f"{self.job_class}/{self.name}"
+
+    @property
+    def descriptor(self) -> ExecutorDescriptor | None:
+        """The descriptor of the jobs that it runs, or None if it runs tasks only."""
+        made = _DESCRIPTORS.get(self.job_class)
+        return None if made is None else made(name=self.name)
+
+    @property
+    def task_descriptor(self) -> ExecutorDescriptor | None:
+        """The descriptor by which it is requested for tasks, or None if it runs none."""
+        return task_executor(self.kind) if find_runtime(self.runtime).runs_tasks else None
 
 
 class ConnectorsSection(Section):
@@ -228,6 +266,13 @@ class WorkerConfig(NodeConfig):
     unsupported_keys: ClassVar[Mapping[str, str]] = {**UNSUPPORTED_KEYS, **_UNSUPPORTED_KEYS}
 
     work_dir: Path = Field(description="Each job gets a private folder hypha-<uuid> in it. Should have mode 0750.")
+    drain_timeout: float = Field(
+        default=60.0,
+        ge=0,
+        le=MAX_DRAIN,
+        allow_inf_nan=False,
+        description="Seconds that running jobs have to end after SIGTERM or hypha-worker drain.",
+    )
     resources: ResourcesSection = Field(default=ResourcesSection(), description="What this worker offers.")
     offer: OfferSection = Field(default=OfferSection(), description="Prices and preferences for offers.")
     executors: list[ExecutorSection] = Field(default=[], description="The executors that run jobs.")
@@ -237,10 +282,9 @@ class WorkerConfig(NodeConfig):
     @field_validator("executors")
     @classmethod
     def _named_once(cls, value: list[ExecutorSection]) -> list[ExecutorSection]:
-        names = [(executor.job_class, executor.name) for executor in value]
-        if len(set(names)) < len(names):
-            repeated = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"executor {repeated[0]}/{repeated[1]} is listed twice")
+        kinds = [executor.kind for executor in value]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"executor {next(kind for kind in kinds if kinds.count(kind) > 1)} is listed twice")
         return value
 
     def capabilities(self) -> Capabilities:
@@ -250,8 +294,9 @@ class WorkerConfig(NodeConfig):
         devices = tuple(Device(device.index, device.memory) for device in owned.devices)
         given = owned.default
         defaults = Resources(gpu=given.gpu, cpu=given.cpu, storage=given.storage, memory=given.memory)
-        executors = frozenset(entry.descriptor for entry in self.executors)
-        return Capabilities(Capacity(amounts, devices), executors, defaults)
+        executors = [(entry.descriptor, entry.task_descriptor) for entry in self.executors]
+        announced = frozenset(descriptor for pair in executors for descriptor in pair if descriptor is not None)
+        return Capabilities(Capacity(amounts, devices), announced, defaults)
 
     def config_warnings(self) -> list[str]:
         """See `NodeConfig.config_warnings`."""

@@ -27,7 +27,7 @@ def resolve_in_work_dir(work_dir: Path, text: str) -> Path:
     root = work_dir.resolve()
     path = (root / relative).resolve()
     if path != root and root not in path.parents:
-        raise bad_request(f"path {text[:80]!r} leads out of the work directory through a symbolic link")
+        raise bad_request(f"path: {text[:80]!r} leads out of the work directory by a symbolic link: name another")
     return path
 
 
@@ -39,7 +39,7 @@ def resolve_file(work_dir: Path, text: str) -> Path:
     """
     path = resolve_in_work_dir(work_dir, text)
     if not path.is_file():
-        raise not_found(f"path {text[:80]!r} is not a file in the work directory")
+        raise not_found(f"path: {text[:80]!r} is not a file in the work directory: write the file first")
     return path
 
 
@@ -53,7 +53,7 @@ def resolve_folder(work_dir: Path, text: str) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise bad_request(f"path {text[:80]!r} is a file where a folder is needed") from None
+        raise bad_request(f"path: {text[:80]!r} is a file, and a folder is needed: name another path") from None
     return path
 
 
@@ -65,7 +65,10 @@ def check_relative(text: str) -> PurePosixPath:
     """
     path = PurePosixPath(text)
     if path.is_absolute() or ".." in path.parts or "\0" in text or len(text) > PATH_LIMIT:
-        raise bad_request(f"path {text[:80]!r} is not a relative path within the work directory")
+        raise bad_request(
+            f"path: {text[:80]!r} is not a relative path within the work directory: name one of at most {PATH_LIMIT} "
+            "characters without a leading slash, '..' or null bytes"
+        )
     return path
 
 

@@ -45,11 +45,14 @@ from hypha_proto.leases import (
 from hypha_proto.offers import WORKER_REQUESTS, ExecutorDescriptor
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.bidder import Bidder
+from hypha_worker.bidding.rejection import DRAINING
 from hypha_worker.config import WorkerConfig
 from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.control.server import ControlServer
+from hypha_worker.draining import Draining
 from hypha_worker.executors.runtimes import HostSettings, Runtime, find_runtime
 from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
-from hypha_worker.jobs.job_manager import JobManager
+from hypha_worker.jobs.job_manager import Job, JobManager
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import (
     Lease,
@@ -86,12 +89,41 @@ _ENDS: Final = instrumentation.Counter(
 
 
 async def serve(config: WorkerConfig, node: Node) -> None:
-    """Run a worker until cancelled; end all jobs on the way out."""
-    async with open_worker(config, node.endpoint):
-        await _wait_for_topic_peers(node)
-        node.ready()
-        await anyio.to_thread.run_sync(_preload, _runtimes(config))
-        await anyio.sleep_forever()
+    """Run a worker until it is drained or cancelled; end all jobs on the way out."""
+    async with anyio.create_task_group() as tasks:
+        async with open_worker(config, node.endpoint) as worker:
+            control = ControlServer(config.work_dir, worker.draining, config.drain_timeout)
+            tasks.start_soon(control.serve)
+            cancelled = await _run_until_drained(config, node, worker)
+        await control.report_end(cancelled)
+        tasks.cancel_scope.cancel()
+
+
+async def _run_until_drained(config: WorkerConfig, node: Node, worker: Worker) -> Sequence[Job]:
+    """Become ready, and drain when it is requested; return the jobs that still run at its end."""
+    terminated = node.drain_on_sigterm(config.drain_timeout)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_drain_after, terminated, config.drain_timeout, worker.draining)
+        async with anyio.create_task_group() as starting:
+            starting.start_soon(_become_ready, config, node)
+            await worker.draining.requested.wait()
+            starting.cancel_scope.cancel()
+        node.waiting("draining")
+        cancelled = await worker.draining.run()
+        tasks.cancel_scope.cancel()
+    return cancelled
+
+
+async def _become_ready(config: WorkerConfig, node: Node) -> None:
+    await _wait_for_topic_peers(node)
+    node.ready()
+    await anyio.to_thread.run_sync(_preload, _runtimes(config))
+
+
+async def _drain_after(event: anyio.Event, timeout: float, draining: Draining) -> None:
+    """Drain when SIGTERM has come, also if a command has begun a longer drain."""
+    await event.wait()
+    draining.request(timeout, "it was told to end")
 
 
 async def _wait_for_topic_peers(node: Node) -> None:
@@ -158,8 +190,9 @@ def make_factories(config: WorkerConfig, sockets: Path) -> Mapping[ExecutorDescr
     access = AccessPolicy(tuple(connectors.hosts), tuple(connectors.repositories), tuple(connectors.roots))
     host = HostSettings(access, sockets, has_devices=bool(config.resources.devices))
     return {
-        executor.descriptor: find_runtime(executor.runtime).make_factory(executor.settings, host)
+        descriptor: find_runtime(executor.runtime).make_factory(executor.settings, host)
         for executor in config.executors
+        if (descriptor := executor.descriptor) is not None
     }
 
 
@@ -173,7 +206,11 @@ class Worker:
     jobs: JobManager
     task_methods: tuple[TaskMethod[Any, Any], ...] = ()
     """RPC methods that executions serve."""
+    draining: Draining = field(init=False)
     _refusals: LogThrottle = field(default_factory=lambda: LogThrottle(anyio.current_time))
+
+    def __post_init__(self) -> None:
+        self.draining = Draining(self.endpoint, self.lease_manager, self.jobs)
 
     def listen(self) -> None:
         """Register the handlers of schedulers' requests and of peers' pushes."""
@@ -267,6 +304,8 @@ class Worker:
         leases = self.lease_manager
         usage = leases.usage.get(scheduler, LeaseUsage())
         reasons = self.arbiter.rejection_reasons(scheduler, message.request, leases.free, usage)
+        if leases.is_closed:
+            reasons = (DRAINING, *reasons)
         return Reasons(
             reasons=tuple(reason.text for reason in reasons),
             rejections=tuple(reason.rejection for reason in reasons),

@@ -1,8 +1,9 @@
 """Lifecycle of a daemon: opens the endpoint, serves health, runs the program and ends within a bounded time.
 
 Called by `cli` with the configuration; calls the program's ``serve(config, node)``. SIGTERM and SIGINT cancel the
-program and everything it started. Tasks that have not ended after `GRACE` seconds are named in the log and the process
-exits anyway, with code 1. SIGHUP makes the endpoint reload its certificates.
+program and everything it started; a program that drains hears of the first SIGTERM instead and returns when its work
+is done. Tasks that have not ended after `GRACE` seconds are named in the log and the process exits anyway, with code 1.
+SIGHUP makes the endpoint reload its certificates.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import anyio
@@ -39,12 +41,17 @@ _log = logging.getLogger(__name__)
 C = TypeVar("C", bound=NodeConfig)
 
 GRACE: Final = 5.0
-"""Seconds that a daemon may take to end after a signal."""
+"""Seconds that a daemon may take to end after a signal, or after its drain."""
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 
 _PEERS: Final = instrumentation.Level("hypha.peers.connected", "{peer}", "Peers that a node is connected to.")
 _PEERS_EVERY: Final = 5.0
+
+
+def _never(_timeout: float) -> anyio.Event:
+    """Return an event that no signal sets: outside of a daemon there are none."""
+    return anyio.Event()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,12 @@ class Node:
     tasks: TaskGroup
     """Task group of the program; its tasks are cancelled when `serve` returns, fails or is cancelled."""
     readiness: Readiness = field(default_factory=Readiness)
+    drain_on_sigterm: Callable[[float], anyio.Event] = _never
+    """Let the first SIGTERM set the event that this returns, instead of cancelling the program.
+
+    The program then has the given number of seconds to finish its work and return. A second SIGTERM, and SIGINT at any
+    time, cancel it at once.
+    """
 
     def ready(self) -> None:
         """Report this node as healthy. Idempotent."""
@@ -114,7 +127,7 @@ def run_daemon(
             _log.error("%s", str(cause) or type(cause).__name__, exc_info=None if known else cause)
         return FAILED
     finally:
-        run.ended.set()
+        run.mark_ended()
     return run.exit_code
 
 
@@ -170,10 +183,12 @@ class _Run:
     connect: Connect
     exit_code: int = DONE
     ended: threading.Event = field(default_factory=threading.Event)
-    _end_requests: SimpleQueue[None] = field(default_factory=SimpleQueue)
-    """Receives an item when the daemon must end; its `put` may be called from a signal handler."""
+    _end_requests: SimpleQueue[float] = field(default_factory=SimpleQueue)
+    """Receives the seconds within which the daemon must end; its `put` may be called from a signal handler."""
     _cancel: Callable[[int], None] | None = None
     """Cancels the program from a signal handler, once the event loop runs."""
+    _begin_drain: Callable[[], None] | None = None
+    """Tells the program of the first SIGTERM, if it drains."""
     _reload: Callable[[], None] | None = None
     """Makes the endpoint reload its certificates, once it is open."""
     _root: Any = None
@@ -217,7 +232,11 @@ class _Run:
         self.exit_code = _exit_code(number)
         if self._cancel is None:
             _exit_now(self.exit_code)
-        self._end_requests.put(None)
+        begin_drain, self._begin_drain = self._begin_drain, None
+        if begin_drain is not None and number == signal.SIGTERM:
+            begin_drain()
+            return
+        self._end_requests.put(self.grace)
         self._cancel(number)
 
     def _on_hangup(self, _number: int, _frame: object) -> None:
@@ -256,10 +275,10 @@ class _Run:
                 if self._has_export:
                     tasks.start_soon(_measure_peers, endpoint)
                 try:
-                    await self.serve(self.config, Node(endpoint, tasks, readiness))
+                    await self.serve(self.config, Node(endpoint, tasks, readiness, self._set_drain))
                 finally:
-                    self._reload = None
-                    self._end_requests.put(None)
+                    self._reload = self._begin_drain = None
+                    self._end_requests.put(self.grace)
                 tasks.cancel_scope.cancel()
 
     def _set_reload(self, endpoint: Endpoint, tasks: TaskGroup) -> None:
@@ -274,14 +293,47 @@ class _Run:
 
         self._reload = lambda: token.run_sync_soon(begin)
 
+    def _set_drain(self, timeout: float) -> anyio.Event:
+        """See `Node.drain_on_sigterm`."""
+        import trio
+
+        token, event = trio.lowlevel.current_trio_token(), anyio.Event()
+
+        def tell() -> None:
+            _log.info("SIGTERM: draining, for at most %g s", timeout)
+            event.set()
+
+        def begin() -> None:
+            self._end_requests.put(timeout + self.grace)
+            token.run_sync_soon(tell)
+
+        self._begin_drain = begin
+        return event
+
+    def mark_ended(self) -> None:
+        """Stop the countdown to the forced end."""
+        self.ended.set()
+        self._end_requests.put(0.0)
+
     def _force_end(self) -> None:
-        self._end_requests.get()
-        if not self.ended.wait(self.grace):
+        seconds = self._count_down()
+        if not self.ended.is_set():
             stuck = "; ".join([*_blocking_code(), *_waiting_tasks(self._root)]) or "no task: a thread holds the process"
-            _log.error("still not ended %g s after being told to: %s", self.grace, stuck)
+            _log.error("still not ended %g s after being told to: %s", seconds, stuck)
             _kill_children()
             logging.shutdown()
             os._exit(FAILED)
+
+    def _count_down(self) -> float:
+        """Wait until the daemon must have ended; return the seconds that it had. A later request may shorten them."""
+        seconds = self._end_requests.get()
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            with suppress(Empty):
+                again = self._end_requests.get(timeout=left)
+                if time.monotonic() + again < deadline:
+                    seconds, deadline = again, time.monotonic() + again
+        return seconds
 
 
 async def _measure_peers(endpoint: Endpoint) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -40,9 +41,15 @@ class HeldLeases:
     than at the worker.
     """
 
-    def __init__(self, random: Random | None = None) -> None:
-        """Start without leases; the times of renewals are drawn from `random`."""
+    def __init__(
+        self, random: Random | None = None, on_gone: Callable[[uuid.UUID], None] = lambda _lease: None
+    ) -> None:
+        """Start without leases; the times of renewals are drawn from `random`.
+
+        `on_gone` is called with each lease that is dropped or expires.
+        """
         self._random = random or Random()
+        self._on_gone = on_gone
         self._held: dict[uuid.UUID, HeldLease] = {}
 
     def __len__(self) -> int:
@@ -50,6 +57,10 @@ class HeldLeases:
 
     def __contains__(self, lease: object) -> bool:
         return lease in self._held
+
+    def get(self, lease: uuid.UUID) -> HeldLease | None:
+        """Return a lease, or None if it is not held."""
+        return self._held.get(lease)
 
     def held(self) -> tuple[HeldLease, ...]:
         """Return all leases."""
@@ -81,11 +92,14 @@ class HeldLeases:
 
     def drop(self, lease: uuid.UUID) -> HeldLease | None:
         """Remove and return a lease that was released or that the worker no longer has; None if it was not held."""
-        return self._held.pop(lease, None)
+        held = self._held.pop(lease, None)
+        if held is not None:
+            self._on_gone(lease)
+        return held
 
     def expire(self, now: float) -> tuple[HeldLease, ...]:
         """Remove and return the expired leases."""
         gone = tuple(held for held in self._held.values() if held.expires <= now)
         for held in gone:
-            del self._held[held.lease]
+            self.drop(held.lease)
         return gone

@@ -21,9 +21,9 @@ TAKEN: Final = "taken"
 UNKNOWN: Final = "unknown"
 """Code of a worker that gives its reasons in words only, as older ones do."""
 _UNITS: Final = {"gpu": "GB", "cpu": "cores", "memory": "GB", "storage": "GB"}
-_ORDER: Final = ("not-allowed", "executor", *_UNITS, "price", "quota", "busy", DENIED, TAKEN, UNKNOWN)
+_ORDER: Final = ("draining", "not-allowed", "executor", *_UNITS, "price", "quota", "busy", DENIED, TAKEN, UNKNOWN)
 """Codes by how hard the reason is to remove: of several reasons of one peer, the first one counts."""
-_PERMANENT: Final = ("not-allowed", "executor", "price", "quota")
+_PERMANENT: Final = ("draining", "not-allowed", "executor", "price", "quota")
 """Codes of reasons that other schedulers cannot remove."""
 _CODE: Final = re.compile(r"[a-z][a-z-]{0,23}")
 _MAX_REASONS: Final = 8

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Final
 
 import anyio.abc
-import anyio.to_thread
 
 from hypha_net.endpoint import Endpoint
-from hypha_net.transfer import PullSource, pull
+from hypha_net.transfer import PullSource
 from hypha_proto.datasets import SliceAssigned
 from hypha_proto.ids import PeerId
-from hypha_proto.tasks import StoredOutput
+from hypha_proto.task_resources import FailedHolder, Gone, LocatedFile, PullFiles, ResourceLocation
+from hypha_proto.tasks import DatasetSource, StoredOutput
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.datasets.dataset import Dataset, open_dataset
 from hypha_scheduler.datasets.providers import Providers
@@ -28,7 +28,14 @@ from hypha_scheduler.jobs.artifacts import (
     open_start_model,
 )
 from hypha_scheduler.jobs.config import ArtifactTable, ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.output_download import download_output
+from hypha_scheduler.jobs.task_reports import MAX_OUTPUT_BYTES
 from hypha_scheduler.strategies.base import DatasetView, SliceToUse
+
+MAX_LOCATED_FILES: Final = 4000
+"""Files of a resource that one message can name, each with `MAX_PROVIDERS` peers."""
+_MAX_NAME: Final = 60
+"""Characters of a dataset's name in the names of files; together with the rest they fit into `tasks.MAX_PATH` bytes."""
 
 
 @dataclass(slots=True)
@@ -63,19 +70,17 @@ class RunnerContext:
         self._datasets[name] = (dataset, providers)
         return dataset
 
-    async def fetch_output(self, output: StoredOutput, holder: PeerId, target: Path) -> int:
+    async def fetch_output(
+        self, output: StoredOutput, holder: PeerId, target: Path, *, max_bytes: int = MAX_OUTPUT_BYTES
+    ) -> int:
         """Pull an output of a task to `target`, a file or folder that does not exist; return its size in bytes.
 
         Raises:
-            NetError: the holder cannot be reached, no longer has it, or has other content than it has announced.
+            NetError: the holder cannot be reached, no longer has it, or has other content than it has announced; or it
+                has more than `max_bytes`, or than the disk has room for.
             OSError: it cannot be stored.
         """
-        for index, file in enumerate(output.files):
-            path = target / file.path if file.path else target
-            await anyio.to_thread.run_sync(partial(path.parent.mkdir, parents=True, exist_ok=True))
-            request = PullRequest(dataset=output.dataset, index=index)
-            await pull(self.endpoint, holder, request, path, max_bytes=file.size, digest=file.digest)
-        return sum(file.size for file in output.files)
+        return await download_output(self.endpoint, output, holder, target, max_bytes=max_bytes)
 
     async def prepare_artifact(self, table: ArtifactTable, name: str, copy: Path) -> Artifact:
         """Copy a model or preprocessor to `copy` and make it available to executors, from here or from its hub.
@@ -118,6 +123,26 @@ class RunnerContext:
             format=found.format,
         )
 
+    def locate(self, source: DatasetSource, failures: Collection[FailedHolder] = ()) -> ResourceLocation:
+        """Return where slices of a dataset are; holders that have failed come last, or not at all if they lack them."""
+        if source.name not in self._datasets:
+            return _gone(f"the job does not use the dataset {source.name[:80]!r}")
+        found, providers = self._datasets[source.name]
+        indices = range(len(found.slices)) if source.slices is None else source.slices
+        if len(indices) > MAX_LOCATED_FILES:
+            return _gone(f"a task can fetch {MAX_LOCATED_FILES} slices of a dataset, not {len(indices)}; name fewer")
+        if beyond := [index for index in indices if index >= len(found.slices)]:
+            return _gone(f"dataset {source.name!r} has {len(found.slices)} slices, none with index {beyond[0]}")
+        lacking = {failure.peer for failure in failures if failure.is_permanent}
+        failed = {failure.peer for failure in failures}
+        files = []
+        for index in indices:
+            peers = [peer for peer in providers.order(index) if peer not in lacking]
+            if not peers:
+                return _gone(f"no data node has {found.describe(index)} of dataset {source.name!r} as announced")
+            files.append(_slice_file(found, index, tuple(sorted(peers, key=lambda peer: peer in failed))))
+        return ResourceLocation(pull=PullFiles(tuple(files)))
+
     def serves(self, dataset: str) -> bool:
         """Return whether an artifact is served under this name."""
         return dataset in self._artifacts
@@ -125,3 +150,19 @@ class RunnerContext:
     def resolve(self, request: PullRequest) -> PullSource | Refusal:
         """Return a file of an artifact, or a refusal."""
         return self._artifacts[request.dataset].resolve(request)
+
+
+def _slice_file(dataset: Dataset, index: int, peers: tuple[PeerId, ...]) -> LocatedFile:
+    entry = dataset.slices[index]
+    return LocatedFile(
+        path=f"{dataset.name.replace('/', '_')[:_MAX_NAME]}-{index}.safetensors",
+        dataset=dataset.name,
+        index=index,
+        size=None if entry is None else entry.size,
+        digest=None if entry is None else entry.digest,
+        peers=peers,
+    )
+
+
+def _gone(reason: str) -> ResourceLocation:
+    return ResourceLocation(gone=Gone(reason=reason))

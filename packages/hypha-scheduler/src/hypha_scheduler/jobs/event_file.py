@@ -10,22 +10,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from hypha_scheduler.jobs.json_lines import JsonLinesFile
+from hypha_scheduler.jobs.json_lines import JsonLinesFile, cut_last_line
 
 _log = logging.getLogger(__name__)
 
 EVENTS: Final = "metrics.jsonl"
 """Name of the event file in a job's directory."""
 _MAX_TEXT: Final = 300
-_DEBUG_EVENTS: Final = frozenset({"metric"})
+_DEBUG_EVENTS: Final = frozenset({"metric", "task_started"})
 
 
 class EventFile:
     """Appends events to a file as JSON lines; each line is written at once."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path` for appending."""
+        """Open `path` for appending; a last line that a crash has cut short is removed."""
         self._file = JsonLinesFile(path)
+        cut_last_line(self._file.fileno())
 
     def __enter__(self) -> EventFile:
         return self

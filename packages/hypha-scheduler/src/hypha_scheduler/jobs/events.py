@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hypha_scheduler.allocation.shortage import Shortage
+from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.end_record import EndRecord
 from hypha_scheduler.jobs.event_file import EVENTS, EventFile
 from hypha_scheduler.jobs.journal import JOURNAL, Journal
@@ -23,8 +24,14 @@ from hypha_scheduler.strategies.base import Lease, PostMetric, TaskEnded, TaskRe
 class JobEvents:
     """Event file, journal and metrics of one job; a context manager that opens and closes the files."""
 
-    def __init__(self, job_id: uuid.UUID, directory: Path, bridge: StatusBridge | None = None) -> None:
-        """Write to files in `directory`, which must exist, and to `bridge` if there is one."""
+    def __init__(
+        self, job_id: uuid.UUID, directory: Path, bridge: StatusBridge | None = None, *, resume: bool = False
+    ) -> None:
+        """Write to files in `directory`, which must exist, and to `bridge` if there is one.
+
+        `resume` continues the files of an interrupted job; entering fails while another scheduler runs it.
+        """
+        self._resume = resume
         self._job_id = str(job_id)
         self._directory = directory
         self._bridge = bridge
@@ -35,7 +42,9 @@ class JobEvents:
     def __enter__(self) -> JobEvents:
         self._events = self._resources.enter_context(EventFile(self._directory / EVENTS))
         self.journal = self._resources.enter_context(Journal(self._directory / JOURNAL))
-        self.journal.lock()
+        if not self.journal.lock() and self._resume:
+            self._resources.close()
+            raise JobFailedError(f"{self._directory}: another scheduler runs this job; stop it first")
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -55,6 +64,11 @@ class JobEvents:
         self.journal.record("accepted", job_id=self._job_id, job=job)
         self.emit("accepted", job_id=self._job_id, directory=str(self._directory))
 
+    def resumed(self) -> None:
+        """Report that the job is continued."""
+        self.journal.record("resumed", job_id=self._job_id)
+        self.emit("resumed", job_id=self._job_id, directory=str(self._directory))
+
     def placed(self, leases: Sequence[Lease], seconds: float) -> None:
         """Report the leases with which the job begins, all held `seconds` after the first request."""
         workers = [{"peer": str(lease.peer), "role": lease.role, "price": lease.price} for lease in leases]
@@ -68,6 +82,10 @@ class JobEvents:
             self.emit("lease_added", seconds=round(seconds, 4), **fields)
         self.journal.record_async("leased", leases=_recorded(leases))
 
+    def draining(self, lease: Lease, seconds: float, reason: str) -> None:
+        """Report that the worker of a lease ends when its task has ended, after `seconds` in any case."""
+        self.emit("lease_draining", peer=str(lease.peer), role=lease.role, seconds=seconds, reason=reason)
+
     def shortage(self, shortage: Shortage) -> None:
         """Report why workers are missing."""
         self.emit(
@@ -79,9 +97,16 @@ class JobEvents:
             text=str(shortage),
         )
 
-    def task_ended(self, task: TaskRef, end: TaskEnded) -> None:
-        """Record the end of a task."""
+    def task_started(self, task: TaskRef) -> None:
+        """Report that a worker has confirmed an attempt at a task."""
+        self.emit("task_started", task=task.name, attempt=task.attempt, worker=str(task.lease.peer))
+
+    def task_ended(self, task: TaskRef, end: TaskEnded, *, is_event: bool = False) -> None:
+        """Record the end of a task; as an event, too, where jobs have many tasks."""
         self.journal.record_async("ended", task=task.name, outcome=end.state.value, exit_code=end.exit_code)
+        if is_event:
+            about: dict[str, object] = {"task": task.name, "attempt": task.attempt, "worker": str(task.lease.peer)}
+            self.emit("task_ended", **about, outcome=end.state.value, **_details(end))
 
     def failed(self, error: str) -> EndRecord:
         """Return the record of the job's failure."""
@@ -91,6 +116,12 @@ class JobEvents:
         """Return the record of the job's success; the journal gets the plain values of its summary."""
         plain = {key: value for key, value in summary.items() if isinstance(value, int | float | str | None)}
         return EndRecord(self._directory, "finished", plain, summary)
+
+
+def _details(end: TaskEnded) -> dict[str, object]:
+    """Return what an event says of an end beside its outcome."""
+    found = {"reason": end.reason, "exit_code": end.exit_code, "resource": end.resource}
+    return {key: value for key, value in found.items() if value not in ("", None)}
 
 
 def _recorded(leases: Sequence[Lease]) -> list[dict[str, str]]:

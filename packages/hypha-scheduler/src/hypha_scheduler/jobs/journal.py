@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ import anyio
 import anyio.to_thread
 
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.json_lines import JsonLinesFile
+from hypha_scheduler.jobs.json_lines import JsonLinesFile, cut_last_line
 
 _log = logging.getLogger(__name__)
 
@@ -31,10 +30,9 @@ JOURNAL: Final = "journal.jsonl"
 
 FORMAT: Final = 1
 """Version of the format; written to the first record."""
-RUNNER_KINDS: Final = frozenset({"accepted", "placed", "leased", "ended", "finished", "failed"})
+RUNNER_KINDS: Final = frozenset({"accepted", "resumed", "placed", "leased", "ended", "finished", "failed"})
 """Kinds of records that only the runner writes."""
 _RUNNER_FIELDS: Final = frozenset({"record", "format"})
-_BLOCK: Final = 1 << 16
 
 
 class Journal:
@@ -50,14 +48,19 @@ class Journal:
         """
         self._path = path
         self._file = JsonLinesFile(path, 0o600)
-        self._is_new = _cut_last_line(self._file.fileno()) == 0
+        self._is_new = cut_last_line(self._file.fileno()) == 0
         self._limiter = anyio.CapacityLimiter(1)
         self.written = 0
         """Number of records that were appended."""
         self.synced = 0
         """How many of these are on disk."""
         self._disk = ThreadPoolExecutor(1, "journal")
+        self._lines = 0
+        """Number of lines that were written, of any kind of record."""
+        self._synced_lines = 0
         self._sync_lock = threading.Lock()
+        self._is_sync_queued = False
+        """Whether a sync in the background has yet to begin, which covers what is written until then."""
         self._failure: OSError | None = None
         """Error of the first sync that failed; the system reports such an error to one sync only."""
 
@@ -69,12 +72,14 @@ class Journal:
         self._disk.submit(self._file.close)
         self._disk.shutdown(wait=False)
 
-    def lock(self) -> None:
-        """Lock the file until it is closed, by which other schedulers see that its job runs."""
+    def lock(self) -> bool:
+        """Lock the file until it is closed, by which other schedulers see that its job runs; return whether it is."""
         try:
             fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             _log.warning("%s cannot be locked, so another scheduler may call its job unfinished: %s", self._path, error)
+            return False
+        return True
 
     def record(self, kind: str, /, **fields: object) -> None:
         """Write a record and sync it to disk before returning.
@@ -117,7 +122,9 @@ class Journal:
             OSError: this record could not be written, or an earlier one not synced.
         """
         self._write(kind, fields)
-        self._disk.submit(self._sync)
+        if not self._is_sync_queued:
+            self._is_sync_queued = True
+            self._disk.submit(self._sync_queued)
 
     def _write(self, kind: str, fields: Mapping[str, object]) -> None:
         if self._failure is not None:
@@ -125,31 +132,27 @@ class Journal:
         first: dict[str, object] = {"record": kind, "format": FORMAT} if self._is_new else {"record": kind}
         self._file.append(first | dict(fields))
         self._is_new = False
+        self._lines += 1
+
+    def _sync_queued(self) -> None:
+        self._is_sync_queued = False
+        self._sync()
 
     def _sync(self) -> None:
-        """Sync the file; after a failure always raise, since nobody knows what is on disk."""
+        """Sync the lines that were written so far; after a failure always raise: nobody knows what is on disk."""
+        wanted = self._lines
         with self._sync_lock:
             if self._failure is not None:
                 raise self._failure
+            if self._synced_lines >= wanted:  # by a sync that this one waited for
+                return
+            written = self._lines
             try:
                 self._file.sync()
             except OSError as error:
                 self._failure = error
                 raise
-
-
-def _cut_last_line(descriptor: int) -> int:
-    """Truncate a file after its last line feed; return its size then."""
-    size = end = os.fstat(descriptor).st_size
-    while end > 0:
-        begin = max(0, end - _BLOCK)
-        if (found := os.pread(descriptor, end - begin, begin).rfind(b"\n")) >= 0:
-            end = begin + found + 1
-            break
-        end = begin
-    if end < size:
-        os.ftruncate(descriptor, end)
-    return end
+            self._synced_lines = written
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

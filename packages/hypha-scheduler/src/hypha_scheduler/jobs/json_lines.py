@@ -8,6 +8,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
+
+_BLOCK: Final = 1 << 16
 
 
 class JsonLinesFile:
@@ -81,6 +84,20 @@ class JsonLinesFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+
+
+def cut_last_line(descriptor: int) -> int:
+    """Truncate a file after its last line feed, where a crash has cut a line short; return its size then."""
+    size = end = os.fstat(descriptor).st_size
+    while end > 0:
+        begin = max(0, end - _BLOCK)
+        if (found := os.pread(descriptor, end - begin, begin).rfind(b"\n")) >= 0:
+            end = begin + found + 1
+            break
+        end = begin
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return end
 
 
 def _encode(line: Mapping[str, object]) -> bytes:

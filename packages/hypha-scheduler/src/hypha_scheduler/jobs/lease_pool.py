@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -69,11 +69,15 @@ class LeasePool:
     observer: PoolObserver
     has_task: Callable[[uuid.UUID], bool]
     """Whether a task runs on a lease, which is then not surplus."""
+    on_gone: Callable[[uuid.UUID], None] = lambda _lease: None
+    """Called with each lease that is no longer renewed, also one that was not delivered."""
     _wanted: tuple[RoleRequest, ...] = ()
     _held: dict[uuid.UUID, Lease] = field(default_factory=dict)
-    _renewed: HeldLeases = field(default_factory=HeldLeases)
+    _renewed: HeldLeases = field(init=False)
     _spent: dict[uuid.UUID, HeldLease] = field(default_factory=dict)
     """Leases whose task has ended: no longer renewed, and released at the end of the job if they exist then."""
+    _draining: set[uuid.UUID] = field(default_factory=set)
+    """Held leases whose workers have announced that they will end."""
     _search: _Search | None = None
     _is_stale: bool = False
     """Whether the leases have changed since they were last compared with the demand."""
@@ -83,6 +87,9 @@ class LeasePool:
     """Whether the first search has found its leases."""
     _closed: bool = False
 
+    def __post_init__(self) -> None:
+        self._renewed = HeldLeases(on_gone=self.on_gone)
+
     @property
     def held(self) -> tuple[Lease, ...]:
         """Leases that were delivered and neither lost nor released."""
@@ -90,6 +97,16 @@ class LeasePool:
 
     def __contains__(self, lease: object) -> bool:
         return lease in self._held
+
+    def renews(self, lease: uuid.UUID, peer: PeerId) -> bool:
+        """Return whether a lease of a peer is renewed, also one that is not delivered yet."""
+        held = self._renewed.get(lease)
+        return held is not None and held.peer == peer
+
+    def is_taking(self, lease: uuid.UUID, peer: PeerId) -> bool:
+        """Return whether a peer was asked for its offer of a lease, and its answer is not there yet."""
+        asked = () if self._search is None else self._search.allocator.auction.unanswered
+        return any(offer.lease == lease and offer.peer == peer for offer in asked)
 
     async def renew(self) -> None:
         """Renew the leases until cancelled."""
@@ -219,6 +236,19 @@ class LeasePool:
         held = self._renewed.drop(lease)
         if held is not None:
             self._on_lost(held, reason)
+
+    def drain(self, peer: PeerId, leases: Collection[uuid.UUID], reason: str) -> tuple[Lease, ...]:
+        """Return the leases among `leases` that `peer` drains, each at the first call only.
+
+        Those of a search that goes on are given back, since their worker would start no task on them.
+        """
+        for renewed in self._renewed.held():
+            if renewed.peer == peer and renewed.lease in leases and renewed.lease not in self._held:
+                self._drop(renewed.lease, peer, reason)
+                self._on_lost(renewed, reason)
+        new = [held for held in self.held if held.peer == peer and held.id in leases and held.id not in self._draining]
+        self._draining = {lease for lease in self._draining if lease in self._held} | {held.id for held in new}
+        return tuple(new)
 
     def _on_lost(self, held: HeldLease, reason: str) -> None:
         lease = self._held.pop(held.lease, None)

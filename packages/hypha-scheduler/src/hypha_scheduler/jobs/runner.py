@@ -17,20 +17,26 @@ from typing import Any, Final, TypeVar
 
 import anyio
 import anyio.abc
+import anyio.to_thread
+import msgspec
 
 from hypha_net import backoff, instrumentation, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
+from hypha_net.message_channel import ChannelError
 from hypha_net.transfer import FilePushTarget, PullSource
 from hypha_proto.datasets import DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireError
+from hypha_proto.drain import Drain
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec
 from hypha_proto.leases import CANCEL_JOB, CancelJob, Goodbye, JobEnd
 from hypha_proto.offers import WorkerOffer
 from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.protocols import LEASE
+from hypha_proto.task_resources import FailedHolder, Gone, LocateResource, ResourceLocation
+from hypha_proto.tasks import TaskResource, TaskSpec
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings
 from hypha_scheduler.allocation.shortage import Shortage
@@ -38,15 +44,19 @@ from hypha_scheduler.datasets.providers import MAX_PROVIDERS
 from hypha_scheduler.errors import AllocationError, JobFailedError, files_unusable
 from hypha_scheduler.jobs.artifacts import write_result
 from hypha_scheduler.jobs.config import JobTable
-from hypha_scheduler.jobs.context import RunnerContext
+from hypha_scheduler.jobs.context import MAX_LOCATED_FILES, RunnerContext
 from hypha_scheduler.jobs.dispatcher import dispatch
 from hypha_scheduler.jobs.effect_queue import EffectQueue
 from hypha_scheduler.jobs.end_record import EndRecorder
 from hypha_scheduler.jobs.events import JobEvents
 from hypha_scheduler.jobs.idempotency_cache import ResponseCache
+from hypha_scheduler.jobs.journal import JOURNAL
 from hypha_scheduler.jobs.lease_pool import LeasePool
 from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.jobs.task_register import TaskRegister
+from hypha_scheduler.jobs.task_reports import TaskNews
+from hypha_scheduler.jobs.task_streams import TaskStreams
+from hypha_scheduler.jobs.unfinished import read_unfinished
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import (
     Effect,
@@ -79,6 +89,8 @@ _RELEASE_TIMEOUT: Final = 3.0
 _JOB_END_GRACE: Final = 2.0
 """Seconds to wait for a `JobEnd` with details after a `JobStatus` reported the end of an executor."""
 _CANCEL_TIMEOUT: Final = 2.5
+_START_TIMEOUT: Final = 30.0
+"""Seconds for the worker of a task stream to confirm a task; after that the lease is released."""
 _STOP_TIMEOUT: Final = 60.0
 """Seconds for a cancelled task on a kept lease to end; after that the lease is released."""
 _CHECK_INTERVAL: Final = 0.5
@@ -114,10 +126,13 @@ class JobRunner:
         job_id: uuid.UUID | None = None,
         auction: AuctionSettings = _DEFAULT_AUCTION,
         ends: EndRecorder | None = None,
+        *,
+        resume: bool = False,
     ) -> None:
         """Create a job with a directory in `runs`, under a new id unless one is given; nothing runs before `run`.
 
-        `ends` records the end of the job, also after `run`.
+        `ends` records the end of the job, also after `run`. With `resume` the interrupted job of that id is continued:
+        its strategy gets the records of its journal, and its files are appended to.
         """
         self.job_id = job_id or uuid.uuid4()
         self.directory = runs / str(self.job_id)
@@ -126,6 +141,10 @@ class JobRunner:
         self._job = job
         self._bridge = bridge
         self._ends = ends or EndRecorder()
+        self._resume = resume
+        self._earlier: Sequence[Mapping[str, Any]] = ()
+        """Records of the journal of an interrupted run."""
+        self.task_streams = TaskStreams(self.job_id, observer=self)
         self._auction_settings = auction
         self._operator: Operator | None = None
         self._register = TaskRegister()
@@ -166,14 +185,28 @@ class JobRunner:
             raise JobFailedError(self._describe(error)) from error
 
     async def _run_reported(self) -> Path:
-        self.directory.mkdir(parents=True)
-        with JobEvents(self.job_id, self.directory, self._bridge) as self._events:
+        await self._prepare_directory()
+        with JobEvents(self.job_id, self.directory, self._bridge, resume=self._resume) as self._events:
             try:
-                self._events.accepted(self._job.model_dump(mode="json"))
+                await self._record_begin()
                 return await self._run_and_release()
             except BaseException as error:
-                self._ends.record(self._events.failed(self._describe(error)))
+                if not self._resume or self._operator is not None:  # a job that cannot be resumed now may be later
+                    self._ends.record(self._events.failed(self._describe(error)))
                 raise
+
+    async def _prepare_directory(self) -> None:
+        if not self._resume:
+            self.directory.mkdir(parents=True)
+        elif not await anyio.Path(self.directory / JOURNAL).is_file():
+            raise JobFailedError(f"{self.directory}: there is no job to resume: it has no {JOURNAL}")
+
+    async def _record_begin(self) -> None:
+        if self._resume:
+            self._earlier = await anyio.to_thread.run_sync(read_unfinished, self.directory, self._job.type)
+            self._events.resumed()
+        else:
+            self._events.accepted(self._job.model_dump(mode="json"))
 
     def _describe(self, error: BaseException) -> str:
         """Return the reason for a failure as it is recorded."""
@@ -217,6 +250,7 @@ class JobRunner:
             self._job.allocation_timeout,
             observer=self,
             has_task=self._has_task,
+            on_gone=self.task_streams.drop,
         )
 
     def _has_task(self, lease: uuid.UUID) -> bool:
@@ -228,7 +262,7 @@ class JobRunner:
         if lacking := self._job.missing_files():
             raise JobFailedError("\n".join(lacking))
         try:
-            async with self._strategy.open(self._job, self._context, ()) as operator:
+            async with self._strategy.open(self._job, self._context, self._earlier) as operator:
                 await self._run_operator(operator)
                 summary = await self._summarize(operator, began)
         except (*_EXPECTED, ExceptionGroup):
@@ -389,13 +423,14 @@ class JobRunner:
 
     def _start_task(self, effect: StartTask) -> None:
         task, spec = effect.task, effect.spec
-        if not isinstance(spec, JobSpec):
-            raise TypeError(f"task {task.name} is of the kind {type(spec).__name__}, which cannot be dispatched yet")
         if task.lease.id not in self._pool:  # it was lost before this effect's turn
-            self._task_not_started(task, "its lease is no longer held")
+            self._tell_not_started(task, "its lease is no longer held")
             return
-        self._register.start(task, keep_lease=effect.keep_lease)
-        self._start_background(partial(self._dispatch, effect, spec, self._register.dispatch_of(task)))
+        self._register.start(task, keep_lease=effect.keep_lease, is_streamed=isinstance(spec, TaskSpec))
+        if isinstance(spec, TaskSpec):
+            self._start_by_stream(task, spec)
+        else:
+            self._start_background(partial(self._dispatch, effect, spec, self._register.dispatch_of(task)))
 
     async def _dispatch(self, effect: StartTask, spec: JobSpec, number: int | None) -> None:
         task = effect.task
@@ -403,18 +438,38 @@ class JobRunner:
         if why is None:
             if self._register.runs(task):
                 self._tell(self._running_operator.on_task_update, task, TaskStarted(), anyio.current_time())
-        elif self._register.end(task):
-            self._pool.release(task.lease.id, "its task did not start")
+        else:
             self._task_not_started(task, why)
 
+    def _start_by_stream(self, task: TaskRef, spec: TaskSpec) -> None:
+        try:
+            self.task_streams.start(task, spec)
+        except ChannelError as error:
+            self._task_not_started(task, f"worker {task.lease.peer}: {error}")
+        else:
+            self._start_background(partial(self._expect_confirmation, task))
+
+    async def _expect_confirmation(self, task: TaskRef) -> None:
+        if not await self.task_streams.wait_until_confirmed(task, _START_TIMEOUT):
+            why = f"did not confirm task {task.name} within {_START_TIMEOUT:g} s; its log says why"
+            self._task_not_started(task, f"worker {task.lease.peer} {why}")
+
     def _task_not_started(self, task: TaskRef, why: str) -> None:
+        """Release the lease of a task that its worker did not take; nothing if it is over."""
+        if self._register.end(task):
+            self._pool.release(task.lease.id, "its task did not start")
+            self._tell_not_started(task, why)
+
+    def _tell_not_started(self, task: TaskRef, why: str) -> None:
         self._tell(self._running_operator.on_task_update, task, TaskNotStarted(why), anyio.current_time())
 
     def _stop_task(self, effect: StopTask) -> None:
         """Stop a task; one that has ended by now is left alone, its lease may have the next."""
         if not self._register.runs(effect.task):
             return
-        if effect.keep_lease:
+        if self._register.is_streamed(effect.task) and (effect.keep_lease or effect.drain_seconds > 0):
+            self._stop_by_stream(effect)
+        elif effect.keep_lease:
             self._stopping.add(effect.task)
             self._start_background(partial(self._cancel, effect, self._register.dispatch_of(effect.task)))
         else:
@@ -423,6 +478,36 @@ class JobRunner:
     def _release_and_end(self, effect: StopTask) -> None:
         self._pool.release(effect.task.lease.id, effect.reason)
         self._task_over(effect.task, TaskEnded(TaskState.CANCELLED, effect.reason))
+
+    def _stop_by_stream(self, effect: StopTask) -> None:
+        """Let a task stop, or drain first; its lease stays unless the worker does not report the end."""
+        try:
+            if effect.drain_seconds > 0:
+                self.task_streams.drain(effect.task, effect.reason, effect.drain_seconds)
+            else:
+                self.task_streams.stop(effect.task, effect.reason)
+        except ChannelError as error:
+            self._give_up_stop(effect, str(error))
+        else:
+            self._start_background(partial(self._expect_end, effect))
+
+    async def _expect_end(self, effect: StopTask) -> None:
+        """Wait for the end of a task that was told to drain or to stop."""
+        streams, task = self.task_streams, effect.task
+        try:
+            if effect.drain_seconds > 0 and not await streams.wait_until_over(task, effect.drain_seconds):
+                streams.stop(task, effect.reason)
+            if not await streams.wait_until_over(task, _STOP_TIMEOUT):
+                self._give_up_stop(effect, "its end was not reported")
+        except ChannelError as error:
+            self._give_up_stop(effect, str(error))
+
+    def _give_up_stop(self, effect: StopTask, why: str) -> None:
+        """Release the lease of a task that its worker does not end; nothing if it is over."""
+        task = effect.task
+        if self._register.runs(task):
+            _log.warning("task %s at %s cannot be cancelled, releasing its lease: %s", task.name, task.lease.peer, why)
+            self._release_and_end(effect)
 
     async def _cancel(self, effect: StopTask, dispatch: int | None) -> None:
         """Cancel a task on a lease that is kept, and wait for the worker to report its end."""
@@ -436,9 +521,7 @@ class JobRunner:
             why = "its end was not reported"
         except NetError as error:
             why = str(error)
-        if self._register.runs(task):
-            _log.warning("task %s at %s cannot be cancelled, releasing its lease: %s", task.name, task.lease.peer, why)
-            self._release_and_end(effect)
+        self._give_up_stop(effect, why)
 
     async def _send(self, effect: SendMessage) -> None:
         def on_failure(error: NetError, _pause: float) -> None:
@@ -590,6 +673,58 @@ class JobRunner:
             return None
         return self._progress_responses.put(peer, request.id, told)
 
+    def holds(self, lease: uuid.UUID, peer: PeerId) -> bool:
+        """Return whether the job holds a lease of a peer, also one that its operator does not know yet."""
+        return self._operator is not None and not self._closed and self._pool.renews(lease, peer)
+
+    def is_taking(self, lease: uuid.UUID, peer: PeerId) -> bool:
+        """Return whether the job has asked a peer for an offered lease and waits for the answer."""
+        return self._operator is not None and not self._closed and self._pool.is_taking(lease, peer)
+
+    async def on_task_news(self, task: TaskRef, news: TaskNews, traffic: TrafficCounts | None) -> None:
+        """Tell the operator what the worker of a running task has reported; return when its effects are carried out."""
+        if not self._register.runs(task):
+            return
+        if traffic is not None:
+            self._traffic[task.lease.peer] += traffic
+        if isinstance(news, TaskEnded):
+            ticket = self._task_over(task, news)
+        elif isinstance(news, TaskStarted):
+            ticket = self._task_started(task)
+        else:
+            ticket = self._tell(self._running_operator.on_task_notice, task, news, anyio.current_time())
+        if ticket is not None:
+            await self._effects.wait(ticket)
+
+    def _task_started(self, task: TaskRef) -> int | None:
+        try:
+            self._events.task_started(task)
+        except OSError as error:
+            self._on_file_error(error)
+        return self._tell(self._running_operator.on_task_update, task, TaskStarted(), anyio.current_time())
+
+    async def on_locate(self, peer: PeerId, request: LocateResource) -> ResourceLocation:
+        """Handle a worker's question where a resource of its task is."""
+        task = self._register.of_peer(peer, request.lease)
+        spec = None if task is None else self.task_streams.spec_of(task)
+        if task is None or spec is None or (task.name, task.attempt) != (request.task, request.attempt):
+            return _gone("this attempt at the task does not run on this lease")
+        resource = next((entry for entry in spec.resources if entry.name == request.resource), None)
+        if resource is None:
+            return _gone(f"the task has no resource {request.resource[:80]!r}")
+        return await self._locate(task, resource, _with_bounded_failures(request))
+
+    async def _locate(self, task: TaskRef, resource: TaskResource, request: LocateResource) -> ResourceLocation:
+        if resource.dataset is not None:
+            return self._context.locate(resource.dataset, request.failures)
+        if resource.result is None:
+            return _gone(f"the source of resource {resource.name!r} says where it is")
+        now = anyio.current_time()
+        found = await self._ask_and_wait(
+            lambda: _checked_location(self._running_operator.on_locate(task, request, now))
+        )
+        return _gone(_JOB_OVER) if found is None else found
+
     async def on_message(self, peer: PeerId, method: StrategyMethod, message: Any) -> Any:
         """Handle a message of the strategy's own RPC methods; a field `lease` names the task that sends it."""
         task = self._register.of_peer(peer, getattr(message, "lease", None))
@@ -652,6 +787,15 @@ class JobRunner:
             if lease.peer == peer and lease.id in goodbye.leases:
                 self._pool.drop(lease.id, reason)
 
+    def on_drain(self, peer: PeerId, drain: Drain) -> None:
+        """Handle a worker's announcement that it will end: the operator hears once of each lease."""
+        if self._operator is None or self._closed:
+            return
+        seconds, reason = drain.left_ms / 1000, _one_line(drain.reason) or "it drains"
+        for lease in self._pool.drain(peer, frozenset(drain.leases), reason):
+            self._events.draining(lease, seconds, reason)
+            self._tell(self._running_operator.on_lease_draining, lease, seconds, anyio.current_time())
+
     def on_job_end(self, peer: PeerId, end: JobEnd) -> None:
         """Handle a worker's report on how an executor ended."""
         task = self._register.dispatched(end.lease, peer, end.attempt)
@@ -680,20 +824,49 @@ class JobRunner:
         state = TaskState.FINISHED if finished else TaskState.FAILED
         self._task_over(task, TaskEnded(state, "" if finished else "its worker gave no reason; its log says why"))
 
-    def _task_over(self, task: TaskRef, end: TaskEnded) -> None:
-        """Tell the operator of the end of a task, once."""
+    def _task_over(self, task: TaskRef, end: TaskEnded) -> int | None:
+        """Tell the operator of the end of a task, once; return the ticket of its effects."""
+        is_streamed = self._register.is_streamed(task)
         keeps_lease = self._register.keeps_lease(task) or end.state is TaskState.CANCELLED
         if not self._register.end(task) or self._closed:
-            return
+            return None
         self._stopping.discard(task)
+        self.task_streams.end(task)
         if not keeps_lease:
             self._pool.spend(task.lease.id)
         self._pool.task_ended()
         try:
-            self._events.task_ended(task, end)
+            self._events.task_ended(task, end, is_event=is_streamed)
         except OSError as error:
             self._on_file_error(error)
-        self._tell(self._running_operator.on_task_update, task, end, anyio.current_time())
+        return self._tell(self._running_operator.on_task_update, task, end, anyio.current_time())
+
+
+def _gone(reason: str) -> ResourceLocation:
+    return ResourceLocation(gone=Gone(reason=reason))
+
+
+def _with_bounded_failures(request: LocateResource) -> LocateResource:
+    failures = tuple(
+        FailedHolder(peer=failure.peer, reason=_one_line(failure.reason), is_permanent=failure.is_permanent)
+        for failure in request.failures[:MAX_PROVIDERS]
+    )
+    return msgspec.structs.replace(request, failures=failures)
+
+
+def _checked_location(told: tuple[ResourceLocation, Effects]) -> tuple[ResourceLocation, Effects]:
+    """Return the answer of an operator if it can be sent.
+
+    Raises:
+        ValueError: not exactly one of its fields is set, or it names more files than a message can.
+    """
+    answer, _ = told
+    if sum(entry is not None for entry in (answer.pull, answer.pushed, answer.not_yet, answer.gone)) != 1:
+        raise ValueError(f"on_locate: exactly one field of the answer must be set: {str(answer)[:_MAX_TEXT]}")
+    files = answer.pull or answer.pushed
+    if files is not None and len(files.files) > MAX_LOCATED_FILES:
+        raise ValueError(f"on_locate: {len(files.files)} files, a message names at most {MAX_LOCATED_FILES}")
+    return told
 
 
 def _one_line(text: str) -> str:

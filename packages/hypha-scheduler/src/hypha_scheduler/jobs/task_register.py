@@ -21,6 +21,7 @@ class _Running:
     dispatch: int
     """Number of earlier dispatches on the lease."""
     keep_lease: bool
+    is_streamed: bool
 
 
 @dataclass(slots=True)
@@ -31,12 +32,18 @@ class TaskRegister:
     """By lease."""
     _used: defaultdict[uuid.UUID, set[tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))
     """Names and attempts that were dispatched, by lease."""
+    _newest: defaultdict[uuid.UUID, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    """Newest attempt at each task that was started by a stream, by lease."""
     _peers: defaultdict[PeerId, set[uuid.UUID]] = field(default_factory=lambda: defaultdict(set))
     """Leases with a running task, by peer."""
     _involved: set[PeerId] = field(default_factory=set)
 
-    def start(self, task: TaskRef, *, keep_lease: bool = False) -> int:
+    def start(self, task: TaskRef, *, keep_lease: bool = False, is_streamed: bool = False) -> int:
         """Record that a task is dispatched; return the number of earlier dispatches on its lease.
+
+        Args:
+            is_streamed: whether its lease's stream tells of it (`task_streams`), and no other message; then attempts at
+                it grow on a lease, which always stays when it ends.
 
         Raises:
             TaskError: another task runs on the lease, or this attempt at the task was dispatched on it before.
@@ -48,12 +55,21 @@ class TaskRegister:
         if (task.name, task.attempt) in used:
             why = f"attempt {task.attempt} ran on its lease before; give each attempt a number of its own"
             raise TaskError(f"task {task.name} cannot start: {why}")
+        if is_streamed:
+            self._check_newest(task)
         number = len(used)
         used.add((task.name, task.attempt))
-        self._running[lease.id] = _Running(task, number, keep_lease)
+        self._running[lease.id] = _Running(task, number, keep_lease or is_streamed, is_streamed)
         self._peers[lease.peer].add(lease.id)
         self._involved.add(lease.peer)
         return number
+
+    def _check_newest(self, task: TaskRef) -> None:
+        newest = self._newest[task.lease.id]
+        if task.attempt <= newest.get(task.name, -1):
+            why = f"attempt {newest[task.name]} ran on its lease before; attempts at a task grow"
+            raise TaskError(f"task {task.name} cannot start as attempt {task.attempt}: {why}")
+        newest[task.name] = task.attempt
 
     def end(self, task: TaskRef) -> bool:
         """Record the end of a task; return whether it was running."""
@@ -66,7 +82,9 @@ class TaskRegister:
     def dispatched(self, lease: uuid.UUID, peer: PeerId, dispatch: int | None) -> TaskRef | None:
         """Return the task that runs on a lease of `peer` if it is of this dispatch; None means the first one."""
         running = self._running.get(lease)
-        if running is None or running.task.lease.peer != peer or running.dispatch != (dispatch or 0):
+        if running is None or running.task.lease.peer != peer or running.is_streamed:
+            return None
+        if running.dispatch != (dispatch or 0):
             return None
         return running.task
 
@@ -99,6 +117,11 @@ class TaskRegister:
         """Return whether the lease of a running task stays when the task ends by itself."""
         running = self._running.get(task.lease.id)
         return running is not None and running.task == task and running.keep_lease
+
+    def is_streamed(self, task: TaskRef) -> bool:
+        """Return whether a task is running that its lease's stream tells of."""
+        running = self._running.get(task.lease.id)
+        return running is not None and running.task == task and running.is_streamed
 
     def dispatch_of(self, task: TaskRef) -> int | None:
         """Return the number by which a running task was dispatched; None if its dispatch stated none."""

@@ -17,8 +17,9 @@ from typing import Any, Final
 
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
+from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.event_file import EVENTS
-from hypha_scheduler.jobs.journal import JOURNAL
+from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +84,29 @@ def log_unfinished(runs: Path) -> None:
         _log.warning("%s", job)
     if len(found) > MAX_NAMED:
         _log.warning("%d further jobs in %s have no end", len(found) - MAX_NAMED, runs)
+
+
+def read_unfinished(directory: Path, job_type: str) -> list[dict[str, Any]]:
+    """Return the journal of an interrupted job of a type, to resume it.
+
+    Raises:
+        JobFailedError: there is no such job, it has ended, it is of another type, or its journal is malformed.
+        OSError: the journal cannot be read.
+    """
+    records = read_journal(directory / JOURNAL)
+    if not records:
+        raise JobFailedError(f"{directory}: there is no job to resume: {JOURNAL} has no record")
+    if end := next((record["record"] for record in records[::-1] if record.get("record") in _ENDS), None):
+        raise JobFailedError(f"{directory}: the job cannot be resumed: it has {end}; submit it again")
+    if (directory / "result.json").exists():
+        raise JobFailedError(f"{directory}: the job cannot be resumed: it has finished, result.json is there")
+    job = records[0].get("job")
+    was = job.get("type") if isinstance(job, dict) else None
+    if was != job_type:
+        raise JobFailedError(
+            f"{directory}: the job is of type {was!r}, not {job_type!r}; resume it as it was submitted"
+        )
+    return records
 
 
 def _readable(seconds: float) -> str:

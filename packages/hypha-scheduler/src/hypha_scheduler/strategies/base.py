@@ -353,11 +353,16 @@ class JobContext(Protocol):
         """
         ...
 
-    async def fetch_output(self, output: StoredOutput, holder: PeerId, target: Path) -> int:
+    async def fetch_output(
+        self, output: StoredOutput, holder: PeerId, target: Path, *, max_bytes: int = 1 << 40
+    ) -> int:
         """Pull an output of a task to `target`, a file or folder that does not exist; return its size in bytes.
 
+        It appears whole or not at all.
+
         Raises:
-            NetError: the holder cannot be reached, no longer has it, or has other content than it has announced.
+            NetError: the holder cannot be reached, no longer has it, or has other content than it has announced; or it
+                has more than `max_bytes`, or than the disk has room for.
             OSError: it cannot be stored.
         """
         ...
@@ -401,6 +406,13 @@ class Operator(Protocol):
         """Handle a lost lease, before the end of the task on it is reported.
 
         A lease that goes with its task, which was stopped, did not start or has ended, is not reported here.
+        """
+        return ()
+
+    def on_lease_draining(self, lease: Lease, seconds: float, now: float) -> Effects:
+        """Handle that the worker of a lease will end when the task on it has ended, after `seconds` in any case.
+
+        It starts no further task there. The lease is lost when the worker ends, unless it goes with its task before.
         """
         return ()
 

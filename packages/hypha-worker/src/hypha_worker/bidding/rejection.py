@@ -29,6 +29,9 @@ class RejectionReason:
     rejection: Rejection
 
 
+DRAINING: Final = RejectionReason("this worker drains: it makes no more offers", Rejection(code="draining"))
+
+
 def policy_reasons(policy: OfferPolicy, scheduler: PeerId, bid: float) -> Iterator[RejectionReason]:
     """Yield reasons in the owner's choice of schedulers and prices."""
     if not policy.is_allowed(scheduler):

@@ -66,6 +66,8 @@ class RequestQueue:
         """
         leases, is_due = self.lease_manager, self._batch.seconds_until_due(now) == 0.0
         self._is_freed = False
+        if leases.is_closed:
+            return Decision((), (*self._deferred.take(), *self._batch.drain()))
         open_batch = () if is_due else self._batch.pending
         batch = self._batch.drain() if is_due else []
         known = [*self._deferred.pending, *batch]

@@ -25,6 +25,7 @@ from hypha_proto.bridge_api import FetchedFile, ReceivedFile, SpanReport, Transf
 from hypha_proto.datasets import SAFETENSORS, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
+    AggregateJob,
     HuggingFaceReference,
     JobSpec,
     PeersReference,
@@ -45,7 +46,7 @@ from hypha_proto.progress import (
     SendingUpdate,
     UpdateMerged,
 )
-from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
+from hypha_proto.transfer import OTHER_FILE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.bridge.delivery_queue import DeliveryQueue, PendingFile
 from hypha_worker.bridge.spans import SpanRecorder
 from hypha_worker.connectors.access_policy import AccessPolicy
@@ -62,7 +63,7 @@ from hypha_worker.errors import (
     peer_failed,
     to_bridge_error,
 )
-from hypha_worker.jobs.references import check_peers, with_secrets
+from hypha_worker.jobs.references import check_peers, job_references, reference_peers, with_secrets
 from hypha_worker.paths import check_relative, relative_text, resolve_file, resolve_folder, safe_name
 
 _log = logging.getLogger(__name__)
@@ -159,12 +160,14 @@ class JobBridgeBackend:
     _fetched: int = 0
     _prefetched: dict[str, None] = field(default_factory=dict)
     """Fetched slices of which no batch was reported yet. A dict, because it is ordered."""
-    _round: int = field(init=False)
+    _next_numbers: dict[str, int] = field(default_factory=dict)
+    """Round of the next file of each kind, for executors that name none."""
     _spans: SpanRecorder = field(default_factory=SpanRecorder)
 
     def __post_init__(self) -> None:
         executor = self.spec.executor
-        self._round = (executor.config.first_round or 1) if isinstance(executor, TrainJob) else 1
+        if isinstance(executor, TrainJob) and executor.config.first_round:
+            self._next_numbers[PSEUDO_GRADIENT] = executor.config.first_round
 
     async def fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
         """See `BridgeBackend.fetch`."""
@@ -232,7 +235,7 @@ class JobBridgeBackend:
     async def _fetch_slice(self, reference: SchedulerReference, path: str) -> FetchedFile:
         executor = self.spec.executor
         if not isinstance(executor, TrainJob) or reference != executor.config.data:
-            raise not_allowed(f"dataset {reference.dataset[:80]!r} is not the data of this job")
+            raise not_allowed(f"dataset: {reference.dataset[:80]!r} is not the data of this job{_data_text(executor)}")
         folder, number = resolve_folder(self.work_dir, path or ARTIFACTS), self._fetched
         unusable: UnusableSlice | None = None
         detail = ""
@@ -265,7 +268,7 @@ class JobBridgeBackend:
     async def _fetch_from_peers(self, reference: PeersReference, folder: Path, is_bare: bool) -> Sequence[FetchedFile]:
         address = reference.resource
         if address is None:
-            raise bad_request("a reference to peers can be fetched only with a resource (dataset and index)")
+            raise bad_request('resource: none is given: add {"dataset": …, "index": …}, which the peers serve')
         slice_name = FIRST_SLICE if is_bare else f"{safe_name(address.dataset)}-{address.index}.safetensors"
         names = reference.filenames or (slice_name,)
         files = []
@@ -295,18 +298,19 @@ class JobBridgeBackend:
 
     async def send(self, wanted: Transfer) -> Sent:
         """See `BridgeBackend.send`."""
-        reference = wanted.reference
-        if not isinstance(reference, PeersReference):
-            raise bad_request("a file can be sent to peers only")
+        reference = _peers_reference(wanted, "a file is sent to peers")
+        if not reference.peers:
+            raise bad_request("peers: [] names no receiver: name one or more of the peers of this job's references")
         check_peers(self.spec, reference)
         path = resolve_file(self.work_dir, wanted.path)
+        kind = self._kind_for(reference.peers)
         # older executors send no round number: then each send is the next round
-        number = self._round if wanted.round is None else wanted.round
+        number = self._next_numbers.get(kind, 1) if wanted.round is None else wanted.round
         size, digest = await transfer.describe(path)
         header = PushHeader(
             job_id=self.spec.job_id,
             round=number,
-            kind=PSEUDO_GRADIENT if reference == self.spec.executor.config.updates else "file",
+            kind=kind,
             name=path.name,
             size=size,
             digest=digest,
@@ -314,10 +318,15 @@ class JobBridgeBackend:
             lease=self.lease,
         )
         about = {"hypha.round": number, "hypha.file.size": size}
-        with instrumentation.span(f"send {header.kind}", about, parent=self.traceparent):
+        with instrumentation.span(f"send {kind}", about, parent=self.traceparent):
             sent = await self.files.push(reference, path, header)
-        self._round = number + 1
+        self._next_numbers[kind] = number + 1
         return Sent({str(peer): count for peer, count in sent.items()}, number, size, digest)
+
+    def _kind_for(self, peers: Sequence[PeerId]) -> str:
+        """Return the kind of a file: one that goes only to peers which get the job's updates is an update."""
+        updated = reference_peers([self.spec.executor.config.updates])
+        return PSEUDO_GRADIENT if updated.issuperset(peers) else OTHER_FILE
 
     async def check_receive(self, wanted: Transfer) -> None:
         """See `BridgeBackend.check_receive`."""
@@ -329,10 +338,9 @@ class JobBridgeBackend:
         return await self.queue.next_file(self._senders(wanted))
 
     def _senders(self, wanted: Transfer) -> frozenset[PeerId]:
-        if not isinstance(wanted.reference, PeersReference):
-            raise bad_request("files can be received from peers only")
-        check_peers(self.spec, wanted.reference)
-        return frozenset(wanted.reference.peers) or frozenset(self.queue.senders)  # an empty list means every sender
+        reference = _peers_reference(wanted, "files are received from peers")
+        check_peers(self.spec, reference)
+        return frozenset(reference.peers) or reference_peers(job_references(self.spec))  # an empty list means all peers
 
     async def claim_file(self, wanted: Transfer, file: PendingFile) -> ReceivedFile | None:
         """See `BridgeBackend.claim_file`."""
@@ -369,6 +377,21 @@ class JobBridgeBackend:
             )
         except NetError as error:
             raise to_bridge_error(error) from error
+
+
+def _peers_reference(wanted: Transfer, why: str) -> PeersReference:
+    reference = wanted.reference
+    if not isinstance(reference, PeersReference):
+        kind = reference.__struct_config__.tag
+        raise bad_request(f'type: {kind!r} does not fit here, since {why}: use "peers" and name them in "peers"')
+    return reference
+
+
+def _data_text(executor: TrainJob | AggregateJob) -> str:
+    """Return which dataset a job may fetch, for an error."""
+    if not isinstance(executor, TrainJob) or not isinstance(executor.config.data, SchedulerReference):
+        return ", which has none of a scheduler"
+    return f": fetch {executor.config.data.dataset[:80]!r} of scheduler {executor.config.data.peer}"
 
 
 def _unusable_slice(assigned: SliceAssigned, error: UnusableFileError) -> UnusableSlice:

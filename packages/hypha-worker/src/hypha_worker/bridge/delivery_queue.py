@@ -6,6 +6,7 @@ into an event of ``/resources/receive``.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import uuid
@@ -25,7 +26,9 @@ from hypha_worker.job_storage import JobStorage
 from hypha_worker.paths import relative_text, safe_name
 
 QUEUE_LIMIT: Final = 64
-"""Largest number of queued files; further pushes are refused."""
+"""Largest number of queued files of the job's own kind, and of all other files; further pushes are refused."""
+_UNNAMED: Final = "pushed.safetensors"
+"""Name of a file that was pushed without a header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,16 @@ class PendingFile:
     """A queued file."""
 
     sequence: int
+    """Number of the file among those of its job, from 0 on."""
     peer: PeerId
     header: PushHeader | None
     path: Path
     size: int
+
+    @property
+    def name(self) -> str:
+        """The name that its sender gave it, made safe."""
+        return safe_name(self.header.name) if self.header else _UNNAMED
 
 
 @dataclass(slots=True)
@@ -46,50 +55,70 @@ class DeliveryQueue:
     job_id: uuid.UUID
     work_dir: Path
     senders: Set[PeerId]
-    """Peers that may push to the job."""
+    """Peers that may push files of `kind`, or without a header."""
     storage: JobStorage
     kind: str
-    """The kind of push that is accepted, as named in a header."""
+    """The kind of file that the job is made for, as named in a header."""
+    peers: Set[PeerId] = frozenset()
+    """Peers that may push files of other kinds, besides `senders`."""
     on_disk_error: Callable[[NoSpaceError | OSError], None] | None = None
     """Called when a pushed file cannot be stored on this machine."""
     _pending: list[PendingFile] = field(default_factory=list)
-    _seen: set[tuple[PeerId, int, str]] = field(default_factory=set)
-    _count: int = 0
+    _seen: set[tuple[PeerId, str, int, str, str]] = field(default_factory=set)
+    _accepted: int = 0
+    _completed: int = 0
     _changed: anyio.Event = field(default_factory=anyio.Event)
     _closed: bool = False
 
     def accept(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """Return where to store a file that `peer` is about to push, or a refusal."""
-        if self._closed:
-            return Refusal(reason="the job is ending")
-        if peer not in self.senders:
-            return Refusal(reason=f"{peer} is not one of the peers that send results to this job")
-        if header is not None and header.kind != self.kind:
-            return Refusal(reason=f"{header.kind[:40]!r} is not accepted here, only {self.kind}")
-        if len(self._pending) >= QUEUE_LIMIT:
-            return Refusal(reason=f"the queue is full: {QUEUE_LIMIT} files wait for the executor")
-        self._count += 1
-        sequence = self._count
+        reason = self._reason_against(peer, header)
+        if reason is not None:
+            return Refusal(reason=reason)
+        self._accepted += 1
         folder = self.work_dir / ".inbox"
         folder.mkdir(mode=0o700, exist_ok=True)
-        path = folder / f"{sequence:06d}-{safe_name(header.name if header else 'pushed.safetensors')}"
+        path = folder / f"{self._accepted:06d}"
 
         async def on_complete(size: int, digest: str) -> None:
-            self._add(PendingFile(sequence, peer, header, path, size), digest)
+            self._add(PendingFile(self._completed, peer, header, path, size), digest)
 
         return FilePushTarget(
             path, sys.maxsize, on_complete, str(self.work_dir), self.storage, on_disk_error=self.on_disk_error
         )
 
+    def _reason_against(self, peer: PeerId, header: PushHeader | None) -> str | None:
+        """Return why a push is refused, or None if it is accepted."""
+        if self._closed:
+            return "the job is ending"
+        if self._is_own_kind(header):
+            if peer not in self.senders:
+                return f"{peer} is not one of the peers that send results to this job"
+        elif peer not in self.senders | self.peers:
+            return f"{peer} is in none of the references of this job"
+        waiting = sum(self._is_own_kind(file.header) is self._is_own_kind(header) for file in self._pending)
+        return f"the queue is full: {QUEUE_LIMIT} files wait for the executor" if waiting >= QUEUE_LIMIT else None
+
+    def _is_own_kind(self, header: PushHeader | None) -> bool:
+        return header is None or header.kind == self.kind
+
     def _add(self, file: PendingFile, digest: str) -> None:
-        # a peer whose receipt was lost pushes again: the executor gets the file once
-        key = (file.peer, file.header.round if file.header else -file.sequence, digest)
-        if key in self._seen or self._closed:
+        if self._closed or self._is_repeated(file, digest):
             file.path.unlink(missing_ok=True)
             return
-        self._seen.add(key)
+        self._completed += 1
         self._pending.append(file)
         self._changed.set()
+
+    def _is_repeated(self, file: PendingFile, digest: str) -> bool:
+        """Return whether a peer whose receipt was lost has pushed a file again: the executor gets it once."""
+        header = file.header
+        if header is None:
+            return False
+        key = (file.peer, header.kind, header.round, header.name, digest)
+        repeated = key in self._seen
+        self._seen.add(key)
+        return repeated
 
     async def next_file(self, peers: Collection[PeerId]) -> PendingFile | None:
         """Wait for a file from one of `peers`; return None when the job ends. The file stays queued until `claim`."""
@@ -102,10 +131,13 @@ class DeliveryQueue:
         return None
 
     def claim(self, file: PendingFile, folder: Path) -> ReceivedFile | None:
-        """Move a file to the executor's folder; return None if another stream has claimed it."""
+        """Move a file to the executor's folder; return None if another stream has claimed it.
+
+        It has the name that its sender gave it; where a file has this name, `-1` or a higher number before its suffix.
+        """
         if file not in self._pending:
             return None
-        target = folder / file.path.name
+        target = _unused_path(folder, file.name)
         os.replace(file.path, target)
         self._pending.remove(file)
         header = file.header
@@ -122,3 +154,12 @@ class DeliveryQueue:
         """End the queue: wake all waiters and accept nothing more."""
         self._closed = True
         self._changed.set()
+
+
+def _unused_path(folder: Path, name: str) -> Path:
+    """Return a path in `folder` that nothing has: that of `name`, or of ``stem-1.suffix`` and so on."""
+    target = folder / name
+    numbers = itertools.count(1)
+    while os.path.lexists(target):
+        target = folder / f"{Path(name).stem}-{next(numbers)}{Path(name).suffix}"
+    return target

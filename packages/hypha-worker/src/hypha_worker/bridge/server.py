@@ -1,14 +1,14 @@
 """Serves the bridge of one job on a Unix socket, in a separate thread, because uvicorn needs asyncio.
 
-Called by `executors.process.execution`. The worker runs on trio; requests cross from the bridge's event loop to the
-worker's through one `anyio` portal. The thread ends in bounded time whatever its clients do: the connection of a client
-that stops reading is closed.
+Called by the executions of `executors.process`. The socket exists from the start; the thread and the HTTP server begin
+with the first connection, so that a process that never uses its bridge costs neither. The worker runs on trio; requests
+cross from the bridge's event loop to the worker's through one `anyio` portal. The thread ends in bounded time whatever
+its clients do: the connection of a client that stops reading is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,14 +24,12 @@ from hypha_worker.bridge.backend import BridgeBackend
 from hypha_worker.errors import BridgeError, ExecutionError, job_ending
 
 if TYPE_CHECKING:
-    import uvicorn
+    from hypha_worker.bridge.http_server import HttpServer
 
 SOCKET_PATH_LIMIT: Final = 107
 """Largest number of bytes in a Unix socket's path (Linux)."""
-_SHUTDOWN_GRACE: Final = 1
-"""Seconds that requests get to finish when the bridge closes."""
-_START_LIMIT: Final = 10.0
-_START_POLL: Final = 0.002
+_BACKLOG: Final = 128
+"""Connections that wait until the server has begun."""
 
 
 class BridgeStartError(ExecutionError):
@@ -40,16 +38,15 @@ class BridgeStartError(ExecutionError):
 
 def preload() -> None:
     """Import the modules that a bridge needs, so that the first job does not wait for them."""
-    import uvicorn  # noqa: F401
-
-    from hypha_worker.bridge import routes  # noqa: F401
+    from hypha_worker.bridge import http_server, routes  # noqa: F401
 
 
 @asynccontextmanager
 async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]:
     """Serve `backend` at the Unix socket `path` while the context is open.
 
-    After the context is cancelled, requests are answered with 503 until the executor's process has ended.
+    After the context is cancelled, requests are answered with 503 until the executor's process has ended. If the
+    server fails to start at the first connection, the context is cancelled and raises `BridgeStartError`.
 
     Raises:
         BridgeStartError: the socket cannot be created.
@@ -57,26 +54,53 @@ async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]
     listener = _bind(path)
     try:
         async with anyio.from_thread.BlockingPortal() as portal, anyio.create_task_group() as tasks:
-            server = await anyio.to_thread.run_sync(_make_server, backend, portal, limiter=anyio.CapacityLimiter(1))
-            ended = anyio.Event()
-
-            async def serve() -> None:
-                try:
-                    await anyio.to_thread.run_sync(server.run, [listener], limiter=anyio.CapacityLimiter(1))
-                finally:  # also where the job is cancelled before the thread has begun
-                    ended.set()
-
-            tasks.start_soon(serve)
+            server = _BridgeServer(backend, portal, listener)
+            tasks.start_soon(server.run)
             try:
-                await _wait_until_started(server, ended)
                 yield
             finally:
-                server.should_exit = True
                 with anyio.CancelScope(shield=True):
-                    await ended.wait()
+                    await server.stop()
                     await portal.stop(cancel_remaining=True)
     finally:
         _unbind(listener, path)
+
+
+class _BridgeServer:
+    """The HTTP server of one bridge, which begins with the first connection."""
+
+    def __init__(
+        self, backend: BridgeBackend, portal: anyio.from_thread.BlockingPortal, listener: socket.socket
+    ) -> None:
+        self._backend = backend
+        self._portal = portal
+        self._listener = listener
+        self._server: HttpServer | None = None
+        self._scope = anyio.CancelScope(shield=True)  # it also serves a process that is being ended
+        self._ended = anyio.Event()
+
+    async def run(self) -> None:
+        """Wait for the first connection, then serve until `stop`."""
+        try:
+            with self._scope:
+                await anyio.wait_readable(self._listener)
+                await self._serve()
+        finally:
+            self._ended.set()
+
+    async def stop(self) -> None:
+        """Stop waiting or serving; return when the thread has ended. Also before `run` has begun."""
+        self._scope.cancel()
+        if self._server is not None:
+            self._server.end()
+        await self._ended.wait()
+
+    async def _serve(self) -> None:
+        thread = anyio.CapacityLimiter(1)  # of its own: it must not wait for other jobs' threads
+        self._server = await anyio.to_thread.run_sync(_make_server, self._backend, self._portal, limiter=thread)
+        await anyio.to_thread.run_sync(self._server.run, [self._listener], limiter=thread)
+        if not self._server.should_exit:
+            raise BridgeStartError("the job's bridge ended while the job was running")
 
 
 def _bind(path: Path) -> socket.socket:
@@ -89,6 +113,7 @@ def _bind(path: Path) -> socket.socket:
     try:
         listener.bind(str(path))
         path.chmod(0o600)
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise BridgeStartError(f"socket {path}: {error.strerror}") from error
@@ -100,31 +125,11 @@ def _unbind(listener: socket.socket, path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _make_server(backend: BridgeBackend, portal: anyio.from_thread.BlockingPortal) -> uvicorn.Server:
-    import uvicorn
-
+def _make_server(backend: BridgeBackend, portal: anyio.from_thread.BlockingPortal) -> HttpServer:
+    from hypha_worker.bridge.http_server import HttpServer
     from hypha_worker.bridge.routes import make_app
 
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # at INFO it logs every start and end
-    logging.getLogger("uvicorn.error").addFilter(_is_not_shutdown_noise)
-    config = uvicorn.Config(
-        make_app(backend, _portal_call(portal)),
-        loop="asyncio",
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=_SHUTDOWN_GRACE,
-        timeout_keep_alive=3600,
-    )
-    return uvicorn.Server(config)
-
-
-def _is_not_shutdown_noise(record: logging.LogRecord) -> bool:
-    """Drop uvicorn's messages on connections that it closed because a job ended: that is expected."""
-    kind = record.exc_info[0] if record.exc_info else None
-    return not (record.getMessage().startswith("Cancel ") or (kind and issubclass(kind, asyncio.CancelledError)))
+    return HttpServer(make_app(backend, _portal_call(portal)))
 
 
 def _portal_call(portal: anyio.from_thread.BlockingPortal) -> Callable[..., Awaitable[Any]]:
@@ -144,14 +149,3 @@ def _portal_call(portal: anyio.from_thread.BlockingPortal) -> Callable[..., Awai
             raise BridgeError(500, "worker-failed", f"the worker's disk: {error}") from error
 
     return call
-
-
-async def _wait_until_started(server: uvicorn.Server, ended: anyio.Event) -> None:
-    """Poll until uvicorn listens: it only sets an attribute."""
-    for _ in range(int(_START_LIMIT / _START_POLL)):
-        if server.started:
-            return
-        if ended.is_set():
-            break
-        await anyio.sleep(_START_POLL)
-    raise BridgeStartError("the bridge did not start")

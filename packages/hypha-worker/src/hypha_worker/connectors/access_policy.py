@@ -31,11 +31,13 @@ class AccessPolicy:
             parts = urlsplit(url)
             host = parts.hostname
         except ValueError as error:
-            raise bad_request(f"URL {url[:120]!r}: {error}") from None
+            raise bad_request(f"value: {url[:120]!r} is no URL ({error}): write https://host/path") from None
         if parts.scheme not in ("http", "https") or not host:
-            raise bad_request(f"URL {url[:120]!r} is not http, https or file")
+            raise bad_request(f"value: {url[:120]!r} is not an http, https or file URL: use one of these schemes")
         if not any(fnmatchcase(host.lower(), pattern.lower()) for pattern in self.hosts):
-            raise not_allowed(f"host {host[:120]!r} is not in connectors.hosts of this worker")
+            raise not_allowed(
+                f"value: host {host[:120]!r} is not in connectors.hosts of this worker: its owner may add it"
+            )
 
     def check_repository(self, repository: str) -> None:
         """Refuse a Hub repository that is not allowed.
@@ -44,7 +46,9 @@ class AccessPolicy:
             BridgeError: it is not in ``connectors.repositories``.
         """
         if not any(fnmatchcase(repository, pattern) for pattern in self.repositories):
-            raise not_allowed(f"repository {repository[:120]!r} is not in connectors.repositories of this worker")
+            raise not_allowed(
+                f"repository: {repository[:120]!r} is not in the worker's connectors.repositories: ask its owner"
+            )
 
     def resolve_file_url(self, url: str) -> Path:
         """Return the file that a ``file:`` URL names.
@@ -54,10 +58,12 @@ class AccessPolicy:
         """
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
-            raise bad_request(f"URL {url[:120]!r} names a host other than this one")
+            raise bad_request(f"value: {url[:120]!r} names a host other than this one: use file:///path")
         path = Path(unquote(parts.path)).resolve()
         if not any(root.resolve() in path.parents for root in self.roots):
-            raise not_allowed(f"file {str(path)[:120]!r} is under none of connectors.roots of this worker")
+            raise not_allowed(
+                f"value: {str(path)[:120]!r} is under none of the worker's connectors.roots: ask its owner to add one"
+            )
         if not path.is_file():
             raise not_found(f"file {str(path)[:120]!r} does not exist")
         return path

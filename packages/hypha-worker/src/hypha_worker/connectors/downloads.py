@@ -102,11 +102,11 @@ async def download_from_hub(
     access.check_repository(repository)
     names = [check_relative(name).as_posix() for name in reference.filenames]
     if not names:
-        raise bad_request(f"repository {repository[:120]!r}: filenames is empty")
+        raise bad_request("filenames: [] names nothing to fetch: name at least one file of the repository")
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise bad_request(f"repository {repository[:120]!r}: {str(error)[:400]}") from error
+        raise bad_request(f"repository: {repository[:120]!r}: {str(error)[:400]}") from error
     downloaded = []
     try:
         with anyio.fail_after(timeout):
@@ -293,7 +293,7 @@ def _split(url: str) -> tuple[str, str]:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise bad_request(f"URL {url[:120]!r}: {error}") from None
+        raise bad_request(f"value: {url[:120]!r} is no URL ({error}): write https://host/path") from None
     return parts.scheme, parts.path
 
 

@@ -204,7 +204,7 @@ class PeerFiles:
             BridgeError: with the strategy `All`, one peer did not accept it; with the others, none did.
         """
         if not reference.peers:
-            raise bad_request("the reference names no peer")
+            raise bad_request("peers: [] names no receiver: name at least one peer")
         peers = list(reference.peers)
         if isinstance(reference.strategy, All):
             return await self._push_to_all(peers, path, header)
@@ -275,7 +275,7 @@ def check_tensor_file(path: Path) -> None:
 
 def _combined_error(what: str, failures: Sequence[NetError]) -> BridgeError:
     if not failures:
-        return bad_request(f"{what}: the reference names no peer")
+        return bad_request(f"peers: [] names none that could have {what}: name at least one peer")
     if len(failures) == 1:
         return to_bridge_error(failures[0])
     return peer_failed(f"{what}: " + "; ".join(str(failure) for failure in failures)[:2000])

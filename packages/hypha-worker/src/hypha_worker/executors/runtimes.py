@@ -11,10 +11,11 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, get_args
+
+from hypha_proto.offers import ExecutorClass
 
 if TYPE_CHECKING:
-    from hypha_proto.offers import ExecutorClass
     from hypha_worker.connectors.access_policy import AccessPolicy
     from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
 
@@ -40,11 +41,16 @@ class HostSettings:
 
 
 class Runtime(Protocol):
-    """One way of running jobs."""
+    """One way of running jobs and tasks."""
 
     @property
     def job_class(self) -> ExecutorClass:
         """The class of the jobs that it runs."""
+        ...
+
+    @property
+    def runs_tasks(self) -> bool:
+        """Whether its executors run tasks; then they may also be of a class that no job has."""
         ...
 
     @property
@@ -98,22 +104,27 @@ def find_runtime(name: str) -> Runtime:
     return found
 
 
-def check_executor(name: str, job_class: ExecutorClass, settings: ExecutorSettings) -> None:
+def check_executor(name: str, job_class: str, settings: ExecutorSettings) -> None:
     """Check that an executor's class and settings fit its runtime.
 
     Args:
         name: the runtime.
-        job_class: class of the jobs that the executor is configured for.
+        job_class: class that the executor is configured for: that of jobs, or another one for tasks only.
         settings: its other keys.
 
     Raises:
         ValueError: they do not.
     """
     runtime = find_runtime(name)
-    if runtime.job_class != job_class:
-        suitable = [f'"{other}"' for other in RUNTIMES if find_runtime(other).job_class == job_class]
+    if not _is_suitable(runtime, job_class):
+        suitable = [f'"{other}"' for other in RUNTIMES if _is_suitable(find_runtime(other), job_class)]
         raise ValueError(
-            f'runtime = "{name}" cannot run jobs of class "{job_class}", only those of class "{runtime.job_class}": '
-            f"set runtime = {' or '.join(suitable)}"
+            f'runtime = "{name}" cannot run what is of class "{job_class}", only jobs of class "{runtime.job_class}"'
+            f"{' and tasks' if runtime.runs_tasks else ''}: set runtime = {' or '.join(suitable)}"
         )
     runtime.check(settings)
+
+
+def _is_suitable(runtime: Runtime, job_class: str) -> bool:
+    """Return whether a runtime runs jobs of a class, or tasks of a class that no job has."""
+    return job_class == runtime.job_class or (runtime.runs_tasks and job_class not in get_args(ExecutorClass))

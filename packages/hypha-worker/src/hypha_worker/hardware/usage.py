@@ -1,6 +1,6 @@
 """Measures what a job's processes use, as metrics: CPU time, memory, storage I/O, and the job's GPUs.
 
-Called by `executors.process.execution`, which runs `measure_usage` beside an executor if metrics are exported;
+Called by `executors.process.process_runner`, which runs `measure_usage` beside an executor if metrics are exported;
 otherwise nothing is measured.
 """
 

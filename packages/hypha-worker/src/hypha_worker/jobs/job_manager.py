@@ -138,11 +138,20 @@ class JobManager:
         self._clock = clock
         self._default_storage = default_storage
         self._jobs: dict[uuid.UUID, Job] = {}
+        self._unreported = 0
+        """Jobs whose end was not reported yet."""
+        self._idle = anyio.Event()
 
     @property
     def running(self) -> tuple[Job, ...]:
         """Jobs that still have processes."""
         return tuple(self._jobs.values())
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no job runs and the ends of all are reported."""
+        while self._unreported:
+            self._idle = anyio.Event()
+            await self._idle.wait()
 
     # ----------------------------------------------------------------------------------------------- starting, ending
 
@@ -185,6 +194,7 @@ class JobManager:
             job.span.end(error)
             raise
         self._jobs[lease.id] = job
+        self._unreported += 1
         _log.info("%s started on lease %s for scheduler %s", job, lease.id, scheduler)
         self._tasks.start_soon(self._run, job)
         return lease
@@ -278,6 +288,8 @@ class JobManager:
                 await self._run_to_end(job)
         finally:
             _ACTIVE.add(-1, about)
+            self._unreported -= 1
+            self._idle.set()
 
     async def _run_to_end(self, job: Job) -> None:
         started = self._clock()

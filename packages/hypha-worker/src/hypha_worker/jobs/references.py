@@ -53,9 +53,12 @@ def check_peers(spec: JobSpec, reference: Reference) -> None:
     Raises:
         BridgeError: it names such a peer.
     """
-    unknown = reference_peers([reference]) - reference_peers(job_references(spec))
+    known = reference_peers(job_references(spec))
+    unknown = reference_peers([reference]) - known
     if unknown:
-        raise not_allowed(f"peer {min(unknown)} is in none of the job's own references")
+        field = "peers" if isinstance(reference, PeersReference) else "peer"
+        named = ", ".join(map(str, sorted(known)[:8])) or "none"
+        raise not_allowed(f"{field}: {min(unknown)} is in none of this job's references, whose peers are {named}")
 
 
 def without_secrets(spec: JobSpec) -> JobSpec:

@@ -56,6 +56,7 @@ class LeaseEnd(Enum):
     IDLE = "idle"
     RELEASED = "released"
     UNDELIVERED = "undelivered"
+    WITHDRAWN = "withdrawn"
 
     @property
     def reason(self) -> str:
@@ -68,6 +69,7 @@ _END_REASONS: Final = {
     LeaseEnd.IDLE: "no job ran on it for too long",
     LeaseEnd.RELEASED: "it was released",
     LeaseEnd.UNDELIVERED: "its offer could not be delivered",
+    LeaseEnd.WITHDRAWN: "the worker drains, and its offer had not been accepted",
 }
 
 
@@ -116,6 +118,7 @@ class LeaseManager:
         self._leases: dict[uuid.UUID, Lease] = {}
         self._ended: OrderedDict[uuid.UUID, Lease] = OrderedDict()
         self._lapsed: deque[tuple[float, PeerId]] = deque(maxlen=REMEMBERED_ENDS)
+        self._closed = False
         self.on_freed: Callable[[], None] = lambda: None
         """Called when resources have become free."""
 
@@ -123,6 +126,18 @@ class LeaseManager:
     def leases(self) -> tuple[Lease, ...]:
         """Every known lease."""
         return tuple(self._leases.values())
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there are no more offers and jobs."""
+        return self._closed
+
+    def close(self) -> None:
+        """Refuse further offers and jobs, and withdraw the offers that were not accepted. Leases and jobs stay."""
+        self._closed = True
+        for lease in self.leases:
+            if lease.state is LeaseState.OFFERED:
+                self._end(lease, LeaseEnd.WITHDRAWN)
 
     @property
     def free(self) -> Capacity:
@@ -172,8 +187,9 @@ class LeaseManager:
             life: seconds until the reservation is dropped, by default a temporary lease on a link without delay.
 
         Raises:
-            LeaseError: it is not free, or the id is in use.
+            LeaseError: it is not free, or the id is in use, or there are no more offers.
         """
+        self._check_open()
         free = self.free
         if lease_id in self._leases:
             raise LeaseError(f"lease {lease_id} already exists")
@@ -247,11 +263,12 @@ class LeaseManager:
         Raises:
             UnknownLeaseError: there was no such lease of this scheduler.
             LeaseError: the lease is over, spent, or has a job, or the scheduler has `Quota.max_jobs` jobs; or `attempt`
-                is not newer than all before it.
+                is not newer than all before it; or there are no more jobs.
         """
         lease = self._owned_lease(lease_id, scheduler)
         if attempt is not None and self.is_repeated(lease_id, scheduler, attempt, now):
             raise LeaseError(f"attempt {attempt.number} on lease {lease_id} has started a job before")
+        self._check_open()
         if lease.state is LeaseState.SPENT:
             raise LeaseError(f"lease {lease_id} is spent: its job has ended")
         if lease.has_job:
@@ -350,6 +367,10 @@ class LeaseManager:
     def _is_idle(self, lease: Lease, now: float) -> bool:
         is_open = lease.state is LeaseState.HELD and not lease.has_job and now >= lease.expires
         return is_open and lease.idle_since is not None and now >= lease.idle_since + self._terms.idle_lease
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LeaseError("this worker drains: it makes no offers and starts no jobs any more")
 
     def _check_job_quota(self, scheduler: PeerId) -> None:
         limit = self._terms.quota.max_jobs

@@ -13,6 +13,8 @@ from hypha_proto.leases import TEMPORARY_LEASE
 
 MAX_TEMPORARY_LEASE: Final = 2.0
 """Longest life of an offer's temporary lease in seconds, on the longest link."""
+MAX_DRAIN: Final = 7 * 24 * 3600.0
+"""Longest time in seconds that running jobs may have to end."""
 IDLE_LEASE: Final = 60.0
 """Seconds for which a lease may be held without a job."""
 

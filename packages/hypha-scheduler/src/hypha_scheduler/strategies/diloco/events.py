@@ -8,7 +8,7 @@ from typing import Final
 from hypha_net import instrumentation
 from hypha_scheduler.strategies.base import Effects, EmitEvent, PostMetric, WriteJournal
 from hypha_scheduler.strategies.diloco.restore import round_record
-from hypha_scheduler.strategies.diloco.rounds import Late, Measured, RoundClosed
+from hypha_scheduler.strategies.diloco.rounds import Late, Left, Measured, RoundClosed
 from hypha_scheduler.strategies.diloco.slices import Assignment
 
 _SCHEDULER_METRICS: Final = frozenset({"samples", "batch_size", "utilisation"})
@@ -31,6 +31,11 @@ def measured_effects(measured: Measured) -> Effects:
 def late_event(late: Late) -> EmitEvent:
     """Report that a round continues without a late worker, which takes part again in the next."""
     return EmitEvent("worker_late", {"worker": str(late.peer), "round": late.round, "seconds": round(late.seconds, 4)})
+
+
+def left_event(left: Left) -> EmitEvent:
+    """Report that a draining worker has left after a round, in which its update counts."""
+    return EmitEvent("worker_left", {"worker": str(left.peer), "round": left.round})
 
 
 def round_closed_effects(closed: RoundClosed, update_bytes: int, used: Sequence[Assignment]) -> Effects:

@@ -49,11 +49,11 @@ from hypha_scheduler.strategies.base import (
 )
 from hypha_scheduler.strategies.diloco import round_announcer, rounds
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
-from hypha_scheduler.strategies.diloco.events import late_event, measured_effects, round_closed_effects
+from hypha_scheduler.strategies.diloco.events import late_event, left_event, measured_effects, round_closed_effects
 from hypha_scheduler.strategies.diloco.restore import Restored
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
 from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
-from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Fail, Late, Measured, RoundClosed, Rounds
+from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Fail, Late, Left, Measured, RoundClosed, Rounds
 from hypha_scheduler.strategies.diloco.slices import LedgerFullError, NoUsableSliceError, SliceLedger
 from hypha_scheduler.strategies.diloco.specs import (
     AGGREGATE,
@@ -221,6 +221,12 @@ class DilocoOperator:
         task = self._task_on(lease)
         return () if task is None else self._task_lost(task, reason, now)
 
+    def on_lease_draining(self, lease: Lease, seconds: float, now: float) -> Effects:
+        """Let a training worker leave after its round; the parameter server runs on until its worker ends."""
+        if self._running is not None and lease.role == TRAIN:
+            self._running.training.rounds.drain(lease.peer)
+        return ()
+
     def _drop_demand(self, lease: Lease) -> None:
         """Ask for no lease in place of one that is no longer held."""
         if lease.id in self._gone:
@@ -279,11 +285,16 @@ class DilocoOperator:
         assert self._running is not None
         if not self._running.graph.end(task.name, TaskState.FAILED):
             return ()
-        if self._phase is not _Phase.TRAINING:
+        if self._is_unneeded(task):
             return self._finish_if_over()
         if task.role == AGGREGATE:
             return self._fail(f"the parameter server {task.peer} was lost: {why}")
         return self._worker_lost(task.peer, why, now)
+
+    def _is_unneeded(self, task: Task) -> bool:
+        """Return whether the job is complete without a task: it waits for exits, or the task's worker has left."""
+        assert self._running is not None
+        return self._phase is not _Phase.TRAINING or task.peer in self._running.training.left
 
     def _worker_lost(self, peer: PeerId, why: str, now: float) -> Effects:
         assert self._running is not None
@@ -297,11 +308,11 @@ class DilocoOperator:
             return ()
         self._drop_demand(self._running.tasks[task.name].lease)
         reason = end.reason or "it exited before the job was done"
-        if end.state is TaskState.CANCELLED and task.role == TRAIN and self._phase is _Phase.TRAINING:
+        unneeded = self._is_unneeded(task)
+        if end.state is TaskState.CANCELLED and task.role == TRAIN and not unneeded:
             return self._worker_lost(task.peer, f"its executor was cancelled: {reason}", now)
         told_done = task.peer in self._running.training.told_done
-        cancelled_late = end.state is TaskState.CANCELLED and self._phase is not _Phase.TRAINING
-        if (end.state is TaskState.FINISHED and told_done) or cancelled_late:
+        if (end.state is TaskState.FINISHED and told_done) or (end.state is TaskState.CANCELLED and unneeded):
             return self._finish_if_over()
         code = "" if end.exit_code is None else f", exit code {end.exit_code}"
         lines = "".join(f"\n  | {line}" for line in end.last_lines)
@@ -313,7 +324,7 @@ class DilocoOperator:
         text = f"task {task.name} on worker {task.peer}: {what}"
         if server != task.peer and str(server) in what:
             text += f"\n({server} is the job's parameter server)"
-        if self._phase is _Phase.TRAINING:
+        if not self._is_unneeded(task):
             return self._fail(text)
         return (EmitEvent("warning", {"text": text}), *self._finish_if_over())
 
@@ -449,6 +460,8 @@ class DilocoOperator:
                     found += measured_effects(effect)
                 case Late():
                     found.append(late_event(effect))
+                case Left():
+                    found.append(left_event(effect))
                 case AnnounceRound():
                     found += self._running.announcer.announce(effect)
         return tuple(found)

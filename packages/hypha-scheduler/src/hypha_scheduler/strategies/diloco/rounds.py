@@ -99,7 +99,15 @@ class Measured:
     values: Mapping[str, float]
 
 
-Effect = AnnounceRound | RoundClosed | Late | Measured | Fail
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Effect: report that a draining worker has left after a round in which its update counts."""
+
+    peer: PeerId
+    round: int
+
+
+Effect = AnnounceRound | RoundClosed | Late | Measured | Left | Fail
 
 
 @dataclass(slots=True)
@@ -164,6 +172,8 @@ class _Member:
     round: int = 1
     throughput: ThroughputEstimate = field(default_factory=ThroughputEstimate)
     done: bool = False
+    drains: bool = False
+    """Whether its worker has announced that it will end."""
 
 
 class Rounds:
@@ -181,6 +191,11 @@ class Rounds:
     def members(self) -> frozenset[PeerId]:
         """Workers that take part in the job."""
         return frozenset(self._members)
+
+    def round_of(self, peer: PeerId) -> int | None:
+        """Return the number of the round that a worker is in; None if it is no member."""
+        member = self._members.get(peer)
+        return None if member is None else member.round
 
     @property
     def closed(self) -> int:
@@ -307,7 +322,7 @@ class Rounds:
         return self._close_round(current, only_complete=True)
 
     def update_merged(self, peer: PeerId, now: float) -> ProgressResponse:
-        """Process that a worker has merged the outer update; it continues with the next round or is done."""
+        """Process that a worker has merged the outer update; it continues with the next round, leaves or is done."""
         member = self._members.get(peer)
         if member is None:
             return ProgressError()
@@ -315,6 +330,9 @@ class Rounds:
             return Continue() if member.round > 1 else ProgressError()
         if member.round >= self._settings.rounds:
             member.done = True
+            return Done()
+        if member.drains and len(self._members) > self._settings.min_members:
+            del self._members[peer]
             return Done()
         member.round += 1
         self._rounds.setdefault(member.round, _Round(member.round, now)).part(peer).last_at = now
@@ -365,7 +383,12 @@ class Rounds:
             return (Fail(f"round {current.number}: {why}; {remaining} of at least {least} remain"),)
         return self._announce_if_complete(current, now, again=True)
 
-    # --------------------------------------------------------------------------------------------------- lost and late
+    # ----------------------------------------------------------------------------------------- draining, lost and late
+
+    def drain(self, peer: PeerId) -> None:
+        """Let a worker leave once it has merged the outer update of its round, if the job has enough others then."""
+        if (member := self._members.get(peer)) is not None:
+            member.drains = True
 
     def worker_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
         """Remove a lost worker; its updates in rounds that are not closed are not used."""

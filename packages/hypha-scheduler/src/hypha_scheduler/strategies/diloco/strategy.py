@@ -30,7 +30,7 @@ class DilocoStrategy:
         """Find the dataset and make the start model available.
 
         Raises:
-            JobFailedError: the dataset or the model was not found, or the journal is malformed.
+            JobFailedError: the dataset or the model was not found, or the job is to be resumed.
         """
         return _open(job, context, journal)
 
@@ -39,6 +39,8 @@ class DilocoStrategy:
 async def _open(
     job: DilocoJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
 ) -> AsyncIterator[Operator]:
+    if journal:  # rounds can be restored, but not the model of the last one, nor what its workers begin with
+        raise JobFailedError("jobs of this type cannot be resumed yet; submit the job again")
     began = anyio.current_time()
     restored = restore(journal)
     await anyio.Path(context.directory / "updates").mkdir(exist_ok=True)

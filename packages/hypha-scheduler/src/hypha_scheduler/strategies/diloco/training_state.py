@@ -25,7 +25,7 @@ from hypha_proto.progress import (
     RoundMetrics,
     SendingUpdate,
 )
-from hypha_scheduler.strategies.diloco.rounds import Effect, Measured, RoundClosed, Rounds
+from hypha_scheduler.strategies.diloco.rounds import Effect, Left, Measured, RoundClosed, Rounds
 from hypha_scheduler.strategies.diloco.slices import Assignment, SliceLedger
 
 _METRICS: Final = 64
@@ -51,6 +51,8 @@ class TrainingState:
     """Slices that were set aside, by index, with the first report of each."""
     lost: dict[PeerId, str] = field(default_factory=dict)
     """Why each lost worker was lost."""
+    left: set[PeerId] = field(default_factory=set)
+    """Draining workers that have left after a round."""
 
     def slice_for(self, peer: PeerId, now: float) -> Assignment | None:
         """Assign the next slice to a worker; None if the peer is not (or no longer) a member.
@@ -93,6 +95,8 @@ class TrainingState:
             return "only the parameter server takes outer steps"
         if peer in self.lost:
             return f"the job continues without this worker: {self.lost[peer]}"
+        if peer in self.left:
+            return "the job continues without this worker, which has left because it drains"
         if peer not in self.rounds.members:
             return "this worker is not a member of the job"
         return f"{name} came before the parameter server was told to take the outer step"
@@ -115,7 +119,16 @@ class TrainingState:
             return Acknowledged(), self._measured(peer, progress)
         if isinstance(progress, OuterStepTaken):
             return ProgressError(), ()
-        return self.rounds.update_merged(peer, now), ()
+        return self._update_merged(peer, now)
+
+    def _update_merged(self, peer: PeerId, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+        number = self.rounds.round_of(peer)
+        answer = self.rounds.update_merged(peer, now)
+        if number is None or peer in self.rounds.members:
+            return answer, ()
+        self.slices.release(peer)
+        self.left.add(peer)
+        return answer, (Left(peer, number),)
 
     def _measured(self, peer: PeerId, report: RoundMetrics) -> tuple[Effect, ...]:
         values = {n[:100]: v for n, v in list(report.metrics.items())[:_METRICS] if math.isfinite(v)}

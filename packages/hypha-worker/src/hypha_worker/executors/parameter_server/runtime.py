@@ -17,6 +17,7 @@ class ParameterServerRuntime:
     """Runs the built-in parameter server of DiLoCo."""
 
     job_class: ExecutorClass = "aggregate"
+    runs_tasks = False
 
     @property
     def task_methods(self) -> tuple[TaskMethod[Any, Any], ...]:

@@ -1,7 +1,7 @@
 """Ends a process and its descendants, including those that left its process group or were orphaned.
 
-Called by `execution`. The processes of a job carry a token in their environment, by which those outside the process
-group are found; a process that removes the variable and leaves the group is not found.
+Called by `process_runner`. The processes of a job carry a token in their environment, by which those outside the
+process group are found; a process that removes the variable and leaves the group is not found.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Mapping
+import sys
 from typing import Final
 
 import anyio
@@ -95,7 +95,49 @@ async def _find(process: anyio.abc.Process, token: str) -> list[psutil.Process]:
 
 def _scan(group: int, token: str) -> list[psutil.Process]:
     uid = os.getuid()
-    return [found for found in psutil.process_iter() if _belongs(found, group, token, uid)]
+    pids = _find_in_proc(group, token) if sys.platform == "linux" else psutil.pids()
+    return [found for pid in pids if (found := _open(pid)) is not None and _belongs(found, group, token, uid)]
+
+
+def _find_in_proc(group: int, token: str) -> list[int]:
+    """Return the processes that are in the group or have the token, ended ones among them.
+
+    Reads /proc itself, a tenth of the time of psutil: a job that has left nothing running pays for this scan alone.
+    """
+    wanted = f"\0{TOKEN_VARIABLE}={token}\0".encode()
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in pids if _is_in_group(pid, group) or wanted in _read_environment(pid)]
+
+
+def _is_in_group(pid: int, group: int) -> bool:
+    try:
+        return os.getpgid(pid) == group
+    except ProcessLookupError:
+        return False
+
+
+def _read_environment(pid: int) -> bytes:
+    """Return a process's environment with a zero byte before each variable; empty if it ended or is another user's."""
+    parts = [b"\0"]
+    try:
+        descriptor = os.open(f"/proc/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+    except OSError:  # it has ended meanwhile
+        return b""
+    finally:
+        os.close(descriptor)
+    return b"".join(parts)
+
+
+def _open(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.Error:  # it has ended
+        return None
 
 
 def _belongs(found: psutil.Process, group: int, token: str, uid: int) -> bool:
@@ -103,8 +145,7 @@ def _belongs(found: psutil.Process, group: int, token: str, uid: int) -> bool:
         with found.oneshot():
             if found.pid == os.getpid() or found.uids().real != uid or found.status() == psutil.STATUS_ZOMBIE:
                 return False
-            environment: Mapping[str, str] = found.environ()
-            return environment.get(TOKEN_VARIABLE) == token or os.getpgid(found.pid) == group
+            return os.getpgid(found.pid) == group or found.environ().get(TOKEN_VARIABLE) == token
     except (psutil.Error, OSError):  # it has ended, or belongs to another user
         return False
 

@@ -1,4 +1,4 @@
-"""The runtime `process`: training jobs run as the owner's command.
+"""The runtime `process`: training jobs and tasks run as the owner's command.
 
 Found by `executors.runtimes`, which defines the interface.
 """
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 class ProcessRuntime:
-    """Runs each job as a process with a job bridge, which serves training jobs only."""
+    """Runs each job as a process with a job bridge."""
 
     job_class: ExecutorClass = "train"
+    runs_tasks = True
     task_methods: tuple[TaskMethod[Any, Any], ...] = ()
 
     def check(self, settings: ExecutorSettings) -> None:
@@ -26,7 +27,8 @@ class ProcessRuntime:
 
     def make_factory(self, settings: ExecutorSettings, host: HostSettings) -> ExecutionFactory:
         """See `Runtime.make_factory`."""
-        from hypha_worker.executors.process.execution import ProcessExecution, ProcessSettings
+        from hypha_worker.executors.process.execution import ProcessExecution
+        from hypha_worker.executors.process.process_runner import ProcessSettings
 
         process_settings = ProcessSettings(
             cmd=settings.cmd or "",

@@ -1,0 +1,340 @@
+"""Streams of tasks to workers: one for each lease, with definitions down and reports up (`hypha_proto.tasks`).
+
+Definitions and reports outlive a stream: the worker opens the next one, which continues. What it reports is looked up
+here, and checked by `task_reports`, before the job hears of it. `service` calls `serve_task_streams`; each job's
+`runner` has a `TaskStreams`.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import anyio
+
+from hypha_net import instrumentation
+from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.errors import NetError, RequestError
+from hypha_net.log_throttle import LogThrottle
+from hypha_net.message_channel import ChannelError, MessageChannel, receive_frame, send_frame
+from hypha_proto.codec import from_cbor, to_cbor
+from hypha_proto.errors import DecodeError
+from hypha_proto.ids import PeerId
+from hypha_proto.protocols import TASKS
+from hypha_proto.tasks import (
+    MAX_FRAME,
+    DrainTask,
+    SchedulerFrame,
+    Stop,
+    Subscribe,
+    Subscribed,
+    TaskDefinition,
+    TaskReport,
+    TaskSpec,
+    WorkerFrame,
+)
+from hypha_scheduler.jobs.task_graph import TaskState
+from hypha_scheduler.jobs.task_reports import TaskNews, UnusableReportError, read_report, traffic_of
+from hypha_scheduler.strategies.base import TaskEnded, TaskRef, TaskStarted, TrafficCounts
+
+_log = logging.getLogger(__name__)
+
+MAX_STREAMS: Final = 64
+"""Streams of one peer at a time."""
+SUBSCRIBE_TIMEOUT: Final = 10.0
+"""Seconds for a peer to send its first message on a stream."""
+_MAX_SUBSCRIBE: Final = 1 << 10
+_NO_JOB: Final = uuid.UUID(int=0)
+_STREAMS: Final = instrumentation.UpDownCounter("hypha.scheduler.task_streams.active", "{stream}", "Open task streams.")
+_REFUSED: Final = instrumentation.Counter(
+    "hypha.scheduler.task_reports.refused",
+    "{report}",
+    "Reports of workers on attempts at tasks that do not run on their leases, or that contradict the task.",
+)
+_OTHER_ATTEMPT: Final = "it is about an attempt that does not run on its lease"
+
+
+class StreamObserver(Protocol):
+    """What is told of reports; the runner of a job."""
+
+    async def on_task_news(self, task: TaskRef, news: TaskNews, traffic: TrafficCounts | None) -> None:
+        """Handle what is heard of a running attempt; its report is acknowledged when this returns."""
+        ...
+
+
+class SchedulerCodec:
+    """Frames as the scheduler sends and receives them."""
+
+    def encode(self, sequence: int, acknowledged: int, message: TaskDefinition | None) -> bytes:
+        """Encode a `SchedulerFrame`."""
+        return to_cbor(SchedulerFrame, SchedulerFrame(sequence=sequence, acknowledged=acknowledged, definition=message))
+
+    def decode(self, data: bytes) -> tuple[int, int, TaskReport | None]:
+        """Decode a `WorkerFrame`.
+
+        Raises:
+            DecodeError: it is malformed.
+        """
+        frame: WorkerFrame = from_cbor(WorkerFrame, data, MAX_FRAME)
+        return frame.sequence, frame.acknowledged, frame.report
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """Attempt at a task that runs on a lease, or is about to."""
+
+    task: TaskRef
+    spec: TaskSpec
+    is_stopping: bool = False
+    confirmed: anyio.Event = field(default_factory=anyio.Event)
+    """Set when its worker has confirmed the start, or it is over."""
+    over: anyio.Event = field(default_factory=anyio.Event)
+
+
+@dataclass(slots=True)
+class _LeaseStream:
+    """Messages about the tasks of one lease."""
+
+    channel: MessageChannel[TaskDefinition, TaskReport]
+    scope: anyio.CancelScope | None = None
+    """Of the newest stream."""
+    attempt: _Attempt | None = None
+
+
+@dataclass(slots=True)
+class TaskStreams:
+    """Streams of one job's leases, and the attempts that run there."""
+
+    job_id: uuid.UUID
+    observer: StreamObserver
+    _leases: dict[uuid.UUID, _LeaseStream] = field(default_factory=dict)
+    _refusals: LogThrottle = field(default_factory=LogThrottle)
+
+    # --------------------------------------------------------------------------------------------------- for the runner
+
+    def start(self, task: TaskRef, spec: TaskSpec) -> None:
+        """Queue the start of an attempt on a lease where none runs.
+
+        Raises:
+            ChannelError: the worker does not acknowledge what it gets.
+        """
+        lease = self._lease(task.lease.id)
+        self._send(task, start=spec)
+        lease.attempt = _Attempt(task, spec)
+
+    async def wait_until_confirmed(self, task: TaskRef, seconds: float) -> bool:
+        """Wait until a worker has confirmed an attempt, for at most `seconds`; return whether it has, or it is over."""
+        attempt = self._attempt(task)
+        if attempt is None:
+            return True
+        with anyio.move_on_after(seconds):
+            await attempt.confirmed.wait()
+        return attempt.confirmed.is_set()
+
+    async def wait_until_over(self, task: TaskRef, seconds: float) -> bool:
+        """Wait until an attempt is over, for at most `seconds`; return whether it is."""
+        attempt = self._attempt(task)
+        if attempt is None:
+            return True
+        with anyio.move_on_after(seconds):
+            await attempt.over.wait()
+        return attempt.over.is_set()
+
+    def stop(self, task: TaskRef, reason: str) -> None:
+        """Tell the worker once to end an attempt.
+
+        Raises:
+            ChannelError: it does not acknowledge what it gets.
+        """
+        attempt = self._attempt(task)
+        if attempt is not None and not attempt.is_stopping:
+            attempt.is_stopping = True
+            self._send(task, stop=Stop(reason=reason))
+
+    def drain(self, task: TaskRef, reason: str, seconds: float) -> None:
+        """Tell the worker to let an attempt finish within some seconds.
+
+        Raises:
+            ChannelError: it does not acknowledge what it gets.
+        """
+        attempt = self._attempt(task)
+        if attempt is not None and not attempt.is_stopping:
+            self._send(task, drain=DrainTask(left_ms=round(seconds * 1000), reason=reason))
+
+    def end(self, task: TaskRef) -> None:
+        """Record that an attempt is over."""
+        attempt = self._attempt(task)
+        if attempt is not None:
+            attempt.over.set()
+            attempt.confirmed.set()
+            self._leases[task.lease.id].attempt = None
+
+    def spec_of(self, task: TaskRef) -> TaskSpec | None:
+        """Return the specification of a running attempt; None if it does not run, or not by a stream."""
+        attempt = self._attempt(task)
+        return None if attempt is None else attempt.spec
+
+    def drop(self, lease: uuid.UUID) -> None:
+        """Forget a lease that is gone, and close its stream."""
+        found = self._leases.pop(lease, None)
+        if found is None:
+            return
+        if found.attempt is not None:
+            found.attempt.over.set()
+            found.attempt.confirmed.set()
+        if found.scope is not None:
+            found.scope.cancel()
+
+    def _attempt(self, task: TaskRef) -> _Attempt | None:
+        lease = self._leases.get(task.lease.id)
+        attempt = None if lease is None else lease.attempt
+        return attempt if attempt is not None and attempt.task == task else None
+
+    def _lease(self, lease: uuid.UUID) -> _LeaseStream:
+        if lease not in self._leases:
+            channel = MessageChannel[TaskDefinition, TaskReport](
+                SchedulerCodec(), lambda report: self._handle(lease, report), MAX_FRAME
+            )
+            self._leases[lease] = _LeaseStream(channel)
+        return self._leases[lease]
+
+    def _send(
+        self,
+        task: TaskRef,
+        *,
+        start: TaskSpec | None = None,
+        stop: Stop | None = None,
+        drain: DrainTask | None = None,
+    ) -> None:
+        definition = TaskDefinition(
+            job_id=self.job_id, task=task.name, attempt=task.attempt, start=start, stop=stop, drain=drain
+        )
+        self._lease(task.lease.id).channel.send(definition)
+
+    # ---------------------------------------------------------------------------------------------------------- reports
+
+    async def _handle(self, lease: uuid.UUID, report: TaskReport) -> None:
+        found = self._leases.get(lease)
+        attempt = None if found is None else found.attempt
+        if attempt is None or not self._is_about(report, attempt.task):
+            self._count_refusal(lease, report, _OTHER_ATTEMPT)
+            return
+        try:
+            news = read_report(report, attempt.spec)
+        except UnusableReportError as error:
+            self._count_refusal(lease, report, str(error))
+            news = self._failed(attempt, report, error)
+        if isinstance(news, TaskEnded):
+            await self.observer.on_task_news(attempt.task, news, traffic_of(report))
+        elif news is not None and not (isinstance(news, TaskStarted) and attempt.confirmed.is_set()):
+            await self._notice(attempt, news)
+
+    def _is_about(self, report: TaskReport, task: TaskRef) -> bool:
+        return (report.job_id, report.task, report.attempt) == (self.job_id, task.name, task.attempt)
+
+    async def _notice(self, attempt: _Attempt, news: TaskNews) -> None:
+        if not attempt.confirmed.is_set():
+            attempt.confirmed.set()
+            if not isinstance(news, TaskStarted):  # what runs has been started
+                await self.observer.on_task_news(attempt.task, TaskStarted(), None)
+        if not attempt.over.is_set():
+            await self.observer.on_task_news(attempt.task, news, None)
+
+    def _failed(self, attempt: _Attempt, report: TaskReport, error: UnusableReportError) -> TaskEnded:
+        """Return the end of an attempt whose worker reported what cannot be; what may still run is stopped."""
+        reason = f"its worker reported {error}"
+        if traffic_of(report) is None:
+            with suppress(ChannelError):  # then the next start fails, and the lease is released
+                self.stop(attempt.task, reason)
+        return TaskEnded(TaskState.FAILED, reason)
+
+    def _count_refusal(self, lease: uuid.UUID, report: TaskReport, reason: str) -> None:
+        _REFUSED.add()
+        suppressed = self._refusals.suppressed_count((lease, reason))
+        if suppressed is not None:
+            more = f" ({suppressed} more since it was last logged)" if suppressed else ""
+            about = f"attempt {report.attempt} at task {report.task[:80]!r} on lease {lease}"
+            _log.warning("report on %s refused: %s%s", about, reason, more)
+
+    # ---------------------------------------------------------------------------------------------------------- streams
+
+    async def serve(self, stream: Stream, subscribe: Subscribe) -> None:
+        """Exchange messages with the worker of a lease until the stream ends, a newer one comes or the lease is gone.
+
+        Raises:
+            ChannelError: the worker breaks the rules.
+            StreamResetError: the stream broke.
+        """
+        lease = self._lease(subscribe.lease)
+        with anyio.CancelScope() as scope:
+            lease.scope = scope
+            await _answer(stream, Subscribed(job_id=self.job_id, next=lease.channel.next_wanted))
+            await lease.channel.run(stream, subscribe.next)
+
+
+FindStreams = Callable[[PeerId, uuid.UUID], Awaitable[TaskStreams | None]]
+"""Returns the streams of the job that holds a lease of a peer."""
+
+
+def serve_task_streams(endpoint: Endpoint, find: FindStreams) -> None:
+    """Serve streams of tasks to the workers whose leases a job of this scheduler holds."""
+    open_streams: Counter[PeerId] = Counter()
+    complaints = LogThrottle()
+
+    async def handle(stream: Stream) -> None:
+        if not endpoint.is_authorized(stream.peer, TASKS):
+            await stream.reset()
+            return
+        _STREAMS.add(1)
+        open_streams[stream.peer] += 1
+        try:
+            await _serve_stream(stream, find, is_one_too_many=open_streams[stream.peer] > MAX_STREAMS)
+        except TimeoutError:
+            await stream.reset()
+        except (NetError, DecodeError) as error:
+            await stream.reset()
+            _complain(complaints, stream.peer, error)
+        finally:
+            _STREAMS.add(-1)
+            open_streams[stream.peer] -= 1
+            if not open_streams[stream.peer]:
+                del open_streams[stream.peer]
+
+    endpoint.handle(TASKS, handle)
+
+
+def _complain(complaints: LogThrottle, peer: PeerId, error: Exception) -> None:
+    """Log a violation of the protocol; streams break every day."""
+    if isinstance(error, RequestError | DecodeError) and complaints.suppressed_count(peer) is not None:
+        _log.warning("task stream of %s ended: %s", peer, error)
+
+
+async def _serve_stream(stream: Stream, find: FindStreams, *, is_one_too_many: bool) -> None:
+    """Answer the first message of a stream and serve it.
+
+    Raises:
+        TimeoutError: the first message did not come in time.
+        DecodeError: it is malformed.
+        NetError: the stream broke, or its peer breaks the rules.
+    """
+    with anyio.fail_after(SUBSCRIBE_TIMEOUT):
+        data = await receive_frame(stream, _MAX_SUBSCRIBE)
+        if data is None:
+            raise ChannelError("it ended before its first message")
+        subscribe: Subscribe = from_cbor(Subscribe, data, _MAX_SUBSCRIBE)
+        found = None if is_one_too_many else await find(stream.peer, subscribe.lease)
+        if found is None:
+            why = f"over {MAX_STREAMS} streams" if is_one_too_many else "no job of this scheduler holds that lease"
+            await _answer(stream, Subscribed(job_id=_NO_JOB, next=0, refused=why))
+            await stream.send_eof()
+            return
+    await found.serve(stream, subscribe)
+
+
+async def _answer(stream: Stream, answer: Subscribed) -> None:
+    await send_frame(stream, to_cbor(Subscribed, answer))

@@ -1,0 +1,341 @@
+"""Job table of ``type = "tasks"``: the user's task objects. `graph` turns them into what is run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from hypha_net.node.config.models import is_web_url
+from hypha_proto.codec import check_depth
+from hypha_proto.errors import InvalidIdError
+from hypha_proto.ids import PeerId
+from hypha_proto.resources import Resources
+from hypha_proto.tasks import MAX_FRAME, MAX_PATH, TASK_EXECUTOR_PREFIX
+from hypha_scheduler.jobs.config import JobTable, PriceTable, Table
+from hypha_scheduler.strategies.tasks.definition_faults import Fault, find_faults
+
+MAX_INSTANCES: Final = 10_000
+"""Largest number of instances of all tasks of a job."""
+_MAX_SETTINGS: Final = 64 << 10
+_MAX_TASK: Final = MAX_FRAME // 2
+"""Bytes of a task, so that its definition fits into a frame."""
+_MAX_RESOURCES: Final = 100
+_MAX_OUTPUTS: Final = 100
+_MAX_AMOUNT: Final = 1e9
+_MAX_SECONDS: Final = 31 * 86400.0
+_MAX_TEXT: Final = 2048
+_U64: Final = (1 << 64) - 1
+_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+_DRIVER: Final = re.compile(rf"{_NAME}(/{_NAME})?")
+_RESOURCE_FOLDER: Final = "resources"
+"""Folder of the work directory in which resources are."""
+_SOURCES: Final = ("result", "dataset", "huggingface", "peers", "file", "uri")
+_LATER_SOURCES: Final = ("s3", "dht")
+
+_Text = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
+_Amount = Annotated[float, Field(ge=0, le=_MAX_AMOUNT)]
+
+
+def _wrap(key: str) -> BeforeValidator:
+    """Accept plain text for a table whose only necessary key is `key`."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(_NAME, text):
+        raise ValueError("is not a name: 1 to 64 letters, digits, '.', '_' and '-', the first a letter or digit")
+    return text
+
+
+Name = Annotated[str, AfterValidator(_name)]
+
+
+def _relative_path(text: str) -> str:
+    """Check the path of an output.
+
+    Raises:
+        ValueError: it is not a path inside the work directory, or one that a worker refuses.
+    """
+    path = PurePosixPath(text)
+    if path.is_absolute() or ".." in path.parts or path.as_posix() == "." or "\\" in text or not text.isprintable():
+        raise ValueError("is not inside the work directory; name a relative path without .. such as out/model")
+    if path.as_posix() != text.rstrip("/"):
+        raise ValueError(f"is not a normal path; write {path.as_posix()!r}")
+    if path.parts[0] == _RESOURCE_FOLDER:
+        raise ValueError(f"is in the folder of the inputs, {_RESOURCE_FOLDER}; name another folder")
+    if len(text.encode()) > MAX_PATH:
+        raise ValueError(f"is longer than {MAX_PATH} bytes; name a shorter path")
+    return path.as_posix()
+
+
+def _absolute_path(text: str) -> str:
+    path = PurePosixPath(text)
+    if not path.is_absolute() or ".." in path.parts or not text.isprintable():
+        raise ValueError("is not an absolute path without ..; write it as workers see it, such as /mnt/share/data.csv")
+    return path.as_posix()
+
+
+def _url(text: str) -> str:
+    if not is_web_url(text) and not (text.startswith("file:///") and text.isprintable()):
+        raise ValueError("must be a URL that starts with https://, http:// or file:///")
+    return text
+
+
+def _peer(text: str) -> str:
+    try:
+        return str(PeerId.parse(text))
+    except InvalidIdError as error:
+        raise ValueError(f"{error}; write a peer id such as 12D3KooW…") from None
+
+
+class ResultTable(Table):
+    """``[.resources.result]``."""
+
+    task: Name = Field(description="Task that makes the output.")
+    output: Name = Field(description="Name of the output.")
+
+
+class DatasetSourceTable(Table):
+    """``[.resources.dataset]``."""
+
+    name: str = Field(min_length=1, max_length=255, description="Name of the dataset, as data nodes announce it.")
+    slices: tuple[Annotated[int, Field(ge=0, le=_U64)], ...] | None = Field(
+        default=None, min_length=1, max_length=10_000, description="Indices of the slices; if unset, all."
+    )
+
+
+class HuggingFaceTable(Table):
+    """``[.resources.huggingface]``."""
+
+    repository: _Text = Field(description="Repository, such as owner/name.")
+    filenames: tuple[Annotated[str, Field(min_length=1, max_length=MAX_PATH)], ...] = Field(
+        min_length=1, max_length=1000, description="Files of the repository."
+    )
+    revision: _Text | None = Field(default=None, description="Branch, tag or commit.")
+    token: SecretStr | None = Field(default=None, description="Access token of the hub.")
+
+
+class PeersTable(Table):
+    """``[.resources.peers]``."""
+
+    peers: tuple[Annotated[str, AfterValidator(_peer)], ...] = Field(
+        min_length=1, max_length=100, description="Peer ids of those that serve the file."
+    )
+    dataset: str = Field(min_length=1, max_length=255, description="Name under which they serve it.")
+    index: int = Field(default=0, ge=0, le=_U64, description="Index of the file.")
+
+
+class FileTable(Table):
+    """``[.resources.file]``."""
+
+    path: Annotated[str, Field(max_length=_MAX_TEXT), AfterValidator(_absolute_path)] = Field(
+        description="Absolute path at the worker, under a root that its owner allows."
+    )
+
+
+class UriTable(Table):
+    """``[.resources.uri]``."""
+
+    value: Annotated[str, Field(max_length=_MAX_TEXT), AfterValidator(_url)] = Field(description="URL.")
+
+
+class ResourceTable(Table):
+    """``[[.resources]]``: an input of a task, a name and one source."""
+
+    name: Name = Field(description="Name; a setting of this value becomes the path of the input.")
+    result: ResultTable | None = Field(default=None, description="An output of another task.")
+    dataset: Annotated[DatasetSourceTable, _wrap("name")] | None = Field(
+        default=None, description="A dataset of data nodes, or its name."
+    )
+    huggingface: HuggingFaceTable | None = Field(default=None, description="Files of a repository on a hub.")
+    peers: PeersTable | None = Field(default=None, description="A file that peers serve.")
+    file: Annotated[FileTable, _wrap("path")] | None = Field(
+        default=None, description="A file or folder of a file system that workers share, or its path."
+    )
+    uri: Annotated[UriTable, _wrap("value")] | None = Field(default=None, description="A file at a URL, or the URL.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_source(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if later := [key for key in _LATER_SOURCES if key in value]:
+            raise ValueError(f"the source {later[0]} is not supported yet; use {', '.join(_SOURCES[1:])}")
+        found = [key for key in _SOURCES if value.get(key) is not None]
+        if len(found) != 1:
+            said = f"has {len(found)} sources, {' and '.join(found)}" if found else "has no source"
+            raise ValueError(f"{said}; set exactly one of {', '.join(_SOURCES)}")
+        return value
+
+
+class NeedsTable(Table):
+    """``[.needs]``: what a worker must have free."""
+
+    gpu: _Amount = Field(default=0.0, description="GPU memory, GB.")
+    cpu: _Amount = Field(default=0.0, description="Cores.")
+    memory: _Amount = Field(default=0.0, description="RAM, GB.")
+    storage: _Amount = Field(default=0.0, description="Disk for inputs and outputs, GB.")
+
+    def resources(self) -> Resources:
+        """Return them as they are requested."""
+        return Resources(gpu=self.gpu, cpu=self.cpu, memory=self.memory, storage=self.storage)
+
+
+def _check_driver(driver: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Check that there is one driver, with a valid name and settings that can be sent."""
+    if len(driver) != 1:
+        named = ", ".join(sorted(name[:64] for name in driver)) or "none"
+        raise ValueError(f"must name one executor, not {len(driver)} ({named}); for several write a task for each")
+    [(name, settings)] = driver.items()
+    if name.startswith(TASK_EXECUTOR_PREFIX):
+        raise ValueError(f"{name[:80]!r}: the prefix {TASK_EXECUTOR_PREFIX} is reserved; write the name without it")
+    if not _DRIVER.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is not an executor; write its name, or class/name such as shell/bash")
+    _check_settings(name, settings)
+    return driver
+
+
+def _check_settings(name: str, settings: dict[str, Any]) -> None:
+    try:
+        check_depth(settings)
+        text = json.dumps(settings, allow_nan=False)
+    except TypeError as error:
+        raise ValueError(f"{name}: a setting is not JSON: {error}; write it as text") from None
+    except RecursionError:
+        raise ValueError(f"{name}: settings are nested too deeply; flatten them") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: the settings cannot be sent: {error}") from None
+    if len(text.encode("utf-8", "surrogatepass")) > _MAX_SETTINGS:
+        raise ValueError(f"{name}: settings of {len(text)} bytes are over {_MAX_SETTINGS}; pass a file as a resource")
+    try:
+        json.dumps(settings, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}: a setting has half of a surrogate pair; write Unicode text") from None
+
+
+class TaskTable(Table):
+    """``[[.tasks]]``."""
+
+    name: Name = Field(description="Name, unique in the job.")
+    driver: Annotated[dict[str, dict[str, Any]], AfterValidator(_check_driver)] = Field(
+        description="One executor, its name or class/name, with its settings."
+    )
+    resources: tuple[ResourceTable, ...] = Field(default=(), max_length=_MAX_RESOURCES, description="Inputs.")
+    outputs: dict[Name, Annotated[str, AfterValidator(_relative_path)]] = Field(
+        default={}, max_length=_MAX_OUTPUTS, description="Outputs: name, and file or folder in the work directory."
+    )
+    needs: NeedsTable = Field(default=NeedsTable(), description="What a worker must have free.")
+    count: int = Field(default=1, ge=1, le=MAX_INSTANCES, description="Number of instances of the task.")
+    retries: int = Field(default=2, ge=0, le=100, description="Attempts after the first one that has failed.")
+    timeout: float | None = Field(
+        default=None, gt=0, le=_MAX_SECONDS, description="Seconds after which an attempt has failed; if unset, none."
+    )
+    keep: tuple[Name, ...] | None = Field(
+        default=None, description="Outputs to bring to the scheduler; if unset, those that no other task uses."
+    )
+
+    @field_validator("resources")
+    @classmethod
+    def _distinct(cls, resources: tuple[ResourceTable, ...]) -> tuple[ResourceTable, ...]:
+        counts = Counter(resource.name for resource in resources)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"several resources are named {twice[0]!r}; give each a name of its own")
+        return resources
+
+    @field_validator("outputs")
+    @classmethod
+    def _disjoint(cls, outputs: dict[str, str]) -> dict[str, str]:
+        by_parts = sorted((PurePosixPath(path).parts, name) for name, path in outputs.items())
+        for (outer, first), (inner, second) in pairwise(by_parts):
+            if inner[: len(outer)] == outer:
+                raise ValueError(f"{first!r} and {second!r} overlap; give each a file or folder of its own")
+        return outputs
+
+    @field_validator("keep")
+    @classmethod
+    def _are_outputs(cls, keep: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+        outputs = info.data.get("outputs")
+        if keep is None or outputs is None:  # which has an error of its own
+            return keep
+        if unknown := [name for name in keep if name not in outputs]:
+            raise ValueError(f"{unknown[0]!r} is not an output of this task; its outputs: {', '.join(outputs) or '-'}")
+        return tuple(dict.fromkeys(keep))
+
+    @model_validator(mode="after")
+    def _can_be_sent(self) -> TaskTable:
+        size = len(self.model_dump_json(exclude={"retries", "keep", "needs"}))
+        if size > _MAX_TASK:
+            raise ValueError(f"is {size} bytes long, over the limit of {_MAX_TASK}; pass what is long as a file")
+        return self
+
+    @property
+    def executor(self) -> str:
+        """Executor, as the user names it."""
+        return next(iter(self.driver))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the executor."""
+        return self.driver[self.executor]
+
+
+def _validate_tasks(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Validate all tasks, and what they say of each other, so that every fault is reported at once."""
+    lines: list[InitErrorDetails] = []
+    tasks: Any = ()
+    try:
+        tasks = handler(value)
+    except ValidationError as error:
+        lines += [
+            InitErrorDetails(type=_kind(details["type"], details["msg"]), loc=details["loc"], input=details["input"])
+            for details in error.errors(include_url=False)
+        ]
+    lines += [_line(fault) for fault in find_faults(value, MAX_INSTANCES)]
+    if lines:
+        raise ValidationError.from_exception_data("tasks", lines)
+    return tasks
+
+
+def _kind(kind: Any, message: Any) -> PydanticCustomError:
+    return PydanticCustomError(kind, message)  # pydantic wants literal strings, to keep types and messages few
+
+
+def _line(fault: Fault) -> InitErrorDetails:
+    return InitErrorDetails(type=_kind("task_graph", fault.reason), loc=fault.place, input=None)
+
+
+class TasksJob(JobTable):
+    """``[scheduler.job]`` of ``type = "tasks"``."""
+
+    type: Literal["tasks"] = Field(description="Strategy.")
+    name: str | None = Field(default=None, min_length=1, max_length=255, description="Name of the job, for people.")
+    tasks: Annotated[tuple[TaskTable, ...], WrapValidator(_validate_tasks)] = Field(
+        min_length=1, max_length=MAX_INSTANCES, description="Tasks."
+    )
+    workers: int = Field(default=4, ge=1, le=MAX_INSTANCES, description="Largest number of leases at a time.")
+    transfer: Literal["pull", "push"] = Field(
+        default="pull", description="Whether workers pull results from those that have them, or these push them."
+    )
+    worker_price: PriceTable = Field(default=PriceTable(), description="Price of a worker.")
+
+    def span_attributes(self) -> dict[str, str]:
+        """Return the name of the job."""
+        return {"hypha.job.name": self.name} if self.name else {}

@@ -1,0 +1,195 @@
+"""Graph of the tasks of a job: instances, what they use of each other, and the leases that they need. Never changes.
+
+Instances of one task depend on all instances of another, so that dependencies are kept between tasks and not between
+instances. Called by `operator`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import HuggingFaceReference
+from hypha_proto.offers import WorkerSpec
+from hypha_proto.tasks import (
+    DatasetSource,
+    FileSource,
+    OutputPath,
+    PeersSource,
+    ResultSource,
+    TaskResource,
+    TaskSpec,
+    UriSource,
+    task_executor,
+)
+from hypha_scheduler.allocation.auction import RoleRequest
+from hypha_scheduler.strategies.tasks.config import ResourceTable, TasksJob, TaskTable
+
+Result = tuple[str, str]
+"""Name of a task and of one of its outputs, of all instances."""
+Key = tuple[str, str]
+"""Name of an instance and of one of its outputs."""
+
+_MS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Leases on which the tasks of one executor with the same needs run."""
+
+    name: str
+    spec: WorkerSpec
+
+    def request(self, job: TasksJob, count: int) -> RoleRequest:
+        """Ask for leases; without at least one of them the job cannot go on."""
+        price = job.worker_price
+        return RoleRequest(self.name, self.spec, price.bid, price.max, count, minimum=1, distinct_peers=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphTask:
+    """A task, of one or more instances."""
+
+    table: TaskTable
+    role: Role
+    inputs: tuple[Result, ...]
+    """Results that it uses, each once."""
+    keep: frozenset[str]
+    """Outputs that are brought to the scheduler."""
+    names: tuple[str, ...]
+    """Names of its instances, by their index."""
+    first: int
+    """Position of its first instance in the order in which instances are started; after what they depend on."""
+
+    @property
+    def name(self) -> str:
+        """Name as the user wrote it."""
+        return self.table.name
+
+    def resource(self, name: str) -> ResourceTable | None:
+        """Return a resource by its name."""
+        return next((found for found in self.table.resources if found.name == name), None)
+
+    def spec(self, index: int) -> TaskSpec:
+        """Return what an instance runs."""
+        table = self.table
+        several = table.count > 1
+        return TaskSpec(
+            executor=table.executor,
+            settings=json.dumps(table.settings, ensure_ascii=False),
+            resources=tuple(_source(resource) for resource in table.resources),
+            outputs=tuple(OutputPath(name=name, path=path) for name, path in table.outputs.items()),
+            index=index if several else None,
+            count=table.count if several else None,
+            timeout_ms=None if table.timeout is None else max(1, round(table.timeout * _MS)),
+        )
+
+
+def _source(table: ResourceTable) -> TaskResource:
+    """Return a resource as it is sent."""
+    source: dict[str, Any] = {}
+    if table.result is not None:
+        source["result"] = ResultSource(task=table.result.task, output=table.result.output)
+    elif table.dataset is not None:
+        source["dataset"] = DatasetSource(name=table.dataset.name, slices=table.dataset.slices)
+    elif (hub := table.huggingface) is not None:
+        token = None if hub.token is None else hub.token.get_secret_value()
+        source["huggingface"] = HuggingFaceReference(
+            repository=hub.repository, revision=hub.revision, filenames=hub.filenames, token=token
+        )
+    elif (peers := table.peers) is not None:
+        found = tuple(PeerId.parse(peer) for peer in peers.peers)
+        source["peers"] = PeersSource(peers=found, dataset=peers.dataset, index=peers.index)
+    elif table.file is not None:
+        source["file"] = FileSource(path=table.file.path)
+    elif table.uri is not None:
+        source["uri"] = UriSource(value=table.uri.value)
+    return TaskResource(name=table.name, **source)
+
+
+@dataclass(slots=True)
+class TaskGraph:
+    """Tasks of a job in an order in which each follows those whose results it uses."""
+
+    job: TasksJob
+    tasks: dict[str, GraphTask] = field(default_factory=dict)
+    """By name, in this order."""
+    consumers: dict[Result, tuple[GraphTask, ...]] = field(default_factory=dict)
+    """Tasks that use a result."""
+    roles: tuple[Role, ...] = ()
+
+    def __post_init__(self) -> None:
+        used = {(found.task, found.output) for table in self.job.tasks for found in _results(table)}
+        roles = _Roles()
+        consumers: defaultdict[Result, list[GraphTask]] = defaultdict(list)
+        first = 0
+        for table in _in_order(self.job.tasks):
+            inputs = tuple(dict.fromkeys((found.task, found.output) for found in _results(table)))
+            unused = frozenset(name for name in table.outputs if (table.name, name) not in used)
+            keep = unused if table.keep is None else frozenset(table.keep)
+            task = GraphTask(table, roles.of(table), inputs, keep, instance_names(table), first)
+            first += table.count
+            self.tasks[table.name] = task
+            for result in inputs:
+                consumers[result].append(task)
+        self.consumers = {result: tuple(found) for result, found in consumers.items()}
+        self.roles = roles.all
+
+    def digest(self) -> str:
+        """Return what identifies the list of tasks, without secrets."""
+        tasks = [table.model_dump(mode="json") for table in self.job.tasks]
+        return hashlib.sha256(json.dumps(tasks, sort_keys=True).encode()).hexdigest()
+
+
+def instance_names(table: TaskTable) -> tuple[str, ...]:
+    """Return the names of the instances of a task."""
+    return tuple(f"{table.name}[{index}]" for index in range(table.count)) if table.count > 1 else (table.name,)
+
+
+def _results(table: TaskTable) -> Iterator[Any]:
+    return (resource.result for resource in table.resources if resource.result is not None)
+
+
+@dataclass(slots=True)
+class _Roles:
+    """Roles by executor and needs, named after the executor."""
+
+    _by_need: dict[tuple[str, Any], Role] = field(default_factory=dict)
+
+    def of(self, table: TaskTable) -> Role:
+        need = (table.executor, table.needs)
+        if need not in self._by_need:
+            number = sum(executor == table.executor for executor, _ in self._by_need) + 1
+            name = table.executor if number == 1 else f"{table.executor} {number}"
+            spec = WorkerSpec(resources=table.needs.resources(), executor=(task_executor(table.executor),))
+            self._by_need[need] = Role(name, spec)
+        return self._by_need[need]
+
+    @property
+    def all(self) -> tuple[Role, ...]:
+        return tuple(self._by_need.values())
+
+
+def _in_order(tables: tuple[TaskTable, ...]) -> Iterator[TaskTable]:
+    """Yield tasks after those whose results they use, otherwise in the user's order. There are no cycles."""
+    by_name = {table.name: index for index, table in enumerate(tables)}
+    makers = [{by_name[found.task] for found in _results(table)} for table in tables]
+    users: defaultdict[int, list[int]] = defaultdict(list)
+    for index, found in enumerate(makers):
+        for maker in found:
+            users[maker].append(index)
+    waits = [len(found) for found in makers]
+    ready = [index for index, count in enumerate(waits) if not count]
+    while ready:
+        index = heapq.heappop(ready)
+        yield tables[index]
+        for user in users[index]:
+            waits[user] -= 1
+            if not waits[user]:
+                heapq.heappush(ready, user)

@@ -1,0 +1,112 @@
+"""Ledger of the outputs of tasks: who holds which, and which are lost or no longer needed. Pure.
+
+An output is at the worker that made it, in a store that outlives the lease, and perhaps in a copy at the scheduler.
+Called by `operator`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypha_proto.ids import PeerId
+from hypha_proto.tasks import StoredOutput
+from hypha_scheduler.strategies.tasks.graph import Key
+
+
+@dataclass(slots=True)
+class Stored:
+    """An output that exists."""
+
+    output: StoredOutput
+    holder: PeerId | None
+    """Worker that has it; None if only the copy is left."""
+    lease: uuid.UUID | None
+    """Lease that it was made on, while that is held."""
+    is_suspect: bool = False
+    """Whether its holder may have gone: it is tried once more, and then lost."""
+    copy: Path | None = None
+    """Copy at the scheduler, a file or folder."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.output.files)
+
+
+@dataclass(slots=True)
+class OutputLedger:
+    """Outputs that exist."""
+
+    _by_key: dict[Key, Stored] = field(default_factory=dict)
+    _by_lease: defaultdict[uuid.UUID, set[Key]] = field(default_factory=lambda: defaultdict(set))
+    _copies: dict[str, Key] = field(default_factory=dict)
+    """Outputs with a copy, by the name under which their files are pulled."""
+    _to_release: defaultdict[PeerId, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._by_key
+
+    def get(self, key: Key) -> Stored | None:
+        """Return an output, or None if it does not exist."""
+        return self._by_key.get(key)
+
+    def add(self, key: Key, stored: Stored) -> None:
+        """Record an output."""
+        self._by_key[key] = stored
+        if stored.lease is not None:
+            self._by_lease[stored.lease].add(key)
+
+    def remove(self, key: Key) -> Stored | None:
+        """Remove an output from the ledger, and return it."""
+        stored = self._by_key.pop(key, None)
+        if stored is not None:
+            self._copies.pop(stored.output.dataset, None)
+            if stored.lease is not None:
+                self._by_lease[stored.lease].discard(key)
+        return stored
+
+    def of_lease(self, lease: uuid.UUID) -> list[Key]:
+        """Return the outputs that were made on a lease."""
+        return sorted(self._by_lease.get(lease, ()))
+
+    def suspect(self, lease: uuid.UUID) -> None:
+        """Record that a lease is gone, and perhaps the outputs that were made on it."""
+        for key in self._by_lease.pop(lease, ()):
+            self._by_key[key].is_suspect = True
+            self._by_key[key].lease = None
+
+    def suspect_all(self) -> None:
+        """Record that no lease is known any more."""
+        self._by_lease.clear()
+        for stored in self._by_key.values():
+            stored.lease, stored.is_suspect = None, True
+
+    def add_copy(self, key: Key, path: Path) -> None:
+        """Record a copy at the scheduler."""
+        stored = self._by_key[key]
+        stored.copy = path
+        self._copies[stored.output.dataset] = key
+
+    def copy_of(self, dataset: str) -> Stored | None:
+        """Return the output whose copy is served under a name."""
+        key = self._copies.get(dataset)
+        return None if key is None else self._by_key.get(key)
+
+    def release(self, holder: PeerId | None, output: StoredOutput) -> None:
+        """Have an output removed by its holder."""
+        if holder is not None:
+            self._to_release[holder].append(output.dataset)
+
+    def release_all(self) -> None:
+        """Have all outputs removed by their holders."""
+        for stored in self._by_key.values():
+            self.release(stored.holder, stored.output)
+
+    def released(self) -> Iterator[tuple[PeerId, tuple[str, ...]]]:
+        """Yield what each holder is to be asked to remove, once."""
+        asked, self._to_release = self._to_release, defaultdict(list)
+        return ((holder, tuple(datasets)) for holder, datasets in asked.items())

@@ -1,0 +1,621 @@
+"""Operator of a job of tasks: starts what is ready, keeps track of outputs, and makes again what was lost. Pure.
+
+An attempt that fails is repeated `retries` times. One that ends with its lease, or that its worker gives back, does not
+count as failed, up to a limit. Outputs stay with the workers that made them until nothing needs them any more; those
+that are kept are brought to the scheduler. Created by `strategy`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from hypha_net.transfer import PullSource
+from hypha_proto.ids import PeerId
+from hypha_proto.progress import Progress, ProgressError, ProgressResponse
+from hypha_proto.task_resources import (
+    RELEASE_OUTPUTS,
+    LocateResource,
+    NotYet,
+    PushBegun,
+    ReleaseOutputs,
+    ResourceLocation,
+)
+from hypha_proto.tasks import StoredOutput
+from hypha_proto.transfer import PullRequest, Refusal
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.strategies import base
+from hypha_scheduler.strategies.base import Effect, Effects, EmitEvent, EndJob, RoleRequest, StartTask, StopTask
+from hypha_scheduler.strategies.tasks import locations, records
+from hypha_scheduler.strategies.tasks.collection import FETCH, Collection
+from hypha_scheduler.strategies.tasks.graph import Key, Result, TaskGraph
+from hypha_scheduler.strategies.tasks.instances import Instance, Instances
+from hypha_scheduler.strategies.tasks.ledger import OutputLedger, Stored
+from hypha_scheduler.strategies.tasks.placement import HeldLease, Placement
+from hypha_scheduler.strategies.tasks.summary import summarize
+
+MAX_LOSSES: Final = 10
+"""Attempts at an instance that may end with their lease; also the times that an output may be lost."""
+ATTEMPTS_PER_RUN: Final = 1 << 16
+"""Attempts of a run of the job are numbered from this multiple of its number on, so that they grow over all runs."""
+BACKSTOP: Final = 30.0
+"""Seconds after its timeout at which an attempt is stopped whose worker has not ended it."""
+RETRY: Final = 1.0
+"""Seconds after which a worker asks again for a result that is being made, and for a lease to rest."""
+_MAX_PAUSE: Final = 30.0
+_MAX_DELIVERIES: Final = 4
+"""Answers to one attempt about one resource, alternately to pull and to push; what then fails is lost."""
+_RELEASE_TIMEOUT: Final = 5.0
+"""Seconds that the end of the job waits for holders to remove outputs."""
+_RELEASE: Final = "release"
+_PUSH: Final = "push"
+_SHOWN_LINES: Final = 10
+_NO_RUN: Final = "the attempt is not the one that runs"
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """An attempt that runs."""
+
+    task: base.TaskRef
+    instance: Instance
+    began: float
+    is_lost: bool = False
+    """Whether its lease is."""
+    stopped: str | None = None
+    """Why this operator has stopped it."""
+    counts: bool = False
+    """Whether it has failed by that."""
+    deliveries: Counter[str] = field(default_factory=Counter)
+    """Answers about each resource."""
+
+
+@dataclass(slots=True)
+class TasksOperator(base.Operator):
+    """One running job."""
+
+    graph: TaskGraph
+    context: base.JobContext
+    earlier: records.Earlier = field(default_factory=lambda: records.Earlier(0, ()))
+    instances: Instances = field(init=False)
+    ledger: OutputLedger = field(default_factory=OutputLedger)
+    placement: Placement = field(init=False)
+    collection: Collection = field(init=False)
+    _running: dict[uuid.UUID, Run] = field(default_factory=dict)
+    """By lease."""
+    _made: dict[Key, StoredOutput] = field(default_factory=dict)
+    """What the last attempt has made, also when it is released."""
+    _losses: Counter[Key] = field(default_factory=Counter)
+    """How often an output was lost."""
+    _copies_missing: int = 0
+    """Outputs that are kept and not yet here."""
+    _deadlines: list[tuple[float, int, str, object]] = field(default_factory=list)
+    _count: int = 0
+    """Deadlines so far."""
+    _releases: int = 0
+    """Requests for releases that are not answered."""
+    _ends_at: float | None = None
+    """When the job ends at the latest: all is done but releases."""
+    _is_over: bool = False
+    _starts: list[Effect] = field(default_factory=list)
+    _records: list[Effect] = field(default_factory=list)
+    _others: list[Effect] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        first = self.earlier.runs * ATTEMPTS_PER_RUN + 1
+        self.instances = Instances(self.graph, self._on_ready, first)
+        self.placement = Placement(self.graph, self.instances, self._input_holders)
+        self.collection = Collection(self.context, self.ledger)
+        self._copies_missing = sum(len(task.keep) * len(task.names) for task in self.graph.tasks.values())
+        self.instances.begin()
+        self._replay()
+
+    def _on_ready(self, instance: Instance) -> None:
+        self.placement.enqueue(instance)
+
+    def _input_holders(self, instance: Instance) -> list[PeerId]:
+        """Return the workers that hold inputs of an instance; results of several instances are everywhere."""
+        found = []
+        for task, output in instance.task.inputs:
+            names = self.graph.tasks[task].names
+            stored = self.ledger.get((names[0], output)) if len(names) == 1 else None
+            if stored is not None and stored.holder is not None:
+                found.append(stored.holder)
+        return found
+
+    # --------------------------------------------------------------------------------------------------------- restart
+
+    def _replay(self) -> None:
+        """Take the records of earlier runs.
+
+        Raises:
+            JobFailedError: a record is malformed.
+        """
+        for record in self.earlier.records:
+            try:
+                self._replay_record(record)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise JobFailedError(f"journal: the record {str(record)[:200]} is malformed: {error!r}") from None
+        self.ledger.suspect_all()
+        for instance in self.instances.by_name.values():
+            for key in ((instance.name, output) for output in sorted(instance.task.keep)):
+                if (stored := self.ledger.get(key)) is not None and stored.copy is None:
+                    self.collection.add(key)
+        list(self.ledger.released())
+        self._records.clear()
+
+    def _replay_record(self, record: Mapping[str, Any]) -> None:
+        instance = self.instances.by_name[record["task"]]
+        match record["record"]:
+            case records.TASK_FINISHED:
+                instance.attempts, instance.seconds = int(record["attempts"]), float(record["seconds"])
+                instance.worker = PeerId.parse(record["worker"])
+                self._finish(instance, instance.worker, None, records.outputs_of(record))
+            case records.TASK_FAILED:
+                instance.failures += 1
+            case records.OUTPUT_LOST:
+                self._lose((instance.name, record["output"]), record["reason"])
+            case records.OUTPUT_FETCHED:
+                key, path = (instance.name, record["output"]), Path(record["path"])
+                if key in self.ledger and path.exists():
+                    self._take_copy(key, path)
+
+    # ---------------------------------------------------------------------------------------------------------- events
+
+    def on_start(self, now: float) -> Effects:
+        """Begin the job, or go on with it."""
+        self._records.append(records.begun(self.graph.digest(), self.earlier.runs))
+        return self._settle(now)
+
+    def role_requests(self) -> Sequence[RoleRequest]:
+        """Return the leases that are wanted."""
+        return [] if self._is_over or self._ends_at is not None else self.placement.requests()
+
+    def on_leases_acquired(self, leases: Sequence[base.Lease], now: float) -> Effects:
+        """Use new leases."""
+        self.placement.add(leases)
+        return self._settle(now)
+
+    def on_lease_lost(self, lease: base.Lease, reason: str, now: float) -> Effects:
+        """Note that what was made on a lease may be gone; the end of what runs on it is reported after this."""
+        self.placement.leases.pop(lease.id, None)
+        self.ledger.suspect(lease.id)
+        if (run := self._running.get(lease.id)) is not None:
+            run.is_lost = True
+        return self._settle(now)
+
+    def on_lease_draining(self, lease: base.Lease, seconds: float, now: float) -> Effects:
+        """Start nothing more on a lease; let what runs there end, and bring here what was made there."""
+        if (held := self.placement.leases.get(lease.id)) is None:
+            return ()
+        held.is_draining = True
+        if (run := self._running.get(lease.id)) is not None and run.stopped is None:
+            run.stopped = "its worker drains"
+            self._others.append(StopTask(run.task, run.stopped, keep_lease=True, drain_seconds=seconds))
+        self._evacuate(lease.id)
+        return self._settle(now)
+
+    def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
+        """Fail the job if nothing runs that could free workers."""
+        return () if self._running else self._fail(reasons)
+
+    def on_task_update(self, task: base.TaskRef, update: base.TaskUpdate, now: float) -> Effects:
+        """Handle the start or the end of an attempt."""
+        run = self._run_of(task)
+        if run is None or isinstance(update, base.TaskStarted):
+            return ()
+        del self._running[task.lease.id]
+        held = self.placement.leases.get(task.lease.id)
+        if held is not None:
+            held.instance = None
+        if isinstance(update, base.TaskNotStarted):
+            self._not_started(run, held, update.reason, now)
+        elif update.state is base.TaskState.FINISHED:
+            self._finished(run, update, now)
+        else:
+            self._ended(run, held, update, now)
+        return self._settle(now)
+
+    def on_task_notice(self, task: base.TaskRef, notice: base.TaskNotice, now: float) -> Effects:
+        """Set the deadline of an attempt whose executor has started."""
+        run = self._run_of(task)
+        if run is not None and isinstance(notice, base.TaskReady):
+            timeout = run.instance.task.table.timeout
+            if timeout is not None:
+                self._set_deadline(now + timeout + BACKSTOP, "late", run)
+        return ()
+
+    def on_progress(self, task: base.TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+        """Refuse reports of training."""
+        return ProgressError(reason="a task has no rounds; report its progress by /task/update"), ()
+
+    def next_deadline(self) -> float | None:
+        """Return when something is due."""
+        ends = () if self._ends_at is None else (self._ends_at,)
+        return min((*ends, *(at for at, _, _, _ in self._deadlines[:1])), default=None)
+
+    def on_deadline(self, now: float) -> Effects:
+        """Go on with what was to wait."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, kind, what = heapq.heappop(self._deadlines)
+            if kind == "pause" and isinstance(what, Instance):
+                self.instances.end_pause(what)
+            elif kind == "late" and isinstance(what, Run):
+                self._stop_late(what)
+            elif kind == "fetch" and isinstance(what, tuple):
+                self.collection.add(what)
+        if self._ends_at is not None and self._ends_at <= now:
+            self._releases = 0
+        return self._settle(now)
+
+    def on_command(self, command: str, now: float) -> Effects:
+        """Handle a command of the job's owner.
+
+        Raises:
+            ValueError: it is not ``cancel``.
+        """
+        base.Operator.on_command(self, command, now)
+        return self._fail("its owner cancelled it")
+
+    def on_effect_result(self, tag: str, outcome: object, now: float) -> Effects:
+        """Handle that something was fetched, released, or is being pushed."""
+        kind = tag.partition(":")[0]
+        if kind == FETCH:
+            self._fetched(tag, outcome, now)
+        elif kind == _RELEASE:
+            self._releases = max(0, self._releases - 1)
+        elif kind == _PUSH:
+            self._push_begun(tag, outcome)
+        return self._settle(now)
+
+    def summary(self, traffic: Mapping[PeerId, base.TrafficCounts]) -> Mapping[str, object]:
+        """Return the tasks and their outputs for ``result.json``."""
+        paths = {key: stored.copy for key in self._made if (stored := self.ledger.get(key)) is not None}
+        return summarize(self.graph.job, self.instances.by_name.values(), self._made, paths, traffic)
+
+    # ----------------------------------------------------------------------------------------------- ends of attempts
+
+    def _run_of(self, task: base.TaskRef) -> Run | None:
+        run = self._running.get(task.lease.id)
+        return run if run is not None and run.task == task and not self._is_over else None
+
+    def _not_started(self, run: Run, held: HeldLease | None, reason: str, now: float) -> None:
+        self.placement.leases.pop(run.task.lease.id, None)  # the runner has released it
+        if held is not None and held.is_surplus:
+            self.instances.run_again(run.instance)
+        else:
+            self._count_loss(run, f"it was not started: {reason}", now)
+
+    def _finished(self, run: Run, end: base.TaskEnded, now: float) -> None:
+        instance, worker = run.instance, run.task.lease.peer
+        instance.worker, instance.seconds = worker, now - run.began
+        self._records.append(records.finished(instance.name, instance.attempts, worker, instance.seconds, end.outputs))
+        self._finish(instance, worker, None if run.is_lost else run.task.lease.id, end.outputs)
+        if run.task.lease.id in self.placement.leases and self.placement.leases[run.task.lease.id].is_draining:
+            self._evacuate(run.task.lease.id)
+
+    def _finish(
+        self, instance: Instance, worker: PeerId, lease: uuid.UUID | None, outputs: Iterable[StoredOutput]
+    ) -> None:
+        """Record that an instance has finished, what exists by that, and what is needed no longer."""
+        for output in outputs:
+            key = (instance.name, output.name)
+            if key in self.ledger:  # it was lost only in part, and this attempt made the rest
+                self.ledger.release(worker, output)
+                continue
+            self._made[key] = output
+            self.ledger.add(key, Stored(output, worker, lease, is_suspect=lease is None))
+            self.instances.add_output(instance, output.name)
+            if output.name in instance.task.keep:
+                self.collection.add(key)
+        is_last = self.instances.finish(instance)
+        for output in outputs:
+            self._release_if_unneeded((instance.name, output.name))
+        if is_last:
+            for result in instance.task.inputs:
+                if not self.instances.is_used(result):
+                    for key in self.instances.keys(result):
+                        self._release_if_unneeded(key)
+
+    def _ended(self, run: Run, held: HeldLease | None, end: base.TaskEnded, now: float) -> None:
+        """Handle an attempt that has not finished."""
+        instance = run.instance
+        if run.counts:
+            self.placement.leases.pop(run.task.lease.id, None)  # it was stopped with its lease
+            self._count_failure(run, end, run.stopped or end.reason, now)
+        elif run.stopped is not None:
+            self.instances.run_again(instance)
+        elif run.is_lost:
+            self._count_loss(run, f"its lease was lost: {end.reason}", now)
+        elif end.state is base.TaskState.CANCELLED:
+            if held is not None:
+                held.rests_until = now + RETRY
+                self._set_deadline(held.rests_until, "rest", None)
+            self._count_loss(run, f"its worker gave it back: {end.reason}", now)
+        elif end.resource is not None and (table := instance.task.resource(end.resource)) is not None and table.result:
+            self._count_lack(run, (table.result.task, table.result.output), end.reason, now)
+        else:
+            self._count_failure(run, end, end.reason, now)
+
+    def _count_failure(self, run: Run, end: base.TaskEnded, reason: str, now: float) -> None:
+        instance = run.instance
+        instance.failures += 1
+        self._records.append(records.failed(instance.name, reason))
+        self._emit("task_retry", run, f"failed: {reason}")
+        if instance.failures > instance.task.table.retries:
+            lines = "; ".join(end.last_lines[-_SHOWN_LINES:])
+            text = f"task {instance.name} failed after {instance.failures} attempts: {reason}"
+            self._fail_later(f"{text}; last lines: {lines}" if lines else text)
+        self.instances.run_again(instance)
+
+    def _count_loss(self, run: Run, reason: str, now: float) -> None:
+        instance = run.instance
+        instance.losses += 1
+        self._emit("task_retry", run, reason)
+        if instance.losses > MAX_LOSSES:
+            text = f"task {instance.name} was lost {instance.losses} times, the last time because {reason}"
+            self._fail_later(f"{text}; look whether it ends its workers")
+        if run.is_lost:
+            self.instances.run_again(instance)
+        else:
+            self._pause(instance, instance.losses, now)
+
+    def _count_lack(self, run: Run, result: Result, reason: str, now: float) -> None:
+        """Handle that an attempt could not be given a result: it is tried once more, then made again."""
+        instance = run.instance
+        instance.lacks += 1
+        self._emit("task_retry", run, f"it could not be given {result[1]} of {result[0]}: {reason}")
+        if instance.lacks > MAX_LOSSES:
+            text = f"task {instance.name} could not be given {result[1]} of {result[0]} {instance.lacks} times"
+            self._fail_later(f"{text}, the last time because {reason}")
+        for key in list(self.instances.keys(result)):
+            if (stored := self.ledger.get(key)) is not None:
+                if stored.is_suspect:
+                    self._lose_holder(key, reason)
+                stored.is_suspect = True
+        self._pause(instance, instance.lacks, now)
+
+    def _pause(self, instance: Instance, count: int, now: float) -> None:
+        """Have an instance started again after a pause that doubles."""
+        self.instances.run_again(instance, after_pause=True)
+        self._set_deadline(now + min(RETRY / 2 * 2.0 ** (count - 1), _MAX_PAUSE), "pause", instance)
+
+    def _stop_late(self, run: Run) -> None:
+        if self._running.get(run.task.lease.id) is run and not run.counts:
+            run.stopped = f"its worker did not end it after its timeout of {run.instance.task.table.timeout:g} s"
+            run.counts = True
+            self._others.append(StopTask(run.task, run.stopped))
+
+    def _set_deadline(self, at: float, kind: str, what: object) -> None:
+        self._count += 1
+        heapq.heappush(self._deadlines, (at, self._count, kind, what))
+
+    def _emit(self, name: str, run: Run, reason: str) -> None:
+        fields = {"task": run.instance.name, "attempt": run.task.attempt, "worker": str(run.task.lease.peer)}
+        self._records.append(EmitEvent(name, {**fields, "reason": reason}))
+
+    # --------------------------------------------------------------------------------------------------------- outputs
+
+    def _is_kept(self, key: Key) -> bool:
+        return key[1] in self.instances.by_name[key[0]].task.keep
+
+    def _is_needed(self, key: Key) -> bool:
+        """Return whether an output is used by something unfinished, or is to be brought here."""
+        instance = self.instances.by_name[key[0]]
+        if self.instances.is_used((instance.task.name, key[1])):
+            return True
+        stored = self.ledger.get(key)
+        return self._is_kept(key) and (stored is None or stored.copy is None)
+
+    def _release_if_unneeded(self, key: Key) -> None:
+        """Have an output removed at its holder that nothing needs; a copy of what is kept stays in the ledger."""
+        stored = self.ledger.get(key)
+        if stored is None or self._is_needed(key):
+            return
+        self.ledger.release(stored.holder, stored.output)
+        stored.holder = None
+        if stored.copy is None:
+            self._remove(key)
+
+    def _remove(self, key: Key) -> None:
+        stored = self.ledger.remove(key)
+        if stored is not None:
+            self.instances.remove_output(self.instances.by_name[key[0]], key[1])
+            if stored.copy is not None and self._is_kept(key):
+                self._copies_missing += 1
+
+    def _lose_holder(self, key: Key, reason: str) -> None:
+        """Use an output of this holder no longer: its copy, or make it again."""
+        stored = self.ledger.get(key)
+        if stored is None:
+            return
+        if stored.copy is not None:
+            stored.holder = None
+            return
+        self._records.append(records.lost(*key, reason))
+        self._records.append(EmitEvent("output_lost", {"task": key[0], "output": key[1], "reason": reason}))
+        self._lose(key, reason)
+
+    def _lose(self, key: Key, reason: str) -> None:
+        """Record that an output does not exist, and have it made again if it is needed."""
+        stored = self.ledger.get(key)
+        if stored is None:
+            return
+        self._losses[key] += 1
+        self.ledger.release(stored.holder, stored.output)
+        self._remove(key)
+        if self._losses[key] > MAX_LOSSES:
+            self._fail_later(f"output {key[1]} of task {key[0]} was lost {self._losses[key]} times: {reason}")
+        elif self._is_needed(key):
+            self._make_again(self.instances.by_name[key[0]])
+
+    def _make_again(self, instance: Instance) -> None:
+        """Run an instance again, and before it those whose results it lacks; without recursion, chains are long."""
+        again = [instance]
+        while again:
+            instance = again.pop()
+            if not instance.has_finished:
+                continue
+            self.instances.run_again(instance)
+            for result in instance.task.inputs:
+                if not self.instances.is_complete(result):
+                    lacking = (key for key in self.instances.keys(result) if key not in self.ledger)
+                    again += [self.instances.by_name[name] for name, _ in lacking]
+
+    def _take_copy(self, key: Key, path: Path) -> None:
+        self.ledger.add_copy(key, path)
+        if self._is_kept(key):
+            self._copies_missing -= 1
+        self._release_if_unneeded(key)
+
+    def _evacuate(self, lease: uuid.UUID) -> None:
+        """Bring here what was made on a lease whose worker ends."""
+        for key in self.ledger.of_lease(lease):
+            self.collection.add(key, first=True)
+
+    def _fetched(self, tag: str, outcome: object, now: float) -> None:
+        """Handle that an output was brought here, or could not be."""
+        key = self.collection.end(tag)
+        if key is None or (stored := self.ledger.get(key)) is None:
+            return
+        if isinstance(outcome, OSError):
+            self._fail_later(f"output {key[1]} of task {key[0]} cannot be stored: {outcome}; free space on that disk")
+        elif not isinstance(outcome, Exception):
+            path = self.collection.path(self.instances.by_name[key[0]], key[1])
+            self._records.append(records.fetched(*key, str(path)))
+            self._take_copy(key, path)
+        elif not stored.is_suspect and self.collection.may_try_again(stored.output.dataset):
+            self._set_deadline(now + RETRY, "fetch", key)
+        elif self._is_needed(key):
+            self._lose_holder(key, str(outcome))
+
+    # ------------------------------------------------------------------------------------------------------- resources
+
+    def on_locate(self, task: base.TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
+        """Say where a result is, after what the worker has found about its holders."""
+        run = self._run_of(task)
+        if run is None:
+            return locations.gone(_NO_RUN), ()
+        table = run.instance.task.resource(request.resource)
+        if table is None or table.result is None:
+            return locations.gone(f"task {run.instance.name} uses no result under this name"), ()
+        result = (table.result.task, table.result.output)
+        self._take_failures(run, request, result)
+        if self._is_over:
+            return locations.gone("the job is over"), self._settle(now)
+        if self.instances.is_complete(result):
+            return self._deliver(run, request.resource, result), self._settle(now)
+        effects = self._settle(now)
+        lacking = next(key for key in self.instances.keys(result) if key not in self.ledger)
+        if self.instances.ready_total and run.stopped is None:  # no lease is free for what makes it, or leads to it
+            run.stopped = f"it waits for {result[1]} of {lacking[0]}, which is made again"
+            effects = (*effects, StopTask(run.task, run.stopped, keep_lease=True))
+        return ResourceLocation(not_yet=NotYet(task=lacking[0], retry_ms=round(RETRY * 1000))), effects
+
+    def _take_failures(self, run: Run, request: LocateResource, result: Result) -> None:
+        """Note which holders a worker could not get a result from."""
+        reasons = {failure.peer: failure for failure in request.failures}
+        if not reasons:
+            return
+        for key in list(self.instances.keys(result)):
+            stored = self.ledger.get(key)
+            failure = None if stored is None or stored.holder is None else reasons.get(stored.holder)
+            if stored is None or failure is None:
+                continue
+            tried_all = run.deliveries[request.resource] >= _MAX_DELIVERIES
+            if failure.is_permanent or stored.is_suspect or tried_all:
+                self._lose_holder(key, f"{failure.peer}: {failure.reason}")
+
+    def _deliver(self, run: Run, resource: str, result: Result) -> ResourceLocation:
+        """Answer how a worker gets a result that exists: as the job says, and the next time the other way."""
+        parts = [stored for key in self.instances.keys(result) if (stored := self.ledger.get(key)) is not None]
+        number = run.deliveries[resource]
+        run.deliveries[resource] += 1
+        consumer = run.task.lease.peer
+        can_push = all(part.holder is not None and part.holder != consumer for part in parts)
+        wants_push = (self.graph.job.transfer == "push") is (number % 2 == 0)
+        if not (can_push and wants_push and any(part.output.files for part in parts)):
+            return locations.pull(parts, self.context.scheduler)
+        job, attempt = self.context.job_id, run.task.attempt
+        delivery = uuid.uuid5(job, f"{run.instance.name}/{attempt}/{resource}/{number}")
+        tag = f"{_PUSH}:{run.task.lease.id}:{attempt}:{resource}"
+        answer, messages = locations.push(parts, job, delivery, consumer, tag)
+        self._others += messages
+        return answer
+
+    def _push_begun(self, tag: str, outcome: object) -> None:
+        """Suspect what a holder does not push; the worker that waits for it asks again."""
+        if isinstance(outcome, PushBegun) and outcome.accepted:
+            return
+        _, lease, _, resource, holder = tag.split(":")
+        run = self._running.get(uuid.UUID(lease))
+        table = None if run is None else run.instance.task.resource(resource)
+        if table is None or table.result is None:
+            return
+        for key in self.instances.keys((table.result.task, table.result.output)):
+            if (stored := self.ledger.get(key)) is not None and str(stored.holder) == holder:
+                stored.is_suspect = True
+
+    def on_pull_request(self, task: base.TaskRef, request: PullRequest) -> PullSource | Refusal:
+        """Serve the files of copies."""
+        stored = self.ledger.copy_of(request.dataset)
+        if stored is None or stored.copy is None or request.index >= len(stored.output.files):
+            return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
+        file = stored.output.files[request.index]
+        return PullSource(stored.copy / file.path if file.path else stored.copy, file.digest)
+
+    # --------------------------------------------------------------------------------------------------------- effects
+
+    def _settle(self, now: float) -> Effects:
+        """Start what can start, and return the effects: starts first, since they wait for no record."""
+        if not self._is_over:
+            for held, instance in self.placement.place(now):
+                self._start(held, instance, now)
+            self.placement.mark_surplus()
+            self._others += self.collection.start(self.instances.by_name)
+            self._release()
+            self._end_if_done(now)
+        effects = (*self._starts, *self._records, *self._others)
+        self._starts, self._records, self._others = [], [], []
+        return effects
+
+    def _start(self, held: HeldLease, instance: Instance, now: float) -> None:
+        task = base.TaskRef(instance.name, held.lease, self.instances.start(instance))
+        self._running[held.lease.id] = Run(task, instance, now)
+        self._starts.append(StartTask(task, instance.task.spec(instance.index), keep_lease=True))
+
+    def _release(self) -> None:
+        for holder, datasets in self.ledger.released():
+            self._releases += 1
+            message = ReleaseOutputs(job_id=self.context.job_id, datasets=datasets)
+            send = base.SendMessage(holder, RELEASE_OUTPUTS, message, _RELEASE, (1.0,), span="release outputs")
+            self._others.append(send)
+
+    def _end_if_done(self, now: float) -> None:
+        """End the job when all has finished and is here, and holders were told what to remove."""
+        if self.instances.unfinished or self._copies_missing or not self.collection.is_idle:
+            return
+        if self._ends_at is None:
+            self._ends_at = now + _RELEASE_TIMEOUT
+        if not self._releases:
+            self._is_over = True
+            self._others.append(EndJob())
+
+    def _fail_later(self, failure: str) -> None:
+        """End the job with the effects that are returned next."""
+        if not self._is_over:
+            self._is_over = True
+            self.ledger.release_all()
+            self._release()
+            self._others.append(EndJob(failure=failure))
+
+    def _fail(self, failure: str) -> Effects:
+        self._fail_later(failure)
+        effects = (*self._starts, *self._records, *self._others)
+        self._starts, self._records, self._others = [], [], []
+        return effects

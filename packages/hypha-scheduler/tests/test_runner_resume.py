@@ -1,0 +1,170 @@
+"""A job directory with a journal is continued: what a strategy gets, and which jobs cannot be resumed."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, run_jobs
+
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.event_file import EVENTS
+from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
+from hypha_scheduler.strategies.base import EndJob, JobContext, WriteJournal
+from hypha_scheduler.strategies.diloco.strategy import STRATEGY
+
+JOB = uuid.UUID(int=7)
+
+
+def interrupted(runs: Path, job_id: uuid.UUID = JOB, *, kind: str = "scripted", end: str | None = None) -> Path:
+    """Write the files of a job whose scheduler was killed while it wrote; return their directory."""
+    directory = runs / str(job_id)
+    directory.mkdir(parents=True)
+    with Journal(directory / JOURNAL) as journal:
+        journal.record("accepted", job_id=str(job_id), job={"type": kind})
+        journal.append("done", number=1)
+        if end is not None:
+            journal.record(end)
+    for name in (JOURNAL, EVENTS):
+        with (directory / name).open("a") as file:
+            file.write('{"record": "cut sho')
+    return directory
+
+
+def test_an_interrupted_job_goes_on_with_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        directory = interrupted(tmp_path / "runs")
+        operator: QuietOperator = await lab.start(job_id=JOB, resume=True)
+        assert operator.context.directory == directory
+        assert [(record["record"], record.get("number")) for record in strategy.journals[0]] == [
+            ("accepted", None),
+            ("done", 1),
+        ]
+        operator.act(WriteJournal("done", {"number": 2}))
+        await operator.until("acquired")
+        await lab.finish(operator)
+        assert lab.results == [directory / "result.json"]
+        records = [record["record"] for record in read_journal(directory / JOURNAL)]
+        assert records == ["accepted", "done", "resumed", "done", "placed", "finished"]
+        lines = [json.loads(line) for line in (directory / EVENTS).read_text().splitlines()]
+        assert [line["event"] for line in lines] == ["resumed", "placement", "finished"]
+        await lab.run(job_id=JOB, resume=True)
+        assert "the job cannot be resumed: it has finished" in str(lab.results[-1])
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_job_can_be_interrupted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second scheduler is killed, too; the third gets the records of both."""
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        directory = interrupted(tmp_path / "runs")
+        with Journal(directory / JOURNAL) as journal:
+            journal.record("resumed")
+            journal.append("done", number=2)
+        operator = await lab.start(job_id=JOB, resume=True)
+        assert [record["number"] for record in strategy.journals[0] if record["record"] == "done"] == [1, 2]
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        ("missing", "there is no job to resume: it has no journal.jsonl"),
+        ("empty", "there is no job to resume: journal.jsonl has no record"),
+        ("finished", "the job cannot be resumed: it has finished"),
+        ("failed", "the job cannot be resumed: it has failed"),
+        ("result", "result.json is there"),
+        ("type", "the job is of type 'other', not 'scripted'"),
+        ("format", "the journal is of format 9"),
+        ("locked", "another scheduler runs this job"),
+    ],
+)
+def test_what_cannot_be_resumed_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str, why: str
+) -> None:
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        directory = tmp_path / "runs" / str(JOB)
+        if spoil == "empty":
+            directory.mkdir(parents=True)
+            (directory / JOURNAL).touch()
+        elif spoil != "missing":
+            end = spoil if spoil in ("finished", "failed") else None
+            interrupted(tmp_path / "runs", kind="other" if spoil == "type" else "scripted", end=end)
+        if spoil == "result":
+            (directory / "result.json").write_text("{}")
+        if spoil == "format":
+            (directory / JOURNAL).write_text('{"record": "accepted", "format": 9}\n')
+        before = [] if spoil in ("missing", "format") else read_journal(directory / JOURNAL)
+        with Journal(tmp_path / "other" if spoil != "locked" else directory / JOURNAL) as other:
+            other.lock()
+            await lab.run(job_id=JOB, resume=True)
+        [error] = lab.results
+        assert isinstance(error, JobFailedError)
+        assert why in str(error)
+        assert strategy.operators == []
+        if spoil not in ("missing", "format"):
+            assert read_journal(directory / JOURNAL) == before
+        assert directory.exists() == (spoil != "missing")
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_job_that_cannot_begin_again_can_be_resumed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset may be missing for now: the job has not failed by that."""
+
+    class Unready(ScriptedStrategy):
+        def open(self, job: Any, context: JobContext, journal: Any) -> Any:
+            if not self.journals:
+                self.journals.append(journal)
+                raise JobFailedError("no data node announces it")
+            return super().open(job, context, journal)
+
+    strategy = Unready()
+
+    async def case(lab: Lab) -> None:
+        directory = interrupted(tmp_path / "runs")
+        await lab.run(job_id=JOB, resume=True)
+        assert str(lab.results[0]) == "no data node announces it"
+        operator = await lab.start(job_id=JOB, resume=True)
+        operator.act(EndJob(failure="it is over"))
+        await lab.ended(2)
+        assert [record["record"] for record in read_journal(directory / JOURNAL)][-1] == "failed"
+        await lab.run(job_id=JOB, resume=True)
+        assert "the job cannot be resumed: it has failed" in str(lab.results[2])
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_running_job_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(lab: Lab) -> None:
+        operator = await lab.start(ScriptedJob(), JOB)
+        await lab.run(job_id=JOB, resume=True)
+        assert str(lab.results[0]) == f"job {JOB} runs already"
+        await lab.run(resume=True)
+        assert "name its id" in str(lab.results[1])
+        await lab.finish(operator)
+        assert isinstance(lab.results[2], Path)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+def test_diloco_refuses_to_be_resumed() -> None:
+    async def main() -> None:
+        nothing = cast(Any, None)
+        with pytest.raises(JobFailedError, match="jobs of this type cannot be resumed yet"):
+            async with STRATEGY.open(nothing, nothing, [{"record": "accepted"}]):
+                pass
+
+    anyio.run(main)

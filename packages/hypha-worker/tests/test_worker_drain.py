@@ -1,0 +1,410 @@
+"""A draining worker: what it refuses, what it lets end, whom it tells, and the command by which its owner drains it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import stat
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hypha_net import pubsub, rpc
+from hypha_net.node.health import serve_health
+from hypha_net.node.lifecycle import Node
+from hypha_net.testing import MemoryNetwork
+from hypha_proto.dispatch import DISPATCH_JOB, Dispatched, DispatchFailed, DispatchJob
+from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
+from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import SAY_GOODBYE, Goodbye, GoodbyeReceived
+from hypha_proto.offers import WORKER_REQUESTS
+from hypha_worker.cli import main
+from hypha_worker.control.server import ControlServer, parse_request, socket_path
+from hypha_worker.service import serve
+
+InLab = Callable[..., None]
+
+REPORT = "post('/status/send', {'status': {'batch_size': 8}})\n"
+UNTIL_TOLD = f"{REPORT}while not os.path.exists(work_dir + '/go'):\n    time.sleep(0.01)\n"
+"""A job that has reported once and ends when a file appears in its folder."""
+FOREVER = f"{REPORT}time.sleep(60)\n"
+
+
+@dataclass
+class Told:
+    """What a scheduler hears of a drain."""
+
+    drains: list[Drain] = field(default_factory=list)
+    goodbyes: list[Goodbye] = field(default_factory=list)
+
+    def listen(self, lab: Any) -> None:
+        async def on_drain(_peer: PeerId, message: Drain) -> DrainReceived:
+            self.drains.append(message)
+            lab.scheduler._notify()
+            return DrainReceived()
+
+        async def on_goodbye(_peer: PeerId, message: Goodbye) -> GoodbyeReceived:
+            self.goodbyes.append(message)
+            return GoodbyeReceived()
+
+        rpc.serve(lab.scheduler.endpoint, ANNOUNCE_DRAIN, on_drain)
+        rpc.serve(lab.scheduler.endpoint, SAY_GOODBYE, on_goodbye)
+
+
+async def start_job(
+    lab: Any, script: str, *, keep_lease: bool | None = None, attempt: int | None = None
+) -> DispatchJob:
+    """Run a script as a job until it has reported; return its dispatch."""
+    lab.write_script(script)
+    message = DispatchJob(id=await lab.scheduler.hire(), spec=lab.train_spec(), keep_lease=keep_lease, attempt=attempt)
+    count = len(lab.scheduler.reports)
+    assert isinstance(await dispatch(lab, message), Dispatched)
+    await lab.scheduler.until(lambda: len(lab.scheduler.reports) > count)
+    return message
+
+
+async def dispatch(lab: Any, message: DispatchJob) -> object:
+    return await rpc.call(lab.scheduler.endpoint, lab.peer, DISPATCH_JOB, message)
+
+
+def let_go(lab: Any, lease: uuid.UUID) -> None:
+    """Let the job of `UNTIL_TOLD` on a lease end."""
+    [job] = [job for job in lab.worker.jobs.running if job.lease == lease]
+    (job.work_dir / "go").touch()
+
+
+def test_drain_ends_when_the_last_job_has_ended_and_is_reported(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        told = Told()
+        told.listen(lab)
+        first, second = await start_job(lab, UNTIL_TOLD), await start_job(lab, UNTIL_TOLD)
+        ended: list[Any] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def drain() -> None:
+                ended.append(await lab.worker.draining.run())
+                assert {end.lease for end in lab.scheduler.ends} == {first.id, second.id}
+
+            tasks.start_soon(drain)
+            lab.worker.draining.request(60.0, "its owner drains it")
+            await lab.scheduler.until(lambda: told.drains)
+            let_go(lab, first.id)
+            await lab.scheduler.ended()
+            assert not ended
+            let_go(lab, second.id)
+        assert ended == [()]
+        [message] = told.drains
+        assert set(message.leases) == {first.id, second.id}
+        assert 55_000 < message.left_ms <= 60_000
+        assert message.reason == "its owner drains it"
+        assert {end.outcome for end in lab.scheduler.ends} == {"finished"}
+
+    in_lab(case)
+
+
+def test_drain_ends_with_its_time_although_jobs_run(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        message = await start_job(lab, FOREVER)
+        lab.worker.draining.request(60.0, "its owner drains it")
+        lab.worker.draining.request(0.2, "it was told to end")  # a later request may shorten it
+        lab.worker.draining.request(90.0, "its owner drains it")  # and not make it longer
+        with anyio.fail_after(10):
+            [left] = await lab.worker.draining.run()
+        assert left.lease == message.id
+
+    in_lab(case)
+
+
+def test_drain_without_a_job_is_over_at_once_and_not_announced(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        told = Told()
+        told.listen(lab)
+        await lab.scheduler.hire()
+        lab.worker.draining.request(60.0, "its owner drains it")
+        with anyio.fail_after(5):
+            assert await lab.worker.draining.run() == ()
+        assert told.drains == []
+
+    in_lab(case)
+
+
+def test_older_scheduler_without_the_protocol_is_no_error(in_lab: InLab, caplog: pytest.LogCaptureFixture) -> None:
+    async def case(lab: Any) -> None:
+        message = await start_job(lab, UNTIL_TOLD)
+        lab.worker.draining.request(60.0, "its owner drains it")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lab.worker.draining.run)
+            await lab.scheduler.until(lambda: "hears of a drain by the ends of its jobs only" in caplog.text)
+            let_go(lab, message.id)
+
+    with caplog.at_level(logging.DEBUG, "hypha_worker.draining"):
+        in_lab(case, old=True)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_draining_worker_starts_no_job_and_confirms_the_one_that_runs(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        running, idle = await start_job(lab, FOREVER), await lab.scheduler.hire()
+        lab.worker.draining.request(60.0, "its owner drains it")
+        assert isinstance(await dispatch(lab, running), Dispatched)
+        assert isinstance(await lab.scheduler.dispatch(lab.peer, idle, lab.train_spec()), DispatchFailed)
+        assert [job.lease for job in lab.worker.jobs.running] == [running.id]
+
+    in_lab(case)
+
+
+def test_kept_lease_takes_no_further_task_while_its_worker_drains(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        await start_job(lab, FOREVER)
+        kept = await start_job(lab, UNTIL_TOLD, keep_lease=True, attempt=0)
+        lab.worker.draining.request(60.0, "its owner drains it")
+        let_go(lab, kept.id)
+        await lab.scheduler.ended()
+        following = DispatchJob(id=kept.id, spec=lab.train_spec(), keep_lease=True, attempt=1)
+        assert isinstance(await dispatch(lab, following), DispatchFailed)
+        assert isinstance(await dispatch(lab, kept), Dispatched)  # repeated: its task has run
+
+    in_lab(case)
+
+
+@dataclass
+class Site:
+    """A worker program as its command line runs it, in one process with a scheduler."""
+
+    lab: Any
+    node: Node
+    terminated: anyio.Event
+    socket: Path
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    """Set when the program has returned."""
+
+    async def health(self) -> Health:
+        return await rpc.call(self.lab.scheduler.endpoint, self.node.endpoint.peer_id, HEALTH_CHECK, HealthRequest())
+
+    async def until_draining(self) -> None:
+        while (await self.health()).reason != "draining":
+            await anyio.sleep(0.01)
+
+    def let_all_go(self) -> None:
+        """Let the jobs of `UNTIL_TOLD` end."""
+        for folder in self.lab.folder.glob("work/hypha-*"):
+            (folder / "go").touch()
+
+    async def command(self, *arguments: str) -> Result:
+        """Run ``hypha-worker drain``."""
+        run = CliRunner().invoke
+        return await anyio.to_thread.run_sync(
+            lambda: run(main, ["drain", "--socket", str(self.socket), *arguments]), abandon_on_cancel=True
+        )
+
+
+@pytest.fixture
+def on_site(tmp_path: Path, make_config: Any, make_lab: Any) -> Callable[..., None]:
+    """Run a test's function beside a worker program; the function returns when the program may be cancelled."""
+
+    def play(case: Callable[[Site], Awaitable[None]], **changes: Any) -> None:
+        async def main() -> None:
+            network = MemoryNetwork()
+            async with (
+                network.endpoint("worker") as endpoint,
+                network.endpoint("scheduler") as scheduler,
+                pubsub.subscribe(scheduler, WORKER_REQUESTS),  # a worker alone on the topic waits to become ready
+                anyio.create_task_group() as tasks,
+            ):
+                await scheduler.connect(endpoint.addresses[0])
+                terminated = anyio.Event()
+                node = Node(endpoint, tasks, drain_on_sigterm=lambda _timeout: terminated)
+                config = make_config(tmp_path, **changes)
+                serve_health(endpoint, node.readiness, role="worker", version="1")
+                site = Site(
+                    make_lab(tmp_path, network, scheduler, SimpleNamespace(endpoint=endpoint)),
+                    node,
+                    terminated,
+                    socket_path(config.work_dir),
+                )
+
+                async def program() -> None:
+                    await serve(config, node)
+                    site.ended.set()
+
+                tasks.start_soon(program)
+                with anyio.fail_after(30):
+                    while not site.socket.exists() or not node.readiness.is_ready:
+                        await anyio.sleep(0.01)
+                    await case(site)
+                tasks.cancel_scope.cancel()
+
+        anyio.run(main, backend="trio")
+        assert not socket_path(tmp_path / "work").exists()
+
+    return play
+
+
+def lines(result: Result) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_sigterm_drains_a_worker_which_says_so_and_returns(on_site: Any) -> None:
+    async def case(site: Site) -> None:
+        told = Told()
+        told.listen(site.lab)
+        running, idle = await start_job(site.lab, UNTIL_TOLD), await site.lab.scheduler.hire()
+        assert (await site.health()).healthy
+        site.terminated.set()
+        await site.until_draining()
+        [message] = await site.lab.scheduler.until(lambda: told.drains)
+        assert (set(message.leases), message.reason) == ({running.id, idle}, "it was told to end")
+        assert not site.ended.is_set()
+        site.let_all_go()
+        await site.ended.wait()
+        assert [end.outcome for end in site.lab.scheduler.ends] == ["finished"]
+        assert [goodbye.leases for goodbye in told.goodbyes] == [(idle,)]
+
+    on_site(case)
+
+
+def test_jobs_are_cancelled_when_the_drain_timeout_is_over(on_site: Any) -> None:
+    async def case(site: Site) -> None:
+        await start_job(site.lab, FOREVER)
+        site.terminated.set()
+        await site.ended.wait()
+        assert [end.outcome for end in site.lab.scheduler.ends] == ["cancelled"]
+
+    on_site(case, drain_timeout=0.2)
+
+
+def test_owner_drains_a_worker_and_waits_for_its_end(on_site: Any) -> None:
+    async def case(site: Site) -> None:
+        told = Told()
+        told.listen(site.lab)
+        running = await start_job(site.lab, UNTIL_TOLD)
+        assert stat.S_IMODE(site.socket.stat().st_mode) == 0o600
+        results: list[Result] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def drain() -> None:
+                results.append(await site.command("--timeout", "50"))
+
+            tasks.start_soon(drain)
+            [message] = await site.lab.scheduler.until(lambda: told.drains)
+            assert not results
+            site.let_all_go()
+        [result] = results
+        assert result.exit_code == 0, result.output
+        begun, over = lines(result)
+        job = {"job_id": str(running.spec.job_id), "class": "train", "lease": str(running.id)}
+        job["scheduler"] = str(site.lab.scheduler.endpoint.peer_id)
+        assert begun == {"draining": True, "seconds": pytest.approx(50, abs=1), "jobs": [job]}
+        assert over == {"drained": True, "cancelled": []}
+        assert 45_000 < message.left_ms <= 50_000
+        await site.ended.wait()
+
+    on_site(case)
+
+
+def test_owner_is_told_which_jobs_were_cancelled(on_site: Any) -> None:
+    async def case(site: Site) -> None:
+        running = await start_job(site.lab, FOREVER)
+        result = await site.command("--timeout", "0.1")
+        assert result.exit_code == 1
+        assert [job["lease"] for job in lines(result)[1]["cancelled"]] == [str(running.id)]
+        assert "1 jobs did not end in time and were cancelled" in result.stderr
+
+    on_site(case)
+
+
+def test_sigterm_shortens_the_drain_of_a_command(on_site: Any) -> None:
+    async def case(site: Site) -> None:
+        await start_job(site.lab, FOREVER)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(site.command, "--timeout", "3600")
+            await site.until_draining()
+            site.terminated.set()
+            await site.ended.wait()
+
+    on_site(case, drain_timeout=0.2)
+
+
+def test_owner_hears_of_a_worker_that_ends_before_its_drain(on_site: Any) -> None:
+    results: list[Result] = []
+
+    async def case(site: Site) -> None:
+        await start_job(site.lab, FOREVER)
+
+        async def drain() -> None:
+            with anyio.CancelScope(shield=True):
+                results.append(await site.command())
+
+        site.node.tasks.start_soon(drain)
+        await site.until_draining()
+
+    on_site(case)
+    [result] = results
+    assert result.exit_code == 1
+    assert "the worker ended before it was drained" in result.stderr
+
+
+def test_drain_is_refused_with_the_reason_and_the_worker_goes_on(on_site: Any) -> None:
+    async def case(site: Site) -> None:
+        for request, reason in (
+            (b"", "not JSON"),
+            (b"[" * 3000, "nested"),
+            (b"x" * 5000, "larger than 4096 bytes"),
+            (b'{"stop": {}}', 'expected {"drain"'),
+            (b'{"drain": {"timeout": -1}}', "drain.timeout: -1 is not a number of seconds"),
+            (b'{"drain": {"timeout": true}}', "drain.timeout: True is not a number of seconds"),
+        ):
+            async with await anyio.connect_unix(site.socket) as stream:
+                await stream.send(request)
+                await stream.send_eof()
+                assert reason in json.loads(await stream.receive())["error"]
+        assert (await site.health()).healthy
+
+    on_site(case)
+
+
+def test_socket_of_a_killed_worker_is_replaced_and_that_of_a_running_one_kept(
+    on_site: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "work").mkdir(mode=0o750)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(socket_path(tmp_path / "work")))  # nobody listens
+
+    async def case(site: Site) -> None:
+        before = site.socket.stat().st_ino
+        await ControlServer(site.socket.parent, None, 60.0).serve()  # type: ignore[arg-type]
+        assert site.socket.stat().st_ino == before
+        assert (await site.command()).exit_code == 0
+
+    on_site(case)
+    assert "another worker uses this work_dir" in caplog.text
+
+
+def test_worker_is_found_by_its_configuration(tmp_path: Path) -> None:
+    config = tmp_path / "worker.toml"
+    config.write_text(
+        'work_dir = "w"\ncert_pem = "c"\nkey_pem = "k"\ntrust_pem = "t"\ngateway_addresses = ["/ip4/127.0.0.1/tcp/1"]\n'
+    )
+    found = CliRunner().invoke(main, ["drain", "--config", str(config)])
+    assert found.exit_code == 3
+    assert f"no worker listens at {tmp_path / 'w' / 'worker.sock'}" in found.stderr
+    for wrong in (["drain"], ["drain", "--config", str(tmp_path / "none.toml")], ["drain", "--timeout", "-1"]):
+        assert CliRunner().invoke(main, wrong).exit_code == 2
+
+
+@given(data=st.binary(max_size=200) | st.recursive(st.none() | st.floats() | st.text(), st.lists).map(json.dumps))
+def test_what_is_no_request_is_a_value_error(data: bytes | str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_request(data if isinstance(data, bytes) else b'{"drain": %s}' % data.encode())
