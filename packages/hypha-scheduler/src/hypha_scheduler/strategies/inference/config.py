@@ -98,7 +98,8 @@ class InferenceTable(Table):
     def _fits_the_task(self) -> InferenceTable:
         if self.task == GENERATE and self.prompt is None:
             raise ValueError('prompt: task = "generate" needs one, with columns of a row in braces')
-        if self.task != GENERATE and (extra := [key for key in _GENERATES if key in self.model_fields_set]):
+        plain = {key: field.default for key, field in type(self).model_fields.items()}
+        if self.task != GENERATE and (extra := [key for key in _GENERATES if getattr(self, key) != plain[key]]):
             raise ValueError(f'{", ".join(extra)}: only for task = "generate"; leave them out')
         return self
 
