@@ -6,26 +6,61 @@ Prints its address and serves until its standard input is closed.
 from __future__ import annotations
 
 import sys
+import uuid
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
 from hypha_net import EndpointSettings, open_endpoint, pubsub, rpc, transfer
-from hypha_net.endpoint import Endpoint
+from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.errors import NetError
 from hypha_net.identity import load_identity
-from hypha_proto import datasets, dispatch, health, leases, offers, progress, round_membership
+from hypha_net.message_channel import MessageChannel, receive_frame
+from hypha_proto import datasets, dispatch, health, leases, offers, progress, round_membership, task_resources
+from hypha_proto.codec import from_cbor, to_cbor
+from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import RpcMethod
+from hypha_proto.protocols import TASKS, RpcMethod
+from hypha_proto.tasks import MAX_FRAME, SchedulerFrame, Subscribe, TaskDefinition, TaskReport, WorkerFrame
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 
 CONVERSATIONS: tuple[RpcMethod[object, object], ...] = tuple(
     value
-    for module in (round_membership, health, dispatch, leases, offers, progress, datasets)
+    for module in (round_membership, health, dispatch, leases, offers, progress, datasets, task_resources)
     for value in vars(module).values()
     if isinstance(value, RpcMethod)
 )
 """All defined RPC methods."""
+
+
+SUBSCRIBE = to_cbor(Subscribe, Subscribe(lease=uuid.UUID(int=1), next=0))
+SUBSCRIBE = len(SUBSCRIBE).to_bytes(4, "little") + SUBSCRIBE
+"""First message of a task stream, behind its length."""
+
+
+class SchedulerCodec:
+    """Frames of a task stream as a scheduler sends and receives them."""
+
+    def encode(self, sequence: int, acknowledged: int, message: TaskDefinition | None) -> bytes:
+        return to_cbor(SchedulerFrame, SchedulerFrame(sequence=sequence, acknowledged=acknowledged, definition=message))
+
+    def decode(self, data: bytes) -> tuple[int, int, TaskReport | None]:
+        frame: WorkerFrame = from_cbor(WorkerFrame, data, MAX_FRAME)
+        return frame.sequence, frame.acknowledged, frame.report
+
+
+async def serve_task_stream(stream: Stream) -> None:
+    """Receive reports until the peer breaks the rules."""
+
+    async def ignore(_report: TaskReport) -> None:
+        pass
+
+    try:
+        from_cbor(Subscribe, await receive_frame(stream, 1 << 10) or b"")
+        await MessageChannel[TaskDefinition, TaskReport](SchedulerCodec(), ignore, MAX_FRAME).run(stream, 0)
+    except (NetError, DecodeError):
+        await stream.reset()
 
 
 async def refuse(_peer: PeerId, request: object) -> object:
@@ -38,6 +73,8 @@ async def serve(endpoint: Endpoint, folder: Path) -> None:
     for conversation in CONVERSATIONS:
         if conversation is not health.HEALTH_CHECK:
             rpc.serve(endpoint, conversation, refuse)
+
+    endpoint.handle(TASKS, serve_task_stream)
 
     async def healthy(_peer: PeerId, _request: health.HealthRequest) -> health.Health:
         return health.Health(healthy=True)

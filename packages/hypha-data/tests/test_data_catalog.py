@@ -67,6 +67,16 @@ def test_slices_are_not_replaced_without_force(tmp_path: Path) -> None:
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
 
 
+def test_columns_are_dtype_and_shape_of_one_sample(tmp_path: Path) -> None:
+    dtypes = ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"]
+    columns = {**{name: f"{name}[]" for name in dtypes}, "bool": "bool[2,3]"}
+    tensors = {name: np.zeros(4, name) for name in dtypes}
+    save_file({**tensors, "bool": np.zeros((4, 2, 3), bool)}, tmp_path / "all.safetensors")
+    prepare_dataset(tmp_path / "all.safetensors", tmp_path / "out", name="d", slices=2, seed=0)
+    opened = open_dataset("d", tmp_path / "out").manifest
+    assert (opened.format, opened.columns) == (None, columns)
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_source_is_not_removed_as_an_old_slice(tmp_path: Path, force: bool) -> None:
     path = source(tmp_path)

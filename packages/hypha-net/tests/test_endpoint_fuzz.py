@@ -29,6 +29,7 @@ from libp2p.kad_dht.pb.kademlia_pb2 import Message as KadMessage
 from libp2p.pubsub.pb.rpc_pb2 import RPC
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, StopMessage
 from support import fuzz_target
+from support.mutation import mutated
 from support.process_ready import first_line
 from support.waiting import run
 from support.wire_peer import line
@@ -39,36 +40,13 @@ from hypha_net.errors import NetError
 from hypha_proto.codec import to_cbor, to_json
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER
+from hypha_proto.protocols import PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER, TASKS
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullHeader, PullRequest, PushHeader
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-Mutate = Callable[[bytes, random.Random], bytes]
 
-
-# ------------------------------------------------------------------------------------------------------------ mutation
-
-
-def mutated(data: bytes, chance: random.Random) -> bytes:
-    """Return a message after one to four random changes."""
-    changed = bytearray(data)
-    for _ in range(chance.randint(1, 4)):
-        at = chance.randrange(len(changed) + 1)
-        match chance.randrange(6):
-            case 0 if changed:
-                changed[at % len(changed)] ^= 1 << chance.randrange(8)
-            case 1:
-                del changed[at:]
-            case 2:
-                changed[at:at] = chance.randbytes(chance.randint(1, 64))
-            case 3:
-                changed[at : at + chance.randint(1, 16)] = b""
-            case 4:
-                changed[at : at + 8] = chance.choice((b"\xff", b"\x00", b"\x80", b"\x7f")) * 8
-            case _:
-                changed[at:at] = changed[: chance.randint(0, 256)]
-    return bytes(changed)
+# ------------------------------------------------------------------------------------------------------ valid messages
 
 
 def framed(message: Any) -> bytes:
@@ -89,8 +67,11 @@ def with_length(data: bytes) -> bytes:
 def valid_messages(peer: PeerId) -> Iterator[tuple[str, bytes]]:
     """Yield protocols and valid messages on them."""
     for entry in _wire():
+        data = bytes.fromhex(entry["hex"])
         if entry["kind"] in ("request", "header") and entry["protocol"].startswith("/"):
-            yield entry["protocol"], bytes.fromhex(entry["hex"])
+            yield entry["protocol"], data
+        if entry["name"].startswith("WorkerFrame"):
+            yield TASKS, fuzz_target.SUBSCRIBE + len(data).to_bytes(4, "little") + data
     push = PushHeader(
         job_id=uuid.UUID(int=1),
         round=1,

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import random
+import uuid
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from libp2p.pubsub.pb import rpc_pb2
+from support.fuzz_target import SchedulerCodec
+from support.mutation import mutated
 
 from hypha_net import dataset_directory
 from hypha_net._libp2p.kad.messages import Message
@@ -19,7 +26,11 @@ from hypha_net._libp2p.relay.messages import HopMessage, StopMessage
 from hypha_net._libp2p.wire.delimited import MessageReader, read_message
 from hypha_net.errors import TransferError
 from hypha_net.identity import IdentityError, load_identity
+from hypha_net.message_channel import ChannelError, MessageChannel
 from hypha_net.testing import MemoryNetwork
+from hypha_proto.codec import from_cbor
+from hypha_proto.errors import DecodeError
+from hypha_proto.tasks import MAX_FRAME, SchedulerFrame, TaskDefinition, TaskReport, WorkerFrame
 
 MUTATIONS = st.lists(st.tuples(st.integers(0, 5000), st.binary(max_size=3)), min_size=1, max_size=4)
 
@@ -28,9 +39,13 @@ class Received:
     """A stream that delivers some bytes and ends."""
 
     protocol = "/test"
+    peer = "somebody"
 
     def __init__(self, data: bytes) -> None:
         self._data = data
+
+    async def send_all(self, _data: bytes) -> None:
+        await anyio.lowlevel.checkpoint()
 
     async def receive_some(self, limit: int) -> bytes:
         await anyio.lowlevel.checkpoint()
@@ -79,3 +94,47 @@ def test_any_dataset_record_is_found_or_ignored(value: bytes) -> None:
             assert len(await dataset_directory.find_dataset(node, "digits")) <= 1
 
     anyio.run(main, backend="trio")
+
+
+# --------------------------------------------------------------------------------------------------------- task streams
+
+FRAMES = [
+    (entry["name"], bytes.fromhex(entry["hex"]))
+    for line in (Path(__file__).parents[2] / "hypha-proto" / "tests" / "own_wire.jsonl").read_text().splitlines()
+    if (entry := json.loads(line))["kind"] == "frame"
+]
+MUTATED_FRAMES = 10_000
+
+
+@pytest.mark.parametrize("kind", [SchedulerFrame, WorkerFrame])
+def test_any_frame_of_a_task_stream_is_decoded_or_refused(kind: Any) -> None:
+    chance, decoded = random.Random(1), 0
+    frames = [data for name, data in FRAMES if name.startswith(kind.__name__)]
+    for number in range(MUTATED_FRAMES):
+        with contextlib.suppress(DecodeError):
+            from_cbor(kind, mutated(frames[number % len(frames)], chance), MAX_FRAME)
+            decoded += 1
+    assert 0 < decoded < MUTATED_FRAMES
+
+
+def test_any_bytes_on_a_task_stream_are_reports_or_end_it() -> None:
+    """Several frames behind their lengths, of which some are mutated; a channel raises its own error and no other."""
+    chance, outcomes = random.Random(2), Counter[str]()
+    frames = [data for name, data in FRAMES if name.startswith("WorkerFrame")]
+
+    async def count(_report: TaskReport) -> None:
+        outcomes["handled"] += 1
+
+    async def main() -> None:
+        for _ in range(MUTATED_FRAMES // 4):
+            data = b"".join(len(frame).to_bytes(4, "little") + frame for frame in chance.choices(frames, k=4))
+            channel = MessageChannel[TaskDefinition, TaskReport](SchedulerCodec(), count, MAX_FRAME, next_wanted=7)
+            for number in range(6):
+                channel.send(TaskDefinition(job_id=uuid.UUID(int=number), task="t", attempt=0))
+            try:
+                await channel.run(Received(mutated(data, chance)), 0)
+            except ChannelError:
+                outcomes["refused"] += 1
+
+    anyio.run(main, backend="trio")
+    assert min(outcomes["handled"], outcomes["refused"]) > 100, outcomes

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hypha_proto.codec import from_json, to_cbor, to_json, to_plain
+from hypha_proto.codec import from_cbor, from_json, to_cbor, to_json, to_plain
 from hypha_proto.datasets import (
     DATA,
     JSONL,
@@ -30,7 +30,16 @@ from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import AggregateConfig, AggregateJob, All, Descriptor, JobSpec, Nesterov, PeersReference
+from hypha_proto.job_spec import (
+    AggregateConfig,
+    AggregateJob,
+    All,
+    Descriptor,
+    HuggingFaceReference,
+    JobSpec,
+    Nesterov,
+    PeersReference,
+)
 from hypha_proto.leases import (
     CANCEL_JOB,
     JOB_END,
@@ -52,6 +61,7 @@ from hypha_proto.leases import (
 )
 from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
 from hypha_proto.progress import REPORT, BatchDone, OuterStepTaken, ProgressError, ProgressRequest
+from hypha_proto.protocols import TASKS
 from hypha_proto.resources import Resources, Timestamp
 from hypha_proto.round_membership import (
     ROUND_MEMBERS,
@@ -62,8 +72,56 @@ from hypha_proto.round_membership import (
     UpdateRefused,
 )
 from hypha_proto.signed_records import heartbeat_key, publisher_named, signed_bytes, split_heartbeat
+from hypha_proto.task_resources import (
+    LOCATE_RESOURCE,
+    PUSH_OUTPUT,
+    RELEASE_OUTPUTS,
+    AwaitPush,
+    FailedHolder,
+    Gone,
+    LocatedFile,
+    LocateResource,
+    NotYet,
+    OutputsReleased,
+    PullFiles,
+    PushBegun,
+    PushedFile,
+    PushOutput,
+    ReleaseOutputs,
+    ResourceLocation,
+)
+from hypha_proto.tasks import (
+    DatasetSource,
+    Draining,
+    DrainTask,
+    FileSource,
+    OutputPath,
+    PeersSource,
+    Ready,
+    ResultSource,
+    SchedulerFrame,
+    SlicesSource,
+    Started,
+    Stop,
+    StoredFile,
+    StoredOutput,
+    Subscribe,
+    Subscribed,
+    TaskCancelled,
+    TaskDefinition,
+    TaskFailed,
+    TaskFinished,
+    TaskProgress,
+    TaskReport,
+    TaskResource,
+    TaskSpec,
+    UriSource,
+    WorkerFrame,
+    task_executor,
+)
 from hypha_proto.transfer import (
     PSEUDO_GRADIENT,
+    TASK_RESOURCE,
     GoOn,
     PullAnswer,
     PullRequest,
@@ -94,6 +152,7 @@ JOB = JobSpec(
     ),
 )
 
+LOCATE = LocateResource(job_id=ID[7], lease=ID[1], task="train[1]", attempt=2, resource="model")
 REQUESTS: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, ReleaseLease(id=ID[1], reason="job finished")),
     (CANCEL_JOB, CancelJob(id=ID[1], reason="a member was lost")),
@@ -134,6 +193,24 @@ REQUESTS: list[tuple[Any, Any]] = [
     (SAY_GOODBYE, Goodbye(leases=(ID[1], ID[2]), reason="the worker is shutting down")),
     (CANCEL_JOB, CancelJob(id=ID[1], reason="a member was lost", attempt=2)),
     (ANNOUNCE_DRAIN, Drain(leases=(ID[1], ID[2]), left_ms=60_000, reason="its owner drains it")),
+    (LOCATE_RESOURCE, LOCATE),
+    (
+        LOCATE_RESOURCE,
+        msgspec.structs.replace(
+            LOCATE,
+            failures=(
+                FailedHolder(peer=PEER, reason="no such file", is_permanent=True),
+                FailedHolder(peer=OTHER, reason="unreachable"),
+            ),
+        ),
+    ),
+    (
+        PUSH_OUTPUT,
+        PushOutput(
+            job_id=ID[7], delivery=ID[3], to=PEER, files=(PushedFile(dataset="unguessable", index=1, name="0"),)
+        ),
+    ),
+    (RELEASE_OUTPUTS, ReleaseOutputs(job_id=ID[7], datasets=("unguessable",))),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
@@ -155,6 +232,31 @@ RESPONSES: list[tuple[Any, Any]] = [
     (SAY_GOODBYE, GoodbyeReceived()),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, format=JSONL)),
     (ANNOUNCE_DRAIN, DrainReceived()),
+    (
+        LOCATE_RESOURCE,
+        ResourceLocation(
+            pull=PullFiles(
+                (
+                    LocatedFile(
+                        path="a/b", dataset="unguessable", index=1, size=1 << 33, digest=DIGEST, peers=(PEER, OTHER)
+                    ),
+                )
+            )
+        ),
+    ),
+    (
+        LOCATE_RESOURCE,
+        ResourceLocation(
+            pushed=AwaitPush(
+                delivery=ID[3], files=(LocatedFile(path="", dataset="unguessable", index=0),), senders=(OTHER,)
+            )
+        ),
+    ),
+    (LOCATE_RESOURCE, ResourceLocation(not_yet=NotYet(task="train[1]", retry_ms=500))),
+    (LOCATE_RESOURCE, ResourceLocation(gone=Gone(reason="task train has failed"))),
+    (PUSH_OUTPUT, PushBegun(accepted=True)),
+    (PUSH_OUTPUT, PushBegun(accepted=False, reason="no such output")),
+    (RELEASE_OUTPUTS, OutputsReleased(removed=3)),
 ]
 PUSH = PushHeader(
     job_id=ID[7], round=4, kind=PSEUDO_GRADIENT, name="update.safetensors", size=1 << 33, digest=DIGEST, samples=320
@@ -162,12 +264,89 @@ PUSH = PushHeader(
 HEADERS: list[tuple[str, Any, Any]] = [
     ("PushHeader", PushHeader, PUSH),
     ("PushHeader.lease", PushHeader, msgspec.structs.replace(PUSH, lease=ID[1])),
+    (
+        "PushHeader.delivery",
+        PushHeader,
+        msgspec.structs.replace(PUSH, kind=TASK_RESOURCE, name="0", samples=0, round=0, delivery=ID[3]),
+    ),
     ("PushAnswer.GoOn", PushAnswer, GoOn(offset=4096)),
     ("PushAnswer.Refused", PushAnswer, Refusal(reason="not a member of round 4")),
     ("PushReceipt", PushReceipt, Receipt(size=1 << 33)),
     ("PullRequest", PullRequest, PullRequest(dataset="digits", index=3)),
     ("PullRequest.manifest", PullRequest, PullRequest(dataset="digits", index=0, name="manifest", offset=7)),
     ("PullAnswer.Start", PullAnswer, PullStart(size=1 << 33, digest=DIGEST)),
+]
+TASK_SPEC = TaskSpec(
+    executor="shell/bash",
+    settings='{"model": "model"}',
+    resources=(
+        TaskResource(name="model", result=ResultSource(task="train", output="model")),
+        TaskResource(name="base", huggingface=HuggingFaceReference(repository="a/b", filenames=("c",))),
+        TaskResource(name="all", dataset=DatasetSource(name="digits")),
+        TaskResource(name="some", dataset=DatasetSource(name="digits", slices=(1, 3))),
+        TaskResource(name="slice", peers=PeersSource(peers=(PEER,), dataset="digits", index=3)),
+        TaskResource(
+            name="served", peers=PeersSource(peers=(PEER,), dataset="job/model", index=0, filenames=("a", "b"))
+        ),
+        TaskResource(name="shared", file=FileSource(path="/data/x")),
+        TaskResource(name="page", uri=UriSource(value="https://example.org/x")),
+        TaskResource(name="stream", slices=SlicesSource(dataset="digits")),
+    ),
+    outputs=(OutputPath(name="model", path="out/model"),),
+    index=1,
+    count=3,
+    timeout_ms=60_000,
+    sends=True,
+)
+
+
+def definition(**what: Any) -> SchedulerFrame:
+    about = TaskDefinition(job_id=ID[7], task="train[1]", attempt=2, **what)
+    return SchedulerFrame(sequence=5, acknowledged=7, definition=about)
+
+
+def report(**what: Any) -> WorkerFrame:
+    about = TaskReport(job_id=ID[7], task="train[1]", attempt=2, **what)
+    return WorkerFrame(sequence=7, acknowledged=6, report=about)
+
+
+STORED = StoredOutput(name="model", dataset="unguessable", files=(StoredFile(path="a/b", size=1 << 33, digest=DIGEST),))
+TASK_FRAMES: list[tuple[str, Any, Any]] = [
+    ("Subscribe", Subscribe, Subscribe(lease=ID[1], next=5)),
+    ("Subscribed", Subscribed, Subscribed(job_id=ID[7], next=7)),
+    ("Subscribed.refused", Subscribed, Subscribed(job_id=ID[0], next=0, refused="no such lease")),
+    ("SchedulerFrame", SchedulerFrame, SchedulerFrame(sequence=5, acknowledged=7)),
+    ("SchedulerFrame.start", SchedulerFrame, definition(start=TASK_SPEC)),
+    ("SchedulerFrame.start.least", SchedulerFrame, definition(start=TaskSpec(executor="bash"))),
+    ("SchedulerFrame.stop", SchedulerFrame, definition(stop=Stop(reason="enough"))),
+    ("SchedulerFrame.drain", SchedulerFrame, definition(drain=DrainTask(left_ms=60_000, reason="it moves"))),
+    ("WorkerFrame", WorkerFrame, WorkerFrame(sequence=7, acknowledged=6)),
+    ("WorkerFrame.started", WorkerFrame, report(started=Started())),
+    ("WorkerFrame.ready", WorkerFrame, report(ready=Ready())),
+    (
+        "WorkerFrame.progress",
+        WorkerFrame,
+        report(progress=TaskProgress(fraction=0.5, message="half", metrics={"loss": 0.25})),
+    ),
+    ("WorkerFrame.progress.least", WorkerFrame, report(progress=TaskProgress())),
+    ("WorkerFrame.draining", WorkerFrame, report(draining=Draining(left_ms=30_000))),
+    (
+        "WorkerFrame.finished",
+        WorkerFrame,
+        report(finished=TaskFinished(outputs=(STORED,), bytes_sent=1, bytes_received=1 << 33)),
+    ),
+    (
+        "WorkerFrame.failed",
+        WorkerFrame,
+        report(failed=TaskFailed(reason="exit status 3", exit_code=3, last_lines=("a", "b"))),
+    ),
+    (
+        "WorkerFrame.failed.resource",
+        WorkerFrame,
+        report(failed=TaskFailed(reason="nobody has it", resource="model", bytes_received=1)),
+    ),
+    ("WorkerFrame.cancelled", WorkerFrame, report(cancelled=TaskCancelled(reason="enough"))),
+    ("task_executor", TrainExecutor, task_executor("inference/llm")),
 ]
 RECORD = b'{"num_slices":4,"seq":7,"manifest":"%s"}' % DIGEST.encode()
 HEARTBEAT = [
@@ -197,6 +376,9 @@ def lines() -> list[dict[str, Any]]:
     for name, annotated, value in HEADERS:
         data, plain = to_cbor(annotated, value), to_plain(annotated, value)
         made.append({"protocol": "transfer", "kind": "header", "name": name, "hex": data.hex(), "json": plain})
+    for name, annotated, value in TASK_FRAMES:
+        data, plain = to_cbor(annotated, value), to_plain(annotated, value)
+        made.append({"protocol": TASKS, "kind": "frame", "name": name, "hex": data.hex(), "json": plain})
     for name, data in HEARTBEAT:
         made.append({"protocol": "/ipfs/kad/1.0.0", "kind": "record", "name": name, "hex": data.hex(), "json": None})
     for record in RECORDS:
@@ -214,7 +396,7 @@ def golden() -> list[dict[str, Any]]:
     return [json.loads(line) for line in GOLDEN.read_text().splitlines()]
 
 
-ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(HEARTBEAT) + len(RECORDS) + len(MANIFESTS)
+ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(TASK_FRAMES) + len(HEARTBEAT) + len(RECORDS) + len(MANIFESTS)
 
 
 @pytest.mark.parametrize("index", range(ALL))
@@ -228,6 +410,9 @@ def test_golden_bytes_decode() -> None:
         assert method.decode_request(bytes.fromhex(line["hex"])) == value
     for (method, value), line in zip(RESPONSES, stored[len(REQUESTS) :], strict=False):
         assert method.decode_response(bytes.fromhex(line["hex"])) == value
+    frames = [line for line in stored if line["kind"] == "frame"]
+    for (_, annotated, value), line in zip(TASK_FRAMES, frames, strict=True):
+        assert from_cbor(annotated, bytes.fromhex(line["hex"])) == value
     records = stored[-len(RECORDS) - len(MANIFESTS) :]
     for record, line in zip(RECORDS, records, strict=False):
         assert from_json(DatasetRecord, bytes.fromhex(line["hex"])) == record

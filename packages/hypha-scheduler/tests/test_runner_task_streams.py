@@ -7,6 +7,7 @@ import random
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,24 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
-from support.scripted_jobs import DATASET, SLICES, Lab, QuietOperator, ScriptedStrategy, ScriptedWorker, role, run_jobs
-from support.task_stream_worker import TaskStreamWorker, subscribe
+from support.mutation import mutated
+from support.scripted_jobs import (
+    DATASET,
+    SLICES,
+    Lab,
+    QuietOperator,
+    ScriptedStrategy,
+    ScriptedWorker,
+    dataset,
+    role,
+    run_jobs,
+)
+from support.task_stream_worker import TaskStreamWorker, WorkerCodec, subscribe
 
 from hypha_net import instrumentation, rpc
 from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError
-from hypha_net.message_channel import MAX_PENDING
+from hypha_net.message_channel import MAX_PENDING, receive_frame
 from hypha_proto.dispatch import JOB_STATUS, Finished, JobStatus
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import JOB_END, RENEW_LEASE, JobEnd
@@ -35,6 +47,7 @@ from hypha_proto.task_resources import (
     ResourceLocation,
 )
 from hypha_proto.tasks import (
+    MAX_FRAME,
     MAX_OUTPUT_FILES,
     DatasetSource,
     Draining,
@@ -56,6 +69,7 @@ from hypha_proto.tasks import (
     TaskSpec,
     UriSource,
 )
+from hypha_scheduler.datasets.dataset import Dataset
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.jobs.task_graph import TaskState
@@ -676,6 +690,77 @@ def test_a_malformed_first_message_ends_the_stream(
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
 
+def with_flipped_bit(data: bytes, chance: random.Random) -> bytes:
+    """Return a message that most often still decodes."""
+    changed = bytearray(data)
+    changed[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    return bytes(changed)
+
+
+def test_a_job_survives_whatever_its_worker_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Mutated reports over many streams; what decodes is about the running attempt or another one."""
+    chance, outcomes = random.Random(3), Counter[str]()
+    whats: list[dict[str, Any]] = [
+        {"progress": TaskProgress(fraction=0.5, message="half", metrics={"loss": 1.0})},
+        {"failed": TaskFailed(reason="it broke", last_lines=("x", "y"), resource="data")},
+        finished(MODEL, LOG),
+        {"ready": Ready()},
+    ]
+
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        worker, begin = await start(lab, operator, ASKED)
+        await worker.cut()
+        received = attempt = 0
+        for _ in range(400):
+            stream = await worker.endpoint.open_stream(lab.peer, [TASKS])
+            about = {"job_id": begin.job_id, "task": "task", "attempt": attempt}
+            reports = TaskReport(**about, started=Started()), TaskReport(**about, **chance.choice(whats))
+            begins = False
+            try:
+                answer = await subscribe(stream, Subscribe(lease=worker.lease, next=received))
+                begins = await receive_frame(stream, MAX_FRAME) is not None
+                frames = [WorkerCodec().encode(answer.next + n, received, report) for n, report in enumerate(reports)]
+                frames[1] = chance.choice((mutated, with_flipped_bit))(frames[1], chance)
+                await stream.send_eof(b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames))
+                while await stream.receive_some():
+                    pass
+                outcomes["ended"] += 1
+            except NetError:
+                outcomes["reset"] += 1
+                if not begins:  # a frame has acknowledged something else: find out what
+                    received = (received + 1) % (2 * attempt + 3)
+            await stream.aclose()
+            ends = sum(isinstance(update, TaskEnded) for _, update in operator.told("update"))
+            if ends > attempt:
+                attempt = ends
+                operator.act(StartTask(operator.task(attempt=attempt), ASKED))
+                await anyio.sleep(0.1)
+        assert attempt > 10, (attempt, outcomes)
+        assert min(outcomes["ended"], outcomes["reset"]) > 10
+        assert lab.results == []
+        await lab.finish(operator)
+        assert isinstance(lab.results[0], Path)
+        assert "Traceback" not in caplog.text
+        assert "internal error" not in caplog.text
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+def test_a_peer_whose_role_does_not_allow_it_gets_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        await operator.until("acquired")
+        monkeypatch.setattr(lab.endpoint, "is_authorized", lambda _peer, what: what != TASKS)
+        with pytest.raises(NetError):
+            await refused(lab, lab.worker(operator.leases[0]), operator.leases[0].id)
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
 # ------------------------------------------------------------------------------------------------------------ resources
 
 INPUTS = TaskSpec(
@@ -717,8 +802,8 @@ def test_workers_hear_where_resources_are(tmp_path: Path, monkeypatch: pytest.Mo
         slices = (await locate(worker, begin, "data")).pull
         assert slices is not None
         assert [(entry.path, entry.dataset, entry.index, entry.size) for entry in slices.files] == [
-            ("digits-1.safetensors", DATASET, 1, 1),
-            ("digits-3.safetensors", DATASET, 3, 1),
+            ("digits-1.jsonl", DATASET, 1, 1),
+            ("digits-3.jsonl", DATASET, 3, 1),
         ]
         [peer] = slices.files[0].peers
         assert slices.files[0].digest == "blake3:" + "0" * 64
@@ -751,6 +836,25 @@ def test_workers_hear_where_resources_are(tmp_path: Path, monkeypatch: pytest.Mo
         await lab.finish(operator)
 
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Locating, dataset=True), case)
+
+
+def test_slices_keep_the_suffix_of_their_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = DatasetSource(name=DATASET, slices=(3, 1, 3))
+    spec = TaskSpec(executor="shell/bash", resources=(TaskResource(name="data", dataset=source),))
+
+    async def case(lab: Lab) -> None:
+        async def open_dataset(*_: Any, **__: Any) -> Dataset:
+            return replace(dataset(lab.peer), format=None)
+
+        monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)
+        operator = await lab.start()
+        worker, begin = await start(lab, operator, spec)
+        slices = (await locate(worker, begin, "data")).pull
+        assert slices is not None
+        assert [entry.path for entry in slices.files] == ["digits-3.safetensors", "digits-1.safetensors"]
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(dataset=True), case)
 
 
 @pytest.mark.parametrize(

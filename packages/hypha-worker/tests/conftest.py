@@ -15,6 +15,7 @@ import anyio
 import pytest
 from blake3 import blake3
 from hypothesis import settings
+from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler
 
 from hypha_net import instrumentation, pubsub, rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
@@ -69,6 +70,7 @@ from hypha_proto.offers import (
 from hypha_proto.progress import REPORT, Continue, ProgressRequest, ProgressResponse
 from hypha_proto.resources import Resources, Timestamp
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
+from hypha_proto.tasks import task_executor
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_worker.config import WorkerConfig
 from hypha_worker.service import Worker, open_worker
@@ -355,6 +357,27 @@ def in_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
                     await case(lab)
 
         anyio.run(main, backend="trio")
+
+    return run
+
+
+@pytest.fixture
+def in_task_lab(in_lab: Callable[..., None]) -> Callable[..., None]:
+    """Run an async function with a `Lab`, a scripted scheduler of tasks and one lease that is renewed."""
+
+    def run(
+        case: Callable[[Any, ScriptedTaskScheduler, uuid.UUID], Any], requested: str = "shell/python", **options: Any
+    ) -> None:
+        async def with_lease(lab: Any) -> None:
+            tasks = ScriptedTaskScheduler(lab.scheduler.endpoint)
+            tasks.listen()
+            lease = await lab.scheduler.hire(task_executor(requested), cpu=1.0)
+            async with anyio.create_task_group() as group:
+                group.start_soon(tasks.keep, lab.peer, lease)
+                await case(lab, tasks, lease)
+                group.cancel_scope.cancel()
+
+        in_lab(with_lease, **({"executors": [PYTHON]} | options))
 
     return run
 

@@ -28,7 +28,7 @@ from hypha_proto.dispatch import DISPATCH_JOB, Dispatched, DispatchFailed, Dispa
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import SAY_GOODBYE, Goodbye, GoodbyeReceived
+from hypha_proto.leases import JOB_END, SAY_GOODBYE, Goodbye, GoodbyeReceived, JobEnd, JobEndReceived
 from hypha_proto.offers import WORKER_REQUESTS
 from hypha_worker.cli import main
 from hypha_worker.control.server import ControlServer, parse_request, socket_path
@@ -110,6 +110,29 @@ def test_drain_ends_when_the_last_job_has_ended_and_is_reported(in_lab: InLab) -
         assert 55_000 < message.left_ms <= 60_000
         assert message.reason == "its owner drains it"
         assert {end.outcome for end in lab.scheduler.ends} == {"finished"}
+
+    in_lab(case)
+
+
+def test_drain_waits_for_the_report_of_a_job_that_has_just_ended(in_lab: InLab) -> None:
+    async def case(lab: Any) -> None:
+        reported, answer = anyio.Event(), anyio.Event()
+
+        async def slowly(_peer: PeerId, _end: JobEnd) -> JobEndReceived:
+            reported.set()
+            await answer.wait()
+            return JobEndReceived()
+
+        rpc.serve(lab.scheduler.endpoint, JOB_END, slowly)
+        message = await start_job(lab, UNTIL_TOLD)
+        let_go(lab, message.id)
+        await reported.wait()
+        assert lab.worker.jobs.running == ()
+        lab.worker.draining.request(0.2, "its owner drains it")
+        began = anyio.current_time()
+        assert await lab.worker.draining.run() == ()
+        assert anyio.current_time() >= began + 0.2  # it has used all of its time
+        answer.set()
 
     in_lab(case)
 
@@ -384,6 +407,9 @@ def test_socket_of_a_killed_worker_is_replaced_and_that_of_a_running_one_kept(
 
     async def case(site: Site) -> None:
         before = site.socket.stat().st_ino
+        too_long = tmp_path / ("x" * 120)
+        await ControlServer(too_long, None, 60.0).serve()  # type: ignore[arg-type]
+        assert f"hypha-worker drain cannot reach this worker, SIGTERM drains it: {too_long}" in caplog.text
         await ControlServer(site.socket.parent, None, 60.0).serve()  # type: ignore[arg-type]
         assert site.socket.stat().st_ino == before
         assert (await site.command()).exit_code == 0

@@ -52,7 +52,9 @@ _add_verify_option(main.commands["run"])
     show_default=True,
     help="Format of SOURCE; auto goes by the suffix of its name.",
 )
-@click.option("--force", is_flag=True, help="Replace slices that are there.")
+@click.option(
+    "--force", is_flag=True, help="Replace slices that are there: all *.safetensors and *.jsonl of the folder."
+)
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="How to print the result.")
 def prepare(
     source: Path,

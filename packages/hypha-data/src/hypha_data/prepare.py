@@ -108,7 +108,10 @@ def _find_old_slices(source: Path, out: Path, force: bool) -> list[Path]:
         raise DatasetError(f"{source} lies in {out}, where the slices go; choose another folder")
     old = sorted(path for suffix in SLICE_SUFFIXES.values() for path in out.glob(f"*{suffix}"))
     if old and not force:
-        raise DatasetError(f"{out} holds {len(old)} slices already; choose another folder, or --force to replace them")
+        raise DatasetError(
+            f"{out} holds {len(old)} slices already, such as {old[0].name}; choose another folder, or --force to "
+            "replace all of them"
+        )
     return old
 
 

@@ -7,6 +7,7 @@ Used by the worker's bridge (server) and by executors (client).
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -23,6 +24,9 @@ RECEIVE: Final = "/resources/receive"
 STATUS: Final = "/status/send"
 SPANS: Final = "/telemetry/spans"
 """Optional extension: where a bridge does not offer this route, executors continue without reporting spans."""
+
+UPDATE: Final = "/task/update"
+"""Progress of a task; the bridges of training jobs answer 400."""
 
 MAX_SPANS: Final = 256
 """Maximum number of spans in one report, nested spans included."""
@@ -77,6 +81,15 @@ class Transfer(Message, frozen=True):
     samples: U64 | None = None
 
 
+class ResourceTransfer(Message, frozen=True):
+    """Parsed body of a fetch or send request for a resource or an output of a task."""
+
+    name: str
+    """The resource to fetch, or the output to send."""
+    path: str
+    """File or folder to send, or folder to copy to, relative to the work directory; empty if the request names none."""
+
+
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 _Text = Annotated[str, msgspec.Meta(max_length=300)]
 _Milliseconds = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -106,6 +119,42 @@ class SpanReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """W3C trace context of the parent span; the worker's own span of the job if None."""
 
 
+class TaskUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Request body of ``/task/update``."""
+
+    fraction: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
+    """Share of the work that is done."""
+    message: Annotated[str, msgspec.Meta(max_length=1000)] | None = None
+    """One line for people."""
+    metrics: Annotated[dict[_Name, float], msgspec.Meta(max_length=100)] | None = None
+    """Numbers by name."""
+
+
+class TaskUpdateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Response of ``/task/update``."""
+
+    draining: bool
+    """Whether the task is to end by itself as soon as it can."""
+    seconds_left: float | None = None
+    """Seconds until it is ended, while it drains."""
+
+
+def read_task_update(body: bytes) -> TaskUpdate:
+    """Decode and validate the body of ``/task/update``.
+
+    Raises:
+        DecodeError: the body is malformed or exceeds a limit; the message says where.
+    """
+    try:
+        update = msgspec.json.decode(body, type=TaskUpdate)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise DecodeError(str(error)) from None
+    for name, value in (update.metrics or {}).items():
+        if not math.isfinite(value):
+            raise DecodeError(f"metric {name!r} is {value}, not a finite number")
+    return update
+
+
 def read_spans(body: bytes) -> SpanReport:
     """Decode and validate the body of ``/telemetry/spans``.
 
@@ -125,6 +174,41 @@ def read_spans(body: bytes) -> SpanReport:
     if level or count > MAX_SPANS:
         raise DecodeError(f"a report may hold at most {MAX_SPANS} spans, nested at most {MAX_SPAN_DEPTH} levels deep")
     return report
+
+
+def read_resource_transfer(action: str, body: Any) -> ResourceTransfer | None:
+    """Validate a body of ``/resources/fetch`` or ``/resources/send`` that names a resource or output of a task.
+
+    Args:
+        action: ``fetch`` or ``send``.
+        body: the parsed JSON.
+
+    Returns:
+        None if the body has another reference, or none: `read_transfer` reads it.
+
+    Raises:
+        DecodeError: the reference or the path is malformed.
+    """
+    if type(body) is not dict:
+        return None
+    key = _ACTIONS[action]
+    if _is_resource(body.get("resource")):
+        reference, path = body["resource"], body.get("path", "")
+    elif _is_resource(body.get(action)):
+        reference, path = body[action], body.get(key, "")
+    elif action == "fetch" and _is_resource(body):
+        reference, path = body, body.get(key, "")
+    else:
+        return None
+    if type(reference.get("name")) is not str:
+        raise DecodeError("expected text", "name")
+    if type(path) is not str:
+        raise DecodeError("expected text", "path")
+    return ResourceTransfer(name=reference["name"], path=path)
+
+
+def _is_resource(reference: Any) -> bool:
+    return type(reference) is dict and reference.get("type") in ("Resource", "resource")
 
 
 def read_transfer(action: str, body: Any) -> Transfer:

@@ -44,7 +44,7 @@ main = daemon_cli(
 @click.option("--socket", type=click.Path(path_type=Path), default=None, help="Socket of the running scheduler.")
 @click.option("--detach", is_flag=True, help="Return when the job is accepted instead of when it has ended.")
 def submit(job: Path, file: Path | None, socket: Path | None, detach: bool) -> None:
-    """Submit the job in JOB, a TOML file, to a running scheduler.
+    """Submit the job in JOB, a TOML file or a list of tasks in a .json file, to a running scheduler.
 
     The scheduler is found by --socket, or by the output_dir of its own --config file. Exit codes: 0 the job finished
     (with --detach: was accepted), 1 the job failed, 2 the job is invalid, 3 no scheduler is running there.

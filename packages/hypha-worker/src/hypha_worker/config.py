@@ -226,9 +226,11 @@ class ExecutorSection(Section):
         return None if made is None else made(name=self.name)
 
     @property
-    def task_descriptor(self) -> ExecutorDescriptor | None:
-        """The descriptor by which it is requested for tasks, or None if it runs none."""
-        return task_executor(self.kind) if find_runtime(self.runtime).runs_tasks else None
+    def task_descriptors(self) -> tuple[ExecutorDescriptor, ...]:
+        """The descriptors by which it is requested for tasks: with its class and without; none if it runs none."""
+        if not find_runtime(self.runtime).runs_tasks:
+            return ()
+        return task_executor(self.kind), task_executor(self.name)
 
 
 class ConnectorsSection(Section):
@@ -294,8 +296,8 @@ class WorkerConfig(NodeConfig):
         devices = tuple(Device(device.index, device.memory) for device in owned.devices)
         given = owned.default
         defaults = Resources(gpu=given.gpu, cpu=given.cpu, storage=given.storage, memory=given.memory)
-        executors = [(entry.descriptor, entry.task_descriptor) for entry in self.executors]
-        announced = frozenset(descriptor for pair in executors for descriptor in pair if descriptor is not None)
+        executors = [(entry.descriptor, *entry.task_descriptors) for entry in self.executors]
+        announced = frozenset(descriptor for each in executors for descriptor in each if descriptor is not None)
         return Capabilities(Capacity(amounts, devices), announced, defaults)
 
     def config_warnings(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Draining: ends a worker when its running jobs have ended, or its time is over, and tells its schedulers so.
+"""Draining: ends a worker when its running jobs and tasks have ended, or its time is over, and tells its schedulers so.
 
 Called by `service`, which requests it at SIGTERM, and by `control.server` for the command ``hypha-worker drain``. The
 leases refuse everything new (`leasing.lease_manager.LeaseManager.close`); what runs is renewed and served as before.
@@ -21,9 +21,14 @@ from hypha_proto.ids import PeerId
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, retry
 from hypha_worker.jobs.job_manager import Job, JobManager
 from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
+from hypha_worker.tasks.task_manager import TaskManager
+from hypha_worker.tasks.task_run import TaskRun
 
 _log = logging.getLogger(__name__)
 
+Work = Job | TaskRun
+OUTPUT_GRACE: Final = 10.0
+"""Seconds for which outputs are held when no work is left, unless their lease ends or they are released."""
 ANNOUNCEMENT_TIMEOUT: Final = 5.0
 """Seconds of one attempt to tell a scheduler."""
 
@@ -31,10 +36,11 @@ ANNOUNCEMENT_TIMEOUT: Final = 5.0
 class Draining:
     """The drain of one worker: `request` begins it, `run` returns when it is over."""
 
-    def __init__(self, endpoint: Endpoint, lease_manager: LeaseManager, jobs: JobManager) -> None:
+    def __init__(self, endpoint: Endpoint, lease_manager: LeaseManager, jobs: JobManager, tasks: TaskManager) -> None:
         self._endpoint = endpoint
         self._lease_manager = lease_manager
         self._jobs = jobs
+        self._tasks = tasks
         self._time = anyio.CancelScope()
         self._reason = ""
         self.requested = anyio.Event()
@@ -46,9 +52,9 @@ class Draining:
         return max(0.0, self._time.deadline - anyio.current_time())
 
     @property
-    def jobs(self) -> tuple[Job, ...]:
-        """Jobs that still have processes."""
-        return self._jobs.running
+    def running(self) -> tuple[Work, ...]:
+        """Jobs and attempts at tasks that still have processes."""
+        return (*self._jobs.running, *self._tasks.running)
 
     def request(self, timeout: float, reason: str) -> None:
         """Begin the drain; if it has begun, it may end earlier now, but not later.
@@ -63,21 +69,26 @@ class Draining:
             self._lease_manager.close()
             self.requested.set()
 
-    async def run(self) -> tuple[Job, ...]:
-        """Wait for the request, then for the end of all jobs; return those that still run when the time is over."""
+    async def run(self) -> tuple[Work, ...]:
+        """Wait for the request, then for the end of all work; return what still runs when the time is over.
+
+        Outputs of tasks that a lease still needs are held a little longer, so that they can be fetched from here.
+        """
         await self.requested.wait()
-        if running := self._jobs.running:
-            _log.info("draining: %s; %d jobs have %.0f s to end", self._reason, len(running), self.left)
+        if running := self.running:
+            _log.info("draining: %s; %d jobs or tasks have %.0f s to end", self._reason, len(running), self.left)
         async with anyio.create_task_group() as tasks:
-            if running:
-                for scheduler, leases in self._held_leases().items():
-                    tasks.start_soon(self._announce, scheduler, leases)
+            for scheduler, leases in self._held_leases().items():
+                tasks.start_soon(self._announce, scheduler, leases)
             with self._time:
                 await self._jobs.wait_until_idle()
+                await self._tasks.wait_until_idle()
+                with anyio.move_on_after(OUTPUT_GRACE):
+                    await self._tasks.wait_until_fetched()
             tasks.cancel_scope.cancel()
-        for job in self._jobs.running:
-            _log.warning("%s did not end before the drain was over, and is cancelled", job)
-        return self._jobs.running
+        for work in self.running:
+            _log.warning("%s did not end before the drain was over, and is cancelled", work)
+        return self.running
 
     def _held_leases(self) -> Mapping[PeerId, tuple[uuid.UUID, ...]]:
         held: dict[PeerId, tuple[uuid.UUID, ...]] = {}

@@ -81,6 +81,13 @@ def describe_disk_fault(error: OSError, folder: Path) -> str:
     return f"{error.filename or folder}: {error.strerror or error}; {remedy}"
 
 
+def reason_to_return_work(cause: Exception, work_dir: Path) -> str | None:
+    """Return why this worker cannot continue work that another one could, or None if the work itself failed."""
+    if isinstance(cause, OSError):
+        return describe_disk_fault(cause, work_dir) if is_disk_fault(cause) else None
+    return str(cause) if isinstance(cause, WorkReturnedError) else None
+
+
 def bad_request(detail: str) -> BridgeError:
     """Return a 400: the body, or a path in it, is not usable."""
     return BridgeError(400, "bad-request", detail)

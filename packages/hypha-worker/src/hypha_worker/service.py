@@ -21,6 +21,7 @@ from hypha_net import instrumentation, rpc, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_net.log_throttle import LogThrottle
+from hypha_net.transfer import FilePushTarget
 from hypha_proto.dispatch import DISPATCH_JOB
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import (
@@ -43,16 +44,18 @@ from hypha_proto.leases import (
     WhyNot,
 )
 from hypha_proto.offers import WORKER_REQUESTS, ExecutorDescriptor
+from hypha_proto.task_resources import PUSH_OUTPUT, RELEASE_OUTPUTS
+from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.bidder import Bidder
 from hypha_worker.bidding.rejection import DRAINING
 from hypha_worker.config import WorkerConfig
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.control.server import ControlServer
-from hypha_worker.draining import Draining
+from hypha_worker.draining import Draining, Work
 from hypha_worker.executors.runtimes import HostSettings, Runtime, find_runtime
 from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
-from hypha_worker.jobs.job_manager import Job, JobManager
+from hypha_worker.jobs.job_manager import JobManager
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import (
     Lease,
@@ -63,7 +66,12 @@ from hypha_worker.leasing.lease_manager import (
     UnknownLeaseError,
 )
 from hypha_worker.leasing.terms import LeaseUsage
-from hypha_worker.work_dir import clear_work_dir, open_socket_folder, prepare_work_dir
+from hypha_worker.tasks.deliveries import Deliveries
+from hypha_worker.tasks.execution import TaskExecutionFactory
+from hypha_worker.tasks.output_store import OutputStore
+from hypha_worker.tasks.task_manager import TaskManager
+from hypha_worker.tasks.task_run import TaskHost
+from hypha_worker.work_dir import clear_work_dir, open_socket_folder, prepare_work_dir, remove_folder
 
 if TYPE_CHECKING:
     from hypha_net.node.lifecycle import Node
@@ -99,7 +107,7 @@ async def serve(config: WorkerConfig, node: Node) -> None:
         tasks.cancel_scope.cancel()
 
 
-async def _run_until_drained(config: WorkerConfig, node: Node, worker: Worker) -> Sequence[Job]:
+async def _run_until_drained(config: WorkerConfig, node: Node, worker: Worker) -> Sequence[Work]:
     """Become ready, and drain when it is requested; return the jobs that still run at its end."""
     terminated = node.drain_on_sigterm(config.drain_timeout)
     async with anyio.create_task_group() as tasks:
@@ -158,9 +166,26 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 tasks,
                 default_storage=config.resources.default.storage,
             )
+            outputs = OutputStore(config.work_dir / f"outputs-{uuid.uuid4()}")
+            stack.callback(remove_folder, outputs.folder)
+            host = TaskHost(
+                endpoint,
+                lease_manager,
+                make_task_factories(config, sockets),
+                config.work_dir,
+                outputs,
+                Deliveries(),
+                make_access_policy(config),
+                default_storage=config.resources.default.storage,
+            )
             task_methods = [method for runtime in _runtimes(config) for method in runtime.task_methods]
             worker = Worker(
-                endpoint, Arbiter(config.offer.policy(), capabilities), lease_manager, jobs, tuple(task_methods)
+                endpoint,
+                Arbiter(config.offer.policy(), capabilities),
+                lease_manager,
+                jobs,
+                TaskManager(host, tasks),
+                tuple(task_methods),
             )
             worker.listen()
             await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep).run)
@@ -184,11 +209,31 @@ def _runtimes(config: WorkerConfig) -> list[Runtime]:
     return [find_runtime(name) for name in sorted({executor.runtime for executor in config.executors})]
 
 
+def make_access_policy(config: WorkerConfig) -> AccessPolicy:
+    """Return the owner's policy on what jobs may access."""
+    connectors = config.connectors
+    return AccessPolicy(tuple(connectors.hosts), tuple(connectors.repositories), tuple(connectors.roots))
+
+
+def _host_settings(config: WorkerConfig, sockets: Path) -> HostSettings:
+    return HostSettings(make_access_policy(config), sockets, has_devices=bool(config.resources.devices))
+
+
+def make_task_factories(config: WorkerConfig, sockets: Path) -> Mapping[str, TaskExecutionFactory]:
+    """Return what makes an execution of a task, by ``class/name`` and by name alone; the first of a name counts."""
+    host = _host_settings(config, sockets)
+    made: dict[str, TaskExecutionFactory] = {}
+    for executor in config.executors:
+        runtime = find_runtime(executor.runtime)
+        if runtime.runs_tasks:
+            made[executor.kind] = runtime.make_task_factory(executor.settings, host)
+            made.setdefault(executor.name, made[executor.kind])
+    return made
+
+
 def make_factories(config: WorkerConfig, sockets: Path) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
     """Return, for each configured executor, the function that makes an execution of a job."""
-    connectors = config.connectors
-    access = AccessPolicy(tuple(connectors.hosts), tuple(connectors.repositories), tuple(connectors.roots))
-    host = HostSettings(access, sockets, has_devices=bool(config.resources.devices))
+    host = _host_settings(config, sockets)
     return {
         descriptor: find_runtime(executor.runtime).make_factory(executor.settings, host)
         for executor in config.executors
@@ -204,13 +249,14 @@ class Worker:
     arbiter: Arbiter
     lease_manager: LeaseManager
     jobs: JobManager
+    tasks: TaskManager
     task_methods: tuple[TaskMethod[Any, Any], ...] = ()
     """RPC methods that executions serve."""
     draining: Draining = field(init=False)
     _refusals: LogThrottle = field(default_factory=lambda: LogThrottle(anyio.current_time))
 
     def __post_init__(self) -> None:
-        self.draining = Draining(self.endpoint, self.lease_manager, self.jobs)
+        self.draining = Draining(self.endpoint, self.lease_manager, self.jobs, self.tasks)
 
     def listen(self) -> None:
         """Register the handlers of schedulers' requests and of peers' pushes."""
@@ -221,13 +267,23 @@ class Worker:
         rpc.serve(self.endpoint, DISPATCH_JOB, self.jobs.dispatch)
         for served in self.task_methods:
             rpc.serve(self.endpoint, served.method, self.jobs.message_handler(served))
-        transfer.serve_pushes(self.endpoint, self.jobs.accept_push)
+        rpc.serve(self.endpoint, PUSH_OUTPUT, self.tasks.push_output)
+        rpc.serve(self.endpoint, RELEASE_OUTPUTS, self.tasks.release_outputs)
+        transfer.serve_pushes(self.endpoint, self._accept_push)
+        transfer.serve_pulls(self.endpoint, self.tasks.resolve_pull)
+
+    async def _accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
+        """Return where to store a file for a job, or for a task that waits for a delivery."""
+        if header is not None and header.delivery is not None:
+            return await self.tasks.accept_push(peer, header)
+        return await self.jobs.accept_push(peer, header)
 
     async def sweep_loop(self) -> None:
         """Sweep leases regularly, until cancelled."""
         while True:
             await anyio.sleep(LEASE_SWEEP / 2)
             self.sweep(anyio.current_time())
+            await self.tasks.sweep(anyio.current_time())
 
     async def say_goodbye(self, reason: str) -> None:
         """Tell each scheduler that its leases here end now, so that it does not try to renew them.
@@ -255,6 +311,8 @@ class Worker:
             self.jobs.cancel(lease.id, lease.scheduler, "the lease was not renewed in time")
         ended = [lease for lease in open_leases if lease.end is not None]
         for lease in ended:
+            assert lease.end is not None
+            self.tasks.end_lease(lease.id, f"the lease is over: {lease.end.reason}")
             if lease.end is LeaseEnd.IDLE:
                 _log.info("lease %s of scheduler %s ended: %s", lease.id, lease.scheduler, lease.end.reason)
         if instrumentation.enabled():
@@ -271,6 +329,7 @@ class Worker:
             _RENEWALS.add(1, {"hypha.outcome": "stranger" if is_stranger else "refused"})
             return RenewalFailed()
         _RENEWALS.add(1, {"hypha.outcome": "renewed"})
+        self.tasks.on_renewed(lease)
         timeout, timeout_ms = expiry_fields(lease.remaining(now))
         return Renewed(id=lease.id, timeout=timeout, timeout_ms=timeout_ms)
 
@@ -286,6 +345,7 @@ class Worker:
         _ENDS.add(1, {"hypha.outcome": "released"})
         reason = f"the scheduler released the lease: {message.reason}" if message.reason else "the lease was released"
         self.jobs.cancel(lease.id, scheduler, reason)
+        self.tasks.end_lease(lease.id, reason)
         return LeaseReleased(known=True)
 
     def _log_refusal(self, what: str, scheduler: PeerId, error: LeaseError) -> None:
@@ -297,7 +357,10 @@ class Worker:
 
     async def cancel(self, scheduler: PeerId, message: CancelJob) -> JobCancelled:
         """Cancel the job on a lease; the lease stays."""
-        return JobCancelled(known=self.jobs.cancel(message.id, scheduler, message.reason, message.attempt))
+        known = self.jobs.cancel(message.id, scheduler, message.reason, message.attempt)
+        if not known and message.attempt is None:
+            known = self.tasks.cancel(message.id, scheduler, message.reason)
+        return JobCancelled(known=known)
 
     async def explain(self, scheduler: PeerId, message: WhyNot) -> Reasons:
         """Return why this worker would make no offer for a request."""

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 SOCKET_FOLDER_LIMIT: Final = 90
 """Bytes of the folder's path that leave enough space for the name of a socket."""
-_JOB_FOLDER: Final = re.compile(r"hypha-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_JOB_FOLDER: Final = re.compile(r"(hypha|outputs)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def prepare_work_dir(folder: Path) -> None:
@@ -34,7 +34,7 @@ def prepare_work_dir(folder: Path) -> None:
 
 
 def clear_work_dir(folder: Path, stack: ExitStack) -> None:
-    """Remove job folders left by a worker that was killed, unless another worker uses the work directory.
+    """Remove folders of jobs and outputs left by a killed worker, unless another worker uses the work directory.
 
     The folder stays locked until `stack` is closed, so that no other worker removes this one's jobs.
     """
@@ -43,7 +43,7 @@ def clear_work_dir(folder: Path, stack: ExitStack) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path in [path for path in folder.iterdir() if _JOB_FOLDER.fullmatch(path.name)]:
-            _log.warning("removing %s, left by a job of a worker that was killed", path)
+            _log.warning("removing %s, left by a worker that was killed", path)
             remove_folder(path)
     except BlockingIOError:
         _log.info("work_dir %s is used by another worker: job folders of killed workers are not removed", folder)

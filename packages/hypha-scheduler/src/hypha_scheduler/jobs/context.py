@@ -12,7 +12,7 @@ import anyio.abc
 
 from hypha_net.endpoint import Endpoint
 from hypha_net.transfer import PullSource
-from hypha_proto.datasets import SliceAssigned
+from hypha_proto.datasets import SAFETENSORS, SLICE_SUFFIXES, SliceAssigned
 from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import FailedHolder, Gone, LocatedFile, PullFiles, ResourceLocation
 from hypha_proto.tasks import DatasetSource, StoredOutput
@@ -34,7 +34,7 @@ from hypha_scheduler.strategies.base import DatasetView, SliceToUse
 
 MAX_LOCATED_FILES: Final = 4000
 """Files of a resource that one message can name, each with `MAX_PROVIDERS` peers."""
-_MAX_NAME: Final = 60
+_MAX_NAME: Final = 50
 """Characters of a dataset's name in the names of files; together with the rest they fit into `tasks.MAX_PATH` bytes."""
 
 
@@ -128,7 +128,7 @@ class RunnerContext:
         if source.name not in self._datasets:
             return _gone(f"the job does not use the dataset {source.name[:80]!r}")
         found, providers = self._datasets[source.name]
-        indices = range(len(found.slices)) if source.slices is None else source.slices
+        indices = range(len(found.slices)) if source.slices is None else tuple(dict.fromkeys(source.slices))
         if len(indices) > MAX_LOCATED_FILES:
             return _gone(f"a task can fetch {MAX_LOCATED_FILES} slices of a dataset, not {len(indices)}; name fewer")
         if beyond := [index for index in indices if index >= len(found.slices)]:
@@ -155,7 +155,7 @@ class RunnerContext:
 def _slice_file(dataset: Dataset, index: int, peers: tuple[PeerId, ...]) -> LocatedFile:
     entry = dataset.slices[index]
     return LocatedFile(
-        path=f"{dataset.name.replace('/', '_')[:_MAX_NAME]}-{index}.safetensors",
+        path=f"{dataset.name.replace('/', '_')[:_MAX_NAME]}-{index}{SLICE_SUFFIXES[dataset.format or SAFETENSORS]}",
         dataset=dataset.name,
         index=index,
         size=None if entry is None else entry.size,

@@ -101,12 +101,15 @@ class JobEvents:
         """Report that a worker has confirmed an attempt at a task."""
         self.emit("task_started", task=task.name, attempt=task.attempt, worker=str(task.lease.peer))
 
-    def task_ended(self, task: TaskRef, end: TaskEnded, *, is_event: bool = False) -> None:
-        """Record the end of a task; as an event, too, where jobs have many tasks."""
+    def task_ended(self, task: TaskRef, end: TaskEnded) -> None:
+        """Record the end of a task."""
         self.journal.record_async("ended", task=task.name, outcome=end.state.value, exit_code=end.exit_code)
-        if is_event:
-            about: dict[str, object] = {"task": task.name, "attempt": task.attempt, "worker": str(task.lease.peer)}
-            self.emit("task_ended", **about, outcome=end.state.value, **_details(end))
+
+    def attempt_ended(self, task: TaskRef, end: TaskEnded) -> None:
+        """Report the end of an attempt at one of many tasks; its operator records what it needs."""
+        fields = {"task": task.name, "attempt": task.attempt, "outcome": end.state.value}
+        self.journal.record_lazily("ended", **fields, exit_code=end.exit_code)
+        self.emit("task_ended", **fields, worker=str(task.lease.peer), **_details(end))
 
     def failed(self, error: str) -> EndRecord:
         """Return the record of the job's failure."""

@@ -115,6 +115,14 @@ class Journal:
         await anyio.to_thread.run_sync(self._sync, limiter=self._limiter)
         self.synced = written
 
+    def record_lazily(self, kind: str, /, **fields: object) -> None:
+        """Write a record that whichever sync comes next brings to disk; for records that others make up for.
+
+        Raises:
+            OSError: this record could not be written, or an earlier one not synced.
+        """
+        self._write(kind, fields)
+
     def record_async(self, kind: str, /, **fields: object) -> None:
         """Write a record and sync it to disk in the background; a later call raises the error of a failed sync.
 

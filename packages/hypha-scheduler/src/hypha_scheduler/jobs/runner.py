@@ -831,7 +831,7 @@ class JobRunner:
             self._pool.spend(task.lease.id)
         self._pool.task_ended()
         try:
-            self._events.task_ended(task, end, is_event=is_streamed)
+            (self._events.attempt_ended if is_streamed else self._events.task_ended)(task, end)
         except OSError as error:
             self._on_file_error(error)
         return self._tell(self._running_operator.on_task_update, task, end, anyio.current_time())

@@ -1,4 +1,4 @@
-"""Submission client: reads a job's TOML file and submits it to a running scheduler. Called by `cli`."""
+"""Submission client: reads a job's TOML or JSON file and submits it to a running scheduler. Called by `cli`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import Any, Final
 from hypha_proto.codec import check_depth, parse_json
 
 _CONNECT_TIMEOUT: Final = 5.0
+TASKS: Final = "tasks"
+"""Type of the jobs that may be given as a list of tasks."""
 _TABLES_WITH_PATHS: Final = ("model", "preprocessor")
 
 
 class JobFileError(Exception):
-    """The TOML file cannot be read or contains no valid job."""
+    """The file cannot be read or contains no valid job."""
 
 
 class NoSchedulerError(Exception):
@@ -44,14 +46,35 @@ def _scheduler_table(plain: dict[str, Any]) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    """Read a job from a JSON file: the job, a list of task objects, or one task object."""
+    try:
+        plain = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise JobFileError(f"{file}: {error}") from None
+    if isinstance(plain, list):
+        return {"type": TASKS, "tasks": plain}
+    if not isinstance(plain, dict):
+        raise JobFileError(f"{file}: expected a job, a list of tasks or a task, not {type(plain).__name__}")
+    if "driver" in plain and "tasks" not in plain:
+        return {"type": TASKS, "tasks": [plain]}
+    return {"type": TASKS, **plain} if "tasks" in plain else plain
+
+
 def read_job(file: Path) -> dict[str, Any]:
-    """Read a job from a TOML file: its ``[scheduler.job]`` table or the whole file; paths are made absolute.
+    """Read a job from a file; paths are made absolute.
+
+    A TOML file has it in its ``[scheduler.job]`` table or is the job. A JSON file, whose name ends in ``.json``, is the
+    job, the list of its tasks, or its only task.
 
     Raises:
-        JobFileError: the file cannot be read or is not valid TOML.
+        JobFileError: the file cannot be read or is not valid TOML or JSON.
     """
-    plain = _read_toml(file)
-    job = _scheduler_table(plain).get("job", plain)
+    if file.suffix.lower() == ".json":
+        job = _read_json(file)
+    else:
+        plain = _read_toml(file)
+        job = _scheduler_table(plain).get("job", plain)
     if not isinstance(job, dict):
         raise JobFileError(f"{file}: scheduler.job is not a table")
     for key in _TABLES_WITH_PATHS:

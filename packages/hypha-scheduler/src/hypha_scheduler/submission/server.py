@@ -29,7 +29,8 @@ from hypha_scheduler.submission.validation import validate_job
 _log = logging.getLogger(__name__)
 
 SOCKET_NAME: Final = "scheduler.sock"
-_MAX_JOB_BYTES: Final = 1 << 20
+_MAX_JOB_BYTES: Final = 16 << 20
+"""Enough for 10,000 tasks."""
 _READ_TIMEOUT: Final = 10.0
 RunJob = Callable[[JobTable, uuid.UUID], Awaitable[Path]]
 
@@ -156,12 +157,12 @@ async def serve_submissions(runs: Path, run_job: RunJob) -> None:
 
 
 async def _read(stream: anyio.abc.SocketStream) -> bytes:
-    data = b""
+    data = bytearray()
     while len(data) <= _MAX_JOB_BYTES:
         try:
             data += await stream.receive()
         except anyio.EndOfStream:
-            return data
+            return bytes(data)
     raise ValueError(f"the job is larger than {_MAX_JOB_BYTES} bytes")
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypedDict
 
 import anyio
 import msgspec
@@ -21,7 +21,15 @@ import msgspec
 from hypha_net import instrumentation, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
-from hypha_proto.bridge_api import FetchedFile, ReceivedFile, SpanReport, Transfer
+from hypha_proto.bridge_api import (
+    FetchedFile,
+    ReceivedFile,
+    ResourceTransfer,
+    SpanReport,
+    TaskUpdate,
+    TaskUpdateAnswer,
+    Transfer,
+)
 from hypha_proto.datasets import SAFETENSORS, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
@@ -109,6 +117,24 @@ class Sent(msgspec.Struct, frozen=True):
     checksum: str
 
 
+class OutputFile(TypedDict):
+    """A file of a stored output."""
+
+    path: str
+    """Relative to the output; empty where it is a single file."""
+    size: int
+    checksum: str
+
+
+class SentOutput(TypedDict):
+    """The answer of ``/resources/send`` for an output of a task."""
+
+    output: str
+    size: int
+    """Bytes of all its files."""
+    files: list[OutputFile]
+
+
 class BridgeBackend(Protocol):
     """The worker's side, as `routes` calls it. Every method may raise `BridgeError`."""
 
@@ -134,6 +160,18 @@ class BridgeBackend(Protocol):
 
     async def report(self, progress: Progress) -> ProgressResponse:
         """Report progress to the scheduler; return its answer."""
+        ...
+
+    async def fetch_resource(self, wanted: ResourceTransfer) -> Sequence[FetchedFile]:
+        """Return the files of a task's resource, copied to a folder if the request names one."""
+        ...
+
+    async def send_resource(self, wanted: ResourceTransfer) -> SentOutput:
+        """Store a file or folder as an output of a task."""
+        ...
+
+    async def update(self, update: TaskUpdate) -> TaskUpdateAnswer:
+        """Report progress of a task."""
         ...
 
     async def record_spans(self, report: SpanReport) -> int:
@@ -360,6 +398,18 @@ class JobBridgeBackend:
         for index in batch.slices or ():
             self._prefetched.pop(index, None)
         _PREFETCHED.set(len(self._prefetched), self._job)
+
+    async def fetch_resource(self, wanted: ResourceTransfer) -> Sequence[FetchedFile]:
+        """See `BridgeBackend.fetch_resource`; a training job has no resources."""
+        raise bad_request(f"a training job has no resource {wanted.name[:80]!r}: fetch the references of its spec")
+
+    async def send_resource(self, wanted: ResourceTransfer) -> SentOutput:
+        """See `BridgeBackend.send_resource`; a training job has no outputs."""
+        raise bad_request(f"a training job has no output {wanted.name[:80]!r}: send files to the peers of `updates`")
+
+    async def update(self, update: TaskUpdate) -> TaskUpdateAnswer:
+        """See `BridgeBackend.update`; a training job reports in another way."""
+        raise bad_request("a training job has no task to update: use /status/send")
 
     async def record_spans(self, report: SpanReport) -> int:
         """See `BridgeBackend.record_spans`."""

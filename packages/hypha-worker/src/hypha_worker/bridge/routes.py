@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, TypeVar
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
@@ -21,11 +22,16 @@ from hypha_proto.bridge_api import (
     SEND,
     SPANS,
     STATUS,
+    UPDATE,
     BridgeErrorBody,
     FetchedFile,
     ReceivedFile,
+    ResourceTransfer,
+    TaskUpdateAnswer,
     Transfer,
+    read_resource_transfer,
     read_spans,
+    read_task_update,
     read_transfer,
 )
 from hypha_proto.codec import from_json, parse_json, to_json, to_plain
@@ -47,7 +53,11 @@ _ANY_OBJECT: Final = {"type": "object", "additionalProperties": True}
 _TRANSFER_BODY: Final = {
     "required": ["resource", "path"],
     "properties": {
-        "resource": {**_ANY_OBJECT, "description": "A reference: uri, huggingface, peers or scheduler."},
+        "resource": {
+            **_ANY_OBJECT,
+            "description": "A reference: uri, huggingface, peers or scheduler; for a task Resource with the name of a "
+            "resource to fetch or an output to send.",
+        },
         "path": {"type": "string", "description": "File or folder, relative to the work directory."},
         "round": {"type": "integer", "minimum": 0},
         "samples": {"type": "integer", "minimum": 0, "description": "Weight of a pseudo-gradient."},
@@ -69,6 +79,14 @@ _SPAN: Final = {
 _SPANS_BODY: Final = {
     "required": ["spans"],
     "properties": {"spans": {"type": "array", "items": _SPAN}, "traceparent": {"type": "string"}},
+    "type": "object",
+}
+_UPDATE_BODY: Final = {
+    "properties": {
+        "fraction": {"type": "number", "minimum": 0, "maximum": 1, "description": "Share of the work that is done."},
+        "message": {"type": "string", "maxLength": 1000, "description": "One line for people."},
+        "metrics": {"type": "object", "additionalProperties": {"type": "number"}, "maxProperties": 100},
+    },
     "type": "object",
 }
 _ERROR: Final = {
@@ -96,17 +114,21 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
     async def fetch(request: Request) -> Response:
         """Fetch what a reference names into the work directory; for a scheduler's data set, the next slice."""
         wanted = await _read_transfer(request, "fetch")
-        files = await _while_connected(request, call(backend.fetch, wanted))
+        function = backend.fetch_resource if isinstance(wanted, ResourceTransfer) else backend.fetch
+        files = await _while_connected(request, call(function, wanted))
         return _json([to_plain(FetchedFile, file) for file in files])
 
     async def send(request: Request) -> Response:
-        """Push a file to the peers of a reference; answer when the transfer is complete."""
-        sent = await call(backend.send, await _read_transfer(request, "send"))
+        """Push a file to the peers of a reference, or store an output of a task; answer when that is complete."""
+        wanted = await _read_transfer(request, "send")
+        if isinstance(wanted, ResourceTransfer):
+            return _json(await call(backend.send_resource, wanted))
+        sent = await call(backend.send, wanted)
         return _json({"sent": sent.sent, "round": sent.round, "size": sent.size, "checksum": sent.checksum})
 
     async def receive(request: Request) -> Response:
         """Stream server-sent events, one for each file that a peer of the reference pushed to this job."""
-        wanted = await _read_transfer(request, "receive")
+        wanted = await _read_peer_transfer(request, "receive")
         await call(backend.check_receive, wanted)  # errors are answered with a status before the stream begins
         return StreamingResponse(_events(backend, call, wanted), media_type="text/event-stream")
 
@@ -118,6 +140,15 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
             raise bad_request(f"progress: {error}") from None
         answer = await call(backend.report, progress)
         return Response(to_json(ProgressResponse, answer), media_type="application/json")
+
+    async def update(request: Request) -> Response:
+        """Report progress of a task; answer whether it drains, and how long it still has."""
+        try:
+            read = read_task_update(await _read_body(request))
+        except DecodeError as error:
+            raise bad_request(f"update: {error}") from None
+        answer: TaskUpdateAnswer = await call(backend.update, read)
+        return Response(msgspec.json.encode(answer), media_type="application/json")
 
     async def spans(request: Request) -> Response:
         """Record the executor's spans in the trace of its job; answer with how many were recorded."""
@@ -131,6 +162,7 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
     _add(app, SEND, send, _TRANSFER_BODY)
     _add(app, RECEIVE, receive, _TRANSFER_BODY)
     _add(app, STATUS, status, {"oneOf": [{"type": "string"}, _ANY_OBJECT]})
+    _add(app, UPDATE, update, _UPDATE_BODY)
     _add(app, SPANS, spans, _SPANS_BODY)
     return app
 
@@ -183,11 +215,19 @@ async def _error_response(_request: Request, error: Exception) -> Response:
     return Response(to_json(BridgeErrorBody, body), status_code=error.status, media_type="application/json")
 
 
-async def _read_transfer(request: Request, action: str) -> Transfer:
+async def _read_transfer(request: Request, action: str) -> Transfer | ResourceTransfer:
     try:
-        return read_transfer(action, parse_json(await _read_body(request)))
+        body = parse_json(await _read_body(request))
+        return read_resource_transfer(action, body) or read_transfer(action, body)
     except DecodeError as error:
         raise bad_request(f"{action}: {error}") from None
+
+
+async def _read_peer_transfer(request: Request, action: str) -> Transfer:
+    wanted = await _read_transfer(request, action)
+    if isinstance(wanted, ResourceTransfer):
+        raise bad_request(f"{action}: a resource cannot be received, only files of peers")
+    return wanted
 
 
 async def _read_body(request: Request) -> bytes:

@@ -26,7 +26,7 @@ from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import All, PeersReference, Random, SliceAddress
 from hypha_proto.transfer import PullRequest, PushHeader
-from hypha_worker.connectors.rpc_retry import call_with_retries, retry
+from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries, retry
 from hypha_worker.errors import (
     BridgeError,
     DiskFaultError,
@@ -49,6 +49,8 @@ _PERMANENT: Final = (TransferRefusedError, ContentMismatchError)
 UNAVAILABLE_DELAYS: Final = (2.0, 5.0, 10.0, 20.0, 30.0, 30.0)
 """Seconds before each further round over all providers of a file, when none of them is reachable: a data node may be
 restarting."""
+HOLDER_DELAYS: Final = (0.0, 0.25, 1.0)
+"""Seconds before each attempt to pull a file from a peer that the scheduler has named, and can replace by another."""
 ALTERNATIVE_ROUNDS: Final = 3
 """Further rounds over the unreachable providers of a file, when the others have it with wrong content."""
 
@@ -89,6 +91,8 @@ class _Wanted:
     target: Path
     digest: str | None
     check: Callable[[Path], None] | None
+    delays: Sequence[float] = RETRY_DELAYS
+    """Seconds before each attempt to pull it from one peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,20 @@ class PeerFiles:
             await anyio.sleep(delays[attempt])
         raise _pull_error(name, wrong, away)
 
+    async def pull_once(
+        self, peers: Sequence[PeerId], address: SliceAddress, target: Path, digest: str | None = None
+    ) -> transfer.PullResult | dict[PeerId, NetError]:
+        """Pull one file from the first of `peers` that has it; return the error of each if none has.
+
+        Each is tried `HOLDER_DELAYS` times, and none again later: the caller knows other ways.
+
+        Raises:
+            DiskFaultError: this machine cannot store it.
+            BridgeError: the job's storage is used up.
+        """
+        found = await self._pull_from_any(peers, _Wanted(address, target, digest, None, HOLDER_DELAYS))
+        return found if isinstance(found, dict) else found[0]
+
     async def _is_opening(self, peer: PeerId, address: SliceAddress, error: NetError) -> bool:
         """Return whether a peer has refused a slice because it does not serve the dataset, whose manifest it lacks."""
         if not isinstance(error, TransferRefusedError):
@@ -195,7 +213,7 @@ class PeerFiles:
 
         # without a digest, content may have been cut short on its way: another attempt may get all of it
         final = (NoSpaceError,) if digest is None else (NoSpaceError, ContentMismatchError)
-        return await retry(f"pull of {address.dataset}/{address.index} from {peer}", attempt, final=final)
+        return await retry(f"pull of {address.dataset}/{address.index} from {peer}", attempt, wanted.delays, final)
 
     async def push(self, reference: PeersReference, path: Path, header: PushHeader) -> dict[PeerId, int]:
         """Push a file to all peers of a reference, or to one of them; return the bytes sent to each.

@@ -21,9 +21,9 @@ import anyio.abc
 
 from hypha_proto.codec import parse_json
 from hypha_proto.job_spec import executor_class
-from hypha_worker.draining import Draining
-from hypha_worker.jobs.job_manager import Job
+from hypha_worker.draining import Draining, Work
 from hypha_worker.leasing.terms import MAX_DRAIN
+from hypha_worker.tasks.task_run import TaskRun
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class ControlServer:
     drain_timeout: float
     """Seconds of a drain whose client names none."""
     _ended: anyio.Event = field(default_factory=anyio.Event)
-    _cancelled: Sequence[Job] = ()
+    _cancelled: Sequence[Work] = ()
     """Jobs that the end of the drain cancelled."""
     _waiting: int = 0
     """Clients that wait for the end of the drain."""
@@ -70,11 +70,11 @@ class ControlServer:
             with anyio.CancelScope(shield=True):
                 await path.unlink(missing_ok=True)
 
-    async def report_end(self, cancelled: Sequence[Job]) -> None:
+    async def report_end(self, cancelled: Sequence[Work]) -> None:
         """Tell the clients that the drain is over.
 
         Args:
-            cancelled: jobs that ran longer than the drain.
+            cancelled: jobs and tasks that ran longer than the drain.
         """
         self._cancelled = cancelled
         self._ended.set()
@@ -100,7 +100,7 @@ class ControlServer:
 
     async def _drain(self, stream: anyio.abc.SocketStream, timeout: float) -> None:
         self.draining.request(timeout, "its owner drains it")
-        jobs = [_describe(job) for job in self.draining.jobs]
+        jobs = [_describe(job) for job in self.draining.running]
         await _answer(stream, {"draining": True, "seconds": round(self.draining.left, 3), "jobs": jobs})
         await self._ended.wait()
         await _answer(stream, {"drained": True, "cancelled": [_describe(job) for job in self._cancelled]})
@@ -151,7 +151,15 @@ def parse_request(data: bytes) -> float | None:
     return float(timeout)
 
 
-def _describe(job: Job) -> dict[str, str]:
+def _describe(job: Work) -> dict[str, str]:
+    if isinstance(job, TaskRun):
+        return {
+            "job_id": str(job.definition.job_id),
+            "task": job.definition.task,
+            "executor": job.spec.executor,
+            "lease": str(job.lease.id),
+            "scheduler": str(job.lease.scheduler),
+        }
     return {
         "job_id": str(job.spec.job_id),
         "class": executor_class(job.spec),

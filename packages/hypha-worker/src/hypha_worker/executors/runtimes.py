@@ -18,6 +18,7 @@ from hypha_proto.offers import ExecutorClass
 if TYPE_CHECKING:
     from hypha_worker.connectors.access_policy import AccessPolicy
     from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
+    from hypha_worker.tasks.execution import TaskExecutionFactory
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,10 @@ class Runtime(Protocol):
 
     def make_factory(self, settings: ExecutorSettings, host: HostSettings) -> ExecutionFactory:
         """Return the function that makes an execution of a job by an executor with these settings."""
+        ...
+
+    def make_task_factory(self, settings: ExecutorSettings, host: HostSettings) -> TaskExecutionFactory:
+        """Return the function that makes an execution of a task; called only where `runs_tasks`."""
         ...
 
     def preload(self) -> None:

@@ -41,7 +41,7 @@ from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecu
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries
-from hypha_worker.errors import ExecutionError, WorkReturnedError, describe_disk_fault, is_disk_fault
+from hypha_worker.errors import ExecutionError, reason_to_return_work
 from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.jobs.execution import (
@@ -315,7 +315,7 @@ class JobManager:
             await self._execute_with_status(job)
         except Exception as error:  # noqa: BLE001 - logged and reported: it ends this job only
             cause = first_leaf_error(error)
-            if (reason := _reason_to_return_work(cause, job.work_dir)) is not None:
+            if (reason := reason_to_return_work(cause, job.work_dir)) is not None:
                 _log.error("%s is given back to its scheduler: %s", job, reason)
                 return ExecutionResult("cancelled", reason, job.execution.trace)
             if isinstance(cause, ExecutionError | OSError):
@@ -430,13 +430,6 @@ def _descriptor(spec: JobSpec) -> ExecutorDescriptor:
     """Return the executor that a job asks for."""
     kind = TrainExecutor if executor_class(spec) == "train" else AggregateExecutor
     return kind(name=spec.executor.descriptor.name)
-
-
-def _reason_to_return_work(cause: Exception, work_dir: Path) -> str | None:
-    """Return why this worker cannot continue a job that another one could, or None if the job itself failed."""
-    if isinstance(cause, OSError):
-        return describe_disk_fault(cause, work_dir) if is_disk_fault(cause) else None
-    return str(cause) if isinstance(cause, WorkReturnedError) else None
 
 
 def _record_result(job: Job, result: ExecutionResult, seconds: float) -> None:

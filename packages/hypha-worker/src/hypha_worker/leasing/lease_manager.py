@@ -18,6 +18,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec
 from hypha_proto.leases import RENEWED_LEASE
 from hypha_proto.offers import ExecutorDescriptor
+from hypha_proto.resources import Resources
 from hypha_worker.leasing.capacity import Allocation, Capacity
 from hypha_worker.leasing.terms import LeaseTerms, LeaseUsage
 
@@ -121,6 +122,8 @@ class LeaseManager:
         self._closed = False
         self.on_freed: Callable[[], None] = lambda: None
         """Called when resources have become free."""
+        self.retained_storage: Callable[[], float] = lambda: 0.0
+        """Returns the GB that are in use although no lease holds them."""
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -141,8 +144,10 @@ class LeaseManager:
 
     @property
     def free(self) -> Capacity:
-        """Capacity that no lease holds."""
-        taken = (lease.allocation for lease in self._leases.values() if lease.state is not LeaseState.SPENT)
+        """Capacity that no lease holds, without `retained_storage`."""
+        taken = [lease.allocation for lease in self._leases.values() if lease.state is not LeaseState.SPENT]
+        if retained := self.retained_storage():
+            taken.append(Allocation(Resources(storage=retained)))
         return self._capacity.without(taken)
 
     @property

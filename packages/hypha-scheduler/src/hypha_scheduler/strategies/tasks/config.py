@@ -65,7 +65,15 @@ def _name(text: str) -> str:
     return text
 
 
+def _not_empty(items: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """Check a list; pydantic's own check also counts items that are invalid."""
+    if items is not None and not items:
+        raise ValueError("is empty; list at least one")
+    return items
+
+
 Name = Annotated[str, AfterValidator(_name)]
+_NotEmpty: Final = AfterValidator(_not_empty)
 
 
 def _relative_path(text: str) -> str:
@@ -117,8 +125,8 @@ class DatasetSourceTable(Table):
     """``[.resources.dataset]``."""
 
     name: str = Field(min_length=1, max_length=255, description="Name of the dataset, as data nodes announce it.")
-    slices: tuple[Annotated[int, Field(ge=0, le=_U64)], ...] | None = Field(
-        default=None, min_length=1, max_length=10_000, description="Indices of the slices; if unset, all."
+    slices: Annotated[tuple[Annotated[int, Field(ge=0, le=_U64)], ...] | None, _NotEmpty] = Field(
+        default=None, max_length=10_000, description="Indices of the slices; if unset, all."
     )
 
 
@@ -126,8 +134,8 @@ class HuggingFaceTable(Table):
     """``[.resources.huggingface]``."""
 
     repository: _Text = Field(description="Repository, such as owner/name.")
-    filenames: tuple[Annotated[str, Field(min_length=1, max_length=MAX_PATH)], ...] = Field(
-        min_length=1, max_length=1000, description="Files of the repository."
+    filenames: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=MAX_PATH)], ...], _NotEmpty] = Field(
+        max_length=1000, description="Files of the repository."
     )
     revision: _Text | None = Field(default=None, description="Branch, tag or commit.")
     token: SecretStr | None = Field(default=None, description="Access token of the hub.")
@@ -136,8 +144,8 @@ class HuggingFaceTable(Table):
 class PeersTable(Table):
     """``[.resources.peers]``."""
 
-    peers: tuple[Annotated[str, AfterValidator(_peer)], ...] = Field(
-        min_length=1, max_length=100, description="Peer ids of those that serve the file."
+    peers: Annotated[tuple[Annotated[str, AfterValidator(_peer)], ...], _NotEmpty] = Field(
+        max_length=100, description="Peer ids of those that serve the file."
     )
     dataset: str = Field(min_length=1, max_length=255, description="Name under which they serve it.")
     index: int = Field(default=0, ge=0, le=_U64, description="Index of the file.")
@@ -327,8 +335,8 @@ class TasksJob(JobTable):
 
     type: Literal["tasks"] = Field(description="Strategy.")
     name: str | None = Field(default=None, min_length=1, max_length=255, description="Name of the job, for people.")
-    tasks: Annotated[tuple[TaskTable, ...], WrapValidator(_validate_tasks)] = Field(
-        min_length=1, max_length=MAX_INSTANCES, description="Tasks."
+    tasks: Annotated[tuple[TaskTable, ...], _NotEmpty, WrapValidator(_validate_tasks)] = Field(
+        max_length=MAX_INSTANCES, description="Tasks."
     )
     workers: int = Field(default=4, ge=1, le=MAX_INSTANCES, description="Largest number of leases at a time.")
     transfer: Literal["pull", "push"] = Field(

@@ -79,12 +79,6 @@ class OutputLedger:
             self._by_key[key].is_suspect = True
             self._by_key[key].lease = None
 
-    def suspect_all(self) -> None:
-        """Record that no lease is known any more."""
-        self._by_lease.clear()
-        for stored in self._by_key.values():
-            stored.lease, stored.is_suspect = None, True
-
     def add_copy(self, key: Key, path: Path) -> None:
         """Record a copy at the scheduler."""
         stored = self._by_key[key]

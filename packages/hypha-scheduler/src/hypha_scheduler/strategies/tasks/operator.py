@@ -141,7 +141,6 @@ class TasksOperator(base.Operator):
                 self._replay_record(record)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise JobFailedError(f"journal: the record {str(record)[:200]} is malformed: {error!r}") from None
-        self.ledger.suspect_all()
         for instance in self.instances.by_name.values():
             for key in ((instance.name, output) for output in sorted(instance.task.keep)):
                 if (stored := self.ledger.get(key)) is not None and stored.copy is None:

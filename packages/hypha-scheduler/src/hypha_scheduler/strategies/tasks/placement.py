@@ -87,7 +87,8 @@ class Placement:
     def _counts(self) -> dict[Role, int]:
         ready, running = self.instances.ready, self.instances.running
         left = self.graph.job.workers - self.instances.running_total
-        draining = [held.lease.role for held in self.leases.values() if held.is_draining and held.instance is None]
+        idle = [held for held in self.leases.values() if held.instance is None and not held.is_surplus]
+        draining = [held.lease.role for held in idle if held.is_draining]
         counts = {}
         for role in self.graph.roles:
             more = min(ready[role], max(0, left))
@@ -108,12 +109,12 @@ class Placement:
 
     def place(self, now: float) -> Iterator[tuple[HeldLease, Instance]]:
         """Yield what is to start on which lease; the caller starts it before the next."""
-        if not self.instances.ready_total:
-            return
         for use_surplus in (False, True):
             free = [held for held in self.leases.values() if held.is_free(now) and held.is_surplus is use_surplus]
             for local in (True, False):
                 for held in free:
+                    if not self.instances.ready_total or self.instances.running_total >= self.graph.job.workers:
+                        return
                     if held.instance is None and (instance := self._next(held.lease, local)) is not None:
                         held.instance = instance
                         yield held, instance

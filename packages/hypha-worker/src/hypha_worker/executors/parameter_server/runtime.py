@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hypha_proto.offers import ExecutorClass
     from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings, Runtime
     from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
+    from hypha_worker.tasks.execution import TaskExecutionFactory
 
 
 class ParameterServerRuntime:
@@ -42,6 +43,10 @@ class ParameterServerRuntime:
         from hypha_worker.executors.parameter_server.server import ParameterServer
 
         return ParameterServer
+
+    def make_task_factory(self, settings: ExecutorSettings, host: HostSettings) -> TaskExecutionFactory:
+        """See `Runtime.make_task_factory`."""
+        raise NotImplementedError("a parameter server runs no tasks")
 
     def preload(self) -> None:
         """See `Runtime.preload`."""

@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
@@ -112,11 +112,12 @@ class ProcessRunner:
         others = [line for line in self._lines if line != self._error]
         return ExecutionTrace(self._exit_code, (self._error, *others[1 - LAST_LINES :]))
 
-    async def run(self, values: Mapping[str, str]) -> None:
+    async def run(self, values: Mapping[str, str], on_start: Callable[[], None] = lambda: None) -> None:
         """Run the command to its end, and end what it left running.
 
         Args:
             values: the value of each placeholder in arguments and environment.
+            on_start: called when the process runs.
 
         Raises:
             ExecutionError: it cannot be started, or its exit code is not 0.
@@ -130,6 +131,7 @@ class ProcessRunner:
             tasks.start_soon(self._read_output, process, reading)
             measuring = self._start_measuring(process.pid, tasks)
             try:
+                on_start()
                 await process.wait()
             finally:
                 measuring.cancel()

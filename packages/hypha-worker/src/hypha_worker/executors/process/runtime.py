@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from hypha_proto.offers import ExecutorClass
+    from hypha_worker.executors.process.process_runner import ProcessSettings
     from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings, Runtime
     from hypha_worker.jobs.execution import Execution, ExecutionFactory, JobContext, TaskMethod
+    from hypha_worker.tasks.execution import TaskContext, TaskExecution, TaskExecutionFactory
 
 
 class ProcessRuntime:
@@ -28,19 +30,22 @@ class ProcessRuntime:
     def make_factory(self, settings: ExecutorSettings, host: HostSettings) -> ExecutionFactory:
         """See `Runtime.make_factory`."""
         from hypha_worker.executors.process.execution import ProcessExecution
-        from hypha_worker.executors.process.process_runner import ProcessSettings
 
-        process_settings = ProcessSettings(
-            cmd=settings.cmd or "",
-            args=settings.args,
-            env=settings.env,
-            access=host.access,
-            socket_folder=host.socket_folder,
-            has_devices=host.has_devices,
-        )
+        process_settings = _process_settings(settings, host)
 
         def make_execution(context: JobContext) -> Execution:
             return ProcessExecution(context, process_settings)
+
+        return make_execution
+
+    def make_task_factory(self, settings: ExecutorSettings, host: HostSettings) -> TaskExecutionFactory:
+        """See `Runtime.make_task_factory`."""
+        from hypha_worker.executors.process.task_execution import TaskProcess
+
+        process_settings = _process_settings(settings, host)
+
+        def make_execution(context: TaskContext) -> TaskExecution:
+            return TaskProcess(context, process_settings)
 
         return make_execution
 
@@ -49,6 +54,19 @@ class ProcessRuntime:
         from hypha_worker.bridge.server import preload
 
         preload()
+
+
+def _process_settings(settings: ExecutorSettings, host: HostSettings) -> ProcessSettings:
+    from hypha_worker.executors.process.process_runner import ProcessSettings
+
+    return ProcessSettings(
+        cmd=settings.cmd or "",
+        args=settings.args,
+        env=settings.env,
+        access=host.access,
+        socket_folder=host.socket_folder,
+        has_devices=host.has_devices,
+    )
 
 
 RUNTIME: Final[Runtime] = ProcessRuntime()

@@ -1,0 +1,636 @@
+"""The operator of ``type = "tasks"`` as a pure state machine: calls in, effects out."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from hypha_net.errors import RequestError, UnsupportedProtocolError
+from hypha_net.transfer import PullSource
+from hypha_proto.ids import PeerId
+from hypha_proto.task_resources import (
+    PUSH_OUTPUT,
+    RELEASE_OUTPUTS,
+    FailedHolder,
+    LocateResource,
+    OutputsReleased,
+    ResourceLocation,
+)
+from hypha_proto.tasks import StoredFile, StoredOutput, TaskSpec
+from hypha_proto.transfer import PullRequest, Refusal
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.strategies.base import (
+    Effect,
+    Effects,
+    EndJob,
+    Lease,
+    RunInBackground,
+    SendMessage,
+    StartTask,
+    StopTask,
+    TaskEnded,
+    TaskNotStarted,
+    TaskReady,
+    TaskRef,
+    TaskState,
+    WriteJournal,
+)
+from hypha_scheduler.strategies.tasks import records
+from hypha_scheduler.strategies.tasks.config import TasksJob
+from hypha_scheduler.strategies.tasks.graph import TaskGraph
+from hypha_scheduler.strategies.tasks.operator import ATTEMPTS_PER_RUN, MAX_LOSSES, TasksOperator
+
+DIGEST = "blake3:" + "0" * 64
+LOST = TaskEnded(TaskState.FAILED, "no answer")
+AnyEffect = TypeVar("AnyEffect", bound=Effect)
+
+
+class Context:
+    """Part of `JobContext` that the operator uses."""
+
+    job_id = uuid.UUID(int=1)
+    scheduler = PeerId.from_public_key(b"\xff" * 32)
+
+    def __init__(self, directory: Path = Path("/runs/job")) -> None:
+        self.directory = directory
+
+
+def a_task(name: str, *inputs: str, **changes: Any) -> dict[str, Any]:
+    """Return a task with the output ``o`` that uses that of others."""
+    resources = [{"name": other, "result": {"task": other, "output": "o"}} for other in inputs]
+    return {"name": name, "driver": {"x": {}}, "resources": resources, "outputs": {"o": "o"}, "keep": []} | changes
+
+
+def operator(
+    *tasks: dict[str, Any], journal: Sequence[Effect] = (), directory: Path = Path("/runs/job"), **job: Any
+) -> TasksOperator:
+    """Return an operator, with the journal that another has written."""
+    graph = TaskGraph(TasksJob.model_validate({"type": "tasks", "tasks": list(tasks)} | job))
+    context: Any = Context(directory)
+    written = [{"record": e.kind, **e.fields} for e in journal if isinstance(e, WriteJournal)]
+    return TasksOperator(graph, context, records.read(written, graph.digest()))
+
+
+def a_lease(number: int = 1, peer: int | None = None, role: str = "x") -> Lease:
+    return Lease(uuid.UUID(int=number), a_peer(peer or number), role, 1.0)
+
+
+def a_peer(number: int) -> PeerId:
+    return PeerId.from_public_key(bytes([number]) * 32)
+
+
+def of_kind(kind: type[AnyEffect], effects: Effects) -> list[AnyEffect]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def started(effects: Effects) -> dict[str, TaskRef]:
+    """Return what was started, by task."""
+    return {start.task.name: start.task for start in of_kind(StartTask, effects)}
+
+
+def failure(effects: Effects) -> str:
+    [end] = of_kind(EndJob, effects)
+    return str(end.failure)
+
+
+def done(task: TaskRef, *, files: int = 1) -> TaskEnded:
+    """Return the end of an attempt that has made its output."""
+    path = "" if files == 1 else "part"
+    stored = tuple(StoredFile(path=f"{path}{n}" if path else "", size=10, digest=DIGEST) for n in range(files))
+    return TaskEnded(
+        TaskState.FINISHED, outputs=(StoredOutput(name="o", dataset=f"{task.name}-{task.attempt}", files=stored),)
+    )
+
+
+def finish(op: TasksOperator, task: TaskRef, now: float = 1.0) -> Effects:
+    return op.on_task_update(task, done(task), now)
+
+
+def locate(op: TasksOperator, task: TaskRef, resource: str, *failed: FailedHolder) -> tuple[ResourceLocation, Effects]:
+    request = LocateResource(
+        job_id=op.context.job_id,
+        lease=task.lease.id,
+        task=task.name,
+        attempt=task.attempt,
+        resource=resource,
+        failures=failed,
+    )
+    return op.on_locate(task, request, 2.0)
+
+
+def pulled_from(answer: ResourceLocation) -> list[tuple[str, tuple[PeerId, ...]]]:
+    assert answer.pull is not None, answer
+    return [(file.dataset, file.peers) for file in answer.pull.files]
+
+
+def released(effects: Effects) -> list[tuple[PeerId, tuple[str, ...]]]:
+    sent = of_kind(SendMessage, effects)
+    return [(send.peer, send.message.datasets) for send in sent if send.method is RELEASE_OUTPUTS]
+
+
+def demand(op: TasksOperator) -> dict[str, int]:
+    assert not any(request.distinct_peers for request in op.role_requests())
+    return {request.role: request.count for request in op.role_requests()}
+
+
+def chain(first: Lease, second: Lease | None = None, **job: Any) -> tuple[TasksOperator, TaskRef, Effects]:
+    """Return an operator whose task a has finished on the first lease and whose b runs, on the second if there is one.
+
+    With `second`, a third task keeps the first lease busy.
+    """
+    tasks = [a_task("a"), a_task("b", "a")]
+    if second is None:
+        op = operator(*tasks, **job)
+        a = started(op.on_leases_acquired([first], 0.0))["a"]
+        effects = finish(op, a)
+        return op, started(effects)["b"], effects
+    op = operator(*tasks, a_task("c"), **job)
+    a = started(op.on_leases_acquired([first], 0.0))["a"]
+    op.on_lease_draining(first, 100.0, 0.5)  # nothing more starts there, and what it does is done
+    effects = finish(op, a)
+    effects += op.on_leases_acquired([second], 1.5)
+    return op, started(effects)["b"], effects
+
+
+# --------------------------------------------------------------------------------------------------------------- leases
+
+
+def test_a_job_begins_with_the_first_lease_and_then_wants_one_for_each_task_that_can_run() -> None:
+    op = operator(a_task("a"), a_task("b", driver={"y": {}}), a_task("c", "a"), a_task("d"), workers=3)
+    assert demand(op) == {"x": 1}
+    op.on_leases_acquired([a_lease()], 0.0)
+    assert demand(op) == {"x": 2, "y": 1}
+
+
+def test_all_roles_together_want_no_more_leases_than_workers() -> None:
+    op = operator(*(a_task(f"a{n}") for n in range(5)), a_task("b", driver={"y": {}}), workers=3)
+    op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0)
+    assert demand(op) == {"x": 3}
+
+
+def test_a_task_runs_where_its_input_is() -> None:
+    op = operator(a_task("a"), a_task("b"), a_task("earlier"), a_task("b2", "b"))
+    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    assert started(finish(op, first["b"])) == {"b2": TaskRef("b2", first["b"].lease, 1)}
+    assert started(finish(op, first["a"])) == {"earlier": TaskRef("earlier", first["a"].lease, 1)}
+
+
+def test_a_task_that_is_not_where_its_input_is_starts_on_any_lease() -> None:
+    op, b, _ = chain(a_lease(1), a_lease(2))
+    assert b.lease == a_lease(2)
+    answer, _ = locate(op, b, "a")
+    assert pulled_from(answer) == [("a-1", (a_peer(1),))]
+
+
+def test_the_spec_says_what_to_run_and_the_lease_stays() -> None:
+    op = operator(a_task("a", count=2, driver={"shell/x": {"k": 1}}))
+    [start] = of_kind(StartTask, op.on_leases_acquired([a_lease(role="shell/x")], 0.0))
+    assert isinstance(start.spec, TaskSpec)
+    assert (start.task.name, start.task.attempt, start.keep_lease) == ("a[0]", 1, True)
+    assert (start.spec.executor, start.spec.settings, start.spec.index, start.spec.count) == (
+        "shell/x",
+        '{"k": 1}',
+        0,
+        2,
+    )
+
+
+def test_a_job_whose_workers_are_missing_fails_unless_something_runs() -> None:
+    op = operator(a_task("a"), a_task("b", driver={"y": {}}))
+    assert failure(operator(a_task("a")).on_allocation_timeout("x", "0 of 1 suitable", 60.0)) == "0 of 1 suitable"
+    op.on_leases_acquired([a_lease()], 0.0)
+    assert op.on_allocation_timeout("y", "0 of 1 suitable", 60.0) == ()
+
+
+# ------------------------------------------------------------------------------------------------------------- attempts
+
+
+def test_a_task_that_keeps_failing_fails_the_job_with_its_reason_and_last_lines() -> None:
+    op = operator(a_task("a", retries=1))
+    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    end = TaskEnded(TaskState.FAILED, "exit code 1", 1, ("Traceback", "ValueError: x"))
+    again = started(op.on_task_update(task, end, 1.0))["a"]
+    assert again.attempt == task.attempt + 1
+    said = failure(op.on_task_update(again, end, 2.0))
+    assert said == "task a failed after 2 attempts: exit code 1; last lines: Traceback; ValueError: x"
+
+
+def test_a_lost_lease_does_not_count_as_failure_but_a_task_that_loses_many_fails_the_job() -> None:
+    op = operator(a_task("a", retries=0))
+    effects: Effects = ()
+    for number in range(1, MAX_LOSSES + 2):
+        lease = a_lease(number)
+        task = started(op.on_leases_acquired([lease], 0.0))["a"]
+        assert task.attempt == number
+        assert not of_kind(EndJob, effects)
+        op.on_lease_lost(lease, "no answer", 1.0)
+        effects = op.on_task_update(task, LOST, 1.0)
+    assert "task a was lost 11 times, the last time because its lease was lost: no answer" in failure(effects)
+
+
+def test_what_a_worker_gives_back_starts_again_after_a_pause_that_grows() -> None:
+    op = operator(a_task("a", retries=0))
+    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    pauses = []
+    now = 0.0
+    for _ in range(4):
+        assert not started(op.on_task_update(task, TaskEnded(TaskState.CANCELLED, "its disk is full"), now))
+        begun: dict[str, TaskRef] = {}
+        ended = now
+        while not begun:
+            at = op.next_deadline()
+            assert at is not None
+            now = at
+            begun = started(op.on_deadline(now))
+        pauses.append(now - ended)
+        task = begun["a"]
+    assert pauses == [1.0, 1.0, 2.0, 4.0]
+
+
+def test_a_lease_that_was_released_meanwhile_costs_no_loss() -> None:
+    op = operator(a_task("a"), a_task("b"), a_task("c", "a", "b"), a_task("d", "c"), a_task("e", "c"))
+    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    finish(op, first["b"])  # c waits for a: the newest lease is not needed
+    c = started(finish(op, first["a"]))["c"]
+    assert c.lease == a_lease(1)
+    begun = started(finish(op, c))
+    assert begun["d"].lease == a_lease(1)
+    assert begun["e"].lease == a_lease(2), "it may be there still"
+    assert not started(op.on_task_update(begun["e"], TaskNotStarted("its lease is no longer held"), 2.0))
+    assert op.instances.by_name["e"].losses == 0
+    assert started(op.on_leases_acquired([a_lease(3)], 3.0))["e"].lease == a_lease(3)
+
+
+def test_an_attempt_that_its_worker_does_not_end_is_stopped_and_has_failed() -> None:
+    op = operator(a_task("a", timeout=100.0, retries=0))
+    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    assert op.next_deadline() is None
+    op.on_task_notice(task, TaskReady(), 5.0)
+    assert op.next_deadline() == 135.0
+    [stop] = of_kind(StopTask, op.on_deadline(135.0))
+    assert (stop.task, stop.keep_lease) == (task, False)
+    said = failure(op.on_task_update(task, TaskEnded(TaskState.CANCELLED, stop.reason), 136.0))
+    assert "its worker did not end it after its timeout of 100 s" in said
+
+
+def test_what_is_said_about_an_older_attempt_changes_nothing() -> None:
+    op = operator(a_task("a"))
+    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    again = started(op.on_task_update(task, TaskEnded(TaskState.FAILED, "x"), 1.0))["a"]
+    assert finish(op, task) == ()
+    answer, effects = locate(op, task, "x")
+    assert answer.gone is not None
+    assert effects == ()
+    finish(op, again)
+    assert op.instances.by_name["a"].worker == a_peer(1)
+
+
+# -------------------------------------------------------------------------------------------------------------- outputs
+
+
+def test_outputs_are_released_when_nothing_needs_them_and_the_job_ends_when_holders_know() -> None:
+    op, b, effects = chain(a_lease())
+    assert released(effects) == []
+    effects = finish(op, b)
+    assert released(effects) == [(a_peer(1), ("b-1", "a-1"))]
+    assert not of_kind(EndJob, effects)
+    assert op.role_requests() == []
+    assert of_kind(EndJob, op.on_effect_result("release", OutputsReleased(removed=2), 2.0)) == [EndJob()]
+
+
+def test_a_holder_that_does_not_answer_delays_the_end_for_seconds_only() -> None:
+    op, b, _ = chain(a_lease())
+    finish(op, b, 10.0)
+    assert op.next_deadline() == 15.0
+    assert of_kind(EndJob, op.on_deadline(15.0)) == [EndJob()]
+
+
+def test_what_is_kept_is_fetched_at_once_and_two_at_a_time() -> None:
+    op = operator(*(a_task(f"a{n}", keep=["o"]) for n in range(3)))
+    effects = begun = op.on_leases_acquired([a_lease()], 0.0)
+    for _ in range(3):
+        [task] = started(begun).values()
+        begun = finish(op, task)
+        effects += begun
+    first, second = of_kind(RunInBackground, effects)
+    assert not of_kind(EndJob, effects)
+    effects = op.on_effect_result(first.tag, 10, 2.0)
+    [third] = of_kind(RunInBackground, effects)
+    assert released(effects) == [(a_peer(1), ("a0-1",))]
+    [record] = of_kind(WriteJournal, effects)
+    assert (record.kind, record.fields["path"]) == ("output_fetched", "/runs/job/results/a0/o")
+    op.on_effect_result(second.tag, 10, 2.0)
+    op.on_effect_result(third.tag, 10, 2.0)
+    assert op.next_deadline() is not None
+
+
+def test_what_cannot_be_fetched_is_tried_again_and_then_made_again() -> None:
+    op = operator(a_task("a", keep=["o"]))
+    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    effects = finish(op, task)
+    for _ in range(2):
+        [fetch] = of_kind(RunInBackground, effects)
+        assert not started(op.on_effect_result(fetch.tag, RequestError("no answer"), 2.0))
+        at = op.next_deadline()
+        assert at is not None
+        effects = op.on_deadline(at)
+    [fetch] = of_kind(RunInBackground, effects)
+    again = started(op.on_effect_result(fetch.tag, RequestError("no answer"), 9.0))["a"]
+    assert again.attempt == 2
+
+
+def test_what_is_kept_is_tried_once_if_its_lease_is_lost() -> None:
+    op = operator(a_task("a", keep=["o"]))
+    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    [fetch] = of_kind(RunInBackground, finish(op, task))
+    op.on_lease_lost(a_lease(), "no answer", 1.5)
+    op.on_effect_result(fetch.tag, RequestError("no answer"), 2.0)
+    assert demand(op) == {"x": 1}
+    assert started(op.on_leases_acquired([a_lease(2)], 3.0))["a"].attempt == 2
+
+
+def test_a_full_disk_at_the_scheduler_fails_the_job() -> None:
+    op = operator(a_task("a", keep=["o"]))
+    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    [fetch] = of_kind(RunInBackground, finish(op, task))
+    assert "output o of task a cannot be stored: disk full; free space" in failure(
+        op.on_effect_result(fetch.tag, OSError("disk full"), 2.0)
+    )
+
+
+def test_an_output_whose_holder_is_gone_is_made_again_while_its_consumer_waits_elsewhere() -> None:
+    op, b, _ = chain(a_lease(1), a_lease(2))
+    op.on_lease_lost(a_lease(1), "no answer", 2.0)
+    assert pulled_from(locate(op, b, "a")[0]) == [("a-1", (a_peer(1),))], "it is tried once"
+    answer, effects = locate(op, b, "a", FailedHolder(peer=a_peer(1), reason="no answer"))
+    assert answer.not_yet is not None
+    assert answer.not_yet.task == "a"
+    [stop] = of_kind(StopTask, effects)
+    assert (stop.task, stop.keep_lease) == (b, True), "there is no lease for a otherwise"
+    ended = op.on_task_update(b, TaskEnded(TaskState.CANCELLED, stop.reason), 3.0)
+    again = started(ended)["a"]
+    assert (again.lease, again.attempt) == (a_lease(2), 2)
+    assert started(finish(op, again))["b"].attempt == 2
+    assert op.instances.by_name["b"].failures == op.instances.by_name["b"].losses == 0
+
+
+def test_what_else_could_start_waits_when_its_input_is_lost() -> None:
+    op = operator(a_task("a"), a_task("b", "a"), a_task("c", "a"))
+    a = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    b = started(finish(op, a))["b"]
+    permanent = FailedHolder(peer=a_peer(1), reason="no such file", is_permanent=True)
+    assert locate(op, b, "a", permanent)[0].not_yet is not None
+    assert list(started(op.on_leases_acquired([a_lease(2), a_lease(3)], 2.0))) == ["a"]
+
+
+def test_an_output_that_is_lost_again_and_again_fails_the_job() -> None:
+    op, b, _ = chain(a_lease())
+    permanent = FailedHolder(peer=a_peer(1), reason="a false digest", is_permanent=True)
+    for _ in range(MAX_LOSSES):
+        [stop] = of_kind(StopTask, locate(op, b, "a", permanent)[1])
+        a = started(op.on_task_update(b, TaskEnded(TaskState.CANCELLED, stop.reason), 3.0))["a"]
+        b = started(finish(op, a))["b"]
+    said = failure(locate(op, b, "a", permanent)[1])
+    assert said == f"output o of task a was lost 11 times: {a_peer(1)}: a false digest"
+
+
+def test_a_consumer_stays_if_there_is_a_lease_for_what_it_waits_for() -> None:
+    op, b, _ = chain(a_lease(1), a_lease(2))
+    op.on_leases_acquired([a_lease(3)], 1.6)  # runs c
+    c = op.placement.leases[a_lease(3).id]
+    assert c.instance is not None
+    finish(op, TaskRef("c", a_lease(3), 1))
+    op.on_leases_acquired([a_lease(4)], 1.7)
+    permanent = FailedHolder(peer=a_peer(1), reason="no such file", is_permanent=True)
+    answer, effects = locate(op, b, "a", permanent)
+    assert answer.not_yet is not None
+    assert started(effects)["a"].attempt == 2
+    assert not of_kind(StopTask, effects)
+
+
+def test_a_holder_that_lives_and_cannot_be_reached_is_asked_to_push() -> None:
+    op, b, _ = chain(a_lease(1), a_lease(2))
+    unreachable = FailedHolder(peer=a_peer(1), reason="no answer")
+    assert locate(op, b, "a")[0].pull is not None
+    answer, effects = locate(op, b, "a", unreachable)
+    assert answer.pushed is not None
+    assert answer.pushed.senders == (a_peer(1),)
+    [push] = [send for send in of_kind(SendMessage, effects) if send.method is PUSH_OUTPUT]
+    assert push.peer == a_peer(1)
+    assert (push.message.to, push.message.delivery) == (a_peer(2), answer.pushed.delivery)
+    assert [(file.dataset, file.index, file.name) for file in push.message.files] == [("a-1", 0, "0")]
+    assert locate(op, b, "a")[0].pull is not None, "and then pulled again"
+    assert locate(op, b, "a", unreachable)[0].pushed is not None
+    answer, _ = locate(op, b, "a", unreachable)
+    assert answer.not_yet is not None, "after two of each it is made again"
+
+
+def test_a_job_may_say_that_results_are_pushed() -> None:
+    op, b, _ = chain(a_lease(1), a_lease(2), transfer="push")
+    answer, effects = locate(op, b, "a")
+    assert answer.pushed is not None
+    [push] = of_kind(SendMessage, effects)
+    op.on_effect_result(push.tag, UnsupportedProtocolError("it does not speak it"), 3.0)
+    assert pulled_from(locate(op, b, "a")[0]) == [("a-1", (a_peer(1),))], "what was not pushed is pulled"
+    assert locate(op, b, "a", FailedHolder(peer=a_peer(1), reason="no answer"))[0].not_yet is not None
+
+
+def test_a_worker_that_has_the_result_itself_is_told_so_even_if_results_are_pushed() -> None:
+    op, b, _ = chain(a_lease(), transfer="push")
+    assert pulled_from(locate(op, b, "a")[0]) == [("a-1", (a_peer(1),))]
+
+
+def test_a_result_of_several_instances_is_a_folder_with_an_entry_for_each() -> None:
+    op = operator(a_task("a", count=2), a_task("b", "a"))
+    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    op.on_task_update(first["a[0]"], done(first["a[0]"], files=2), 1.0)
+    b = started(finish(op, first["a[1]"]))["b"]
+    answer, _ = locate(op, b, "a")
+    assert answer.pull is not None
+    assert [(file.path, file.dataset, file.index) for file in answer.pull.files] == [
+        ("0/part0", "a[0]-1", 0),
+        ("0/part1", "a[0]-1", 1),
+        ("1", "a[1]-1", 0),
+    ]
+
+
+def test_a_task_that_cannot_be_given_a_result_has_not_failed_and_the_result_is_suspect() -> None:
+    op, b, _ = chain(a_lease())
+    for expected in ("b", "a"):  # tried once more, then made again
+        end = TaskEnded(TaskState.FAILED, "a cannot be fetched", resource="a")
+        effects = op.on_task_update(b, end, 2.0)
+        while not started(effects):
+            at = op.next_deadline()
+            assert at is not None
+            effects = op.on_deadline(at)
+        assert list(started(effects)) == [expected]
+        b = started(effects).get("b", b)
+    assert op.instances.by_name["b"].failures == 0
+
+
+def test_a_resource_of_another_kind_that_cannot_be_fetched_is_a_failure() -> None:
+    op = operator(a_task("a", resources=[{"name": "u", "uri": "https://x/"}], retries=0))
+    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    said = failure(op.on_task_update(task, TaskEnded(TaskState.FAILED, "u: not found", resource="u"), 1.0))
+    assert "task a failed after 1 attempts: u: not found" in said
+
+
+def test_other_resources_are_not_located_here() -> None:
+    op, b, _ = chain(a_lease())
+    assert locate(op, b, "nothing")[0].gone is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------- drain
+
+
+def test_a_worker_that_drains_gets_nothing_more_and_its_outputs_are_brought_here(tmp_path: Path) -> None:
+    op = operator(a_task("a"), a_task("b", "a"), a_task("c"), directory=tmp_path)
+    a = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    [stop] = of_kind(StopTask, op.on_lease_draining(a_lease(1), 20.0, 0.5))
+    assert (stop.task, stop.keep_lease, stop.drain_seconds) == (a, True, 20.0)
+    effects = finish(op, a)
+    assert not started(effects)
+    assert demand(op) == {"x": 3}, "the lease that drains does not count"
+    [fetch] = of_kind(RunInBackground, effects)
+    op.on_effect_result(fetch.tag, 10, 2.0)
+    op.on_lease_lost(a_lease(1), "it has ended", 3.0)
+    b = started(op.on_leases_acquired([a_lease(2)], 4.0))["b"]
+    assert pulled_from(locate(op, b, "a")[0]) == [("a-1", (a_peer(1), op.context.scheduler))]
+    answer, _ = locate(op, b, "a", FailedHolder(peer=a_peer(1), reason="no answer"))
+    assert pulled_from(answer) == [("a-1", (op.context.scheduler,))]
+    source = op.on_pull_request(b, PullRequest(dataset="a-1", index=0))
+    assert isinstance(source, PullSource)
+    assert source.source == tmp_path / "copies" / "a" / "o"
+    assert isinstance(op.on_pull_request(b, PullRequest(dataset="a-1", index=1)), Refusal)
+    assert isinstance(op.on_pull_request(b, PullRequest(dataset="a-2", index=0)), Refusal)
+
+
+def test_what_was_made_before_a_drain_is_brought_here_too() -> None:
+    op, _, _ = chain(a_lease())
+    assert of_kind(RunInBackground, op.on_lease_draining(a_lease(), 20.0, 2.0))
+
+
+def test_an_attempt_that_a_drain_ends_is_no_loss() -> None:
+    op = operator(a_task("a", retries=0))
+    a = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    op.on_lease_draining(a_lease(1), 20.0, 0.5)
+    op.on_task_update(a, TaskEnded(TaskState.CANCELLED, "drained"), 20.0)
+    assert started(op.on_leases_acquired([a_lease(2)], 21.0))["a"].attempt == 2
+    assert (op.instances.by_name["a"].losses, op.instances.by_name["a"].failures) == (0, 0)
+
+
+# -------------------------------------------------------------------------------------------------------------- restart
+
+
+def test_a_restarted_job_does_not_run_again_what_has_finished() -> None:
+    tasks = [a_task("a"), a_task("b", "a", retries=1)]
+    first = operator(*tasks)
+    journal = first.on_start(0.0)
+    a = started(first.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    effects = finish(first, a)
+    journal += effects
+    b = started(effects)["b"]
+    journal += first.on_task_update(b, TaskEnded(TaskState.FAILED, "x"), 1.5)
+    second = operator(*tasks, journal=journal)
+    journal += second.on_start(0.0)
+    again = started(second.on_leases_acquired([a_lease(2)], 0.0))
+    assert again == {"b": TaskRef("b", a_lease(2), ATTEMPTS_PER_RUN + 1)}, "attempts grow"
+    assert pulled_from(locate(second, again["b"], "a")[0]) == [("a-1", (a_peer(1),))]
+    answer, effects = locate(second, again["b"], "a", FailedHolder(peer=a_peer(1), reason="no answer"))
+    assert answer.not_yet is not None, "its holder was not seen since: it is tried once"
+    journal += effects
+    third = operator(*tasks, journal=journal)
+    assert list(started(third.on_leases_acquired([a_lease(3)], 0.0))) == ["a"]
+    assert failure(op_fails(second, again["b"], effects)) == "task b failed after 2 attempts: x"
+
+
+def op_fails(op: TasksOperator, b: TaskRef, effects: Effects) -> Effects:
+    """Let the task b of a restarted operator be stopped for a, run again and fail."""
+    [stop] = of_kind(StopTask, effects)
+    a = started(op.on_task_update(b, TaskEnded(TaskState.CANCELLED, stop.reason), 3.0))["a"]
+    b = started(finish(op, a))["b"]
+    return op.on_task_update(b, TaskEnded(TaskState.FAILED, "x"), 5.0)
+
+
+def test_a_journal_of_other_tasks_is_refused() -> None:
+    journal = operator(a_task("a")).on_start(0.0)
+    with pytest.raises(JobFailedError, match="the journal is of another list of tasks; submit this one as a new job"):
+        operator(a_task("b"), journal=journal)
+
+
+@pytest.mark.parametrize("missing", ["task", "worker", "outputs", "attempts"])
+def test_a_malformed_record_is_refused(missing: str) -> None:
+    op = operator(a_task("a"), a_task("b", "a"))
+    journal = op.on_start(0.0)
+    task = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    [record] = of_kind(WriteJournal, finish(op, task))
+    spoilt = WriteJournal(record.kind, {name: value for name, value in record.fields.items() if name != missing})
+    with pytest.raises(JobFailedError, match="is malformed"):
+        operator(a_task("a"), a_task("b", "a"), journal=[*journal, spoilt])
+
+
+def test_a_restarted_job_in_which_all_was_done_ends() -> None:
+    op = operator(a_task("a"))
+    journal = op.on_start(0.0)
+    task = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    journal += finish(op, task)
+    assert of_kind(EndJob, operator(a_task("a"), journal=journal).on_start(0.0)) == [EndJob()]
+
+
+# ------------------------------------------------------------------------------------------------------------ the rest
+
+
+def test_its_owner_cancels_a_job_and_holders_are_told() -> None:
+    op, _, _ = chain(a_lease())
+    with pytest.raises(ValueError, match="jobs of this type have no command"):
+        op.on_command("pause", 2.0)
+    effects = op.on_command("cancel", 2.0)
+    assert released(effects) == [(a_peer(1), ("a-1",))]
+    assert failure(effects) == "its owner cancelled it"
+
+
+def test_the_result_lists_tasks_in_the_users_order_with_what_they_made() -> None:
+    op = operator(a_task("b", "a", keep=["o"]), a_task("a"), name="mine")
+    a = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    b = started(finish(op, a, 2.5))["b"]
+    [fetch] = of_kind(RunInBackground, op.on_task_update(b, done(b, files=2), 4.0))
+    op.on_effect_result(fetch.tag, 20, 5.0)
+    worker = {"attempts": 1, "failures": 0, "losses": 0, "worker": str(a_peer(1))}
+    files = [{"path": f"part{n}", "size": 10, "digest": DIGEST} for n in range(2)]
+    of_b = {"o": {"path": "/runs/job/results/b/o", "size": 20, "files": files}}
+    of_a = {"o": {"path": None, "size": 10, "digest": DIGEST}}
+    summary = op.summary({})
+    assert summary["tasks"] == [
+        {"task": "b", **worker, "seconds": 1.5, "outputs": of_b},
+        {"task": "a", **worker, "seconds": 2.5, "outputs": of_a},
+    ]
+    assert summary["totals"] == {
+        "tasks": 2,
+        "attempts": 2,
+        "failures": 0,
+        "losses": 0,
+        "outputs": 2,
+        "bytes": 30,
+        "bytes_received": 0,
+    }
+
+
+def test_a_thousand_tasks_in_chains_take_little_time() -> None:
+    """Counted in operations that grow with the number of tasks, not in seconds: instances looked at for each event."""
+    tasks = [a_task(f"t{c}.{n}", *([f"t{c}.{n - 1}"] if n else [])) for c in range(100) for n in range(10)]
+    op = operator(*tasks, workers=3)
+    running = started(op.on_leases_acquired([a_lease(n) for n in (1, 2, 3)], 0.0))
+    locals_kept = events = 0
+    while running:
+        name, task = running.popitem()
+        begun = started(finish(op, task))
+        locals_kept += any(other.partition(".")[0] == name.partition(".")[0] for other in begun)
+        running |= begun
+        events += 1
+    assert events == 1000
+    assert locals_kept == 900, "each chain stays on its worker"
+    assert op.instances.unfinished == 0

@@ -1,0 +1,108 @@
+"""Runs a task as a process, by the owner's configured command, with a bridge on a Unix socket.
+
+Called by `tasks.task_run`, after the task's resources were fetched; `process_runner` starts the process and ends
+everything that it left running.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from hypha_worker.bridge.server import open_bridge
+from hypha_worker.bridge.task_backend import TaskBridgeBackend
+from hypha_worker.errors import ExecutionError, WorkReturnedError
+from hypha_worker.executors.process.process_runner import JOB_JSON, ProcessPlace, ProcessRunner, ProcessSettings
+from hypha_worker.jobs.execution import ExecutionTrace
+from hypha_worker.tasks.definition import with_paths
+from hypha_worker.tasks.execution import TaskContext
+
+
+class TaskProcess:
+    """A `tasks.execution.TaskExecution` in a separate process."""
+
+    def __init__(self, context: TaskContext, settings: ProcessSettings) -> None:
+        self._context = context
+        self._settings = settings
+        self._runner = ProcessRunner(settings, _place(context))
+        self._disk_fault: str | None = None
+        self._stopped = anyio.CancelScope()
+
+    @property
+    def trace(self) -> ExecutionTrace:
+        """See `TaskExecution.trace`."""
+        return self._runner.trace
+
+    async def run(self) -> None:
+        """See `TaskExecution.run`."""
+        socket_path = self._settings.socket_folder / f"{secrets.token_hex(4)}.sock"
+        backend = TaskBridgeBackend(self._context, self._stop_for_disk_fault)
+        async with open_bridge(backend, socket_path):
+            with self._stopped:
+                try:
+                    await self._run_in_time(socket_path)
+                except ExecutionError:
+                    if self._disk_fault is None:
+                        raise
+            if self._disk_fault is not None:
+                raise WorkReturnedError(self._disk_fault)
+
+    async def _run_in_time(self, socket_path: Path) -> None:
+        timeout = self._context.spec.timeout_ms
+        with anyio.move_on_after(None if timeout is None else timeout / 1000) as limit:
+            await self._runner.run(
+                placeholder_values(self._context, socket_path), self._context.control.executor_started
+            )
+        if limit.cancelled_caught and timeout is not None:
+            raise ExecutionError(f"executor {self._settings.cmd} was ended after {timeout / 1000:g} s, its timeout")
+
+    def _stop_for_disk_fault(self, reason: str) -> None:
+        self._disk_fault = self._disk_fault or reason
+        self._stopped.cancel()
+
+
+def _place(context: TaskContext) -> ProcessPlace:
+    """Return where a task's process runs; its lines name job and task."""
+    job = str(context.job_id)
+    return ProcessPlace(
+        work_dir=context.work_dir,
+        allocation=context.allocation,
+        scope=context.scope,
+        log_name=f"{job:.8}/{context.task}",
+        attributes={"hypha.job.id": job, "hypha.lease.id": str(context.lease)},
+        traceparent=context.traceparent,
+    )
+
+
+def task_json(context: TaskContext) -> dict[str, Any]:
+    """Return a task as its process sees it: resources are paths, and there are neither sources nor tokens."""
+    spec = context.spec
+    return {
+        "job_id": str(context.job_id),
+        "task": context.task,
+        "attempt": context.attempt,
+        "scheduler": str(context.scheduler),
+        "index": spec.index,
+        "count": spec.count,
+        "settings": with_paths(dict(context.settings), context.resources),
+        "resources": dict(context.resources),
+        "outputs": {output.name: output.path for output in spec.outputs},
+        "timeout_ms": spec.timeout_ms,
+    }
+
+
+def placeholder_values(context: TaskContext, socket_path: Path) -> dict[str, str]:
+    """Return the value of each placeholder in arguments and environment; also write the task's file."""
+    text = json.dumps(task_json(context))
+    job_file = context.work_dir / "job.json"
+    job_file.write_text(text)
+    return {
+        "{SOCKET_PATH}": str(socket_path),
+        "{WORK_DIR}": str(context.work_dir),
+        JOB_JSON: text,
+        "{JOB_FILE}": str(job_file),
+    }

@@ -1,0 +1,1 @@
+"""Tasks of any executor on leases: their definitions, resources, runs and stored outputs."""

@@ -1,0 +1,144 @@
+"""Validation of task definitions, which come from a scheduler and name files of this machine.
+
+Pure. Called by `lease_session` before anything of a task is begun.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+from hypha_proto.codec import parse_json
+from hypha_proto.errors import DecodeError
+from hypha_proto.offers import ExecutorDescriptor
+from hypha_proto.tasks import (
+    MAX_PATH,
+    TASK_EXECUTOR_PREFIX,
+    OutputPath,
+    PeersSource,
+    TaskDefinition,
+    TaskResource,
+    TaskSpec,
+)
+from hypha_worker.errors import ExecutionError
+
+MAX_SETTINGS: Final = 64 << 10
+"""Largest number of bytes in the settings of a task."""
+MAX_ENTRIES: Final = 100
+"""Largest number of resources, and of outputs, of a task."""
+MAX_FILES: Final = 1000
+"""Largest number of file names in a source."""
+RESOURCES: Final = "resources"
+"""Folder of the work directory that holds the resources."""
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_TASK: Final = re.compile(_NAME.pattern + r"(\[[0-9]{1,10}\])?")
+_SOURCES: Final = ("result", "huggingface", "dataset", "peers", "file", "uri", "slices")
+
+
+class DefinitionError(ExecutionError):
+    """A definition cannot be used; the message names the field, its value and what is allowed."""
+
+
+def check_start(definition: TaskDefinition, spec: TaskSpec, executors: Iterable[ExecutorDescriptor]) -> dict[str, Any]:
+    """Check what a task is started with; return its settings.
+
+    Args:
+        definition: the definition that holds `spec`.
+        spec: what to run.
+        executors: the executors that the task's lease was requested for.
+
+    Raises:
+        DefinitionError: a field cannot be used.
+    """
+    if not _TASK.fullmatch(definition.task):
+        raise DefinitionError(f"task {definition.task[:80]!r} is no name: use letters, digits and _.-, then [number]")
+    wanted = f"{TASK_EXECUTOR_PREFIX}{spec.executor}"
+    if all(wanted != executor.name for executor in executors):
+        raise DefinitionError(f"executor {spec.executor[:80]!r} is none of those that the lease was requested for")
+    if spec.timeout_ms == 0:
+        raise DefinitionError("timeout_ms is 0: leave it out, or state at least 1")
+    _check_resources(spec.resources)
+    _check_outputs(spec.outputs)
+    return _settings(spec.settings)
+
+
+def _settings(text: str) -> dict[str, Any]:
+    if len(text.encode(errors="replace")) > MAX_SETTINGS:
+        raise DefinitionError(f"settings are over the limit of {MAX_SETTINGS} bytes: pass large values as a resource")
+    try:
+        settings = parse_json(text)
+    except DecodeError as error:
+        raise DefinitionError(f"settings: {error}") from None
+    if not isinstance(settings, dict):
+        raise DefinitionError(f"settings are {text[:80]!r}, not a JSON object")
+    return settings
+
+
+def _check_names(what: str, names: list[str]) -> None:
+    if len(names) > MAX_ENTRIES:
+        raise DefinitionError(f"{len(names)} {what}s are over the limit of {MAX_ENTRIES}")
+    for name, count in Counter(names).items():
+        if not _NAME.fullmatch(name):
+            raise DefinitionError(f"{what} {name[:80]!r} is no name: use 1 to 64 letters, digits and _.-")
+        if count > 1:
+            raise DefinitionError(f"{what} {name} is named {count} times")
+
+
+def _check_resources(resources: tuple[TaskResource, ...]) -> None:
+    _check_names("resource", [resource.name for resource in resources])
+    for resource in resources:
+        given = [source for source in _SOURCES if getattr(resource, source) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none that this worker knows"
+            raise DefinitionError(
+                f"resource {resource.name} needs exactly one source of {', '.join(_SOURCES)}; it has {found}"
+            )
+        if resource.peers is not None:
+            _check_peers(resource.name, resource.peers)
+
+
+def _check_peers(name: str, source: PeersSource) -> None:
+    if not source.peers:
+        raise DefinitionError(f"resource {name}: peers is empty")
+    names = source.filenames or ()
+    if len(names) > MAX_FILES or len(set(names)) < len(names) or not all(map(is_relative, names)):
+        raise DefinitionError(f"resource {name}: filenames are up to {MAX_FILES} distinct paths inside the resource")
+
+
+def _check_outputs(outputs: tuple[OutputPath, ...]) -> None:
+    _check_names("output", [output.name for output in outputs])
+    paths: dict[PurePosixPath, str] = {PurePosixPath(RESOURCES): "the resources"}
+    for output in outputs:
+        path = _relative(output)
+        for other, owner in paths.items():
+            if path == other or path in other.parents or other in path.parents:
+                raise DefinitionError(f"output {output.name}: path {output.path[:80]!r} overlaps with {owner}")
+        paths[path] = f"output {output.name}"
+
+
+def _relative(output: OutputPath) -> PurePosixPath:
+    if not is_relative(output.path):
+        raise DefinitionError(f"output {output.name}: path {output.path[:80]!r} is not inside the work directory")
+    return PurePosixPath(output.path)
+
+
+def is_relative(text: str) -> bool:
+    """Return whether a text is a normalised relative path that stays inside its folder."""
+    path = PurePosixPath(text)
+    if "\0" in text or path.is_absolute() or ".." in path.parts or path.as_posix() != text.rstrip("/"):
+        return False
+    return bool(path.parts) and len(text.encode(errors="replace")) <= MAX_PATH
+
+
+def with_paths(settings: Any, paths: Mapping[str, str]) -> Any:
+    """Return settings in which each text that equals a resource's name is replaced by its path."""
+    if isinstance(settings, str):
+        return paths.get(settings, settings)
+    if isinstance(settings, list):
+        return [with_paths(value, paths) for value in settings]
+    if isinstance(settings, dict):
+        return {key: with_paths(value, paths) for key, value in settings.items()}
+    return settings

@@ -1,0 +1,399 @@
+"""Brings the resources of a task into its work directory, from wherever each of them is.
+
+Called by `task_run` before the executor is started, and by the bridge for references of the executor. Results and
+datasets are located by asking the scheduler; whatever fails with a holder is reported there, and it names another way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import anyio
+
+from hypha_net import instrumentation
+from hypha_net.backoff import jittered
+from hypha_net.endpoint import Endpoint
+from hypha_net.error_causes import first_leaf_error
+from hypha_net.errors import (
+    ContentMismatchError,
+    NetError,
+    NoSpaceError,
+    TransferRefusedError,
+    UnsupportedProtocolError,
+)
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import HuggingFaceReference, SliceAddress
+from hypha_proto.task_resources import (
+    LOCATE_RESOURCE,
+    AwaitPush,
+    FailedHolder,
+    LocatedFile,
+    LocateResource,
+    ResourceLocation,
+)
+from hypha_proto.tasks import PeersSource, TaskResource
+from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.downloads import DownloadedFile, download_from_hub, download_from_uri
+from hypha_worker.connectors.local_files import copy_local_files
+from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.connectors.rpc_retry import call_with_retries
+from hypha_worker.errors import (
+    BridgeError,
+    DiskFaultError,
+    ExecutionError,
+    StorageExceededError,
+    WorkReturnedError,
+    describe_disk_fault,
+    is_disk_fault,
+)
+from hypha_worker.job_storage import JobStorage
+from hypha_worker.job_traffic import JobTraffic
+from hypha_worker.tasks.definition import RESOURCES, is_relative
+from hypha_worker.tasks.deliveries import Deliveries, DeliveryStalledError
+from hypha_worker.tasks.output_files import copy_file
+from hypha_worker.tasks.output_store import OutputStore
+
+_log = logging.getLogger(__name__)
+
+MAX_FETCHES: Final = 4
+"""Files of a task's resources that are fetched at once."""
+MAX_FILES: Final = 20_000
+"""Largest number of files in one located resource: an answer has at most 10 MiB."""
+LOCATE_PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Seconds before a question is asked again that was not answered, or whose answer did not help."""
+MAX_RETRY: Final = 30.0
+"""Largest number of seconds for which a resource that does not exist yet is waited for at once."""
+MIN_RETRY: Final = 0.05
+_STAGING: Final = ".fetching"
+_FETCHED: Final = instrumentation.Counter("hypha.worker.resources", "{resource}", "Resources of tasks, by outcome.")
+_BYTES: Final = instrumentation.Counter("hypha.worker.resource.io", "By", "Bytes of fetched resources.")
+
+
+class ResourceError(ExecutionError):
+    """A resource cannot be fetched.
+
+    Attributes:
+        resource: its name.
+    """
+
+    def __init__(self, resource: str, reason: str) -> None:
+        super().__init__(f"resource {resource}: {reason}")
+        self.resource = resource
+
+
+class _HolderFailures(Exception):
+    def __init__(self, failures: Sequence[FailedHolder]) -> None:
+        super().__init__("; ".join(f"{failure.peer}: {failure.reason}" for failure in failures)[:1000])
+        self.failures = tuple(failures)
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceFetcher:
+    """Fetches the resources of one attempt at a task."""
+
+    endpoint: Endpoint
+    scheduler: PeerId
+    job_id: uuid.UUID
+    lease: uuid.UUID
+    task: str
+    attempt: int
+    work_dir: Path
+    storage: JobStorage
+    traffic: JobTraffic
+    access: AccessPolicy
+    store: OutputStore
+    deliveries: Deliveries
+    _places: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MAX_FETCHES))
+
+    @property
+    def files(self) -> PeerFiles:
+        """What transfers files from and to peers for this task."""
+        return PeerFiles(self.endpoint, self.storage, self.traffic)
+
+    async def fetch_all(self, resources: Sequence[TaskResource]) -> dict[str, str]:
+        """Fetch all resources at once; return the path of each, relative to the work directory.
+
+        Slices, which the executor fetches one by one, are left out.
+
+        Raises:
+            ResourceError: one cannot be fetched.
+            WorkReturnedError: this worker's disk is full or fails.
+        """
+        resources = [resource for resource in resources if resource.slices is None]
+        if not resources:
+            return {}
+        (self.work_dir / RESOURCES).mkdir(mode=0o700)
+        async with anyio.create_task_group() as tasks:
+            for resource in resources:
+                tasks.start_soon(self._fetch, resource)
+        await self.storage.run(_remove, self.work_dir / _STAGING)
+        return {resource.name: f"{RESOURCES}/{resource.name}" for resource in resources}
+
+    async def _fetch(self, resource: TaskResource) -> None:
+        outcome = "failed"
+        try:
+            with instrumentation.span("fetch resource", {"hypha.resource": resource.name}):
+                await self._fetch_from_source(resource, self.work_dir / RESOURCES / resource.name)
+            outcome = "fetched"
+        except DiskFaultError as error:
+            raise WorkReturnedError(error.detail) from error
+        except NoSpaceError as error:
+            raise WorkReturnedError(str(error)) from error
+        except BridgeError as error:
+            raise ResourceError(resource.name, _without_token(error.detail, resource)) from error
+        except (StorageExceededError, NetError) as error:
+            raise ResourceError(resource.name, str(error)) from error
+        except OSError as error:
+            if is_disk_fault(error):
+                raise WorkReturnedError(describe_disk_fault(error, self.work_dir)) from error
+            raise ResourceError(resource.name, str(error)) from error
+        finally:
+            _FETCHED.add(1, {"hypha.outcome": outcome})
+
+    async def _fetch_from_source(self, resource: TaskResource, target: Path) -> None:
+        if resource.result is not None or resource.dataset is not None:
+            await self._fetch_located(resource.name, target)
+        elif resource.peers is not None:
+            await self._fetch_from_peers(resource.peers, target)
+        elif resource.huggingface is not None:
+            async with self._places:
+                await self.storage.run(target.mkdir, 0o700)
+                self._count(await self.download_from_hub(resource.huggingface, target))
+        elif resource.file is not None:
+            async with self._places:
+                await copy_local_files(resource.file.path, target, self.access, self.storage)
+        else:
+            assert resource.uri is not None
+            staging = self._staging(resource.name)
+            async with self._places:
+                file = await self.download_from_uri(resource.uri.value, staging)
+            self._count([file])
+            os.replace(file.path, target)
+
+    def _staging(self, name: str) -> Path:
+        """Return a folder for the incomplete files of a resource."""
+        folder = self.work_dir / _STAGING / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
+
+    def _count(self, files: Sequence[DownloadedFile]) -> None:
+        self._count_bytes(sum(file.size for file in files))
+
+    def _count_bytes(self, size: int) -> None:
+        self.traffic.received += size
+        _BYTES.add(size)
+
+    async def download_from_hub(self, reference: HuggingFaceReference, folder: Path) -> list[DownloadedFile]:
+        """Download files of a repository; raises `BridgeError`."""
+        return await download_from_hub(reference, folder, self.access, storage=self.storage)
+
+    async def download_from_uri(self, url: str, folder: Path) -> DownloadedFile:
+        """Download a file; raises `BridgeError`."""
+        return await download_from_uri(url, folder, self.access, storage=self.storage)
+
+    async def _fetch_from_peers(self, source: PeersSource, target: Path) -> None:
+        """Pull one file to `target`, or named ones to a folder there."""
+        if source.filenames is None:
+            await self._pull_from_peers(source, source.index, target)
+            return
+        for index, name in enumerate(source.filenames, source.index):
+            place = target / name
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            await self._pull_from_peers(source, index, place)
+
+    async def _pull_from_peers(self, source: PeersSource, index: int, target: Path) -> None:
+        async with self._places:
+            pulled, _ = await self.files.pull(source.peers, SliceAddress(dataset=source.dataset, index=index), target)
+        self._count_bytes(pulled.size)
+
+    # ---------------------------------------------------------------------------------------------- results, datasets
+
+    async def _fetch_located(self, name: str, target: Path) -> None:
+        """Ask the scheduler where a resource is until its files are here.
+
+        Raises:
+            ResourceError: there is none, or the answer cannot be used.
+        """
+        staged = _StagedFiles(self._staging(name))
+        failures: tuple[FailedHolder, ...] = ()
+        rounds = 0
+        while True:
+            location = await self._locate(name, failures)
+            failures = ()
+            if location.not_yet is not None:
+                await anyio.sleep(min(MAX_RETRY, max(MIN_RETRY, location.not_yet.retry_ms / 1000)))
+                continue
+            try:
+                await self._bring(name, location, staged)
+                break
+            except _HolderFailures as error:
+                failures = error.failures
+                _log.warning("resource %s of task %s: %s; asking the scheduler again", name, self.task, error)
+            await anyio.sleep(jittered(LOCATE_PAUSES, rounds))
+            rounds += 1
+        await self.storage.run(staged.publish, target)
+
+    async def _locate(self, name: str, failures: tuple[FailedHolder, ...]) -> ResourceLocation:
+        """Ask until the scheduler answers: the task ends with its lease."""
+        question = LocateResource(
+            job_id=self.job_id,
+            lease=self.lease,
+            task=self.task,
+            attempt=self.attempt,
+            resource=name,
+            failures=failures,
+        )
+        rounds = 0
+        while True:
+            try:
+                with self.deliveries.locating(self.job_id):
+                    return await call_with_retries(
+                        self.endpoint, self.scheduler, LOCATE_RESOURCE, question, timeout=30.0
+                    )
+            except UnsupportedProtocolError:
+                raise
+            except NetError as error:
+                _log.info("where resource %s of task %s is cannot be asked: %s", name, self.task, error)
+            await anyio.sleep(jittered(LOCATE_PAUSES, rounds))
+            rounds += 1
+
+    async def _bring(self, name: str, location: ResourceLocation, staged: _StagedFiles) -> None:
+        if location.gone is not None:
+            raise ResourceError(name, f"there is none: {location.gone.reason[:400]}")
+        announced = location.pull or location.pushed
+        if announced is None:
+            raise ResourceError(name, "the scheduler's answer says nothing that this worker knows")
+        _check_files(name, announced.files)
+        staged.expect(announced.files)
+        if isinstance(announced, AwaitPush):
+            await self._await_push(announced, staged)
+        elif not all(file.peers for file in announced.files):
+            raise ResourceError(name, "the scheduler names nobody who has one of its files")
+        else:
+            await self._pull_files(announced.files, staged)
+
+    async def _await_push(self, announced: AwaitPush, staged: _StagedFiles) -> None:
+        staged.complete.clear()
+        with self.deliveries.expecting(announced, self.job_id, staged.folder, self.storage, self.traffic) as delivery:
+            try:
+                await delivery.wait()
+            except DeliveryStalledError as error:
+                raise _HolderFailures([FailedHolder(peer, str(error)) for peer in announced.senders]) from error
+        staged.complete.update(range(len(announced.files)))
+
+    async def _pull_files(self, files: Sequence[LocatedFile], staged: _StagedFiles) -> None:
+        """Pull what is not here yet, some files at once; try all of them before a failure is reported."""
+        failures: dict[PeerId, FailedHolder] = {}
+
+        async def pull(index: int) -> None:
+            async with self._places:
+                found = await self._pull_file(files[index], staged.folder / str(index))
+            if not found:
+                staged.complete.add(index)
+            for failure in found:
+                failures.setdefault(failure.peer, failure)
+
+        missing = iter([index for index in range(len(files)) if index not in staged.complete])
+
+        async def pull_some() -> None:
+            for index in missing:
+                if failures:
+                    return
+                await pull(index)
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(MAX_FETCHES):
+                    tasks.start_soon(pull_some)
+        except ExceptionGroup as errors:
+            raise first_leaf_error(errors) from None
+        if failures:
+            raise _HolderFailures(list(failures.values()))
+
+    async def _pull_file(self, file: LocatedFile, target: Path) -> list[FailedHolder]:
+        """Pull one file, or copy it if this worker itself has it; return what failed with each of its holders."""
+        if self.endpoint.peer_id in file.peers:
+            return await self._copy_own(file, target)
+        address = SliceAddress(dataset=file.dataset, index=file.index)
+        found = await self.files.pull_once(file.peers, address, target, file.digest)
+        if not isinstance(found, dict):
+            self._count_bytes(found.size)
+            return []
+        return [FailedHolder(peer, str(error)[:400], _is_permanent(error)) for peer, error in found.items()]
+
+    async def _copy_own(self, file: LocatedFile, target: Path) -> list[FailedHolder]:
+        held = self.store.find(file.dataset, file.index)
+        if held is None or file.digest not in (None, held.output.files[file.index].digest):
+            return [FailedHolder(self.endpoint.peer_id, "this worker itself has no such file", True)]
+        await self.storage.run(copy_file, held.file_path(file.index), target, self.storage)
+        return []
+
+
+@dataclass(slots=True)
+class _StagedFiles:
+    """The files of a located resource, each under its index, until all are there."""
+
+    folder: Path
+    files: Sequence[LocatedFile] = ()
+    complete: set[int] = field(default_factory=set)
+    """Indices of files that are here."""
+
+    def expect(self, files: Sequence[LocatedFile]) -> None:
+        """Expect these files; keep those that are here and are known to be the same."""
+        before = self.files
+        self.files = files
+        self.complete = {
+            index
+            for index in self.complete
+            if index < len(files) and (digest := files[index].digest) is not None and digest == before[index].digest
+        }
+        for left in self.folder.iterdir():
+            if left.name.isdecimal() and int(left.name) not in self.complete:
+                left.unlink()
+
+    def publish(self, target: Path) -> None:
+        """Move the files to their places."""
+        if len(self.files) == 1 and not self.files[0].path:
+            os.replace(self.folder / "0", target)
+            return
+        target.mkdir(mode=0o700)
+        for index, file in enumerate(self.files):
+            place = target / file.path
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.replace(self.folder / str(index), place)
+
+
+def _check_files(name: str, files: Sequence[LocatedFile]) -> None:
+    """Check where a scheduler wants files to be.
+
+    Raises:
+        ResourceError: a path leads out of the resource, or two files have the same.
+    """
+    paths = [file.path for file in files]
+    if len(paths) > MAX_FILES:
+        raise ResourceError(name, f"{len(paths)} files are over the limit of {MAX_FILES}")
+    if len(set(paths)) < len(paths):
+        raise ResourceError(name, "two of its files have the same path")
+    for path in paths:
+        if not is_relative(path) and (path or len(paths) > 1):
+            raise ResourceError(name, f"the path {path[:80]!r} of a file does not stay inside it")
+
+
+def _is_permanent(error: NetError) -> bool:
+    return isinstance(error, TransferRefusedError | ContentMismatchError)
+
+
+def _without_token(text: str, resource: TaskResource) -> str:
+    token = resource.huggingface.token if resource.huggingface is not None else None
+    return text.replace(token, "[token]") if token else text
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,218 @@
+"""All tasks of a worker: a session for each lease that may run them, and the outputs that it holds for others.
+
+Called by `service` for each renewal and end of a lease, each pushed resource, and each request of a scheduler about
+outputs; calls `lease_session`.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Final
+
+import anyio
+import anyio.abc
+
+from hypha_net import instrumentation, transfer
+from hypha_net.errors import NetError
+from hypha_net.transfer import FilePushTarget, PullSource
+from hypha_proto.ids import PeerId
+from hypha_proto.task_resources import (
+    OutputsReleased,
+    PushBegun,
+    PushedFile,
+    PushOutput,
+    ReleaseOutputs,
+)
+from hypha_proto.tasks import TASK_EXECUTOR_PREFIX
+from hypha_proto.transfer import TASK_RESOURCE, PullRequest, PushHeader, Refusal
+from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
+from hypha_worker.job_storage import GIGABYTE
+from hypha_worker.leasing.lease_manager import Lease, LeaseState
+from hypha_worker.tasks.lease_session import LeaseSession
+from hypha_worker.tasks.output_store import HeldOutput
+from hypha_worker.tasks.task_run import TaskHost, TaskRun
+
+_log = logging.getLogger(__name__)
+
+MAX_PUSHES: Final = 64
+"""Requests to push outputs that are served at once; further ones are refused."""
+_CONCURRENT_PUSHES: Final = 4
+_OUTPUT_REQUESTS: Final = instrumentation.Counter(
+    "hypha.worker.output.requests",
+    "{request}",
+    "Requests to pull, push or remove outputs, by kind and outcome; refused are those for outputs that the peer may "
+    "not ask for, or that are not here.",
+)
+_HELD: Final = instrumentation.Level("hypha.worker.outputs.held", "By", "Bytes of outputs that are held for others.")
+
+
+class TaskManager:
+    """The tasks of all leases of a worker."""
+
+    def __init__(self, host: TaskHost, tasks: anyio.abc.TaskGroup) -> None:
+        """Prepare; nothing runs before a lease is renewed.
+
+        Args:
+            host: what all tasks share.
+            tasks: sessions and pushes run in it.
+        """
+        self._host = host
+        self._tasks = tasks
+        self._sessions: dict[uuid.UUID, LeaseSession] = {}
+        self._pushes = 0
+        self._push_places = anyio.CapacityLimiter(_CONCURRENT_PUSHES)
+        host.lease_manager.retained_storage = self._retained_storage
+        host.store.on_removed = lambda: host.lease_manager.on_freed()
+        self._swept = anyio.Event()
+
+    @property
+    def running(self) -> tuple[TaskRun, ...]:
+        """Attempts that run."""
+        return tuple(session.running for session in self._sessions.values() if session.running is not None)
+
+    @property
+    def held(self) -> tuple[HeldOutput, ...]:
+        """Outputs that are held for others."""
+        return self._host.store.held
+
+    # --------------------------------------------------------------------------------------------------------- leases
+
+    def on_renewed(self, lease: Lease) -> None:
+        """Begin to serve a lease with its first renewal, if it was requested for an executor that runs tasks."""
+        self._host.store.renew(lease.id, self._host.clock())
+        if lease.id in self._sessions or lease.state is not LeaseState.HELD:
+            return
+        if any(executor.name.startswith(TASK_EXECUTOR_PREFIX) for executor in lease.executors):
+            session = self._sessions[lease.id] = LeaseSession(self._host, lease)
+            self._tasks.start_soon(self._serve, session)
+
+    async def _serve(self, session: LeaseSession) -> None:
+        try:
+            await session.run()
+        finally:
+            del self._sessions[session.lease.id]
+
+    def end_lease(self, lease: uuid.UUID, reason: str) -> None:
+        """Stop serving a lease that is over."""
+        if lease in self._sessions:
+            self._sessions[lease].end(reason)
+
+    def cancel(self, lease: uuid.UUID, scheduler: PeerId, reason: str) -> bool:
+        """Cancel the task that runs on a lease of `scheduler`; return whether there is one."""
+        session = self._sessions.get(lease)
+        return session is not None and session.lease.scheduler == scheduler and session.cancel(reason)
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no attempt runs and the ends of all are reported; no new ones may begin meanwhile."""
+        for session in list(self._sessions.values()):
+            await session.wait_until_idle()
+
+    @property
+    def has_leased_outputs(self) -> bool:
+        """Whether outputs are held whose lease is still renewed: its scheduler may need them."""
+        leases = {lease.id for lease in self._host.lease_manager.leases if lease.state is LeaseState.HELD}
+        return any(held.owner.lease in leases for held in self._host.store.held)
+
+    async def wait_until_fetched(self) -> None:
+        """Wait until no output of a living lease is held."""
+        while self.has_leased_outputs:
+            await self._swept.wait()
+
+    async def sweep(self, now: float) -> None:
+        """Remove outputs whose lease was last renewed too long ago."""
+        if expired := self._host.store.expired(now):
+            _log.info("removing %d outputs of tasks: their leases were not renewed for an hour", len(expired))
+            await self._host.store.remove(expired)
+        if instrumentation.enabled():
+            _HELD.set(self._host.store.bytes_without_lease(()))
+        self._swept.set()
+        self._swept = anyio.Event()
+
+    def _retained_storage(self) -> float:
+        """Return the GB of outputs whose leases are over, and hold no storage any more."""
+        held = self._host.store.held
+        if not held:
+            return 0.0
+        leases = {lease.id for lease in self._host.lease_manager.leases if lease.state is not LeaseState.SPENT}
+        return self._host.store.bytes_without_lease(leases) / GIGABYTE
+
+    # ---------------------------------------------------------------------------------------------- files of resources
+
+    async def accept_push(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
+        """Return where to store a file of a resource that a holder is about to push, or a refusal."""
+        target = await self._host.deliveries.accept(peer, header)
+        if isinstance(target, Refusal):
+            _log.warning("push of a resource from %s refused: %s", peer, target.reason)
+        return target
+
+    async def resolve_pull(self, peer: PeerId, request: PullRequest) -> PullSource | Refusal:
+        """Return a file of an output, or a refusal."""
+        found = self._host.store.resolve(request)
+        if isinstance(found, Refusal):
+            _log.info("pull by %s refused: %s", peer, found.reason)
+        _count_request("pull", not isinstance(found, Refusal))
+        return found
+
+    async def push_output(self, scheduler: PeerId, message: PushOutput) -> PushBegun:
+        """Push files of outputs to another worker, in the background."""
+        owned = self._host.store.find_owned(scheduler, message.job_id, ())
+        outputs = {held.output.dataset: held for held in owned}
+        for file in message.files:
+            held = outputs.get(file.dataset)
+            if held is None or file.index >= len(held.output.files):
+                return _refuse_push(f"this worker has no file {file.dataset[:80]}/{file.index} of that job")
+        if message.to == self._host.endpoint.peer_id:
+            return _refuse_push("the files are to be pushed to this worker itself, which has them")
+        if self._pushes >= MAX_PUSHES:
+            return _refuse_push(f"{MAX_PUSHES} pushes are in progress")
+        _count_request("push", is_served=True)
+        self._pushes += 1
+        self._tasks.start_soon(self._push_files, message, outputs)
+        return PushBegun(accepted=True)
+
+    async def _push_files(self, message: PushOutput, outputs: dict[str, HeldOutput]) -> None:
+        try:
+            async with self._push_places:
+                for file in message.files:
+                    await self._push_file(message, file, outputs[file.dataset])
+        except (NetError, OSError) as error:
+            _log.warning("push of outputs to %s failed: %s", message.to, error)
+        finally:
+            self._pushes -= 1
+
+    async def _push_file(self, message: PushOutput, file: PushedFile, held: HeldOutput) -> None:
+        """Push one file; retry also after a refusal, because the receiver may not know of the delivery yet."""
+        stored = held.output.files[file.index]
+        header = PushHeader(
+            job_id=message.job_id,
+            round=0,
+            kind=TASK_RESOURCE,
+            name=file.name,
+            size=stored.size,
+            digest=stored.digest,
+            delivery=message.delivery,
+        )
+        for pause in RETRY_DELAYS[1:]:
+            try:
+                await transfer.push(self._host.endpoint, message.to, held.file_path(file.index), header)
+                return
+            except NetError as error:
+                _log.info("push of %s/%d to %s failed: %s", file.dataset, file.index, message.to, error)
+            await anyio.sleep(pause)
+        await transfer.push(self._host.endpoint, message.to, held.file_path(file.index), header)
+
+    async def release_outputs(self, scheduler: PeerId, message: ReleaseOutputs) -> OutputsReleased:
+        """Remove outputs of a scheduler's job."""
+        owned = self._host.store.find_owned(scheduler, message.job_id, message.datasets)
+        _count_request("release", is_served=len(owned) >= len(set(message.datasets)))
+        return OutputsReleased(removed=await self._host.store.remove(owned))
+
+
+def _refuse_push(reason: str) -> PushBegun:
+    _count_request("push", is_served=False)
+    return PushBegun(accepted=False, reason=reason)
+
+
+def _count_request(kind: str, is_served: bool) -> None:
+    _OUTPUT_REQUESTS.add(1, {"hypha.request": kind, "hypha.outcome": "served" if is_served else "refused"})

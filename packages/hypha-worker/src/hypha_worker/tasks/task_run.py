@@ -1,0 +1,341 @@
+"""One attempt at a task, from its acceptance to the report of its end.
+
+Started by `lease_session`. The end is reported after the executor's processes are gone, the folder is removed and the
+lease takes a further task, so that a scheduler that gets the report can send the next one at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from hypha_net import instrumentation
+from hypha_net.endpoint import Endpoint
+from hypha_net.error_causes import first_leaf_error
+from hypha_proto.tasks import (
+    MAX_OUTPUT_FILES,
+    Draining,
+    Ready,
+    Started,
+    StoredOutput,
+    TaskCancelled,
+    TaskDefinition,
+    TaskFailed,
+    TaskFinished,
+    TaskProgress,
+    TaskReport,
+    TaskSpec,
+)
+from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.errors import ExecutionError, reason_to_return_work
+from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
+from hypha_worker.job_traffic import JobTraffic
+from hypha_worker.jobs.execution import ExecutionTrace
+from hypha_worker.leasing.lease_manager import Lease, LeaseManager
+from hypha_worker.tasks.deliveries import Deliveries
+from hypha_worker.tasks.execution import TaskContext, TaskExecution, TaskExecutionFactory
+from hypha_worker.tasks.output_files import OutputError
+from hypha_worker.tasks.output_store import OutputOwner, OutputStore
+from hypha_worker.tasks.resource_fetcher import ResourceError, ResourceFetcher
+from hypha_worker.work_dir import remove_folder
+
+_log = logging.getLogger(__name__)
+
+TEXT_LIMIT: Final = 1000
+"""Characters of a reason, a line or a message in a report."""
+_STARTED: Final = instrumentation.Counter("hypha.worker.tasks.started", "{task}", "Attempts at tasks that were begun.")
+_ENDED: Final = instrumentation.Counter(
+    "hypha.worker.tasks.ended", "{task}", "Attempts at tasks that ended, by outcome."
+)
+_DURATION: Final = instrumentation.Histogram("hypha.worker.task.duration", "s", "From start to end of an attempt.")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskHost:
+    """What all tasks of a worker share."""
+
+    endpoint: Endpoint
+    lease_manager: LeaseManager
+    executors: Mapping[str, TaskExecutionFactory]
+    """Makes an execution, by the executor's name in `TaskSpec.executor`."""
+    work_dir: Path
+    """Each attempt gets a folder in it."""
+    store: OutputStore
+    deliveries: Deliveries
+    access: AccessPolicy
+    clock: Callable[[], float] = anyio.current_time
+    default_storage: float = DEFAULT_STORAGE
+    """GB that an attempt may store whose lease states none."""
+
+
+Report = Callable[[TaskReport], None]
+
+
+@dataclass(slots=True)
+class TaskRun:
+    """An attempt that runs on a lease; implements `execution.TaskControl`."""
+
+    host: TaskHost
+    lease: Lease
+    definition: TaskDefinition
+    spec: TaskSpec
+    settings: Mapping[str, Any]
+    send: Report
+    wait_until_sent: Callable[[], Awaitable[None]]
+    """Waits until the scheduler has handled all reports that were sent so far."""
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    _cancel_reason: str = "the worker is shutting down"
+    _stored: dict[str, StoredOutput] = field(default_factory=dict)
+    _progress: TaskProgress | None = None
+    """The latest progress that was not sent yet."""
+    _is_sending: bool = False
+    _tasks: anyio.abc.TaskGroup | None = None
+    _context: TaskContext = field(init=False)
+    _execution: TaskExecution = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._context = self._make_context()
+        self._execution = self.host.executors[self.spec.executor](self._context)
+
+    def __str__(self) -> str:
+        return f"task {self.definition.task} (job {self.definition.job_id!s:.8}, attempt {self.definition.attempt})"
+
+    @property
+    def owner(self) -> OutputOwner:
+        """Whose outputs it makes."""
+        return OutputOwner(self.lease.scheduler, self.definition.job_id, self.lease.id)
+
+    def _make_context(self) -> TaskContext:
+        host, lease, about = self.host, self.lease, self.definition
+        work_dir = host.work_dir / f"hypha-{uuid.uuid4()}"
+        limit = (lease.allocation.resources.storage or host.default_storage) * GIGABYTE
+        storage = JobStorage(work_dir, max(0, int(limit) - host.store.lease_bytes(lease.id)))
+        traffic = JobTraffic()
+        return TaskContext(
+            job_id=about.job_id,
+            task=about.task,
+            attempt=about.attempt,
+            spec=self.spec,
+            settings=self.settings,
+            lease=lease.id,
+            scheduler=lease.scheduler,
+            allocation=lease.allocation,
+            work_dir=work_dir,
+            storage=storage,
+            traffic=traffic,
+            scope=self._scope,
+            control=self,
+            traceparent=instrumentation.current_traceparent(),
+            fetcher=ResourceFetcher(
+                endpoint=host.endpoint,
+                scheduler=lease.scheduler,
+                job_id=about.job_id,
+                lease=lease.id,
+                task=about.task,
+                attempt=about.attempt,
+                work_dir=work_dir,
+                storage=storage,
+                traffic=traffic,
+                access=host.access,
+                store=host.store,
+                deliveries=host.deliveries,
+            ),
+        )
+
+    # --------------------------------------------------------------------------------------------- from the scheduler
+
+    def cancel(self, reason: str) -> None:
+        """End the attempt now."""
+        if not self._scope.cancel_called:
+            self._cancel_reason = reason
+            self._scope.cancel()
+
+    def drain(self, left_ms: int, reason: str) -> None:
+        """Let the attempt end by itself within a time; then it is cancelled."""
+        if not self._scope.cancel_called:
+            self._cancel_reason = f"the time to end by itself is over: {reason}"[:TEXT_LIMIT]
+            self._scope.deadline = anyio.current_time() + left_ms / 1000
+            self._report(draining=Draining(left_ms))
+
+    # ---------------------------------------------------------------------------------------------- from the executor
+
+    @property
+    def drain_seconds(self) -> float | None:
+        """See `TaskControl.drain_seconds`."""
+        left = self._scope.deadline - anyio.current_time()
+        return None if left == float("inf") else max(0.0, left)
+
+    def executor_started(self) -> None:
+        """See `TaskControl.executor_started`."""
+        self._report(ready=Ready())
+
+    def progressed(self, progress: TaskProgress) -> None:
+        """See `TaskControl.progressed`."""
+        self._progress = progress
+        if not self._is_sending and self._tasks is not None:
+            self._is_sending = True
+            self._tasks.start_soon(self._send_progress)
+
+    async def _send_progress(self) -> None:
+        try:
+            while self._flush_progress():
+                await self.wait_until_sent()
+        finally:
+            self._is_sending = False
+
+    def _flush_progress(self) -> bool:
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            self._report(progress=progress)
+        return progress is not None
+
+    async def store_output(self, name: str, path: str) -> StoredOutput:
+        """See `TaskControl.store_output`."""
+        if all(name != output.name for output in self.spec.outputs):
+            known = ", ".join(output.name for output in self.spec.outputs) or "it has none"
+            raise OutputError(f"the task has no output {name[:80]!r}; its outputs: {known}")
+        before = self._stored.pop(name, None)
+        if before is not None:
+            await self._discard([before])
+        return await self._store(name, path, copy=True)
+
+    async def _store(self, name: str, path: str, *, copy: bool) -> StoredOutput:
+        context, source = self._context, (self._context.work_dir, path)
+        stored = await self.host.store.store(self.owner, name, source, context.storage, self.host.clock(), copy=copy)
+        self._stored[name] = stored
+        return stored
+
+    # -------------------------------------------------------------------------------------------------------- running
+
+    async def run(self) -> None:
+        """Run the attempt on its lease, to which it is attached, and report its end."""
+        _STARTED.add(1)
+        started = self.host.clock()
+        result: TaskReport | None = None
+        try:
+            with self._scope, instrumentation.span("execute task", {"hypha.task": self.definition.task}):
+                self._report(started=Started())
+                result = await self._execute()
+        finally:
+            result = result or self._cancelled(self._cancel_reason)
+            with anyio.CancelScope(shield=True):
+                await self._clean_up(result)
+            self.host.lease_manager.detach_job(self.lease.id, keep=True)
+            self._log_end(result)
+            outcome = _outcome(result)
+            _ENDED.add(1, {"hypha.outcome": outcome})
+            _DURATION.record(self.host.clock() - started, {"hypha.outcome": outcome})
+            self._flush_progress()
+            self.send(result)
+            self.ended.set()
+
+    async def _clean_up(self, result: TaskReport) -> None:
+        if result.finished is None:
+            await self._discard(list(self._stored.values()))
+        # a thread of its own: it must wait neither for other tasks' threads nor for abandoned ones of this task
+        await anyio.to_thread.run_sync(remove_folder, self._context.work_dir, limiter=anyio.CapacityLimiter(1))
+
+    async def _discard(self, outputs: list[StoredOutput]) -> None:
+        held = [found for output in outputs for found in self.host.store.held if found.output is output]
+        await self.host.store.remove(held)
+
+    async def _execute(self) -> TaskReport:
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                outputs = await self._run_executor()
+                tasks.cancel_scope.cancel()
+        except Exception as error:  # noqa: BLE001 - logged and reported: it ends this attempt only
+            return self._result_of(first_leaf_error(error))
+        except BaseExceptionGroup as errors:  # it failed while it was being cancelled: the cancellation counts
+            cancelled, failures = errors.split(anyio.get_cancelled_exc_class())
+            if cancelled is None or not isinstance(failures, ExceptionGroup):
+                raise
+            _log.warning("%s failed while it was cancelled: %s", self, first_leaf_error(failures))
+            raise cancelled from None
+        finally:
+            self._tasks = None
+        traffic = self._context.traffic
+        return self._make_report(
+            finished=TaskFinished(outputs=outputs, bytes_sent=traffic.sent, bytes_received=traffic.received)
+        )
+
+    async def _run_executor(self) -> tuple[StoredOutput, ...]:
+        context = self._context
+        context.work_dir.mkdir(mode=0o700)
+        context.resources.update(await context.fetcher.fetch_all(self.spec.resources))
+        await self._execution.run()
+        for output in self.spec.outputs:
+            if output.name not in self._stored:
+                await self._store(output.name, output.path, copy=False)
+        outputs = tuple(self._stored[output.name] for output in self.spec.outputs)
+        if (count := sum(len(output.files) for output in outputs)) > MAX_OUTPUT_FILES:
+            raise OutputError(f"the outputs hold {count} files, over the limit of {MAX_OUTPUT_FILES}")
+        return outputs
+
+    def _result_of(self, cause: Exception) -> TaskReport:
+        if (reason := reason_to_return_work(cause, self._context.work_dir)) is not None:
+            _log.error("%s is given back to its scheduler: %s", self, reason)
+            return self._cancelled(reason)
+        if isinstance(cause, ExecutionError | OSError):
+            return self._failed(str(cause), cause.resource if isinstance(cause, ResourceError) else None)
+        _log.error("%s failed because of an error in this worker", self, exc_info=cause)
+        return self._failed(f"error in the worker: {cause!r}", None)
+
+    # -------------------------------------------------------------------------------------------------------- reports
+
+    def _failed(self, reason: str, resource: str | None) -> TaskReport:
+        trace, traffic = self._trace, self._context.traffic
+        return self._make_report(
+            failed=TaskFailed(
+                reason=reason[:TEXT_LIMIT],
+                exit_code=trace.exit_code,
+                last_lines=tuple(line[:TEXT_LIMIT] for line in trace.last_lines),
+                resource=resource,
+                bytes_sent=traffic.sent,
+                bytes_received=traffic.received,
+            )
+        )
+
+    def _cancelled(self, reason: str) -> TaskReport:
+        traffic = self._context.traffic
+        return self._make_report(
+            cancelled=TaskCancelled(
+                reason=reason[:TEXT_LIMIT], bytes_sent=traffic.sent, bytes_received=traffic.received
+            )
+        )
+
+    @property
+    def _trace(self) -> ExecutionTrace:
+        return self._execution.trace
+
+    def _make_report(self, **fields: Any) -> TaskReport:
+        about = self.definition
+        return TaskReport(job_id=about.job_id, task=about.task, attempt=about.attempt, **fields)
+
+    def _report(self, **fields: Any) -> None:
+        self.send(self._make_report(**fields))
+
+    def _log_end(self, result: TaskReport) -> None:
+        if result.failed is not None:
+            tail = "".join(f"\n    {line}" for line in result.failed.last_lines[-10:])
+            _log.error("%s failed: %s%s", self, result.failed.reason, tail)
+        elif result.cancelled is not None:
+            _log.info("%s cancelled: %s", self, result.cancelled.reason)
+        else:
+            _log.info("%s finished", self)
+
+
+def _outcome(result: TaskReport) -> str:
+    if result.finished is not None:
+        return "finished"
+    return "failed" if result.failed is not None else "cancelled"

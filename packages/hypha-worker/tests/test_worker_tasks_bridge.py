@@ -1,0 +1,271 @@
+"""The bridge of a task: resources, outputs and progress, for executors in any language; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.scripted_task_scheduler import ScriptedTaskScheduler
+
+from hypha_net import transfer
+from hypha_proto.bridge_api import read_resource_transfer, read_task_update
+from hypha_proto.errors import DecodeError
+from hypha_proto.tasks import DrainTask, OutputPath, PeersSource, TaskProgress, TaskReport, TaskResource, TaskSpec
+from hypha_proto.transfer import PullRequest
+
+InTaskLab = Callable[..., None]
+CLIENT = """
+import http.client, json, os, socket, sys, time
+
+class Bridge(http.client.HTTPConnection):
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.connect(sys.argv[1])
+
+def post(path, body):
+    bridge = Bridge("bridge")
+    bridge.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    answer = bridge.getresponse()
+    value = json.loads(answer.read())
+    bridge.close()
+    return answer.status, value
+
+task = json.loads(sys.argv[2])
+exec(task["settings"]["code"])
+"""
+EXECUTOR = {
+    "class": "shell",
+    "name": "python",
+    "cmd": sys.executable,
+    "args": ["-I", "-S", "-c", CLIENT, "{SOCKET_PATH}", "{JOB_JSON}"],
+}
+
+
+def numbers(lab: Any) -> TaskResource:
+    """Return a resource of two files, which the data peer serves."""
+    return TaskResource(name="numbers", peers=PeersSource((lab.data.peer_id,), "numbers", 0, ("a", "b/c")))
+
+
+async def content_of(lab: Any, report: TaskReport, name: str) -> bytes:
+    assert report.finished is not None, report
+    output = next(output for output in report.finished.outputs if output.name == name)
+    request = PullRequest(dataset=output.dataset, index=0)
+    return bytes(await transfer.pull_bytes(lab.server, lab.peer, request, max_bytes=1 << 20))
+
+
+FETCH = """
+for body in (
+    {"type": "Resource", "name": "numbers"},
+    {"fetch": {"type": "Resource", "name": "numbers"}, "out_dir": "copy"},
+    {"resource": {"type": "Resource", "name": "numbers"}, "path": "again"},
+):
+    status, files = post("/resources/fetch", body)
+    assert status == 200, files
+    where = body.get("out_dir") or body.get("path") or "resources/numbers"
+    assert [file["path"] for file in files] == [where + "/a", where + "/b/c"], files
+    assert [open(file["path"]).read() for file in files] == ["slice 0", "slice 1"]
+    assert [file["size"] for file in files] == [7, 7]
+    assert files[0]["checksum"].startswith("blake3:"), files
+status, files = post("/resources/fetch", {"type": "Resource", "name": "one"})
+assert [file["path"] for file in files] == ["resources/one"], files
+status, files = post("/resources/fetch", {"fetch": {"type": "Resource", "name": "one"}, "out_dir": "single"})
+assert open("single/one").read() == "slice 1", files
+status, answer = post("/resources/fetch", {"type": "Resource", "name": "other"})
+assert (status, answer["error"]) == (404, "not-found"), answer
+assert "numbers" in answer["detail"], answer
+status, answer = post("/resources/fetch", {"fetch": {"type": "Resource", "name": "one"}, "out_dir": "../x"})
+assert status == 400, answer
+"""
+
+
+def test_a_task_fetches_its_resources(in_task_lab: InTaskLab, serve_slices: Any) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        await serve_slices(lab, 1)
+        one = TaskResource(name="one", peers=PeersSource((lab.data.peer_id,), "numbers", 1))
+        tasks.start(lease, "t", FETCH, resources=(numbers(lab), one))
+        assert (await tasks.end("t")).finished is not None
+
+    in_task_lab(case, executors=[EXECUTOR])
+
+
+SEND = """
+open("made", "w").write("first")
+status, answer = post("/resources/send", {"send": {"type": "Resource", "name": "early"}, "path": "made"})
+assert status == 200, answer
+open("made", "w").write("second")
+status, answer = post("/resources/send", {"send": {"type": "Resource", "name": "early"}, "path": "made"})
+assert (status, answer["output"], answer["size"]) == (200, "early", 6), answer
+[file] = answer["files"]
+assert (file["path"], file["size"]) == ("", 6) and file["checksum"].startswith("blake3:"), file
+open("made", "w").write("it is mine again")
+os.mkdir("folder"); open("folder/x", "w").write("x")
+status, answer = post("/resources/send", {"resource": {"type": "Resource", "name": "folder"}, "path": "folder"})
+assert (status, [file["path"] for file in answer["files"]]) == (200, ["x"]), answer
+open("late", "w").write("late")
+os.symlink("/etc", "link")
+for body, wanted in (
+    ({"send": {"type": "Resource", "name": "unknown"}, "path": "made"}, "no output 'unknown'"),
+    ({"send": {"type": "Resource", "name": "late"}, "path": "missing"}, "made no 'missing'"),
+    ({"send": {"type": "Resource", "name": "late"}, "path": "../x"}, "relative path"),
+    ({"send": {"type": "Resource", "name": "late"}, "path": ""}, "path is empty"),
+    ({"send": {"type": "Resource", "name": "late"}, "path": "link/hostname"}, "symbolic link"),
+    ({"send": {"type": "Resource", "name": 3}, "path": "made"}, "expected text"),
+):
+    status, answer = post("/resources/send", body)
+    assert status == 400 and wanted in answer["detail"], answer
+"""
+
+
+def test_a_task_sends_an_output_while_it_runs(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", SEND, outputs={"early": "early", "folder": "elsewhere", "late": "late"})
+        report = await tasks.end("t")
+        assert await content_of(lab, report, "early") == b"second"
+        assert await content_of(lab, report, "folder") == b"x"
+        assert await content_of(lab, report, "late") == b"late"
+        assert len(lab.worker.tasks.held) == 3, "the first one was replaced"
+        tasks.start(lease, "u", SEND + "sys.exit(1)", outputs={"early": "early", "folder": "folder", "late": "late"})
+        assert (await tasks.end("u")).failed is not None
+        assert len(lab.worker.tasks.held) == 3, "outputs of a failed attempt are removed"
+
+    in_task_lab(case, executors=[EXECUTOR])
+
+
+UPDATE = """
+status, answer = post("/task/update", {"fraction": 0.25, "message": "a\\nline", "metrics": {"loss": 1.5}})
+assert (status, answer) == (200, {"draining": False}), answer
+for body in ({"fraction": 1.5}, {"fraction": "x"}, {"other": 1}, [], {"message": "x" * 1001}, {"metrics": {"": 1}}):
+    status, answer = post("/task/update", body)
+    assert (status, answer["error"]) == (400, "bad-request"), answer
+while not (answer := post("/task/update", {"fraction": 0.5})[1])["draining"]:
+    time.sleep(0.01)
+assert 0 < answer["seconds_left"] <= 30, answer
+for number in range(50):
+    post("/task/update", {"fraction": 0.75, "metrics": {"step": number}})
+"""
+
+
+def test_a_task_reports_progress_and_hears_that_it_drains(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", UPDATE)
+        await tasks.until(lambda: "progress" in tasks.kinds("t"))
+        tasks.define(lease, "t", drain=DrainTask(30_000, "the worker drains"))
+        assert (await tasks.end("t")).finished is not None, "it ended by itself"
+        progress = [report.progress for report in tasks.of("t") if report.progress is not None]
+        assert progress[0] == TaskProgress(fraction=0.25, message="a line", metrics={"loss": 1.5})
+        assert progress[-1] == TaskProgress(fraction=0.75, metrics={"step": 49.0})
+        assert tasks.kinds("t").count("draining") == 1
+
+    in_task_lab(case, executors=[EXECUTOR])
+
+
+REFUSED = """
+stranger = "12D3KooWRm8J3iL796zPFi2EtGGtUJn58AG67gcqRLvNLQXkmDoe"
+peers = {"type": "Peers", "peers": [stranger], "strategy": "All", "resource": {"dataset": "d", "index": 0}}
+open("file", "w").close()
+named = dict(peers, peers=[task["settings"]["data"]], resource={"dataset": "numbers", "index": 2})
+for path, body, status, wanted in (
+    ("/resources/fetch", {"fetch": peers, "out_dir": "x"}, 403, "none of the task's resources"),
+    ("/resources/send", {"send": peers, "path": "file"}, 403, "none of the task's resources"),
+    ("/resources/fetch", {"type": "scheduler", "peer": stranger, "dataset": "d"}, 403, "no data of its scheduler"),
+    ("/resources/fetch", {"type": "uri", "value": "http://example.org/x"}, 403, "connectors.hosts"),
+    ("/resources/receive", {"receive": dict(peers, peers=[]), "out_dir": "x"}, 400, "has no files of peers"),
+    ("/resources/receive", {"receive": {"type": "Resource", "name": "x"}, "out_dir": "x"}, 400, "receive"),
+    ("/status/send", "update", 400, "use /task/update"),
+    ("/status/send", {"status": {"batch_size": 1}}, 400, "use /task/update"),
+):
+    found, answer = post(path, body)
+    assert found == status and wanted in answer["detail"], (path, body, found, answer)
+status, answer = post("/resources/fetch", {"fetch": named, "out_dir": "x"})
+assert status == 200 and open(answer[0]["path"]).read() == "slice 2", answer
+"""
+
+
+def test_a_task_reaches_only_what_its_definition_names(in_task_lab: InTaskLab, serve_slices: Any) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        await serve_slices(lab, 1)
+        settings = {"data": str(lab.data.peer_id)}
+        tasks.start(lease, "t", REFUSED, resources=(numbers(lab),), settings=settings)
+        report = await tasks.end("t")
+        assert report.finished is not None, report
+
+    in_task_lab(case, executors=[EXECUTOR])
+
+
+def test_a_training_job_has_no_resources_and_no_task(in_lab: Callable[..., None]) -> None:
+    script = """
+for path, body in (
+    ("/resources/fetch", {"type": "Resource", "name": "model"}),
+    ("/resources/send", {"send": {"type": "Resource", "name": "model"}, "path": "x"}),
+    ("/task/update", {"fraction": 0.5}),
+):
+    status, answer = post(path, body)
+    assert status == 400 and "training job" in answer["detail"], answer
+"""
+
+    async def case(lab: Any) -> None:
+        await lab.start(script)
+        end = await lab.scheduler.ended()
+        assert end.outcome == "finished", end
+
+    in_lab(case)
+
+
+def script_of_docs() -> str:
+    """Return the shell script in docs/executor.md."""
+    page = (Path(__file__).parents[3] / "docs" / "executor.md").read_text()
+    [script] = re.findall(r"```sh\n(#!/bin/sh\n.*?)```", page, re.DOTALL)
+    return str(script)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_a_shell_script_with_curl_is_an_executor(in_task_lab: InTaskLab, tmp_path: Path, serve_slices: Any) -> None:
+    script = script_of_docs()
+    assert len(script.splitlines()) <= 30
+    (tmp_path / "count.sh").write_text(script)
+    shell = {
+        "class": "shell",
+        "name": "count",
+        "cmd": "sh",
+        "args": [str(tmp_path / "count.sh"), "{SOCKET_PATH}", "{JOB_FILE}"],
+    }
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        await serve_slices(lab, 1)
+        outputs = (OutputPath("counts", "counts.txt"),)
+        resources = (TaskResource(name="text", peers=numbers(lab).peers),)
+        spec = TaskSpec(executor="count", resources=resources, outputs=outputs, settings=json.dumps({"text": "text"}))
+        tasks.define(lease, "t", start=spec)
+        report = await tasks.end("t")
+        assert (await content_of(lab, report, "counts")).split() == [
+            b"2",
+            b"resources/text/a",
+            b"2",
+            b"resources/text/b/c",
+        ]
+        progress = [report.progress for report in tasks.of("t") if report.progress is not None]
+        assert progress[-1].fraction == 1.0
+
+    in_task_lab(case, executors=[shell], requested="count")
+
+
+@pytest.mark.parametrize(
+    "body", [{"resource": {"type": "uri", "value": "x"}, "path": "y"}, {"type": "Peers"}, [], "x", {"fetch": 3}]
+)
+def test_other_references_are_no_resources(body: Any) -> None:
+    assert read_resource_transfer("fetch", body) is None
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"metrics": {"x": 1e999}}', b'{"fraction": -0.1}', b"\xff", b'{"x": 1}']
+)
+def test_an_update_that_cannot_be_used_is_named(body: bytes) -> None:
+    with pytest.raises(DecodeError):
+        read_task_update(body)

@@ -1,0 +1,451 @@
+"""Resources of tasks: from holders, by push, from the worker itself, from files and URLs; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from blake3 import blake3
+from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler
+
+from hypha_net import rpc, transfer
+from hypha_net.errors import TransferRefusedError
+from hypha_net.testing import MemoryEndpoint
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import HuggingFaceReference
+from hypha_proto.task_resources import (
+    PUSH_OUTPUT,
+    AwaitPush,
+    Gone,
+    LocatedFile,
+    LocateResource,
+    NotYet,
+    PullFiles,
+    PushBegun,
+    PushedFile,
+    PushOutput,
+    ResourceLocation,
+)
+from hypha_proto.tasks import (
+    FileSource,
+    PeersSource,
+    ResultSource,
+    StoredOutput,
+    TaskReport,
+    TaskResource,
+    UriSource,
+    task_executor,
+)
+from hypha_proto.transfer import TASK_RESOURCE, PullRequest, PushHeader, Refusal
+from hypha_worker.service import Worker, open_worker
+
+InTaskLab = Callable[..., None]
+READ = """
+def tree(path):
+    if os.path.isfile(path):
+        return open(path).read()
+    return {name: tree(path + '/' + name) for name in sorted(os.listdir(path))}
+open('found', 'w').write(json.dumps({name: tree(path) for name, path in task['resources'].items()}))
+"""
+MAKE = "os.makedirs('d/e'); open('d/e/x', 'w').write('x' * 5); [open(f'd/{n}', 'w').write('same') for n in 'yz']"
+FOUND = {"e": {"x": "xxxxx"}, "y": "same", "z": "same"}
+
+
+def digest(content: bytes) -> str:
+    return f"blake3:{blake3(content).hexdigest()}"
+
+
+def result(name: str = "r") -> TaskResource:
+    return TaskResource(name=name, result=ResultSource("producer", "out"))
+
+
+def located(output: StoredOutput, *peers: PeerId) -> tuple[LocatedFile, ...]:
+    return tuple(
+        LocatedFile(
+            path=file.path, dataset=output.dataset, index=index, size=file.size, digest=file.digest, peers=peers
+        )
+        for index, file in enumerate(output.files)
+    )
+
+
+def answering(*answers: ResourceLocation) -> Callable[[PeerId, LocateResource], Awaitable[ResourceLocation]]:
+    """Answer questions in turn, the last one again and again."""
+    left = list(answers)
+
+    async def answer(_peer: PeerId, _question: LocateResource) -> ResourceLocation:
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    return answer
+
+
+def output_of(report: TaskReport, name: str = "out") -> StoredOutput:
+    assert report.finished is not None, report
+    return next(output for output in report.finished.outputs if output.name == name)
+
+
+async def found_by(lab: Any, report: TaskReport) -> Any:
+    """Return what a task with the code `READ` has found."""
+    request = PullRequest(dataset=output_of(report, "found").dataset, index=0)
+    return json.loads(await transfer.pull_bytes(lab.server, lab.peer, request, max_bytes=1 << 20))
+
+
+async def make_output(
+    tasks: ScriptedTaskScheduler, lease: uuid.UUID, code: str = MAKE, path: str = "d"
+) -> StoredOutput:
+    tasks.start(lease, "producer", code, outputs={"out": path})
+    return output_of(await tasks.end("producer"))
+
+
+@asynccontextmanager
+async def second_worker(
+    lab: Any, make_config: Any, name: str = "second"
+) -> AsyncIterator[tuple[Worker, MemoryEndpoint]]:
+    """Run a further worker, which has a lease of its own."""
+    folder = lab.folder / name
+    folder.mkdir()
+    config = make_config(folder, executors=[PYTHON])
+    async with lab.network.endpoint(name) as endpoint, open_worker(config, endpoint) as worker:
+        yield worker, endpoint
+
+
+def test_a_result_is_copied_on_the_same_worker(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        output = await make_output(tasks, lease)
+        tasks.locate = answering(
+            ResourceLocation(not_yet=NotYet("producer", 10)),
+            ResourceLocation(pull=PullFiles(located(output, lab.peer))),
+        )
+        sent = lab.worker.endpoint.traffic.sent
+        write = "open('resources/r/y', 'w').write('changed')\n"
+        settings = {"in": ["r", {"deep": "r"}, "other"]}
+        code = READ + write + "assert task['settings']['in'] == ['resources/r', {'deep': 'resources/r'}, 'other']"
+        tasks.start(lease, "t", code, outputs={"found": "found"}, resources=(result(),), settings=settings)
+        report = await tasks.end("t")
+        assert await found_by(lab, report) == {"r": FOUND}
+        assert len(tasks.questions) == 2
+        assert report.finished is not None
+        assert report.finished.bytes_received == 0
+        tasks.start(lease, "u", READ, outputs={"found": "found"}, resources=(result(),))
+        assert await found_by(lab, await tasks.end("u")) == {"r": FOUND}, "the stored output is another copy"
+        assert lab.worker.endpoint.traffic.sent - sent < 20_000
+
+    in_task_lab(case)
+
+
+def test_a_result_is_pulled_from_another_worker(in_task_lab: InTaskLab, make_config: Any) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        output = await make_output(tasks, lease)
+        await lab.scheduler.release(lab.peer, lease)
+        async with second_worker(lab, make_config) as (_, endpoint):
+            lab.worker.lease_manager.close()
+            second = await lab.scheduler.hire(task_executor("python"))
+            tasks.locate = answering(ResourceLocation(pull=PullFiles(located(output, lab.peer))))
+            one = located(output, lab.peer)[1]
+            single = LocatedFile(
+                path="", dataset=one.dataset, index=one.index, size=one.size, digest=one.digest, peers=one.peers
+            )
+            folder = tasks.locate
+
+            async def locate(peer: PeerId, question: LocateResource) -> ResourceLocation:
+                if question.resource == "single":
+                    return ResourceLocation(pull=PullFiles((single,)))
+                return await folder(peer, question)
+
+            tasks.locate = locate
+            resources = (result(), result("single"))
+            tasks.start(second, "t", READ, outputs={"found": "found"}, resources=resources, executor="python")
+            report = await tasks.end("t")
+            request = PullRequest(dataset=output_of(report, "found").dataset, index=0)
+            found = json.loads(await transfer.pull_bytes(lab.server, endpoint.peer_id, request, max_bytes=1 << 20))
+            assert found == {"r": FOUND, "single": "same"}
+            assert report.finished is not None
+            assert report.finished.bytes_received == 17
+            assert {question.lease for question in tasks.questions} == {second}
+
+    in_task_lab(case)
+
+
+def test_a_holder_that_fails_is_reported_and_another_is_asked(in_task_lab: InTaskLab) -> None:
+    """The scheduler hears who has no such file or a false one, and who cannot be reached."""
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        files = {"refused": b"", "false": b"wrong", "right": b"right"}
+
+        async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+            content = files[request.dataset]
+            return transfer.PullSource(content) if content else Refusal(reason="gone")
+
+        transfer.serve_pulls(lab.data, resolve)
+
+        def pull(dataset: str, peer: PeerId) -> ResourceLocation:
+            file = LocatedFile(path="", dataset=dataset, index=0, size=5, digest=digest(b"right"), peers=(peer,))
+            return ResourceLocation(pull=PullFiles((file,)))
+
+        stranger = PeerId.parse("12D3KooWRm8J3iL796zPFi2EtGGtUJn58AG67gcqRLvNLQXkmDoe")
+        data = lab.data.peer_id
+        tasks.locate = answering(
+            pull("refused", data), pull("false", data), pull("right", stranger), pull("right", data)
+        )
+        tasks.start(lease, "t", READ, outputs={"found": "found"}, resources=(result(),))
+        assert await found_by(lab, await tasks.end("t", seconds=30)) == {"r": "right"}
+        failures = [[(failed.peer, failed.is_permanent) for failed in asked.failures] for asked in tasks.questions]
+        assert failures == [[], [(data, True)], [(data, True)], [(stranger, False)]]
+
+    in_task_lab(case)
+
+
+def test_a_resource_that_is_gone_fails_the_attempt_and_is_named(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.locate = answering(ResourceLocation(gone=Gone("its task was cancelled")))
+        tasks.start(lease, "t", resources=(result("data"),))
+        failed = (await tasks.end("t")).failed
+        assert failed is not None
+        assert (failed.resource, failed.exit_code) == ("data", None)
+        assert "its task was cancelled" in failed.reason
+        assert tasks.kinds("t") == ["started", "failed"]
+
+    in_task_lab(case)
+
+
+@pytest.mark.parametrize("path", ["../x", "/x", "a/../b", ""])
+def test_a_scheduler_cannot_place_files_outside_a_resource(in_task_lab: InTaskLab, path: str) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        other = LocatedFile(path="good", dataset="d", index=0, peers=(lab.peer,))
+        bad = LocatedFile(path=path, dataset="d", index=1, peers=(lab.peer,))
+        tasks.locate = answering(ResourceLocation(pull=PullFiles((other, bad))))
+        tasks.start(lease, "t", resources=(result(),))
+        failed = (await tasks.end("t")).failed
+        assert failed is not None
+        assert "does not stay inside" in failed.reason
+
+    in_task_lab(case)
+
+
+def test_a_resource_over_the_storage_fails_the_attempt(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        output = await make_output(tasks, lease, "open('d', 'w').truncate(300_000_000)")
+        tasks.locate = answering(ResourceLocation(pull=PullFiles(located(output, lab.peer))))
+        tasks.start(lease, "t", resources=(result(),))
+        failed = (await tasks.end("t")).failed
+        assert failed is not None
+        assert "exceeds this job's storage" in failed.reason
+        assert failed.resource == "r"
+
+    in_task_lab(case)
+
+
+def test_waiting_for_a_resource_ends_with_the_attempt(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.locate = answering(ResourceLocation(not_yet=NotYet("producer", 10_000)))
+        tasks.start(lease, "t", resources=(result(),))
+        await tasks.until(lambda: tasks.questions)
+        assert await lab.scheduler.release(lab.peer, lease)
+        assert (await tasks.end("t")).cancelled is not None
+
+    in_task_lab(case)
+
+
+def test_files_and_urls_under_the_owners_roots_are_copied(in_task_lab: InTaskLab, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    (shared / "folder" / "deep").mkdir(parents=True)
+    (shared / "folder" / "deep" / "a").write_text("a")
+    (shared / "b").write_text("b")
+    (shared / "folder" / "link").symlink_to(shared / "b")
+    (tmp_path / "secret").write_text("secret")
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        resources = (
+            TaskResource(name="folder", file=FileSource(str(shared / "folder"))),
+            TaskResource(name="file", file=FileSource(str(shared / "b"))),
+            TaskResource(name="page", uri=UriSource((shared / "b").as_uri())),
+        )
+        tasks.start(lease, "t", READ, outputs={"found": "found"}, resources=resources)
+        found = await found_by(lab, await tasks.end("t"))
+        assert found == {"folder": {"deep": {"a": "a"}, "link": "b"}, "file": "b", "page": "b"}
+        (shared / "folder" / "out").symlink_to(tmp_path / "secret")
+        for number, source in enumerate(
+            [str(tmp_path / "secret"), str(shared / ".." / "secret"), str(shared), "relative", str(shared / "folder")]
+        ):
+            tasks.start(lease, f"bad{number}", resources=(TaskResource(name="x", file=FileSource(source)),))
+            failed = (await tasks.end(f"bad{number}")).failed
+            assert failed is not None
+            assert failed.resource == "x"
+            assert "connectors.roots" in failed.reason or "not absolute" in failed.reason
+
+    in_task_lab(case, connectors={"roots": [str(shared)]})
+
+
+def test_a_peers_files_become_a_file_or_a_named_folder(in_task_lab: InTaskLab, serve_slices: Any) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        await serve_slices(lab, 1)
+        peers = (lab.data.peer_id,)
+        resources = (
+            TaskResource(name="one", peers=PeersSource(peers, "numbers", 4)),
+            TaskResource(name="more", peers=PeersSource(peers, "numbers", 1, ("a", "b/c"))),
+        )
+        tasks.start(lease, "t", READ, outputs={"found": "found"}, resources=resources)
+        report = await tasks.end("t")
+        assert await found_by(lab, report) == {"one": "slice 4", "more": {"a": "slice 1", "b": {"c": "slice 2"}}}
+        bad = TaskResource(name="bad", peers=PeersSource(peers, "numbers", 1, ("../a",)))
+        tasks.start(lease, "u", resources=(bad,))
+        failed = (await tasks.end("u")).failed
+        assert failed is not None
+        assert "filenames" in failed.reason
+
+    in_task_lab(case)
+
+
+def test_a_token_reaches_neither_process_nor_reports(
+    in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    used: list[str | None] = []
+
+    async def download(reference: HuggingFaceReference, folder: Path, *_: Any, **__: Any) -> list[Any]:
+        used.append(reference.token)
+        if reference.repository == "org/bad":
+            from hypha_worker.errors import peer_failed
+
+            raise peer_failed(f"the Hub says: no {reference.token}")
+        (folder / "config.json").write_text("{}")
+        return []
+
+    monkeypatch.setattr("hypha_worker.tasks.resource_fetcher.download_from_hub", download)
+
+    def model(repository: str) -> TaskResource:
+        reference = HuggingFaceReference(repository=repository, filenames=("config.json",), token="hf_secret")
+        return TaskResource(name="model", huggingface=reference)
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        code = READ + "assert not any('secre' 't' in v for v in (open('job.json').read(), *os.environ.values()))"
+        tasks.start(lease, "t", code, outputs={"found": "found"}, resources=(model("org/model"),))
+        assert await found_by(lab, await tasks.end("t")) == {"model": {"config.json": "{}"}}
+        tasks.start(lease, "bad", resources=(model("org/bad"),))
+        failed = (await tasks.end("bad")).failed
+        assert failed is not None
+        assert "the Hub says: no [token]" in failed.reason
+        assert used == ["hf_secret"] * 2
+        assert "hf_secret" not in caplog.text
+
+    in_task_lab(case)
+
+
+# ---------------------------------------------------------------------------------------------------------------- push
+
+
+def pushing(
+    tasks: ScriptedTaskScheduler, lab: Any, output: StoredOutput, to: PeerId, *, early: bool
+) -> list[PushBegun]:
+    """Let a scheduler announce a delivery, and tell the holder to push it before or after the announcement."""
+    begun: list[PushBegun] = []
+
+    async def locate(_peer: PeerId, question: LocateResource) -> ResourceLocation:
+        delivery = uuid.uuid4()
+        files = tuple(PushedFile(output.dataset, index, str(index)) for index in reversed(range(len(output.files))))
+        message = PushOutput(job_id=tasks.job_id, delivery=delivery, to=to, files=files)
+
+        async def push() -> None:
+            begun.append(await rpc.call(tasks.endpoint, lab.peer, PUSH_OUTPUT, message))
+
+        await push()
+        if early:
+            await anyio.sleep(0.2)
+        return ResourceLocation(pushed=AwaitPush(delivery, located(output), (lab.peer,)))
+
+    tasks.locate = locate
+    return begun
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_result_is_pushed_to_another_worker(in_task_lab: InTaskLab, make_config: Any, early: bool) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        output = await make_output(tasks, lease)
+        async with second_worker(lab, make_config) as (_, endpoint):
+            lab.worker.lease_manager.close()
+            second = await lab.scheduler.hire(task_executor("python"))
+            begun = pushing(tasks, lab, output, endpoint.peer_id, early=early)
+            tasks.start(second, "t", READ, outputs={"found": "found"}, resources=(result(),), executor="python")
+            report = await tasks.end("t")
+            request = PullRequest(dataset=output_of(report, "found").dataset, index=0)
+            found = json.loads(await transfer.pull_bytes(lab.server, endpoint.peer_id, request, max_bytes=1 << 20))
+            assert found == {"r": FOUND}
+            assert begun == [PushBegun(accepted=True)]
+            assert report.finished is not None
+            assert report.finished.bytes_received == 13
+
+    in_task_lab(case)
+
+
+def test_only_announced_pushes_of_announced_senders_are_accepted(in_task_lab: InTaskLab, recorded: Any) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        delivery = uuid.uuid4()
+        file = LocatedFile(path="", dataset="d", index=0, size=5, digest=digest(b"right"))
+        tasks.locate = answering(ResourceLocation(pushed=AwaitPush(delivery, (file,), (lab.data.peer_id,))))
+        tasks.start(lease, "t", READ, outputs={"found": "found"}, resources=(result(),))
+
+        await tasks.until(lambda: tasks.questions)
+
+        async def push(peer: MemoryEndpoint, content: bytes = b"right", **changes: Any) -> str:
+            fields = {"job_id": tasks.job_id, "kind": TASK_RESOURCE, "name": "0", "delivery": delivery}
+            fields |= {"size": len(content), "digest": digest(content)} | changes
+            header = PushHeader(round=0, **fields)
+            try:
+                await transfer.push(peer, lab.peer, content, header)
+            except TransferRefusedError as error:
+                return error.reason
+            return ""
+
+        assert "not announced as a sender" in await push(lab.server)
+        assert "no task here expects" in await push(lab.data, delivery=uuid.uuid4(), job_id=uuid.uuid4())
+        assert "not part of this delivery" in await push(lab.data, job_id=uuid.uuid4())
+        assert "not part of this delivery" in await push(lab.data, kind="outer-update")
+        assert "not wanted" in await push(lab.data, name="1")
+        assert "not wanted" in await push(lab.data, name="-1")
+        assert "is announced" in await push(lab.data, b"wrong")
+        assert "5 are announced" in await push(lab.data, b"long, but with the digest", digest=file.digest)
+        assert recorded.total("hypha.worker.deliveries.refused") == 8
+        assert await push(lab.data) == ""
+        assert await found_by(lab, await tasks.end("t")) == {"r": "right"}
+
+    in_task_lab(case)
+
+
+def test_a_stalled_delivery_is_reported(in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hypha_worker.tasks.deliveries.STALL", 0.2)
+    monkeypatch.setattr("hypha_worker.tasks.deliveries._POLL", 0.05)
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        file = LocatedFile(path="", dataset="d", index=0)
+        pushed = ResourceLocation(pushed=AwaitPush(uuid.uuid4(), (file,), (lab.data.peer_id,)))
+        tasks.locate = answering(pushed, ResourceLocation(gone=Gone("nobody has it")))
+        tasks.start(lease, "t", resources=(result(),))
+        assert (await tasks.end("t")).failed is not None
+        [failure] = tasks.questions[1].failures
+        assert (failure.peer, failure.is_permanent) == (lab.data.peer_id, False)
+        assert "1 of 1 files were not pushed" in failure.reason
+
+    in_task_lab(case)
+
+
+def test_only_the_scheduler_of_outputs_has_them_pushed(in_task_lab: InTaskLab, recorded: Any) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        output = await make_output(tasks, lease)
+
+        async def ask(peer: MemoryEndpoint, **changes: Any) -> PushBegun:
+            fields = {"job_id": tasks.job_id, "to": lab.server.peer_id, "files": (PushedFile(output.dataset, 0, "0"),)}
+            return await rpc.call(peer, lab.peer, PUSH_OUTPUT, PushOutput(delivery=uuid.uuid4(), **(fields | changes)))
+
+        scheduler = lab.scheduler.endpoint
+        assert not (await ask(lab.server)).accepted
+        assert not (await ask(scheduler, job_id=uuid.uuid4())).accepted
+        assert not (await ask(scheduler, files=(PushedFile(output.dataset, 3, "0"),))).accepted
+        assert not (await ask(scheduler, to=lab.peer)).accepted
+        assert recorded.total("hypha.worker.output.requests", hypha_request="push", hypha_outcome="refused") == 4
+        assert (await ask(scheduler)).accepted
+
+    in_task_lab(case)

@@ -1,0 +1,377 @@
+"""Tasks on a lease, in real processes: definitions, reports, outputs, and the ways in which an attempt ends."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+from blake3 import blake3
+from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler, kind_of
+
+from hypha_net import rpc, transfer
+from hypha_net.errors import TransferRefusedError
+from hypha_proto.leases import CANCEL_JOB, RENEW_LEASE, CancelJob, RenewLease
+from hypha_proto.task_resources import RELEASE_OUTPUTS, ReleaseOutputs
+from hypha_proto.tasks import DrainTask, Stop, StoredOutput, TaskReport, task_executor
+from hypha_proto.transfer import PullRequest
+
+WAITS = "import subprocess; subprocess.Popen(['sleep', '60']); print('pid', os.getpid(), flush=True); time.sleep(60)"
+
+InTaskLab = Callable[..., None]
+
+
+async def pull(endpoint: Any, peer: Any, output: StoredOutput, index: int = 0) -> bytes:
+    request = PullRequest(dataset=output.dataset, index=index)
+    return bytes(await transfer.pull_bytes(endpoint, peer, request, max_bytes=1 << 20))
+
+
+def outputs_of(report: TaskReport) -> dict[str, StoredOutput]:
+    assert report.finished is not None, report
+    return {output.name: output for output in report.finished.outputs}
+
+
+def test_tasks_run_one_after_the_other_and_their_outputs_stay(in_task_lab: InTaskLab) -> None:
+    first = "os.makedirs('made/deep'); open('made/deep/x', 'w').write('deep'); open('made/y', 'w').write('y')\n"
+    first += "open('f', 'w').write('file')"
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "first", first, outputs={"folder": "made", "file": "f", "log": "executor.log"})
+        report = await tasks.end("first")
+        assert tasks.kinds("first") == ["started", "ready", "finished"]
+        outputs = outputs_of(report)
+        assert [(file.path, file.size) for file in outputs["folder"].files] == [("deep/x", 4), ("y", 1)]
+        assert [(file.path, file.size) for file in outputs["file"].files] == [("", 4)]
+        assert outputs["file"].files[0].digest == f"blake3:{blake3(b'file').hexdigest()}"
+        tasks.start(lease, "second[3]", "print(1)", index=3, count=5)
+        await tasks.end("second[3]")
+        for peer in (lab.scheduler.endpoint, lab.server):
+            assert await pull(peer, lab.peer, outputs["folder"]) == b"deep"
+            assert await pull(peer, lab.peer, outputs["folder"], 1) == b"y"
+        assert lab.worker.tasks.running == ()
+        [folder] = lab.left_behind()
+        assert folder.startswith("outputs-"), "work directories are removed"
+
+    in_task_lab(case)
+
+
+def test_a_process_sees_its_task_without_sources(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        code = "open('seen', 'w').write(json.dumps(task)); open('out', 'w').close()"
+        settings = {"nested": [{"a": "out"}, 1.5, None]}
+        tasks.start(
+            lease, "t[1]", code, attempt=4, outputs={"seen": "seen", "out": "out"}, settings=settings, index=1, count=2
+        )
+        outputs = outputs_of(await tasks.end("t[1]", 4))
+        seen = json.loads(await pull(lab.server, lab.peer, outputs["seen"]))
+        settings["code"] = code
+        assert seen == {
+            "job_id": str(tasks.job_id),
+            "task": "t[1]",
+            "attempt": 4,
+            "scheduler": str(lab.scheduler.endpoint.peer_id),
+            "index": 1,
+            "count": 2,
+            "settings": settings,
+            "resources": {},
+            "outputs": {"seen": "seen", "out": "out"},
+            "timeout_ms": None,
+        }
+
+    in_task_lab(case)
+
+
+def test_a_failed_executor_is_reported_and_the_next_attempt_runs(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", "print('the reason'); sys.exit(3)")
+        failed = (await tasks.end("t")).failed
+        assert failed is not None
+        assert (failed.exit_code, failed.last_lines) == (3, ("the reason",))
+        assert "exited with status 3" in failed.reason
+        tasks.start(lease, "t", attempt=1)
+        assert (await tasks.end("t", 1)).finished is not None
+
+    in_task_lab(case)
+
+
+def test_work_is_given_back_when_an_executor_asks_for_it(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", "print('ERROR disk: full'); sys.exit(os.EX_IOERR)")
+        cancelled = (await tasks.end("t")).cancelled
+        assert cancelled is not None
+        assert cancelled.reason == "ERROR disk: full"
+
+    in_task_lab(case)
+
+
+def test_an_attempt_fails_after_its_timeout(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", "time.sleep(60)", timeout_ms=300)
+        failed = (await tasks.end("t")).failed
+        assert failed is not None
+        assert "after 0.3 s" in failed.reason
+
+    in_task_lab(case)
+
+
+@pytest.mark.parametrize("how", ["stop", "drain", "cancel", "release", "expiry"])
+def test_an_attempt_ends_with_its_whole_process_tree(in_task_lab: InTaskLab, how: str) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", WAITS, outputs={"pid": "executor.log"})
+        await tasks.until(lambda: "ready" in tasks.kinds("t"))
+        [run] = lab.worker.tasks.running
+        await tasks.until(lambda: psutil.Process().children(recursive=True)[1:], 10)
+        children = psutil.Process().children(recursive=True)
+        if how == "stop":
+            tasks.define(lease, "t", stop=Stop("enough"))
+        elif how == "drain":
+            tasks.define(lease, "t", drain=DrainTask(100, "the worker drains"))
+        elif how == "cancel":
+            answer = await rpc.call(lab.scheduler.endpoint, lab.peer, CANCEL_JOB, CancelJob(id=lease, reason="enough"))
+            assert answer.known
+        elif how == "release":
+            assert await lab.scheduler.release(lab.peer, lease)
+        else:
+            [held] = lab.worker.lease_manager.leases
+            held.expires = anyio.current_time()
+        report = await tasks.end("t")
+        assert report.cancelled is not None
+        reasons = {"stop": "enough", "drain": "drains", "cancel": "enough", "release": "released", "expiry": "renewed"}
+        assert reasons[how] in report.cancelled.reason
+        assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        assert lab.left_behind() == []
+        assert run.ended.is_set()
+        if how in ("stop", "drain", "cancel"):
+            tasks.start(lease, "next")
+            assert (await tasks.end("next")).finished is not None
+        else:
+            total = lab.worker.arbiter.capabilities.capacity.resources
+            await tasks.until(lambda: lab.worker.lease_manager.free.resources == total)
+        if how == "drain":
+            assert tasks.kinds("t") == ["started", "ready", "draining", "cancelled"]
+
+    in_task_lab(case)
+
+
+def test_stale_attempts_are_refused_and_counted(in_task_lab: InTaskLab, recorded: Any) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", "time.sleep(0.3)", attempt=2)
+        tasks.start(lease, "t", attempt=1)
+        tasks.start(lease, "t", attempt=2)
+        tasks.define(lease, "t", 1, stop=Stop("late"))
+        tasks.define(lease, "other", 5, stop=Stop("never begun"))
+        assert (await tasks.end("t", 2)).finished is not None
+        await tasks.channel(lease).wait_until_handled()
+        assert tasks.kinds("t", 1) == []
+        assert tasks.kinds("t", 2) == ["started", "ready", "finished"]
+        assert recorded.total("hypha.worker.definitions.refused", hypha_reason="stale") == 3
+        assert (await tasks.end("other", 5)).cancelled is not None
+
+    in_task_lab(case)
+
+
+def test_a_second_task_at_the_same_time_is_given_back(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "one", "time.sleep(0.3)")
+        tasks.start(lease, "two")
+        cancelled = (await tasks.end("two")).cancelled
+        assert cancelled is not None
+        assert "already runs" in cancelled.reason
+        assert (await tasks.end("one")).finished is not None
+
+    in_task_lab(case)
+
+
+BAD_SPECS = {
+    "task": (("../x", {}), "task '../x'"),
+    "executor": (("t", {"executor": "shell/other"}), "executor 'shell/other'"),
+    "timeout": (("t", {"timeout_ms": 0}), "timeout_ms is 0"),
+    "absolute": (("t", {"outputs": {"o": "/etc/passwd"}}), "path '/etc/passwd'"),
+    "outside": (("t", {"outputs": {"o": "a/../../x"}}), "not inside"),
+    "whole": (("t", {"outputs": {"o": "."}}), "not inside"),
+    "resources": (("t", {"outputs": {"o": "resources/x"}}), "overlaps with the resources"),
+    "overlap": (("t", {"outputs": {"o": "a", "p": "a/b"}}), "overlaps with output o"),
+    "name": (("t", {"outputs": {"a/b": "x"}}), "output 'a/b' is no name"),
+    "many": (("t", {"outputs": {f"o{n}": f"p{n}" for n in range(101)}}), "limit of 100"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_SPECS)
+def test_a_definition_that_cannot_be_used_fails_with_the_reason(
+    in_task_lab: InTaskLab, recorded: Any, fault: str
+) -> None:
+    (task, fields), reason = BAD_SPECS[fault]
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, task, **fields)
+        failed = (await tasks.end(task)).failed
+        assert failed is not None
+        assert reason in failed.reason
+        assert recorded.total("hypha.worker.definitions.refused", hypha_reason="malformed") == 1
+        assert lab.left_behind() == []
+        tasks.start(lease, "next")
+        assert (await tasks.end("next")).finished is not None
+
+    in_task_lab(case)
+
+
+BAD_OUTPUTS = {
+    "missing": ("", "made no 'x'"),
+    "link": ("os.symlink('/etc/passwd', 'x')", "'x' is a symbolic link"),
+    "inner link": ("os.mkdir('x'); os.symlink('/etc/passwd', 'x/y')", "'y' is a symbolic link"),
+    "fifo": ("os.mkdir('x'); os.mkfifo('x/y')", "'y' is a FIFO"),
+    "long": (
+        "os.makedirs('x/' + 'a' * 200 + '/' + 'b' * 100); open('x/' + 'a' * 200 + '/' + 'b' * 100 + '/c', 'w')",
+        "longer than 255",
+    ),
+    "bytes": ("os.mkdir('x'); open(b'x/\\xff', 'w')", "not UTF-8"),
+    "many": ("os.mkdir('x'); [open(f'x/{n}', 'w').close() for n in range(2001)]", "more than 2000 files"),
+    "large": ("open('x', 'w').truncate(600_000_000)", "request more storage"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_OUTPUTS)
+def test_an_output_that_is_none_fails_the_attempt_and_is_named(in_task_lab: InTaskLab, fault: str) -> None:
+    code, reason = BAD_OUTPUTS[fault]
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", "open('good', 'w').close();" + code, outputs={"good": "good", "bad": "x"})
+        failed = (await tasks.end("t")).failed
+        assert failed is not None
+        assert failed.reason.startswith("output bad")
+        assert reason in failed.reason
+        assert lab.worker.tasks.held == ()
+
+    in_task_lab(case)
+
+
+def test_a_path_through_a_link_is_no_output(in_task_lab: InTaskLab, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", f"os.symlink({str(tmp_path)!r}, 'x')", outputs={"o": "x/secret"})
+        failed = (await tasks.end("t")).failed
+        assert failed is not None
+        assert "'x' in its path is a symbolic link" in failed.reason
+
+    in_task_lab(case)
+
+
+def test_outputs_are_served_and_removed_only_for_those_who_may(in_task_lab: InTaskLab, recorded: Any) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", "open('x', 'w').write('x'); open('y', 'w').write('y')", outputs={"x": "x", "y": "y"})
+        outputs = outputs_of(await tasks.end("t"))
+        for request in (
+            PullRequest(dataset="output-guess", index=0),
+            PullRequest(dataset=outputs["x"].dataset, index=1),
+            PullRequest(dataset=outputs["x"].dataset, index=0, name="manifest"),
+        ):
+            with pytest.raises(TransferRefusedError, match="has no file"):
+                await transfer.pull_bytes(lab.server, lab.peer, request, max_bytes=100)
+        assert recorded.total("hypha.worker.output.requests", hypha_request="pull", hypha_outcome="refused") == 3
+
+        async def release(peer: Any, job_id: uuid.UUID, *names: str) -> int:
+            message = ReleaseOutputs(job_id=job_id, datasets=names)
+            return (await rpc.call(peer, lab.peer, RELEASE_OUTPUTS, message)).removed
+
+        assert await release(lab.server, tasks.job_id) == 0
+        assert await release(lab.scheduler.endpoint, uuid.uuid4(), outputs["x"].dataset) == 0
+        assert await pull(lab.server, lab.peer, outputs["x"]) == b"x"
+        assert recorded.total("hypha.worker.output.requests", hypha_request="release", hypha_outcome="refused") == 1
+        assert await release(lab.scheduler.endpoint, tasks.job_id, outputs["x"].dataset) == 1
+        with pytest.raises(TransferRefusedError):
+            await pull(lab.server, lab.peer, outputs["x"])
+        assert await release(lab.scheduler.endpoint, tasks.job_id) == 1
+        assert lab.worker.tasks.held == ()
+
+    in_task_lab(case)
+
+
+def test_outputs_outlive_their_lease_and_take_its_storage(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        manager = lab.worker.lease_manager
+        tasks.start(lease, "t", "open('x', 'w').truncate(300_000_000)", outputs={"x": "x"})
+        outputs = outputs_of(await tasks.end("t"))
+        assert manager.free.resources.storage == pytest.approx(0.5), "the lease still holds it"
+        tasks.start(lease, "u", "open('x', 'w').truncate(300_000_000)", outputs={"x": "x"})
+        failed = (await tasks.end("u")).failed
+        assert failed is not None
+        assert "the task's storage has 200000000" in failed.reason
+        assert await lab.scheduler.release(lab.peer, lease)
+        assert manager.free.resources.storage == pytest.approx(0.7)
+        message = ReleaseOutputs(job_id=tasks.job_id, datasets=(outputs["x"].dataset,))
+        assert (await rpc.call(lab.scheduler.endpoint, lab.peer, RELEASE_OUTPUTS, message)).removed == 1
+        assert manager.free.resources.storage == pytest.approx(1.0)
+
+    in_task_lab(case)
+
+
+def test_outputs_are_removed_an_hour_after_the_last_renewal(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", "open('x', 'w').close()", outputs={"x": "x"})
+        await tasks.end("t")
+        renewed = anyio.current_time()
+        await rpc.call(lab.scheduler.endpoint, lab.peer, RENEW_LEASE, RenewLease(id=lease))
+        await lab.worker.tasks.sweep(renewed + 3590)
+        assert len(lab.worker.tasks.held) == 1
+        await lab.worker.tasks.sweep(renewed + 3610)
+        assert lab.worker.tasks.held == ()
+        [folder] = (lab.folder / "work").iterdir()
+        assert list(folder.iterdir()) == []
+
+    in_task_lab(case)
+
+
+def test_a_broken_stream_goes_on_without_loss_or_repetition(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        await tasks.until(lambda: lease in tasks.streams)
+        for number in range(12):
+            tasks.start(lease, f"t{number}", "time.sleep(0.02)")
+            if number % 3 == 0:
+                await tasks.streams[lease].reset()
+            if number % 3 == 1:
+                await lab.scheduler.endpoint.disconnect(lab.peer)
+            assert (await tasks.end(f"t{number}")).finished is not None
+        kinds = [(report.task, kind_of(report)) for report in tasks.reports]
+        expected = [(f"t{number}", kind) for number in range(12) for kind in ("started", "ready", "finished")]
+        assert kinds == expected
+        assert len(tasks.subscriptions) > 5
+
+    in_task_lab(case)
+
+
+def test_a_refused_subscription_is_tried_again_while_the_lease_lives(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        await tasks.until(lambda: lease in tasks.streams)
+        tasks.refuse = "no such lease"
+        await tasks.streams[lease].reset()
+        await tasks.until(lambda: len(tasks.subscriptions) > 3)
+        tasks.refuse = None
+        tasks.start(lease, "t")
+        assert (await tasks.end("t")).finished is not None
+        await lab.scheduler.release(lab.peer, lease)
+        count = len(tasks.subscriptions)
+        await anyio.sleep(0.5)
+        assert len(tasks.subscriptions) == count, "none after the lease"
+
+    in_task_lab(case)
+
+
+def test_shutdown_ends_a_task_and_removes_everything(in_lab: Callable[..., None], tmp_path: Path) -> None:
+    async def case(lab: Any) -> None:
+        tasks = ScriptedTaskScheduler(lab.scheduler.endpoint)
+        tasks.listen()
+        lease = await lab.scheduler.hire(task_executor("python"))
+        tasks.start(lease, "t", "open('x', 'w').close()", outputs={"x": "x"}, executor="python")
+        await tasks.end("t")
+        tasks.start(lease, "u", WAITS, executor="python")
+        await tasks.until(lambda: "ready" in tasks.kinds("u"))
+
+    in_lab(case, executors=[PYTHON])
+    assert list((tmp_path / "work").iterdir()) == []
+    assert not [child for child in psutil.Process().children(recursive=True) if "sleep" in child.name()]
