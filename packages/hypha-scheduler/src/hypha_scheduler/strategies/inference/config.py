@@ -42,7 +42,7 @@ EXECUTOR: Final = "inference/transformers"
 """Class and name of the default executor."""
 RESOURCES: Final = ("model", "preprocessor", "slices")
 """Names of the resources of a task. A text among its settings that equals one stands for a path."""
-_GENERATES: Final = ("prompt", "max_new_tokens", "temperature", "top_p", "stop")
+_GENERATES: Final = ("prompt", "max_new_tokens", "temperature", "top_p", "stop", "chat_template")
 _U32: Final = (1 << 32) - 1
 _MAX_SECONDS: Final = 31 * 86400.0
 _MAX_WORKERS: Final = 10_000
@@ -71,6 +71,9 @@ class InferenceTable(Table):
     )
     stop: tuple[_Stop, ...] = Field(
         default=(), max_length=_MAX_STOPS, description="generate: texts that end a row; they are not part of it."
+    )
+    chat_template: bool = Field(
+        default=True, description="generate: apply the tokenizer's chat template to the prompt, if it has one."
     )
     batch_size: int = Field(default=8, ge=1, le=1 << 20, description="Rows that an executor computes together.")
     seed: int = Field(
