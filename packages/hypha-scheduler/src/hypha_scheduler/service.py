@@ -248,7 +248,8 @@ class SchedulerService:
     async def _data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
         run = self._of_peer(peer, request.job_id)
         answer = NotFound() if run is None else await run.on_data(peer, request)
-        if not isinstance(answer, SliceAssigned):
+        is_over = isinstance(answer, NotFound) and run is not None and run.runs_on(peer)  # there are no more slices
+        if not isinstance(answer, SliceAssigned) and not is_over:
             reason = (
                 answer.message if isinstance(answer, WireError) else "it is not a member of a job with this dataset"
             )
