@@ -28,6 +28,9 @@ from hypha_worker.jobs.job_manager import JobManager
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.service import Worker
+from hypha_worker.tasks.output_store import OutputStore
+from hypha_worker.tasks.task_manager import TaskManager
+from hypha_worker.tasks.task_run import TaskHost
 
 EXECUTORS = frozenset({TrainExecutor(name="train"), AggregateExecutor(name="aggregate")})
 ROOM = Resources(cpu=1.0)
@@ -38,7 +41,10 @@ async def start_worker(endpoint: MemoryEndpoint, tasks: anyio.abc.TaskGroup) -> 
     capabilities = Capabilities(Capacity(ROOM), EXECUTORS)
     lease_manager = LeaseManager(capabilities.capacity)
     jobs = JobManager(endpoint, lease_manager, {}, Path("unused"), tasks)
-    worker = Worker(endpoint, Arbiter(OfferPolicy(), capabilities), lease_manager, jobs)
+    task_manager = TaskManager(
+        TaskHost(endpoint, lease_manager, Path("unused"), OutputStore(Path("unused/outputs"))), tasks
+    )
+    worker = Worker(endpoint, Arbiter(OfferPolicy(), capabilities), lease_manager, jobs, task_manager)
     worker.listen()
     await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep).run)
     tasks.start_soon(worker.sweep_loop)

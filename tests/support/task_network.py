@@ -100,6 +100,7 @@ class TaskNetwork(LocalNetwork):
         self.shared.mkdir()
         for name in self.trainers:
             text, _, _ = self.configuration(name).read_text().partition("[resources]")
+            text = text.replace("drain_timeout = 0", "drain_timeout = 30")
             resources = f"[resources]\ncpu = {leases}\nmemory = 4\nstorage = 20\n"
             resources += "[resources.default]\ncpu = 1\nstorage = 1\n"
             roots = f"[connectors]\nroots = {json.dumps([str(self.shared)])}\n"

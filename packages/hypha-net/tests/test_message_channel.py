@@ -182,3 +182,23 @@ def test_messages_that_nobody_acknowledges_are_bounded() -> None:
         side.channel.send(str(number))
     with pytest.raises(ChannelError, match="wait for their acknowledgement"):
         side.channel.send("one more")
+
+
+def test_a_stream_that_breaks_while_the_exchange_is_cancelled_is_no_error() -> None:
+    side = Side()
+
+    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        async with anyio.create_task_group() as tasks:
+            near, far = await connect(a, b, tasks)
+            with anyio.CancelScope() as scope:
+
+                async def end() -> None:
+                    await anyio.lowlevel.checkpoint()
+                    await near.reset()
+                    scope.cancel()
+
+                tasks.start_soon(end)
+                await side.channel.run(far, 0)
+            assert scope.cancelled_caught
+
+    run_with_pair(case)

@@ -606,7 +606,9 @@ async def refused(lab: Lab, worker: ScriptedWorker, lease: uuid.UUID) -> str | N
     return answer.refused
 
 
-def test_streams_of_other_leases_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_of_other_leases_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counters: Counter[str]
+) -> None:
     async def case(lab: Lab) -> None:
         operator = await lab.start()
         await operator.until("acquired")
@@ -618,6 +620,7 @@ def test_streams_of_other_leases_are_refused(tmp_path: Path, monkeypatch: pytest
         assert await refused(lab, lab.worker(lease), lease.id) is None
         await lab.finish(operator)
         assert await refused(lab, lab.worker(lease), lease.id) == unknown
+        assert counters["hypha.scheduler.task_streams.refused"] == 3
 
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
@@ -782,7 +785,9 @@ async def locate(worker: TaskStreamWorker, begin: TaskDefinition, resource: str,
     return await rpc.call(worker.endpoint, worker.scheduler, LOCATE_RESOURCE, question)
 
 
-def test_workers_hear_where_resources_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_hear_where_resources_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counters: Counter[str]
+) -> None:
     class Locating(QuietOperator):
         def on_locate(self, task: TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
             self.hear("locate", task, request)
@@ -830,6 +835,7 @@ def test_workers_hear_where_resources_are(tmp_path: Path, monkeypatch: pytest.Mo
         other = next(found for found in lab.workers if found.endpoint is not worker.endpoint)
         thief = TaskStreamWorker(other.endpoint, lab.peer, worker.lease, lab.tasks)
         assert (await locate(thief, begin, "model")).gone is not None
+        assert counters["hypha.scheduler.resource_questions.refused"] == 4
         await worker.finish(begin)
         assert (await locate(worker, begin, "model")).gone is not None
         assert len(operator.told("locate")) == 1

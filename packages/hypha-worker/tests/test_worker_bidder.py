@@ -46,6 +46,9 @@ from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
 from hypha_worker.leasing.terms import LeaseTerms
 from hypha_worker.service import Worker
+from hypha_worker.tasks.output_store import OutputStore
+from hypha_worker.tasks.task_manager import TaskManager
+from hypha_worker.tasks.task_run import TaskHost
 
 TRAIN = TrainExecutor(name="x")
 MACHINE = Capacity(Resources(cpu=4.0))
@@ -120,7 +123,8 @@ async def open_site(terms: LeaseTerms) -> AsyncIterator[Site]:
         leases = LeaseManager(MACHINE, terms)
         jobs = JobManager(endpoint, leases, {}, Path("work"), tasks)
         arbiter = Arbiter(policy, Capabilities(MACHINE, frozenset({TRAIN})))
-        worker = Worker(endpoint, arbiter, leases, jobs)
+        task_manager = TaskManager(TaskHost(endpoint, leases, Path("work"), OutputStore(Path("work/outputs"))), tasks)
+        worker = Worker(endpoint, arbiter, leases, jobs, task_manager)
         worker.listen()
         await tasks.start(Bidder(endpoint, arbiter, leases, worker.sweep).run)
         tasks.start_soon(worker.sweep_loop)

@@ -207,6 +207,7 @@ def test_the_bridge_serves_its_description_on_a_private_socket(with_bridge: With
     async def case(bridge: BridgeUnderTest) -> None:
         described = (await bridge.client.get("/openapi.json")).json()
         routes = {"/resources/fetch", "/resources/send", "/resources/receive", "/status/send", "/telemetry/spans"}
+        routes.add("/task/update")
         assert set(described["paths"]) == routes
         assert stat.S_IMODE(bridge.socket.stat().st_mode) == 0o600
 

@@ -233,6 +233,12 @@ class Site:
         )
 
 
+def listens(path: Path) -> bool:
+    """Return whether a program listens at a socket, which may be left by one that was killed."""
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
+
+
 @pytest.fixture
 def on_site(tmp_path: Path, make_config: Any, make_lab: Any) -> Callable[..., None]:
     """Run a test's function beside a worker program; the function returns when the program may be cancelled."""
@@ -264,7 +270,7 @@ def on_site(tmp_path: Path, make_config: Any, make_lab: Any) -> Callable[..., No
 
                 tasks.start_soon(program)
                 with anyio.fail_after(30):
-                    while not site.socket.exists() or not node.readiness.is_ready:
+                    while not listens(site.socket) or not node.readiness.is_ready:
                         await anyio.sleep(0.01)
                     await case(site)
                 tasks.cancel_scope.cancel()

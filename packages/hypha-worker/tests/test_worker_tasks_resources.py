@@ -276,7 +276,7 @@ def test_files_and_urls_under_the_owners_roots_are_copied(in_task_lab: InTaskLab
             failed = (await tasks.end(f"bad{number}")).failed
             assert failed is not None
             assert failed.resource == "x"
-            assert "connectors.roots" in failed.reason or "not absolute" in failed.reason
+            assert "connectors.roots" in failed.reason or "not an absolute path" in failed.reason
 
     in_task_lab(case, connectors={"roots": [str(shared)]})
 

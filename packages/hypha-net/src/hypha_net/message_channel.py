@@ -21,6 +21,8 @@ from hypha_proto.errors import DecodeError
 
 MAX_PENDING: Final = 1000
 """Messages that may wait for their acknowledgement."""
+ACKNOWLEDGEMENT_DELAY: Final = 0.05
+"""Seconds for which an acknowledgement waits for a message that carries it."""
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -111,6 +113,11 @@ class MessageChannel(Generic[Out, In]):
         """Number of own messages that the peer has not handled."""
         return len(self._pending)
 
+    @property
+    def _end(self) -> int:
+        """Sequence number of the next own message."""
+        return self._first + len(self._pending)
+
     def send(self, message: Out) -> None:
         """Queue a message; it is sent now or over the next stream.
 
@@ -124,7 +131,7 @@ class MessageChannel(Generic[Out, In]):
 
     async def wait_until_handled(self) -> None:
         """Wait until the peer has handled all messages that were sent so far."""
-        end = self._first + len(self._pending)
+        end = self._end
         while self._first < end:
             await self._acknowledged.wait()
 
@@ -155,8 +162,13 @@ class MessageChannel(Generic[Out, In]):
         try:
             with self._scope:
                 await self._exchange(stream, peer_wants)
-        except ExceptionGroup as errors:
-            raise first_leaf_error(errors) from None
+        except BaseExceptionGroup as errors:
+            cancelled, _ = errors.split(anyio.get_cancelled_exc_class())
+            if cancelled is not None:  # that the stream broke as well matters to nobody any more
+                raise cancelled from None
+            if isinstance(errors, ExceptionGroup):
+                raise first_leaf_error(errors) from None
+            raise
         finally:
             self._scope = None
 
@@ -172,12 +184,15 @@ class MessageChannel(Generic[Out, In]):
         position, told = self._first, -1
         while True:
             position = max(position, self._first)
-            index = position - self._first
-            message = self._pending[index] if index < len(self._pending) else None
-            if message is None and told == self.next_wanted:
+            if position == self._end and told == self.next_wanted:
                 await self._changed.wait()
                 continue
+            if told >= 0:
+                with anyio.move_on_after(ACKNOWLEDGEMENT_DELAY):
+                    while position == self._end:
+                        await self._changed.wait()
             told = self.next_wanted
+            message = self._pending[position - self._first] if position < self._end else None
             await send_frame(stream, self.codec.encode(position, told, message))
             position += message is not None
 
@@ -198,7 +213,7 @@ class MessageChannel(Generic[Out, In]):
             self._wake()
 
     def _acknowledge(self, stream: Stream, wanted: int) -> None:
-        if not 0 <= wanted <= self._first + len(self._pending):
+        if not 0 <= wanted <= self._end:
             raise ChannelError(f"{stream.peer} acknowledges message {wanted}, which was never sent")
         while self._first < wanted:
             self._pending.popleft()

@@ -66,7 +66,6 @@ from hypha_worker.leasing.lease_manager import (
     UnknownLeaseError,
 )
 from hypha_worker.leasing.terms import LeaseUsage
-from hypha_worker.tasks.deliveries import Deliveries
 from hypha_worker.tasks.execution import TaskExecutionFactory
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.task_manager import TaskManager
@@ -171,10 +170,9 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
             host = TaskHost(
                 endpoint,
                 lease_manager,
-                make_task_factories(config, sockets),
                 config.work_dir,
                 outputs,
-                Deliveries(),
+                make_task_factories(config, sockets),
                 make_access_policy(config),
                 default_storage=config.resources.default.storage,
             )

@@ -16,7 +16,7 @@ from typing import Final
 import anyio
 import anyio.to_thread
 
-from hypha_net import backoff, transfer
+from hypha_net import backoff, instrumentation, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import first_leaf_error
 from hypha_net.errors import (
@@ -38,6 +38,9 @@ MAX_CONCURRENT: Final = 4
 """Files of one output that are pulled at a time."""
 RETRY_DELAYS: Final = (0.5, 2.0, 5.0)
 """Seconds before a holder that cannot be reached is asked again; what is interrupted is resumed by the transfer."""
+_FALSE: Final = instrumentation.Counter(
+    "hypha.scheduler.outputs.refused", "{file}", "Files of outputs with another content than their workers reported."
+)
 _MIN_TIMEOUT: Final = 600.0
 _MIN_RATE: Final = 1 << 18
 """Bytes a second of a large file; what is slower has failed."""
@@ -131,6 +134,7 @@ async def _pull_one(
     try:
         await backoff.retry(partial(_pull, endpoint, output, index, holder, path), RETRY_DELAYS, on_failure)
     except ContentMismatchError as error:
+        _FALSE.add()
         raise ContentMismatchError(f"{what} is not what its worker reported: {error}") from error
     except TransferRefusedError as error:
         raise TransferRefusedError(f"{what}: {error.reason}") from error

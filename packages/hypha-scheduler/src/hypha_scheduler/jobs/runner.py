@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar
 import anyio
 import anyio.abc
 import anyio.to_thread
-import msgspec
 
 from hypha_net import backoff, instrumentation, rpc
 from hypha_net.endpoint import Endpoint
@@ -106,6 +105,11 @@ _MAX_WAIT: Final = 30.0
 _DEFAULT_AUCTION: Final = AuctionSettings()
 _NO_TASK: Final = "no task of this job runs there"
 _JOB_OVER: Final = "the job is over"
+_REFUSED_QUESTIONS: Final = instrumentation.Counter(
+    "hypha.scheduler.resource_questions.refused",
+    "{question}",
+    "Questions of workers about resources of attempts that do not run on their leases.",
+)
 _EXPECTED: Final = (JobFailedError, OSError, NetError)
 """Errors of a strategy that are not errors in its code."""
 
@@ -703,6 +707,7 @@ class JobRunner:
         task = self._register.of_peer(peer, request.lease)
         spec = None if task is None else self.task_streams.spec_of(task)
         if task is None or spec is None or (task.name, task.attempt) != (request.task, request.attempt):
+            _REFUSED_QUESTIONS.add()
             return _gone("this attempt at the task does not run on this lease")
         resource = next((entry for entry in spec.resources if entry.name == request.resource), None)
         if resource is None:
@@ -846,7 +851,14 @@ def _with_bounded_failures(request: LocateResource) -> LocateResource:
         FailedHolder(peer=failure.peer, reason=_one_line(failure.reason), is_permanent=failure.is_permanent)
         for failure in request.failures[:MAX_PROVIDERS]
     )
-    return msgspec.structs.replace(request, failures=failures)
+    return LocateResource(
+        job_id=request.job_id,
+        lease=request.lease,
+        task=request.task,
+        attempt=request.attempt,
+        resource=request.resource,
+        failures=failures,
+    )
 
 
 def _checked_location(told: tuple[ResourceLocation, Effects]) -> tuple[ResourceLocation, Effects]:

@@ -56,6 +56,9 @@ _REFUSED: Final = instrumentation.Counter(
     "{report}",
     "Reports of workers on attempts at tasks that do not run on their leases, or that contradict the task.",
 )
+_REFUSED_STREAMS: Final = instrumentation.Counter(
+    "hypha.scheduler.task_streams.refused", "{stream}", "Task streams of leases that no job holds at their peer."
+)
 _OTHER_ATTEMPT: Final = "it is about an attempt that does not run on its lease"
 
 
@@ -293,7 +296,10 @@ def serve_task_streams(endpoint: Endpoint, find: FindStreams) -> None:
         _STREAMS.add(1)
         open_streams[stream.peer] += 1
         try:
-            await _serve_stream(stream, find, is_one_too_many=open_streams[stream.peer] > MAX_STREAMS)
+            if open_streams[stream.peer] > MAX_STREAMS:
+                await _refuse(stream, f"over {MAX_STREAMS} streams")
+            else:
+                await _serve_stream(stream, find)
         except TimeoutError:
             await stream.reset()
         except (NetError, DecodeError) as error:
@@ -314,7 +320,7 @@ def _complain(complaints: LogThrottle, peer: PeerId, error: Exception) -> None:
         _log.warning("task stream of %s ended: %s", peer, error)
 
 
-async def _serve_stream(stream: Stream, find: FindStreams, *, is_one_too_many: bool) -> None:
+async def _serve_stream(stream: Stream, find: FindStreams) -> None:
     """Answer the first message of a stream and serve it.
 
     Raises:
@@ -327,13 +333,18 @@ async def _serve_stream(stream: Stream, find: FindStreams, *, is_one_too_many: b
         if data is None:
             raise ChannelError("it ended before its first message")
         subscribe: Subscribe = from_cbor(Subscribe, data, _MAX_SUBSCRIBE)
-        found = None if is_one_too_many else await find(stream.peer, subscribe.lease)
-        if found is None:
-            why = f"over {MAX_STREAMS} streams" if is_one_too_many else "no job of this scheduler holds that lease"
-            await _answer(stream, Subscribed(job_id=_NO_JOB, next=0, refused=why))
-            await stream.send_eof()
-            return
-    await found.serve(stream, subscribe)
+        found = await find(stream.peer, subscribe.lease)
+    if found is None:
+        await _refuse(stream, "no job of this scheduler holds that lease")
+    else:
+        await found.serve(stream, subscribe)
+
+
+async def _refuse(stream: Stream, why: str) -> None:
+    _REFUSED_STREAMS.add()
+    with anyio.fail_after(SUBSCRIBE_TIMEOUT):
+        await _answer(stream, Subscribed(job_id=_NO_JOB, next=0, refused=why))
+        await stream.send_eof()
 
 
 async def _answer(stream: Stream, answer: Subscribed) -> None:

@@ -59,22 +59,26 @@ class AccessPolicy:
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
             raise bad_request(f"value: {url[:120]!r} names a host other than this one: use file:///path")
-        path = self.resolve_path(unquote(parts.path))
+        path = self.resolve_path(unquote(parts.path), "value")
         if not path.is_file():
             raise not_found(f"file {str(path)[:120]!r} does not exist")
         return path
 
-    def resolve_path(self, text: str) -> Path:
+    def resolve_path(self, text: str, name: str = "path") -> Path:
         """Return the file or folder of an absolute path, with symbolic links resolved; it need not exist.
+
+        Args:
+            text: the path.
+            name: field that holds it, for errors.
 
         Raises:
             BridgeError: it is not absolute, or under none of ``connectors.roots``.
         """
         if not text.startswith("/") or "\0" in text:
-            raise bad_request(f"path: {text[:120]!r} is not absolute: begin it with /")
+            raise bad_request(f"{name}: {text[:120]!r} is not an absolute path: begin it with /")
         path = Path(text).resolve()
         if not any(root.resolve() in path.parents for root in self.roots):
             raise not_allowed(
-                f"value: {str(path)[:120]!r} is under none of the worker's connectors.roots: ask its owner to add one"
+                f"{name}: {str(path)[:120]!r} is under none of the worker's connectors.roots: ask its owner to add one"
             )
         return path

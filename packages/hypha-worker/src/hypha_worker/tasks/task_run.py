@@ -64,13 +64,13 @@ class TaskHost:
 
     endpoint: Endpoint
     lease_manager: LeaseManager
-    executors: Mapping[str, TaskExecutionFactory]
-    """Makes an execution, by the executor's name in `TaskSpec.executor`."""
     work_dir: Path
     """Each attempt gets a folder in it."""
     store: OutputStore
-    deliveries: Deliveries
-    access: AccessPolicy
+    executors: Mapping[str, TaskExecutionFactory] = field(default_factory=dict)
+    """Makes an execution, by the executor's name in `TaskSpec.executor`."""
+    access: AccessPolicy = field(default_factory=AccessPolicy)
+    deliveries: Deliveries = field(default_factory=Deliveries)
     clock: Callable[[], float] = anyio.current_time
     default_storage: float = DEFAULT_STORAGE
     """GB that an attempt may store whose lease states none."""

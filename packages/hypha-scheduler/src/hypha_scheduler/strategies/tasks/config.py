@@ -272,8 +272,8 @@ class TaskTable(Table):
     @classmethod
     def _disjoint(cls, outputs: dict[str, str]) -> dict[str, str]:
         by_parts = sorted((PurePosixPath(path).parts, name) for name, path in outputs.items())
-        for (outer, first), (inner, second) in pairwise(by_parts):
-            if inner[: len(outer)] == outer:
+        for (parts, first), (longer, second) in pairwise(by_parts):
+            if longer[: len(parts)] == parts:
                 raise ValueError(f"{first!r} and {second!r} overlap; give each a file or folder of its own")
         return outputs
 

@@ -592,7 +592,7 @@ class TasksOperator(base.Operator):
         for holder, datasets in self.ledger.released():
             self._releases += 1
             message = ReleaseOutputs(job_id=self.context.job_id, datasets=datasets)
-            send = base.SendMessage(holder, RELEASE_OUTPUTS, message, _RELEASE, (1.0,), span="release outputs")
+            send = base.SendMessage(holder, RELEASE_OUTPUTS, message, _RELEASE, retry_delays=(), span="release outputs")
             self._others.append(send)
 
     def _end_if_done(self, now: float) -> None:
