@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from support.inference_simulation import FakeDataset
 
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
@@ -149,3 +151,20 @@ def test_columns_of_a_dataset_that_states_none_are_not_checked() -> None:
 def test_requirements_and_executors_are_those_of_the_job() -> None:
     job = InferenceJobConfig.model_validate(GENERATE | {"resources": {"worker": {"cpu": 2, "kind": "inference/mine"}}})
     assert job.executor == "inference/mine"
+
+
+def keys_of(model: type[BaseModel], place: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{place}{name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from keys_of(field.annotation, f"{place}{name}.")
+
+
+def test_every_key_is_in_the_reference() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "inference.md").read_text()
+    rest = ("dataset.", "model.", "preprocessor.", "resources.worker_price.")  # tables of other jobs, too
+    keys = [key for key in keys_of(InferenceJobConfig) if not key.startswith(rest)]
+    tables = ("inference", "results", "resources")
+    missing = [key for key in keys if f"`{key}`" not in page and key not in tables]
+    assert missing == []
+    assert len(keys) > 20
