@@ -71,6 +71,8 @@ class ScriptedTaskScheduler:
     subscriptions: list[Subscribe] = field(default_factory=list)
     questions: list[LocateResource] = field(default_factory=list)
     refuse: str | None = None
+    clean_ends: int = 0
+    """Streams that their workers have ended."""
     locate: Callable[[PeerId, LocateResource], Awaitable[ResourceLocation]] = _nothing
     on_report: Callable[[TaskReport], None] = lambda _report: None
     streams: dict[uuid.UUID, Stream] = field(default_factory=dict)
@@ -101,6 +103,8 @@ class ScriptedTaskScheduler:
         self.streams[wanted.lease] = stream
         try:
             await channel.run(stream, wanted.next)
+            self.clean_ends += 1
+            self._notify()
         except NetError:
             await stream.reset()
 

@@ -20,7 +20,7 @@ from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.config import OfferSection
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 
-NAMES = ("common", "rare", "hypha.task:shell/render")
+NAMES = ("common", "rare", "hypha.task:shell/render", "hypha.task:render")
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(4)]
 MACHINE = Capacity(Resources(cpu=8.0, memory=8.0))
 
@@ -66,8 +66,9 @@ def test_affinity_prefers_peers_and_executors_in_the_order_of_the_list() -> None
     assert chosen(batch, evaluation="affinity") == [0]
 
 
-def test_a_preferred_executor_is_preferred_for_tasks_too() -> None:
-    batch = [received(0, bid=150.0), received(1, executor="hypha.task:shell/render")]
+@pytest.mark.parametrize("executor", ["hypha.task:shell/render", "hypha.task:render"])
+def test_a_preferred_executor_is_preferred_for_tasks_too(executor: str) -> None:
+    batch = [received(0, bid=150.0), received(1, executor=executor)]
     assert chosen(batch, evaluation="affinity", prefer=("render",)) == [1]
 
 

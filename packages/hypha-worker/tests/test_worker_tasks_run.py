@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +14,30 @@ import anyio
 import psutil
 import pytest
 from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
 from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler, kind_of
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import TransferRefusedError
+from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
+from hypha_proto.ids import PeerId
 from hypha_proto.leases import CANCEL_JOB, RENEW_LEASE, CancelJob, RenewLease
 from hypha_proto.task_resources import RELEASE_OUTPUTS, ReleaseOutputs
-from hypha_proto.tasks import DrainTask, Stop, StoredOutput, TaskReport, task_executor
+from hypha_proto.tasks import (
+    DrainTask,
+    OutputPath,
+    Stop,
+    StoredOutput,
+    TaskDefinition,
+    TaskReport,
+    TaskResource,
+    TaskSpec,
+    UriSource,
+    task_executor,
+)
 from hypha_proto.transfer import PullRequest
+from hypha_worker.tasks.definition import DefinitionError, check_start
 
 WAITS = "import subprocess; subprocess.Popen(['sleep', '60']); print('pid', os.getpid(), flush=True); time.sleep(60)"
 
@@ -86,6 +104,21 @@ def test_a_process_sees_its_task_without_sources(in_task_lab: InTaskLab) -> None
     in_task_lab(case)
 
 
+def test_a_name_alone_means_the_first_executor_of_that_name(in_task_lab: InTaskLab) -> None:
+    def executor(job_class: str, text: str) -> dict[str, Any]:
+        return {"class": job_class, "name": "tell", "cmd": "sh", "args": ["-c", f"echo {text} >out"]}
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", executor="tell", outputs={"out": "out"})
+        assert await pull(lab.server, lab.peer, outputs_of(await tasks.end("t"))["out"]) == b"first\n"
+        tasks.start(lease, "u", executor="other/tell")
+        failed = (await tasks.end("u")).failed
+        assert failed is not None
+        assert "none of those that the lease was requested for" in failed.reason
+
+    in_task_lab(case, requested="tell", executors=[executor("shell", "first"), executor("other", "second")])
+
+
 def test_a_failed_executor_is_reported_and_the_next_attempt_runs(in_task_lab: InTaskLab) -> None:
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
         tasks.start(lease, "t", "print('the reason'); sys.exit(3)")
@@ -105,6 +138,38 @@ def test_work_is_given_back_when_an_executor_asks_for_it(in_task_lab: InTaskLab)
         cancelled = (await tasks.end("t")).cancelled
         assert cancelled is not None
         assert cancelled.reason == "ERROR disk: full"
+
+    in_task_lab(case)
+
+
+def test_work_is_given_back_when_the_disk_is_full(in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rename(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        monkeypatch.setattr("hypha_worker.tasks.output_store.os.rename", rename)
+        tasks.start(lease, "t", "open('x', 'w').close()", outputs={"x": "x"})
+        cancelled = (await tasks.end("t")).cancelled
+        assert cancelled is not None
+        assert "No space left on device; free some space there" in cancelled.reason
+        assert lab.worker.tasks.held == ()
+
+    in_task_lab(case)
+
+
+def test_an_error_in_the_worker_ends_one_attempt_only(
+    in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr("hypha_worker.executors.process.task_execution.task_json", lambda _context: 1 / 0)
+            tasks.start(lease, "t")
+            failed = (await tasks.end("t")).failed
+        assert failed is not None
+        assert "ZeroDivisionError" in failed.reason
+        assert "because of an error in this worker" in caplog.text
+        tasks.start(lease, "next")
+        assert (await tasks.end("next")).finished is not None
 
     in_task_lab(case)
 
@@ -152,6 +217,7 @@ def test_an_attempt_ends_with_its_whole_process_tree(in_task_lab: InTaskLab, how
         else:
             total = lab.worker.arbiter.capabilities.capacity.resources
             await tasks.until(lambda: lab.worker.lease_manager.free.resources == total)
+            await tasks.until(lambda: tasks.clean_ends)
         if how == "drain":
             assert tasks.kinds("t") == ["started", "ready", "draining", "cancelled"]
 
@@ -375,3 +441,63 @@ def test_shutdown_ends_a_task_and_removes_everything(in_lab: Callable[..., None]
     in_lab(case, executors=[PYTHON])
     assert list((tmp_path / "work").iterdir()) == []
     assert not [child for child in psutil.Process().children(recursive=True) if "sleep" in child.name()]
+
+
+def test_a_draining_worker_lets_its_task_end_and_gives_back_the_next(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        drains: list[Drain] = []
+
+        async def on_drain(_peer: PeerId, message: Drain) -> DrainReceived:
+            drains.append(message)
+            return DrainReceived()
+
+        rpc.serve(lab.scheduler.endpoint, ANNOUNCE_DRAIN, on_drain)
+        code = "while not os.path.exists('go'):\n time.sleep(0.01)\nopen('x', 'w').write('x')"
+        tasks.start(lease, "t", code, outputs={"x": "x"})
+        await tasks.until(lambda: "ready" in tasks.kinds("t"))
+        [run] = lab.worker.draining.running
+        assert run.definition.task == "t"
+        lab.worker.draining.request(30.0, "its owner drains it")
+        async with anyio.create_task_group() as group:
+            group.start_soon(lab.worker.draining.run)
+            await tasks.until(lambda: drains)
+            tasks.start(lease, "next")
+            [folder] = (lab.folder / "work").glob("hypha-*")
+            (folder / "go").touch()
+            output = outputs_of(await tasks.end("t"))["x"]
+            assert (await tasks.end("next")).cancelled is not None
+            assert await pull(lab.server, lab.peer, output) == b"x", "it is held until it is released"
+            await rpc.call(
+                lab.scheduler.endpoint, lab.peer, RELEASE_OUTPUTS, ReleaseOutputs(job_id=tasks.job_id, datasets=())
+            )
+        assert drains[0].leases == (lease,)
+
+    in_task_lab(case)
+
+
+NAMES = st.sampled_from(["a", "b", "a.b", "a[1]", "../a", "", "x" * 65]) | st.text(max_size=10)
+PATHS = st.sampled_from(
+    ["a", "b", "a/b", "./a", "../a", "/a", "a/", "a//b", ".", "", "resources", "resources/a", "a\0"]
+)
+SETTINGS = st.sampled_from(["{}", "[]", "{", '{"a": 1}', '{"a": 1, "a": 2}', "{" * 70]) | st.text(max_size=10)
+
+
+@given(NAMES, SETTINGS, st.lists(NAMES, max_size=2), st.lists(st.tuples(NAMES, PATHS | st.text()), max_size=3))
+def test_whatever_a_definition_holds_it_is_refused_or_stays_inside(
+    task: str, settings: str, resources: list[str], outputs: list[tuple[str, str]]
+) -> None:
+    spec = TaskSpec(
+        executor="x",
+        settings=settings,
+        resources=tuple(TaskResource(name=name, uri=UriSource("x")) for name in resources),
+        outputs=tuple(OutputPath(name, path) for name, path in outputs),
+    )
+    definition = TaskDefinition(job_id=uuid.UUID(int=1), task=task, attempt=0, start=spec)
+    try:
+        check_start(definition, spec, [task_executor("x")])
+    except DefinitionError:
+        return
+    folder = Path("/work")
+    places = [folder / "resources" / name for name in resources] + [folder / path for _, path in outputs]
+    assert all(folder in Path(os.path.normpath(place)).parents for place in places)
+    assert not [one for one in places for other in places if one is not other and one.is_relative_to(other)]

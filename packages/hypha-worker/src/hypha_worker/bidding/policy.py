@@ -55,5 +55,6 @@ class OfferPolicy:
 def _configured_name(executor: ExecutorDescriptor) -> str:
     """Return the name of an executor in the configuration, also where it is requested for tasks."""
     if executor.name.startswith(TASK_EXECUTOR_PREFIX):
-        return executor.name.removeprefix(TASK_EXECUTOR_PREFIX).partition("/")[2]
+        kind = executor.name.removeprefix(TASK_EXECUTOR_PREFIX)
+        return kind.partition("/")[2] or kind
     return executor.name

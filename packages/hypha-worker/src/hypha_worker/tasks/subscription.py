@@ -99,6 +99,8 @@ class Subscription:
             before, began = self._exchanged, anyio.current_time()
             try:
                 await self._exchange()
+            except SubscriptionRefusedError as error:  # as while the end of the lease is on its way
+                _log.info("task stream of lease %s to scheduler %s: %s", self._lease, self._scheduler, error)
             except (NetError, DecodeError, TimeoutError) as error:
                 if outage.is_due(type(error).__name__):
                     reason = str(error) or "no answer in time"
@@ -116,16 +118,17 @@ class Subscription:
     async def _exchange(self) -> None:
         """Subscribe once, and exchange messages until the stream ends."""
         stream = await self._endpoint.open_stream(self._scheduler, [TASKS])
-        is_clean = False
         try:
             with anyio.fail_after(ANSWER_TIMEOUT):
                 answer = await self._subscribe(stream)
             self.job_id = answer.job_id
             await self._channel.run(stream, answer.next)
-            is_clean = True
-        finally:
+        except Exception:
+            await stream.reset()
+            raise
+        finally:  # also where the lease is over: to the scheduler this is a clean end
             with anyio.CancelScope(shield=True):
-                await (stream.aclose() if is_clean else stream.reset())
+                await stream.aclose()
 
     async def _subscribe(self, stream: Stream) -> Subscribed:
         wanted = Subscribe(lease=self._lease, next=self._channel.next_wanted)
