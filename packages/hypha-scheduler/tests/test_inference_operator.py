@@ -258,6 +258,7 @@ def test_a_restart_at_any_moment_of_a_commit_keeps_each_part_once(tmp_path: Path
             run.run_background(1)
     run.close()
     (run.context.directory / "incoming" / "unknown-part-0.jsonl").write_bytes(b"half of a li")
+    (run.context.directory / "sources-1234").mkdir()
     resumed = Simulation(run.context, run.job)
     records = read_journal(run.context.directory / JOURNAL)
     committed = [record["slice"] for record in records if record["record"] == "part"]
@@ -267,6 +268,10 @@ def test_a_restart_at_any_moment_of_a_commit_keeps_each_part_once(tmp_path: Path
     resumed.close()
     assert results(resumed) == ALL
     assert audit(resumed.context.directory).faults == []
+    workers: Any = resumed.operator.summary({})["workers"]
+    assert sum(worker["rows"] for worker in workers) == sum(ROWS)
+    assert sum(worker["parts"] for worker in workers) == len(ROWS)
+    assert not (run.context.directory / "sources-1234").exists()
 
 
 # --------------------------------------------------------------------------------------------------------------- slices
@@ -364,6 +369,20 @@ def test_a_part_that_came_twice_gets_a_receipt_and_is_dropped(tmp_path: Path) ->
     run.in_hand[task.lease.id].clear()
     run.settle()
     assert results(run) == ALL
+
+
+def test_rates_are_between_the_first_and_the_last_part(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    task = run.tasks[0]
+    run.now = 10.0  # the executor loads its model
+    for _ in range(3):
+        fetched(run, task)
+        run.send_first(task)
+        run.now += 2.0
+    summary = run.operator.summary({})
+    assert summary["seconds"] == 14.0
+    assert summary["rows_per_second"] == sum(ROWS[1:3]) / 4.0
+    assert summary["tokens_per_second"] == 2 * (sum(ROWS[1:3]) - ROWS[1] // 5) / 4.0
 
 
 def test_a_part_of_a_slice_that_another_has_is_dropped(tmp_path: Path) -> None:

@@ -157,6 +157,6 @@ def _ended_early(accepted: dict[str, Any]) -> str:
     if not accepted:
         return "the scheduler ended before it accepted the job; start it and submit the job again"
     return (
-        f"the scheduler ended before job {accepted.get('job_id')} did; start it and submit the job again. The files of "
-        f"this one are in {accepted.get('directory')}"
+        f"the scheduler ended before job {accepted.get('job_id')} did; continue it with `hypha-scheduler resume "
+        f"{accepted.get('directory')} --config FILE`, or start the scheduler and submit the job again"
     )

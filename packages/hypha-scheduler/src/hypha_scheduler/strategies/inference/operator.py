@@ -118,9 +118,8 @@ class InferenceOperator(Operator):
         self._ledger = SliceLedger.restored(data.files.rows, restored.parts)
         self._workers = Workers()
         self._tally = Tally(began=0.0)
-        for part in restored.parts.values():
-            self._tally.restore(part.counts)
-        self._tally.rows_of.update(restored.rows_of)
+        for index, part in restored.parts.items():
+            self._tally.restore(restored.worker_of[index], part.counts)
         self._began = False
         self._barren = 0
         self._failed_starts = 0

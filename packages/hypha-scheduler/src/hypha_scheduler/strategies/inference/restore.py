@@ -56,8 +56,8 @@ class Restored:
     """Fields of the first record; None if there is none."""
     parts: dict[int, Part] = field(default_factory=dict)
     """Committed parts by slice."""
-    rows_of: dict[PeerId, int] = field(default_factory=dict)
-    """Committed rows by worker."""
+    worker_of: dict[int, PeerId] = field(default_factory=dict)
+    """Worker of each part by slice."""
 
 
 def describe_artifact(artifact: Artifact) -> dict[str, Any]:
@@ -117,8 +117,7 @@ def _add_part(state: Restored, record: Mapping[str, Any]) -> None:
         raise ValueError(f"slice {index} was committed before")
     counts = PartCounts(*(int(record[key]) for key in ("rows", "errors", "tokens", "size")))
     state.parts[index] = Part(index, counts, str(record["digest"]), str(record["file"]))
-    worker = PeerId.parse(record["worker"])
-    state.rows_of[worker] = state.rows_of.get(worker, 0) + counts.rows
+    state.worker_of[index] = PeerId.parse(record["worker"])
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

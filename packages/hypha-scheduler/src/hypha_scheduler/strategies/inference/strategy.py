@@ -27,6 +27,8 @@ from hypha_scheduler.strategies.inference.specs import dataset_faults, result_co
 
 MANIFEST: Final = "manifest.json"
 """Name of the dataset's manifest in the job's directory."""
+_SOURCES: Final = "sources-"
+"""Beginning of the name of the directory with copies of model and preprocessor."""
 
 
 class InferenceStrategy:
@@ -59,7 +61,7 @@ async def _open(
     job: InferenceJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
 ) -> AsyncIterator[Operator]:
     restored = restore(journal)
-    scratch = context.directory / f"sources-{uuid.uuid4().hex[:8]}"
+    scratch = context.directory / f"{_SOURCES}{uuid.uuid4().hex[:8]}"
     await anyio.Path(scratch).mkdir()
     try:
         sources = await _open_sources(job, context, scratch, restored.identity)
@@ -105,6 +107,13 @@ def _pinned(model: ModelTable, before: Mapping[str, Any] | None) -> ModelTable:
     return model.model_copy(update={"revision": was["revision"]})
 
 
+def _remove_stale_sources(directory: Path, scratch: Path) -> None:
+    """Remove what earlier runs have copied that were killed."""
+    for stale in directory.glob(f"{_SOURCES}*"):
+        if stale != scratch:
+            shutil.rmtree(stale, ignore_errors=True)
+
+
 async def _prepare(
     job: InferenceJobConfig, context: JobContext, sources: _Sources, restored: Restored, scratch: Path
 ) -> JobData:
@@ -115,6 +124,7 @@ async def _prepare(
     parts = list(restored.parts.values())
     raise_faults(context.directory, await anyio.to_thread.run_sync(files.verify, parts))
     await anyio.to_thread.run_sync(files.settle, parts)
+    _remove_stale_sources(context.directory, scratch)
     await anyio.Path(scratch / MANIFEST).replace(context.directory / MANIFEST)
     columns = result_columns(job, sources.dataset)
     preprocessor = None if sources.preprocessor is None else sources.preprocessor.reference

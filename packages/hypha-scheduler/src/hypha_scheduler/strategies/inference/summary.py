@@ -27,34 +27,41 @@ class Tally:
     rows_of: Counter[PeerId] = field(default_factory=Counter)
     """Committed rows by worker."""
     parts_of: Counter[PeerId] = field(default_factory=Counter)
-    _run_rows: int = 0
-    _run_tokens: int = 0
-    _last: float | None = None
+    _first: float | None = None
+    """Time of the first part of this run."""
+    _last: float = 0.0
     """Time of the last part of this run."""
+    _later_rows: int = 0
+    """Rows of this run after its first part."""
+    _later_tokens: int = 0
 
-    def restore(self, counts: PartCounts) -> None:
+    def restore(self, worker: PeerId, counts: PartCounts) -> None:
         """Count a part of an earlier run."""
         self.rows += counts.rows
         self.errors += counts.errors
         self.tokens += counts.tokens
+        self.rows_of[worker] += counts.rows
+        self.parts_of[worker] += 1
 
     def commit(self, worker: PeerId, counts: PartCounts, now: float) -> None:
         """Count a part that was committed now."""
-        self.restore(counts)
-        self.rows_of[worker] += counts.rows
-        self.parts_of[worker] += 1
-        self._run_rows += counts.rows
-        self._run_tokens += counts.tokens
+        self.restore(worker, counts)
         self._last = now
+        if self._first is None:
+            self._first = now
+        else:
+            self._later_rows += counts.rows
+            self._later_tokens += counts.tokens
 
     @property
     def seconds(self) -> float:
         """Seconds from the first lease of this run to its last part."""
-        return 0.0 if self._last is None else self._last - self.began
+        return 0.0 if self._first is None else self._last - self.began
 
-    def rate(self, count: int) -> float | None:
-        """Return a count per second of this run, or None if it took no time."""
-        return round(count / self.seconds, 3) if self.seconds > 0 else None
+    def _rate(self, count: int) -> float | None:
+        """Return a count per second between the first and the last part of this run, or None."""
+        seconds = 0.0 if self._first is None else self._last - self._first
+        return round(count / seconds, 3) if seconds > 0 else None
 
     def summary(self, traffic: Mapping[PeerId, TrafficCounts], computed: int) -> dict[str, object]:
         """Return the counts; `computed` is the number of rows that this run had assigned, some of them twice."""
@@ -64,8 +71,8 @@ class Tally:
             "errors": self.errors,
             "tokens": self.tokens,
             "seconds": round(self.seconds, 3),
-            "rows_per_second": self.rate(self._run_rows),
-            "tokens_per_second": self.rate(self._run_tokens),
+            "rows_per_second": self._rate(self._later_rows),
+            "tokens_per_second": self._rate(self._later_tokens),
             "rows_assigned": computed,
             "parts_dropped": self.dropped,
             "parts_refused": self.refused,
