@@ -79,3 +79,14 @@ class RegisterMachine(RuleBasedStateMachine):
 
 
 TestRegister = RegisterMachine.TestCase
+
+
+def test_a_peer_with_several_streamed_tasks_may_pull_for_any_of_them() -> None:
+    register, [peer, _] = TaskRegister(), PEERS
+    tasks = [TaskRef(name, lease, 1) for name, lease in zip("ab", LEASES[::2], strict=True)]
+    register.start(tasks[0])
+    assert register.streamed_on(peer) is None
+    register.start(tasks[1], is_streamed=True)
+    assert register.of_peer(peer) is None
+    assert register.streamed_on(peer) == tasks[1]
+    assert register.streamed_on(PEERS[1]) is None

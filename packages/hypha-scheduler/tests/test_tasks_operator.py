@@ -137,14 +137,16 @@ def demand(op: TasksOperator) -> dict[str, int]:
     return {request.role: request.count for request in op.role_requests()}
 
 
-def chain(first: Lease, second: Lease | None = None, **job: Any) -> tuple[TasksOperator, TaskRef, Effects]:
+def chain(
+    first: Lease, second: Lease | None = None, directory: Path = Path("/runs/job"), **job: Any
+) -> tuple[TasksOperator, TaskRef, Effects]:
     """Return an operator whose task a has finished on the first lease and whose b runs, on the second if there is one.
 
     With `second`, a third task keeps the first lease busy.
     """
     tasks = [a_task("a"), a_task("b", "a")]
     if second is None:
-        op = operator(*tasks, **job)
+        op = operator(*tasks, directory=directory, **job)
         a = started(op.on_leases_acquired([first], 0.0))["a"]
         effects = finish(op, a)
         return op, started(effects)["b"], effects
@@ -302,6 +304,20 @@ def test_outputs_are_released_when_nothing_needs_them_and_the_job_ends_when_hold
     assert of_kind(EndJob, op.on_effect_result("release", OutputsReleased(removed=2), 2.0)) == [EndJob()]
 
 
+def test_outputs_are_released_together_but_many_or_large_ones_at_once() -> None:
+    op = operator(*(a_task(f"t{n}", *([f"t{n - 1}"] if n else ())) for n in range(200)))
+    asked, [task] = [], started(op.on_leases_acquired([a_lease()], 0.0)).values()
+    for _ in range(100):
+        effects = finish(op, task)
+        asked += [len(datasets) for _, datasets in released(effects)]
+        [task] = started(effects).values()
+    assert asked == [64]
+    large = StoredOutput(name="o", dataset="large", files=(StoredFile(path="", size=1 << 30, digest=DIGEST),))
+    [task] = started(op.on_task_update(task, TaskEnded(TaskState.FINISHED, outputs=(large,)), 1.0)).values()
+    [(_, datasets)] = released(finish(op, task))
+    assert datasets[-1] == "large"
+
+
 def test_a_holder_that_does_not_answer_delays_the_end_for_seconds_only() -> None:
     op, b, _ = chain(a_lease())
     finish(op, b, 10.0)
@@ -320,7 +336,8 @@ def test_what_is_kept_is_fetched_at_once_and_two_at_a_time() -> None:
     assert not of_kind(EndJob, effects)
     effects = op.on_effect_result(first.tag, 10, 2.0)
     [third] = of_kind(RunInBackground, effects)
-    assert released(effects) == [(a_peer(1), ("a0-1",))]
+    assert released(effects) == []
+    assert released(op.on_deadline(2.5)) == [(a_peer(1), ("a0-1",))]
     [record] = of_kind(WriteJournal, effects)
     assert (record.kind, record.fields["path"]) == ("output_fetched", "/runs/job/results/a0/o")
     op.on_effect_result(second.tag, 10, 2.0)
@@ -479,6 +496,16 @@ def test_a_resource_of_another_kind_that_cannot_be_fetched_is_a_failure() -> Non
     assert "task a failed after 1 attempts: u: not found" in said
 
 
+def test_a_result_of_too_many_files_fails_the_job() -> None:
+    op = operator(a_task("a"), a_task("b", "a"))
+    a = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    b = started(op.on_task_update(a, done(a, files=4001), 1.0))["b"]
+    answer, effects = locate(op, b, "a")
+    assert answer.gone is not None
+    said = failure(effects)
+    assert said == "task b uses o of a, which has 4001 files, over the limit of 4000; pack them into an archive"
+
+
 def test_other_resources_are_not_located_here() -> None:
     op, b, _ = chain(a_lease())
     assert locate(op, b, "nothing")[0].gone is not None
@@ -507,6 +534,17 @@ def test_a_worker_that_drains_gets_nothing_more_and_its_outputs_are_brought_here
     assert source.source == tmp_path / "copies" / "a" / "o"
     assert isinstance(op.on_pull_request(b, PullRequest(dataset="a-1", index=1)), Refusal)
     assert isinstance(op.on_pull_request(b, PullRequest(dataset="a-2", index=0)), Refusal)
+
+
+def test_a_copy_that_cannot_be_had_is_made_again(tmp_path: Path) -> None:
+    op, b, _ = chain(a_lease(), directory=tmp_path)
+    [fetch] = of_kind(RunInBackground, op.on_lease_draining(a_lease(), 20.0, 2.0))
+    op.on_effect_result(fetch.tag, 10, 3.0)
+    op.on_task_update(b, TaskEnded(TaskState.CANCELLED, "drained"), 4.0)
+    b = started(op.on_leases_acquired([a_lease(2)], 5.0))["b"]
+    gone = [FailedHolder(peer=peer, reason="x", is_permanent=True) for peer in (a_peer(1), op.context.scheduler)]
+    assert pulled_from(locate(op, b, "a", *gone)[0]) == [("a-1", (op.context.scheduler,))]
+    assert locate(op, b, "a", *gone)[0].not_yet is not None
 
 
 def test_what_was_made_before_a_drain_is_brought_here_too() -> None:

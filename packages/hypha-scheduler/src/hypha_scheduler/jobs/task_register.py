@@ -96,6 +96,11 @@ class TaskRegister:
         running = self._running.get(lease)
         return None if running is None or running.task.lease.peer != peer else running.task
 
+    def streamed_on(self, peer: PeerId) -> TaskRef | None:
+        """Return any of the running tasks of a peer that its stream tells of."""
+        running = (self._running[lease] for lease in sorted(self._peers.get(peer, ())))
+        return next((found.task for found in running if found.is_streamed), None)
+
     def involves(self, peer: PeerId) -> bool:
         """Return whether a task was ever dispatched to a peer."""
         return peer in self._involved

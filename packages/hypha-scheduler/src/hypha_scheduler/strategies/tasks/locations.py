@@ -24,8 +24,8 @@ from hypha_proto.task_resources import (
 from hypha_scheduler.strategies.base import SendMessage
 from hypha_scheduler.strategies.tasks.ledger import Stored
 
-MAX_FILES: Final = 8000
-"""Largest number of files of a resource, so that the answer stays below the limits of a message."""
+MAX_FILES: Final = 4000
+"""Largest number of files of a resource; the runner refuses answers with more."""
 
 
 def gone(reason: str) -> ResourceLocation:
@@ -46,7 +46,7 @@ def pull(parts: Sequence[Stored], scheduler: PeerId) -> ResourceLocation:
         )
         for part, index, path in _files(parts)
     )
-    return _too_many(len(files)) or ResourceLocation(pull=PullFiles(files=files))
+    return ResourceLocation(pull=PullFiles(files=files))
 
 
 def push(
@@ -62,8 +62,6 @@ def push(
         files.append(
             LocatedFile(path=path, dataset=part.output.dataset, index=index, size=file.size, digest=file.digest)
         )
-    if (refused := _too_many(len(files))) is not None:
-        return refused, ()
     answer = AwaitPush(delivery=delivery, files=tuple(files), senders=tuple(asked))
     messages = tuple(
         SendMessage(
@@ -90,9 +88,3 @@ def _files(parts: Sequence[Stored]) -> Iterator[tuple[Stored, int, str]]:
 def _holders(part: Stored, scheduler: PeerId) -> tuple[PeerId, ...]:
     holder = () if part.holder is None else (part.holder,)
     return holder if part.copy is None else (*holder, scheduler)
-
-
-def _too_many(count: int) -> ResourceLocation | None:
-    if count <= MAX_FILES:
-        return None
-    return gone(f"the result has {count} files, and at most {MAX_FILES} can be passed on; pack them into an archive")

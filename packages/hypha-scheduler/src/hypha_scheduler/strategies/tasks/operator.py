@@ -55,6 +55,12 @@ _MAX_DELIVERIES: Final = 4
 """Answers to one attempt about one resource, alternately to pull and to push; what then fails is lost."""
 _MAX_LOCATED: Final = 200
 """Largest number of files whose place is stated with the start of an attempt."""
+_RELEASE_DELAY: Final = 0.5
+"""Seconds for which outputs that nothing needs any more wait for others, to be released together."""
+_RELEASE_AT_ONCE: Final = 64
+"""Number of such outputs that does not wait."""
+_RELEASE_AT_ONCE_BYTES: Final = 64 << 20
+"""Their size in bytes that does not wait: it is taken from the storage of leases."""
 _RELEASE_TIMEOUT: Final = 5.0
 """Seconds that the end of the job waits for holders to remove outputs."""
 _RELEASE: Final = "release"
@@ -104,6 +110,8 @@ class TasksOperator(base.Operator):
     """Deadlines so far."""
     _releases: int = 0
     """Requests for releases that are not answered."""
+    _release_at: float | None = None
+    """When outputs that nothing needs are released at the latest; None while there are none."""
     _ends_at: float | None = None
     """When the job ends at the latest: all is done but releases."""
     _is_over: bool = False
@@ -438,7 +446,7 @@ class TasksOperator(base.Operator):
         stored = self.ledger.get(key)
         if stored is None:
             return
-        if stored.copy is not None:
+        if stored.copy is not None and stored.holder is not None:
             stored.holder = None
             return
         self._records.append(records.lost(*key, reason))
@@ -529,8 +537,10 @@ class TasksOperator(base.Operator):
         run.deliveries[request.resource] = max(1, run.deliveries[request.resource])  # the first came with the start
         for key in list(self.instances.keys(result)):
             stored = self.ledger.get(key)
-            failure = None if stored is None or stored.holder is None else reasons.get(stored.holder)
-            if stored is None or failure is None:
+            if stored is None:
+                continue
+            failure = reasons.get(stored.holder or self.context.scheduler)
+            if failure is None:
                 continue
             tried_all = run.deliveries[request.resource] >= _MAX_DELIVERIES
             if failure.is_permanent or stored.is_suspect or tried_all:
@@ -539,6 +549,10 @@ class TasksOperator(base.Operator):
     def _deliver(self, run: Run, resource: str, result: Result) -> ResourceLocation:
         """Answer how a worker gets a result that exists: as the job says, and the next time the other way."""
         parts = self._parts(result)
+        if (count := sum(len(part.output.files) for part in parts)) > locations.MAX_FILES:
+            what = f"task {run.instance.name} uses {result[1]} of {result[0]}, which has {count} files"
+            self._fail_later(f"{what}, over the limit of {locations.MAX_FILES}; pack them into an archive")
+            return locations.gone("it has too many files")
         number = run.deliveries[resource]
         run.deliveries[resource] += 1
         consumer = run.task.lease.peer
@@ -583,8 +597,8 @@ class TasksOperator(base.Operator):
                 self._start(held, instance, now)
             self.placement.mark_surplus()
             self._others += self.collection.start(self.instances.by_name)
-            self._release()
             self._end_if_done(now)
+            self._release_some(now)
         effects = (*self._starts, *self._records, *self._others)
         self._starts, self._records, self._others = [], [], []
         return effects
@@ -612,7 +626,20 @@ class TasksOperator(base.Operator):
     def _parts(self, result: Result) -> list[Stored]:
         return [stored for key in self.instances.keys(result) if (stored := self.ledger.get(key)) is not None]
 
+    def _release_some(self, now: float) -> None:
+        """Have outputs removed if there are many, or some have waited."""
+        count, size = self.ledger.releasable
+        if count and (count >= _RELEASE_AT_ONCE or size >= _RELEASE_AT_ONCE_BYTES or self._is_release_due(now)):
+            self._release()
+        elif count and self._release_at is None:
+            self._release_at = now + _RELEASE_DELAY
+            self._set_deadline(self._release_at, _RELEASE, None)
+
+    def _is_release_due(self, now: float) -> bool:
+        return self._release_at is not None and self._release_at <= now
+
     def _release(self) -> None:
+        self._release_at = None
         for holder, datasets in self.ledger.released():
             self._releases += 1
             message = ReleaseOutputs(job_id=self.context.job_id, datasets=datasets)
@@ -623,6 +650,7 @@ class TasksOperator(base.Operator):
         """End the job when all has finished and is here, and holders were told what to remove."""
         if self.instances.unfinished or self._copies_missing or not self.collection.is_idle:
             return
+        self._release()
         if self._ends_at is None:
             self._ends_at = now + _RELEASE_TIMEOUT
         if not self._releases:
