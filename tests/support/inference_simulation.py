@@ -283,7 +283,8 @@ class Simulation:
             for name, message in notices:
                 self.carry_out(self.operator.on_message(None, name, message, self.now)[1])
         if self.running.get(task.lease.id) != task:
-            return "no task of this job runs there"
+            self.tell(self.operator.on_late_push_complete, task, header, target.path)
+            return None
         self.tell(self.operator.on_push_complete, task, header, target.path, header.digest)
         self.sent.append((task, header, content))
         return None

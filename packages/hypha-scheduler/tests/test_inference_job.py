@@ -243,6 +243,36 @@ def test_a_part_that_is_sent_twice_counts_once(tmp_path: Path, monkeypatch: pyte
     run(monkeypatch, tmp_path, case)
 
 
+def test_a_part_of_a_worker_that_was_lost_gets_a_receipt_and_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(network: Network) -> None:
+        was_late = anyio.Event()
+
+        async def late_once(executor: Executor) -> None:
+            definition = await executor.begin()
+            if not was_late.is_set():
+                index = await executor.fetch(definition)
+                assert index is not None
+                goodbye = Goodbye(leases=(executor.lease,), reason="it hangs")
+                await rpc.call(executor.worker.endpoint, network.lab.peer, SAY_GOODBYE, goodbye)
+                await executor.send(definition, index)  # with a receipt, or it would raise
+                del executor.worker.leases[executor.lease]
+                was_late.set()
+                return
+            await executor.compute(definition)
+
+        network.serve(late_once)
+        network.start()
+        await was_late.wait()
+        result = await network.result()
+        network.check()
+        assert result["parts_dropped"] == 1
+        assert result["rows"] == sum(ROWS) < result["rows_assigned"]
+
+    run(monkeypatch, tmp_path, case, workers=1)
+
+
 def test_a_job_fails_by_its_executor_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def case(network: Network) -> None:
         is_resumed = False

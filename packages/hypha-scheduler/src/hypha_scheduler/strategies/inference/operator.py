@@ -378,6 +378,17 @@ class InferenceOperator(Operator):
             *self._finish_if_committed(now),
         )
 
+    def on_late_push(
+        self, task: TaskRef, header: PushHeader | None, now: float
+    ) -> tuple[PushTarget | Refusal, Effects]:
+        """Accept a part of an attempt that has ended; it is dropped."""
+        return self.on_push_request(task, header, now)
+
+    def on_late_push_complete(self, task: TaskRef, header: PushHeader | None, path: Path, now: float) -> Effects:
+        """Drop the part of an attempt that has ended."""
+        self._data.files.checked.pop(path, None)
+        return self._drop(task, None if header is None else slice_of(header.name), path)
+
     def _event_of(self, part: Part, task: TaskRef) -> dict[str, object]:
         counts = part.counts
         fields: dict[str, object] = {
