@@ -25,7 +25,7 @@ from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
 from hypha_net.message_channel import ChannelError
 from hypha_net.transfer import FilePushTarget, PullSource
-from hypha_proto.datasets import DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
+from hypha_proto.datasets import NO_FREE_SLICE, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireError
 from hypha_proto.drain import Drain
 from hypha_proto.ids import PeerId
@@ -628,7 +628,7 @@ class JobRunner:
             if not isinstance(found, RetryAfter):
                 return found
             if (now := anyio.current_time()) >= deadline:
-                return WireError(message=f"no slice was free within {_MAX_WAIT:g} s")
+                return WireError(message=NO_FREE_SLICE)
             with anyio.move_on_after(min(max(found.seconds, _MIN_RETRY), deadline - now)):
                 await self._changed.wait()
 
