@@ -300,14 +300,19 @@ def test_who_asks_waits_while_others_hold_the_last_slices(tmp_path: Path) -> Non
     assert [fetched(run, two), fetched(run, two)] == held[:2]
 
 
-def test_a_surplus_worker_ends_after_its_slice(tmp_path: Path) -> None:
+def test_surplus_workers_end_after_their_slices_but_one_that_stands_in(tmp_path: Path) -> None:
     run = begin(tmp_path, rows=(2, 2, 2))
-    tasks = run.tasks
-    for task in tasks:
+    one, two, three = run.tasks
+    for task in (one, two, three):
         fetched(run, task)
-    run.send_first(tasks[0])
-    assert run.fetch(tasks[0]) is None  # two slices are left, and two workers compute them
-    assert tasks[0].lease.id not in run.leases  # and its lease is released
+    run.send_first(one)
+    assert isinstance(run.fetch(one), RetryAfter)  # two slices are left, two workers compute them, one stands in
+    run.send_first(two)
+    assert run.fetch(two) is None
+    assert two.lease.id not in run.leases  # and its lease is released
+    assert isinstance(run.fetch(one), RetryAfter)
+    run.lose(three.lease.id)
+    assert run.fetch(one) == 2  # at once, with the model that it has loaded
 
 
 def test_a_job_grows_after_its_first_part_and_begins_with_the_least(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ from hypha_scheduler.strategies.inference.workers import Worker, Workers
 
 MAX_IN_HAND: Final = 2
 """Slices that are assigned to one executor: one that it computes, and the next."""
+STAND_INS: Final = 1
+"""Executors that wait at the end of a job, with their models loaded, in case that another is lost."""
 MAX_FAILURES: Final = 3
 """Attempts that fail at one slice until the job fails, and attempts that fail before their first slice."""
 MAX_LOSSES: Final = 10
@@ -157,9 +159,13 @@ class InferenceOperator(Operator):
         resources, unfinished = self._job.resources, self._ledger.unfinished
         if not self._began:
             return min(resources.min_workers, unfinished)
-        most = resources.most_workers if self._ledger.committed else resources.num_workers
         leaving = sum(worker.is_leaving and worker.task is not None for worker in self._workers)
-        return min(most, unfinished) + (leaving if unfinished else 0)
+        return min(self._most_workers, unfinished) + (leaving if unfinished else 0)
+
+    @property
+    def _most_workers(self) -> int:
+        resources = self._job.resources
+        return resources.most_workers if self._ledger.committed else resources.num_workers
 
     def on_leases_acquired(self, leases: Sequence[Lease], now: float) -> Effects:
         """Start a task on each lease."""
@@ -301,7 +307,7 @@ class InferenceOperator(Operator):
         if worker is None or dataset != self._data.dataset.name or self._is_over:
             return None
         held = self._ledger.held_by(task)
-        is_surplus = not held and self._workers.working > min(self._ledger.unfinished, self._job.resources.most_workers)
+        is_surplus = not held and self._workers.working > min(self._ledger.unfinished + STAND_INS, self._most_workers)
         if worker.is_leaving or self._ledger.unfinished == 0 or is_surplus:
             worker.told_none = True
             return None
