@@ -247,6 +247,8 @@ class Simulation:
     def fetch(self, task: TaskRef) -> int | RetryAfter | None:
         """Ask for a slice; an executor that gets none and has none in hand exits."""
         found = self.operator.next_slice(task, DATASET, self.now)
+        if isinstance(found, SliceToUse) and found.index in self.in_hand[task.lease.id]:
+            return RetryAfter(0.0)  # it computes this one already
         if isinstance(found, SliceToUse):
             self.computed += 1
             self.in_hand[task.lease.id].append(found.index)

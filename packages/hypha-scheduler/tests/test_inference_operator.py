@@ -30,7 +30,13 @@ from hypha_scheduler.audit import audit
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.strategies.base import EndJob, RetryAfter, SliceToUse, StartTask, StopTask, TaskRef, TaskState
-from hypha_scheduler.strategies.inference.operator import MAX_BARREN, MAX_FAILURES, MAX_IN_HAND, MAX_LOSSES
+from hypha_scheduler.strategies.inference.operator import (
+    MAX_BARREN,
+    MAX_FAILURES,
+    MAX_IN_HAND,
+    MAX_LOSSES,
+    REPEAT_AFTER,
+)
 
 ROWS = (3, 5, 1, 4, 7, 2, 6, 3)
 
@@ -144,7 +150,7 @@ class Chaos:
         return self.random.choice(holding) if holding else None
 
     def fetch(self) -> None:
-        if task := self.task():
+        if (task := self.task()) and len(self.run.in_hand[task.lease.id]) < MAX_IN_HAND:
             self.run.fetch(task)
 
     def send(self) -> None:
@@ -286,6 +292,21 @@ def test_an_executor_has_at_most_two_slices_in_hand(tmp_path: Path) -> None:
     assert run.push(task, first) is None
     run.in_hand[task.lease.id].remove(first)
     assert isinstance(run.fetch(task), int)
+
+
+def test_a_slice_whose_assignment_was_lost_is_assigned_again(tmp_path: Path) -> None:
+    run = begin(tmp_path, rows=(2, 2), resources={"num_workers": 1})
+    [task] = run.tasks
+    lost = run.operator.next_slice(task, "questions", run.now)  # the executor does not hear of it
+    run.push(task, fetched(run, task))
+    run.in_hand[task.lease.id].clear()
+    assert isinstance(run.fetch(task), RetryAfter)
+    run.now += REPEAT_AFTER - 1.0
+    assert isinstance(run.fetch(task), RetryAfter)
+    run.now += 1.0
+    assert lost == SliceToUse(0, fetched(run, task))
+    run.settle()
+    assert run.ended == [EndJob()]
 
 
 def test_who_asks_waits_while_others_hold_the_last_slices(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ _RETRY_SLICE: Final = 2.0
 """Seconds until a slice is assigned again that no data node could provide."""
 _ASK_AGAIN: Final = 5.0
 """Seconds until a worker that waits for a slice is looked at again; events of the job come first."""
+REPEAT_AFTER: Final = 30.0
+"""Seconds for which an executor waits until a slice is assigned to it again that it has not sent."""
 _EXIT_TIMEOUT: Final = 5.0
 """Seconds for executors to exit when everything is committed."""
 _DRAIN_MARGIN: Final = 2.0
@@ -311,14 +313,25 @@ class InferenceOperator(Operator):
         if worker.is_leaving or self._ledger.unfinished == 0 or is_surplus:
             worker.told_none = True
             return None
-        if len(held) >= MAX_IN_HAND:
-            return RetryAfter(_ASK_AGAIN)
-        index = self._ledger.assign(task, now)
+        index = None if len(held) >= MAX_IN_HAND else self._ledger.assign(task, now)
         if index is None:
-            at = self._ledger.next_available_at()
-            return RetryAfter(_ASK_AGAIN if at is None else min(_ASK_AGAIN, at - now))
+            return self._wait(worker, held, now)
         worker.got_slice = True
+        worker.waits_since = None
         return SliceToUse(0, index)
+
+    def _wait(self, worker: Worker, held: Sequence[int], now: float) -> SliceToUse | RetryAfter:
+        """Let an executor wait; after some time it gets the first of its slices again.
+
+        It may not know of that slice, if the answer that assigned it was lost. If it does, it computes it twice.
+        """
+        if worker.waits_since is None:
+            worker.waits_since = now
+        if held and now - worker.waits_since >= REPEAT_AFTER:
+            worker.waits_since = None
+            return SliceToUse(0, held[0])
+        at = self._ledger.next_available_at()
+        return RetryAfter(_ASK_AGAIN if at is None else min(_ASK_AGAIN, at - now))
 
     def on_slice_unusable(self, task: TaskRef, dataset: str, report: UnusableSlice, now: float) -> Effects:
         """Assign a slice again that no data node could provide, in a while; after some attempts the job fails."""
@@ -376,6 +389,7 @@ class InferenceOperator(Operator):
         self._parts[index] = part
         self._tally.commit(task.lease.peer, counts, now)
         self._barren = worker.failures = 0
+        worker.waits_since = None
         self._moving += 1
         return (
             WriteJournal(PART, part_record(part, len(self._parts), task)),
