@@ -33,6 +33,9 @@ from hypha_worker.jobs.job_manager import JobManager
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.service import Worker
+from hypha_worker.tasks.output_store import OutputStore
+from hypha_worker.tasks.task_manager import TaskManager
+from hypha_worker.tasks.task_run import TaskHost
 
 PRICE: Final = 50.0
 """Price of an honest worker, in tokens per lease-hour."""
@@ -157,7 +160,9 @@ async def open_simulated_worker(endpoint: MemoryEndpoint, capacity: Capacity) ->
         capabilities = Capabilities(capacity, frozenset((TRAIN, SERVER)))
         lease_manager = LeaseManager(capacity)
         jobs = JobManager(endpoint, lease_manager, {}, Path("/nonexistent"), tasks)
-        worker = Worker(endpoint, Arbiter(OfferPolicy(price=PRICE), capabilities), lease_manager, jobs)
+        host = TaskHost(endpoint, lease_manager, Path("/nonexistent"), OutputStore(Path("/nonexistent")))
+        arbiter = Arbiter(OfferPolicy(price=PRICE), capabilities)
+        worker = Worker(endpoint, arbiter, lease_manager, jobs, TaskManager(host, tasks))
         worker.listen()
         await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep).run)
         tasks.start_soon(worker.sweep_loop)

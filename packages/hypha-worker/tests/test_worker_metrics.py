@@ -10,12 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
+from support.scripted_task_scheduler import ScriptedTaskScheduler
 
 from hypha_net import rpc, transfer
+from hypha_net.errors import TransferRefusedError
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.leases import RenewalFailed
 from hypha_proto.progress import Done
 from hypha_proto.round_membership import ROUND_MEMBERS, Member, RoundMembers
+from hypha_proto.task_resources import PUSH_OUTPUT, RELEASE_OUTPUTS, PushedFile, PushOutput, ReleaseOutputs
+from hypha_proto.tasks import Stop, TaskResource, UriSource
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_worker.hardware import usage
@@ -23,6 +28,23 @@ from hypha_worker.hardware import usage
 DOCUMENT = Path(__file__).parents[3] / "docs" / "telemetry.md"
 ELSEWHERE = {"hw.gpu.utilization", "hw.gpu.memory.usage"}
 """Tested in test_worker_nvml."""
+
+TASKS: dict[str, list[dict[str, str | bool]]] = {
+    "hypha.worker.tasks.started": [{}],
+    "hypha.worker.tasks.ended": [{"hypha__outcome": outcome} for outcome in ("finished", "failed", "cancelled")],
+    "hypha.worker.task.duration": [{"hypha__outcome": "finished"}],
+    "hypha.worker.resources": [{"hypha__outcome": "fetched"}, {"hypha__outcome": "failed"}],
+    "hypha.worker.resource.io": [{}],
+    "hypha.worker.outputs.held": [{}],
+    "hypha.worker.output.requests": [
+        {"hypha__request": "pull", "hypha__outcome": "served"},
+        {"hypha__request": "push", "hypha__outcome": "refused"},
+        {"hypha__request": "release", "hypha__outcome": "served"},
+    ],
+    "hypha.worker.deliveries.refused": [{}],
+    "hypha.worker.definitions.refused": [{"hypha__reason": reason} for reason in ("stale", "malformed", "unable")],
+}
+"""Metrics of tasks."""
 
 WORKS = """
 import os
@@ -174,7 +196,46 @@ def test_every_documented_metric_has_a_value(
         sum(values(recorded, "hypha.worker.jobs.active")) == sum(values(recorded, "hypha.worker.executors.active")) == 0
     )
     section = DOCUMENT.read_text().split("### Worker", 1)[1].split("###", 1)[0]
-    assert set(re.findall(r"^\| `([a-z_.]+)`", section, re.MULTILINE)) == {*expected, *ELSEWHERE}
+    assert set(re.findall(r"^\| `([a-z_.]+)`", section, re.MULTILINE)) == {*expected, *TASKS, *ELSEWHERE}
+
+
+def test_every_documented_metric_of_tasks_has_a_value(in_task_lab: Callable[..., None], recorded: Any) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        page = lab.folder / "page"
+        page.write_text("page")
+        pages = [TaskResource(name="page", uri=UriSource(path.as_uri())) for path in (page, lab.folder / "missing")]
+        tasks.start(lease, "t", "open('x', 'w').write('x')", resources=(pages[0],), outputs={"x": "x"})
+        finished = (await tasks.end("t")).finished
+        assert finished is not None
+        dataset = finished.outputs[0].dataset
+        await tasks.until(lambda: [held for held in values(recorded, "hypha.worker.outputs.held") if held])
+        await transfer.pull_bytes(lab.server, lab.peer, PullRequest(dataset=dataset, index=0), max_bytes=9)
+        scheduler, job_id = lab.scheduler.endpoint, tasks.job_id
+        push = PushOutput(job_id=job_id, delivery=uuid.uuid4(), to=lab.peer, files=(PushedFile(dataset, 0, "0"),))
+        assert not (await rpc.call(scheduler, lab.peer, PUSH_OUTPUT, push)).accepted
+        await rpc.call(scheduler, lab.peer, RELEASE_OUTPUTS, ReleaseOutputs(job_id=job_id, datasets=(dataset,)))
+        digest = f"blake3:{blake3(b'x').hexdigest()}"
+        header = PushHeader(job_id=job_id, round=0, kind="x", name="0", size=1, digest=digest, delivery=uuid.uuid4())
+        with pytest.raises(TransferRefusedError):
+            await transfer.push(lab.server, lab.peer, b"x", header)
+        tasks.start(lease, "u", resources=(pages[1],))
+        assert (await tasks.end("u")).failed is not None
+        tasks.start(lease, "v", "time.sleep(60)")
+        tasks.start(lease, "v")
+        tasks.start(lease, "../v")
+        tasks.start(lease, "w")
+        tasks.define(lease, "v", stop=Stop("enough"))
+        assert (await tasks.end("v")).cancelled is not None
+
+    in_task_lab(case, connectors={"roots": ["/"]})
+    missing = [
+        (name, about)
+        for name, abouts in TASKS.items()
+        for about in abouts
+        if not any(value > 0 for value in values(recorded, name, **about))
+    ]
+    assert missing == []
+    assert sum(values(recorded, "hypha.worker.resource.io")) == 4
 
 
 def test_spans_of_reports_name_the_kind_of_report(in_lab: Callable[..., None], recorded: Any) -> None:

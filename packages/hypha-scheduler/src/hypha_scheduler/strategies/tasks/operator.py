@@ -621,6 +621,8 @@ class TasksOperator(base.Operator):
         if resource.result is None or self.graph.job.transfer == "push":
             return None
         result = (resource.result.task, resource.result.output)
+        if len(self.graph.tasks[result[0]].names) > _MAX_LOCATED:  # do not look at all of them for each attempt
+            return None
         return locations.pull(self._parts(result), self.context.scheduler).pull
 
     def _parts(self, result: Result) -> list[Stored]:
