@@ -124,6 +124,10 @@ class Network:
         assert isinstance(outcome, JobFailedError), outcome
         return str(outcome)
 
+    def contents(self) -> dict[Path, bytes]:
+        """Return the files of the job."""
+        return {path: path.read_bytes() for path in self.directory.rglob("*") if path.is_file()}
+
     def check(self) -> None:
         """Check that each row has one result, and that the results are a dataset."""
         found = audit(self.directory)
@@ -293,6 +297,14 @@ def test_a_job_fails_by_its_executor_and_is_resumed(tmp_path: Path, monkeypatch:
         assert "no such column" in await network.failure()
         committed = len(list((network.directory / "results").iterdir()))
         assert committed >= 1
+        before = network.contents()
+        model = network.folder / "model" / "model.safetensors"
+        model.write_bytes(b"other weights")
+        network.lab.results.clear()
+        network.start(resume=True)
+        assert "this is another job than the one to resume:\nmodel: files is {" in await network.failure()
+        assert network.contents() == before
+        model.write_bytes(b"weights")
         network.lab.results.clear()
         is_resumed = True
         network.start(resume=True)
