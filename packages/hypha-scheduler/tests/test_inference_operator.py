@@ -22,6 +22,7 @@ from support.inference_simulation import (
     job_table,
     part_of,
 )
+from support.mutation import mutated
 
 from hypha_proto.codec import from_json
 from hypha_proto.datasets import Manifest, ProviderFailure, UnusableSlice
@@ -37,6 +38,7 @@ from hypha_scheduler.strategies.inference.operator import (
     MAX_LOSSES,
     REPEAT_AFTER,
 )
+from hypha_scheduler.strategies.inference.part_check import InvalidPartError, check_part
 
 ROWS = (3, 5, 1, 4, 7, 2, 6, 3)
 
@@ -438,6 +440,8 @@ INVALID = {
     "negative tokens": (lambda good: good.replace(b'"tokens": 2', b'"tokens": -2', 1), "line 1: tokens is -2"),
     "another finish": (lambda good: good.replace(b'"stop"', b'"done"', 1), "line 1: finish is 'done'"),
     "not UTF-8": (lambda good: good.replace(b"0/0", b"\xff\xfe", 1), "line 1: not "),
+    "UTF-16": (lambda good: good.decode().encode("utf-16-be"), "line 1: not "),
+    "a byte order mark": (lambda good: b"\xef\xbb\xbf" + good, "line 1: not JSON"),
     "an error without kind": (lambda _good: b'{"slice": 0, "row": 0, "error": {}}\n', "line 1: error is {}"),
     "empty": (lambda _good: b"", "it has 0 rows"),
 }
@@ -455,6 +459,28 @@ def test_an_invalid_part_is_refused_and_its_slice_computed_again(tmp_path: Path,
     assert list((run.context.directory / "incoming").iterdir()) == []
     assert fetched(run, run.tasks[1]) == index
     assert run.operator.summary({})["parts_refused"] == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mutated_part_is_valid_or_refused(tmp_path: Path, seed: int) -> None:
+    """10,000 parts in all; what passes the check passes the audit's, which reads rows on its own."""
+    random, valid = Random(seed), part_of(0, 3)
+    path = tmp_path / "part-0.jsonl"
+    passed, refusals = 0, list[str]()
+    for _ in range(2500):
+        path.write_bytes(mutated(valid, random))
+        try:
+            counts = check_part(path, 0, 3, "generate")
+        except InvalidPartError as error:
+            refusals.append(str(error))
+            continue
+        passed += 1
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+        assert [(row["slice"], row["row"]) for row in rows] == [(0, 0), (0, 1), (0, 2)]
+        assert counts.size == path.stat().st_size
+        assert counts.errors == sum("error" in row for row in rows)
+    assert passed < 1000
+    assert max(map(len, refusals)) < 1000
 
 
 def test_a_worker_that_sends_two_invalid_parts_is_released(tmp_path: Path) -> None:

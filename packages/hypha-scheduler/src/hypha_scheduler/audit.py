@@ -164,7 +164,7 @@ def _read_part(path: Path, index: int, findings: Findings) -> tuple[dict[int, bo
 
 def _audit_row(place: str, line: bytes, index: int, seen: dict[int, bool], findings: Findings) -> None:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode())
         position = row["slice"], row["row"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         findings.add(f"{place} is no result: {error!r:.200}")
