@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from hypha_net.errors import NoSpaceError, RequestError, UnsupportedProtocolError
+from hypha_net.errors import ContentMismatchError, NoSpaceError, RequestError, UnsupportedProtocolError
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import (
@@ -405,6 +405,16 @@ def test_what_cannot_be_fetched_is_tried_again_and_then_made_again() -> None:
     [fetch] = of_kind(RunInBackground, effects)
     again = started(op.on_effect_result(fetch.tag, RequestError("no answer"), 9.0))["a"]
     assert again.attempt == 2
+
+
+def test_what_is_not_as_its_worker_reported_is_made_again_at_once() -> None:
+    op = operator(a_task("a", keep=["o"]))
+    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    [fetch] = of_kind(RunInBackground, finish(op, task))
+    effects = op.on_effect_result(fetch.tag, ContentMismatchError("another digest"), 2.0)
+    assert started(effects)["a"].attempt == 2
+    [lost] = [event for event in of_kind(EmitEvent, effects) if event.name == "output_lost"]
+    assert lost.fields["reason"] == "another digest"
 
 
 def test_what_is_kept_is_tried_once_if_its_lease_is_lost() -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from hypha_net.errors import NoSpaceError
+from hypha_net.errors import ContentMismatchError, NoSpaceError
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse
@@ -554,10 +554,14 @@ class TasksOperator(base.Operator):
             path = self.collection.path(self.instances.by_name[key[0]], key[1])
             self._records.append(records.fetched(*key, str(path)))
             self._take_copy(key, path)
-        elif not stored.is_suspect and self.collection.may_try_again(stored.output.dataset):
+        elif not stored.is_suspect and self._may_fetch_again(stored, outcome):
             self._set_deadline(now + RETRY, "fetch", key)
         elif self._is_needed(key):
             self._lose_holder(key, str(outcome))
+
+    def _may_fetch_again(self, stored: Stored, error: Exception) -> bool:
+        """Return whether an output is worth another try; what is not as its worker reported stays so."""
+        return not isinstance(error, ContentMismatchError) and self.collection.may_try_again(stored.output.dataset)
 
     # ------------------------------------------------------------------------------------------------------- resources
 
