@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,14 @@ BAD_OUTPUTS = {
 }
 
 
+@pytest.fixture
+def cleared_afterwards(tmp_path: Path) -> Iterator[None]:
+    """Folders deeper than Python recurses, left by a test that fails, would break the next sessions of pytest."""
+    yield
+    subprocess.run(["rm", "-rf", str(tmp_path)], check=True)
+
+
+@pytest.mark.usefixtures("cleared_afterwards")
 @pytest.mark.parametrize("fault", BAD_OUTPUTS)
 def test_an_output_that_is_none_fails_the_attempt_and_is_named(in_task_lab: InTaskLab, fault: str) -> None:
     code, reason = BAD_OUTPUTS[fault]
@@ -317,6 +326,7 @@ def test_an_output_that_is_none_fails_the_attempt_and_is_named(in_task_lab: InTa
     in_task_lab(case)
 
 
+@pytest.mark.usefixtures("cleared_afterwards")
 def test_folders_of_any_depth_are_removed_and_the_next_task_runs(in_task_lab: InTaskLab) -> None:
     """Deeper than Python recurses, and than a path may be long."""
 
