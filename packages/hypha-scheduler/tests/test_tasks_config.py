@@ -172,6 +172,22 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         assert line in found
 
 
+def test_a_value_of_another_type_is_said_in_the_words_of_json_and_toml() -> None:
+    task = {
+        "name": "a",
+        "driver": "shell/bash",
+        "resources": [{"name": "r", "result": "b"}],
+        "outputs": [],
+        "keep": "o",
+    }
+    found = "\n".join(faults({"type": "tasks", "tasks": [task]}))
+    table = 'must be a table, {key = value} or in JSON {"key": value}'
+    assert f"tasks[0].driver = 'shell/bash': {table}" in found
+    assert f"tasks[0].resources[0].result = 'b': {table}" in found
+    assert f"tasks[0].outputs = []: {table}" in found
+    assert "tasks[0].keep = 'o': must be a list, [value]" in found
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from hypha_net.errors import RequestError, UnsupportedProtocolError
+from hypha_net.errors import ContentMismatchError, NoSpaceError, RequestError, UnsupportedProtocolError
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import (
@@ -20,12 +22,13 @@ from hypha_proto.task_resources import (
     OutputsReleased,
     ResourceLocation,
 )
-from hypha_proto.tasks import StoredFile, StoredOutput, TaskSpec
+from hypha_proto.tasks import StoredFile, StoredOutput, TaskProgress, TaskSpec
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import (
     Effect,
     Effects,
+    EmitEvent,
     EndJob,
     Lease,
     RunInBackground,
@@ -34,6 +37,7 @@ from hypha_scheduler.strategies.base import (
     StopTask,
     TaskEnded,
     TaskNotStarted,
+    TaskProgressed,
     TaskReady,
     TaskRef,
     TaskState,
@@ -270,13 +274,56 @@ def test_a_lease_that_was_released_meanwhile_costs_no_loss() -> None:
 def test_an_attempt_that_its_worker_does_not_end_is_stopped_and_has_failed() -> None:
     op = operator(a_task("a", timeout=100.0, retries=0))
     task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
-    assert op.next_deadline() is None
-    op.on_task_notice(task, TaskReady(), 5.0)
+    assert op.next_deadline() == 3600.0, "it fetches"
+    for _ in range(100):
+        op.on_task_notice(task, TaskReady(), 5.0)
     assert op.next_deadline() == 135.0
     [stop] = of_kind(StopTask, op.on_deadline(135.0))
     assert (stop.task, stop.keep_lease) == (task, False)
     said = failure(op.on_task_update(task, TaskEnded(TaskState.CANCELLED, stop.reason), 136.0))
     assert "its worker did not end it after its timeout of 100 s" in said
+
+
+def test_an_attempt_that_fetches_for_ever_is_stopped_and_has_failed() -> None:
+    op = operator(a_task("a", fetch_timeout=50.0, retries=0))
+    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    assert op.on_deadline(49.0) == ()
+    [stop] = of_kind(StopTask, op.on_deadline(50.0))
+    assert (stop.task, stop.keep_lease) == (task, False)
+    said = failure(op.on_task_update(task, TaskEnded(TaskState.CANCELLED, stop.reason), 51.0))
+    assert "failed after 1 attempt: its executor did not start within its fetch_timeout of 50 s" in said
+
+
+def test_an_attempt_whose_executor_runs_or_whose_input_is_made_again_may_take_longer() -> None:
+    op = operator(a_task("a"), a_task("b", "a", fetch_timeout=50.0), a_task("c", fetch_timeout=50.0))
+    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    op.on_task_notice(first["c"], TaskReady(), 5.0)
+    b = started(finish(op, first["a"]))["b"]
+    locate(op, b, "a", FailedHolder(peer=a_peer(1), reason="x", is_permanent=True))
+    assert of_kind(StopTask, op.on_deadline(55.0)) == []
+    [stop] = of_kind(
+        StopTask, finish(op, started(op.on_leases_acquired([a_lease(3)], 60.0))["a"]) + op.on_deadline(110.0)
+    )
+    assert stop.task == b
+
+
+def test_progress_is_told_at_most_every_few_seconds_and_the_last_with_the_end() -> None:
+    op = operator(a_task("a"))
+    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+
+    def told(effects: Effects) -> list[dict[str, object]]:
+        events = [event for event in of_kind(EmitEvent, effects) if event.name == "task_progress"]
+        assert all(event.fields["worker"] == str(a_peer(1)) for event in events)
+        return [{key: event.fields.get(key) for key in ("fraction", "message", "metrics")} for event in events]
+
+    said: list[dict[str, object]] = []
+    for tenth in range(120):
+        progress = TaskProgress(fraction=tenth / 120, metrics={"loss": 2.0})
+        said += told(op.on_task_notice(task, TaskProgressed(progress), tenth / 10))
+    assert [entry["fraction"] for entry in said] == [0.0, 50 / 120, 100 / 120]
+    assert said[0]["metrics"] == {"loss": 2.0}
+    op.on_task_notice(task, TaskProgressed(TaskProgress(fraction=1.0, message="written")), 12.0)
+    assert told(finish(op, task, 12.5)) == [{"fraction": 1.0, "message": "written", "metrics": None}]
 
 
 def test_what_is_said_about_an_older_attempt_changes_nothing() -> None:
@@ -360,6 +407,16 @@ def test_what_cannot_be_fetched_is_tried_again_and_then_made_again() -> None:
     assert again.attempt == 2
 
 
+def test_what_is_not_as_its_worker_reported_is_made_again_at_once() -> None:
+    op = operator(a_task("a", keep=["o"]))
+    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    [fetch] = of_kind(RunInBackground, finish(op, task))
+    effects = op.on_effect_result(fetch.tag, ContentMismatchError("another digest"), 2.0)
+    assert started(effects)["a"].attempt == 2
+    [lost] = [event for event in of_kind(EmitEvent, effects) if event.name == "output_lost"]
+    assert lost.fields["reason"] == "another digest"
+
+
 def test_what_is_kept_is_tried_once_if_its_lease_is_lost() -> None:
     op = operator(a_task("a", keep=["o"]))
     task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
@@ -370,12 +427,13 @@ def test_what_is_kept_is_tried_once_if_its_lease_is_lost() -> None:
     assert started(op.on_leases_acquired([a_lease(2)], 3.0))["a"].attempt == 2
 
 
-def test_a_full_disk_at_the_scheduler_fails_the_job() -> None:
+@pytest.mark.parametrize("error", [OSError("disk full"), NoSpaceError("disk full")])
+def test_a_full_disk_at_the_scheduler_fails_the_job(error: Exception) -> None:
     op = operator(a_task("a", keep=["o"]))
     task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
     [fetch] = of_kind(RunInBackground, finish(op, task))
     assert "output o of task a cannot be stored: disk full; free space" in failure(
-        op.on_effect_result(fetch.tag, OSError("disk full"), 2.0)
+        op.on_effect_result(fetch.tag, error, 2.0)
     )
 
 
@@ -456,6 +514,12 @@ def test_a_job_may_say_that_results_are_pushed() -> None:
     assert locate(op, b, "a", FailedHolder(peer=a_peer(1), reason="no answer"))[0].not_yet is not None
 
 
+def test_a_worker_that_asks_without_end_makes_no_holder_push_without_end() -> None:
+    op, b, _ = chain(a_lease(1), a_lease(2), transfer="push")
+    pushes = [push for _ in range(100) for push in of_kind(SendMessage, locate(op, b, "a")[1])]
+    assert 1 <= len(pushes) <= 4
+
+
 def test_a_worker_that_has_the_result_itself_is_told_so_even_if_results_are_pushed() -> None:
     op, b, _ = chain(a_lease(), transfer="push")
     assert pulled_from(locate(op, b, "a")[0]) == [("a-1", (a_peer(1),))]
@@ -493,7 +557,7 @@ def test_a_resource_of_another_kind_that_cannot_be_fetched_is_a_failure() -> Non
     op = operator(a_task("a", resources=[{"name": "u", "uri": "https://x/"}], retries=0))
     task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
     said = failure(op.on_task_update(task, TaskEnded(TaskState.FAILED, "u: not found", resource="u"), 1.0))
-    assert "task a failed after 1 attempts: u: not found" in said
+    assert "task a failed after 1 attempt: u: not found" in said
 
 
 def test_a_result_of_too_many_files_fails_the_job() -> None:
@@ -534,6 +598,20 @@ def test_a_worker_that_drains_gets_nothing_more_and_its_outputs_are_brought_here
     assert source.source == tmp_path / "copies" / "a" / "o"
     assert isinstance(op.on_pull_request(b, PullRequest(dataset="a-1", index=1)), Refusal)
     assert isinstance(op.on_pull_request(b, PullRequest(dataset="a-2", index=0)), Refusal)
+
+
+def test_a_worker_cannot_replace_a_copy_by_storing_an_output_under_its_name(tmp_path: Path) -> None:
+    op = operator(a_task("a", keep=["o"]), a_task("b", keep=["o"]), a_task("c", "a", "b"), directory=tmp_path)
+    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    fetches = of_kind(RunInBackground, finish(op, first["a"]))
+    false = StoredOutput(name="o", dataset="a-1", files=(StoredFile(path="", size=1, digest=DIGEST),))
+    effects = op.on_task_update(first["b"], TaskEnded(TaskState.FINISHED, outputs=(false,)), 1.0)
+    c = started(effects)["c"]
+    for fetch in (*fetches, *of_kind(RunInBackground, effects)):
+        op.on_effect_result(fetch.tag, 10, 2.0)
+    found = op.on_pull_request(c, PullRequest(dataset="a-1", index=0))
+    assert isinstance(found, PullSource)
+    assert found.source == tmp_path / "results" / "a" / "o"
 
 
 def test_a_copy_that_cannot_be_had_is_made_again(tmp_path: Path) -> None:
@@ -672,6 +750,39 @@ def test_a_thousand_tasks_in_chains_take_little_time() -> None:
     assert events == 1000
     assert locals_kept == 900, "each chain stays on its worker"
     assert op.instances.unfinished == 0
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """Return how many lines of Python a call runs: a measure of work that no other process disturbs."""
+    count = 0
+
+    def trace(_frame: object, event: str, _argument: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def finish_into(effects: list[Effect], op: TasksOperator, task: TaskRef) -> None:
+    effects += finish(op, task)
+
+
+def test_the_end_of_one_of_many_consumers_costs_no_look_at_all_of_them() -> None:
+    op = operator(a_task("a"), *(a_task(f"t{n:04}", "a") for n in range(1000)), workers=1)
+    task = started(finish(op, started(op.on_leases_acquired([a_lease()], 0.0))["a"])).popitem()[1]
+    counts = []
+    for _ in range(900):
+        effects: list[Effect] = []
+        counts.append(lines_run(partial(finish_into, effects, op, task)))
+        [task] = started(effects).values()
+    assert max(counts[-100:]) < 2 * max(counts[:100])
 
 
 @pytest.mark.parametrize("transfer", ["pull", "push"])

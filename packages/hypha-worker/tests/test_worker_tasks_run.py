@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -295,12 +296,21 @@ BAD_OUTPUTS = {
         "os.makedirs('x/' + 'a' * 200 + '/' + 'b' * 100); open('x/' + 'a' * 200 + '/' + 'b' * 100 + '/c', 'w')",
         "longer than 255",
     ),
+    "deep": ("os.mkdir('x'); os.chdir('x'); [(os.mkdir('d'), os.chdir('d')) for _ in range(3000)]", "longer than 255"),
     "bytes": ("os.mkdir('x'); open(b'x/\\xff', 'w')", "not UTF-8"),
     "many": ("os.mkdir('x'); [open(f'x/{n}', 'w').close() for n in range(2001)]", "more than 2000 files"),
     "large": ("open('x', 'w').truncate(600_000_000)", "request more storage"),
 }
 
 
+@pytest.fixture
+def cleared_afterwards(tmp_path: Path) -> Iterator[None]:
+    """Folders deeper than Python recurses, left by a test that fails, would break the next sessions of pytest."""
+    yield
+    subprocess.run(["rm", "-rf", str(tmp_path)], check=True)
+
+
+@pytest.mark.usefixtures("cleared_afterwards")
 @pytest.mark.parametrize("fault", BAD_OUTPUTS)
 def test_an_output_that_is_none_fails_the_attempt_and_is_named(in_task_lab: InTaskLab, fault: str) -> None:
     code, reason = BAD_OUTPUTS[fault]
@@ -312,6 +322,35 @@ def test_an_output_that_is_none_fails_the_attempt_and_is_named(in_task_lab: InTa
         assert failed.reason.startswith("output bad")
         assert reason in failed.reason
         assert lab.worker.tasks.held == ()
+
+    in_task_lab(case)
+
+
+@pytest.mark.usefixtures("cleared_afterwards")
+def test_folders_of_any_depth_are_removed_and_the_next_task_runs(in_task_lab: InTaskLab) -> None:
+    """Deeper than Python recurses, and than a path may be long."""
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", "[(os.mkdir('d'), os.chdir('d'), open('f', 'w').close()) for _ in range(3000)]")
+        assert (await tasks.end("t")).finished is not None
+        assert lab.left_behind() == []
+        tasks.start(lease, "next")
+        assert (await tasks.end("next")).finished is not None
+
+    in_task_lab(case)
+
+
+def test_definitions_with_long_names_take_no_memory(in_task_lab: InTaskLab, recorded: Any) -> None:
+    """They are not remembered, and not repeated in reports that wait for their acknowledgement."""
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        for number in range(3):
+            tasks.define(lease, f"{number}" * 500_000, 1, stop=Stop("x"))
+        tasks.start(lease, "../" + "x" * 500_000)
+        tasks.start(lease, "next")
+        assert (await tasks.end("next")).finished is not None
+        assert {report.task for report in tasks.reports} == {"next"}
+        assert recorded.total("hypha.worker.definitions.refused", hypha_reason="malformed") == 4
 
     in_task_lab(case)
 

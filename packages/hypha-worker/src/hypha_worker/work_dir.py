@@ -6,9 +6,9 @@ import fcntl
 import logging
 import os
 import re
-import shutil
 import stat
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -55,13 +55,62 @@ def clear_work_dir(folder: Path, stack: ExitStack) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Remove as much of a folder as possible; log a warning if something of it stays."""
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
+    if not os.path.lexists(folder):
         return
+    errors = [NotADirectoryError(f"{folder} is a symbolic link")] if folder.is_symlink() else _remove_tree(folder)
+    if errors:
+        _log.warning(
+            "%s cannot be removed completely; remove it by hand, it takes up disk space: %s", folder, errors[0]
+        )
+
+
+def _remove_tree(folder: Path) -> list[OSError]:
+    """Remove a folder; return what went wrong.
+
+    Folders in it may be nested deeper than Python recurses, and than a path may be long. Each is therefore moved up
+    into `folder` before it is emptied.
+    """
+    errors: list[OSError] = []
+    prefix = folder / uuid.uuid4().hex
+    full, found = [str(folder)], [str(folder)]
+    with _collecting(errors):
+        os.chmod(folder, 0o700)
+    while full:
+        current = full.pop()
+        for entry in _entries(current, errors):
+            path = entry.path
+            with _collecting(errors):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(path)
+                    continue
+                os.chmod(path, 0o700)
+                if current != str(folder):
+                    path = f"{prefix}-{len(found)}"
+                    os.rename(entry.path, path)
+                full.append(path)
+                found.append(path)
+    for path in reversed(found):
+        with _collecting(errors):
+            os.rmdir(path)
+    return errors
+
+
+def _entries(folder: str, errors: list[OSError]) -> list[os.DirEntry[str]]:
+    with _collecting(errors), os.scandir(folder) as entries:
+        return list(entries)
+    return []
+
+
+@contextmanager
+def _collecting(errors: list[OSError]) -> Iterator[None]:
+    """Go on after an error, which is kept if it is the first."""
+    try:
+        yield
+    except FileNotFoundError:
+        pass  # somebody else has removed it
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        _log.warning("%s cannot be removed completely; remove it by hand, it takes up disk space: %s", folder, error)
+        if not errors:
+            errors.append(error)
 
 
 @contextmanager

@@ -29,6 +29,8 @@ MAX_SETTINGS: Final = 64 << 10
 """Largest number of bytes in the settings of a task."""
 MAX_ENTRIES: Final = 100
 """Largest number of resources, and of outputs, of a task."""
+MAX_TASK_NAME: Final = 80
+"""Characters of a task's name; definitions with a longer one are not answered."""
 MAX_FILES: Final = 1000
 """Largest number of file names in a source."""
 RESOURCES: Final = "resources"

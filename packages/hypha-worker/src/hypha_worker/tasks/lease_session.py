@@ -18,7 +18,7 @@ from hypha_net.message_channel import ChannelError
 from hypha_proto.tasks import TaskCancelled, TaskDefinition, TaskFailed, TaskReport
 from hypha_worker.errors import ExecutionError
 from hypha_worker.leasing.lease_manager import Lease, LeaseError
-from hypha_worker.tasks.definition import DefinitionError, check_start
+from hypha_worker.tasks.definition import MAX_TASK_NAME, DefinitionError, check_start
 from hypha_worker.tasks.subscription import Subscription
 from hypha_worker.tasks.task_run import TaskHost, TaskRun, one_line
 
@@ -81,6 +81,9 @@ class LeaseSession:
         return self.running is not None
 
     async def _handle(self, definition: TaskDefinition) -> None:
+        if len(definition.task) > MAX_TASK_NAME:  # it is neither remembered nor repeated in a report: both take memory
+            self._refuse("malformed", definition, f"its task's name has more than {MAX_TASK_NAME} characters")
+            return
         newest = self._newest.get(definition.task, -1)
         is_new = definition.attempt > newest
         if definition.attempt < newest or (not is_new and definition.start is not None):

@@ -82,6 +82,7 @@ def _walk(name: str, root: Path, folder: str) -> Iterator[tuple[str, int]]:
             path = f"{folder}/{entry.name}" if folder else entry.name
             mode = entry.stat(follow_symlinks=False).st_mode
             if stat.S_ISDIR(mode):
+                _check_name(name, path)  # which bounds the depth, too
                 yield from _walk(name, root, path)
             elif not stat.S_ISREG(mode):
                 raise OutputError(

@@ -100,7 +100,8 @@ class Subscription:
             try:
                 await self._exchange()
             except SubscriptionRefusedError as error:  # as while the end of the lease is on its way
-                _log.info("task stream of lease %s to scheduler %s: %s", self._lease, self._scheduler, error)
+                if outage.is_due(type(error).__name__):
+                    _log.info("task stream of lease %s to scheduler %s: %s", self._lease, self._scheduler, error)
             except (NetError, DecodeError, TimeoutError) as error:
                 if outage.is_due(type(error).__name__):
                     reason = str(error) or "no answer in time"

@@ -231,7 +231,10 @@ class TaskRun:
         finally:
             result = result or self._cancelled(self._cancel_reason)
             with anyio.CancelScope(shield=True):
-                await self._clean_up(result)
+                try:
+                    await self._clean_up(result)
+                except Exception:  # noqa: BLE001 - logged: the end is reported all the same, or nobody hears of it
+                    _log.exception("the files of %s were not removed because of an error in this worker", self)
             self.host.lease_manager.detach_job(self.lease.id, keep=True)
             self._log_end(result)
             outcome = _outcome(result)

@@ -49,6 +49,16 @@ class Problem:
         return f"{text}\n    {self.remedy}" if self.remedy else text
 
 
+_EXPECTED: Final = {
+    "dict_type": 'must be a table, {key = value} or in JSON {"key": value}',
+    "model_type": 'must be a table, {key = value} or in JSON {"key": value}',
+    "tuple_type": "must be a list, [value]",
+    "list_type": "must be a list, [value]",
+    "set_type": "must be a list, [value]",
+    "frozen_set_type": "must be a list, [value]",
+}
+
+
 class ConfigError(Exception):
     """Invalid configuration; its text lists every problem.
 
@@ -117,6 +127,9 @@ def _unknown_key(model: type[BaseModel], key: Key, where: str) -> Problem:
 
 
 def _reason(details: ErrorDetails) -> str:
+    """Return what is wrong, in the words of TOML and JSON for what pydantic says in those of Python."""
+    if (expected := _EXPECTED.get(details["type"])) is not None:
+        return expected
     message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     return message[:1].lower() + message[1:] if message.startswith(("Input", "Extra", "Field")) else message
 

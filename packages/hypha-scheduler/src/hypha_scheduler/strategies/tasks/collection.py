@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +40,7 @@ class Collection:
 
     context: JobContext
     ledger: OutputLedger
-    _waiting: deque[Key] = field(default_factory=deque)
+    _waiting: OrderedDict[Key, None] = field(default_factory=OrderedDict)
     _running: dict[str, tuple[Key, str]] = field(default_factory=dict)
     """Output and the name of its store entry, by tag."""
     _tries: Counter[str] = field(default_factory=Counter)
@@ -56,15 +56,13 @@ class Collection:
         """Have an output fetched, before others if it is `first`."""
         if key in self._waiting or key in (running for running, _ in self._running.values()):
             return
-        if first:
-            self._waiting.appendleft(key)
-        else:
-            self._waiting.append(key)
+        self._waiting[key] = None
+        self._waiting.move_to_end(key, last=not first)
 
     def start(self, instances: dict[str, Instance]) -> Iterator[RunInBackground]:
         """Yield what is to be fetched now."""
         while self._waiting and len(self._running) < _AT_A_TIME:
-            key = self._waiting.popleft()
+            key, _ = self._waiting.popitem(last=False)
             stored = self.ledger.get(key)
             if stored is None or stored.holder is None or stored.copy is not None:
                 continue

@@ -256,6 +256,13 @@ class TaskTable(Table):
     timeout: float | None = Field(
         default=None, gt=0, le=_MAX_SECONDS, description="Seconds after which an attempt has failed; if unset, none."
     )
+    fetch_timeout: float = Field(
+        default=3600.0,
+        gt=0,
+        le=_MAX_SECONDS,
+        description="Seconds from the start of an attempt until its inputs are there and its executor has started; "
+        "then the attempt has failed.",
+    )
     keep: tuple[Name, ...] | None = Field(
         default=None, description="Outputs to bring to the scheduler; if unset, those that no other task uses."
     )

@@ -75,6 +75,8 @@ class Instances:
     unfinished: int = 0
     _unfinished: Counter[str] = field(default_factory=Counter)
     """By task."""
+    _users: Counter[Result] = field(default_factory=Counter)
+    """Number of tasks that use a result and have not finished."""
     _made: Counter[Result] = field(default_factory=Counter)
     """Number of instances whose output exists."""
     _missing: dict[str, int] = field(default_factory=dict)
@@ -84,6 +86,7 @@ class Instances:
         for task in self.graph.tasks.values():
             self._missing[task.name] = len(task.inputs)
             self._unfinished[task.name] = len(task.names)
+            self._users.update(task.inputs)
             self.unfinished += len(task.names)
             for index, name in enumerate(task.names):
                 self.by_name[name] = Instance(name, task, index, self.first_attempt)
@@ -147,8 +150,11 @@ class Instances:
         for counted, counter in ((Phase.READY, self.ready), (Phase.RUNNING, self.running)):
             counter[role] += (phase is counted) - (before is counted)
         change = (before is Phase.FINISHED) - (phase is Phase.FINISHED)
+        unfinished = self._unfinished[name]
         self._unfinished[name] += change
         self.unfinished += change
+        for result in instance.task.inputs if change else ():
+            self._users[result] += (self._unfinished[name] > 0) - (unfinished > 0)
         if phase is Phase.READY:
             self.on_ready(instance)
 
@@ -175,7 +181,7 @@ class Instances:
 
     def is_used(self, result: Result) -> bool:
         """Return whether an instance that has not finished uses a result."""
-        return any(self._unfinished[task.name] for task in self.graph.consumers.get(result, ()))
+        return self._users[result] > 0
 
     def is_complete(self, result: Result) -> bool:
         """Return whether every instance's output exists."""

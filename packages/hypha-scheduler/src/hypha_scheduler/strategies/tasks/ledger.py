@@ -66,7 +66,8 @@ class OutputLedger:
         """Remove an output from the ledger, and return it."""
         stored = self._by_key.pop(key, None)
         if stored is not None:
-            self._copies.pop(stored.output.dataset, None)
+            if self._copies.get(stored.output.dataset) == key:
+                del self._copies[stored.output.dataset]
             if stored.lease is not None:
                 self._by_lease[stored.lease].discard(key)
         return stored
@@ -82,10 +83,10 @@ class OutputLedger:
             self._by_key[key].lease = None
 
     def add_copy(self, key: Key, path: Path) -> None:
-        """Record a copy at the scheduler."""
+        """Record a copy at the scheduler. It is not served if that of another output is: workers choose the names."""
         stored = self._by_key[key]
         stored.copy = path
-        self._copies[stored.output.dataset] = key
+        self._copies.setdefault(stored.output.dataset, key)
 
     def copy_of(self, dataset: str) -> Stored | None:
         """Return the output whose copy is served under a name."""

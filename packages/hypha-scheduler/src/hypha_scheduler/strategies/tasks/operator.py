@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
+from hypha_net.errors import ContentMismatchError, NoSpaceError
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse
@@ -29,7 +30,7 @@ from hypha_proto.task_resources import (
     ReleaseOutputs,
     ResourceLocation,
 )
-from hypha_proto.tasks import StoredOutput, TaskResource, TaskSpec
+from hypha_proto.tasks import StoredOutput, TaskProgress, TaskResource, TaskSpec
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies import base
@@ -50,9 +51,14 @@ BACKSTOP: Final = 30.0
 """Seconds after its timeout at which an attempt is stopped whose worker has not ended it."""
 RETRY: Final = 1.0
 """Seconds after which a worker asks again for a result that is being made, and for a lease to rest."""
+PROGRESS_INTERVAL: Final = 5.0
+"""Seconds between two events about the progress of one attempt."""
 _MAX_PAUSE: Final = 30.0
 _MAX_DELIVERIES: Final = 4
-"""Answers to one attempt about one resource, alternately to pull and to push; what then fails is lost."""
+"""Answers to one attempt about one resource, alternately to pull and to push; what then fails is lost.
+
+Later answers are to pull: each answer to push has holders send all files.
+"""
 _MAX_LOCATED: Final = 200
 """Largest number of files whose place is stated with the start of an attempt."""
 _RELEASE_DELAY: Final = 0.5
@@ -84,6 +90,12 @@ class Run:
     """Whether it has failed by that."""
     deliveries: Counter[str] = field(default_factory=Counter)
     """Answers about each resource."""
+    is_ready: bool = False
+    """Whether its executor has started."""
+    progress: TaskProgress | None = None
+    """The latest progress of which no event tells."""
+    progress_due: float = 0.0
+    """When an event may tell of progress again."""
 
 
 @dataclass(slots=True)
@@ -222,6 +234,7 @@ class TasksOperator(base.Operator):
         if run is None or isinstance(update, base.TaskStarted):
             return ()
         del self._running[task.lease.id]
+        self._records += self._progress_events(run)
         held = self.placement.leases.get(task.lease.id)
         if held is not None:
             held.instance = None
@@ -234,13 +247,32 @@ class TasksOperator(base.Operator):
         return self._settle(now)
 
     def on_task_notice(self, task: base.TaskRef, notice: base.TaskNotice, now: float) -> Effects:
-        """Set the deadline of an attempt whose executor has started."""
+        """Set the deadline of an attempt whose executor has started; tell of progress."""
         run = self._run_of(task)
-        if run is not None and isinstance(notice, base.TaskReady):
-            timeout = run.instance.task.table.timeout
-            if timeout is not None:
-                self._set_deadline(now + timeout + BACKSTOP, "late", run)
+        if run is None:
+            return ()
+        if isinstance(notice, base.TaskReady):
+            self._ready(run, now)
+        elif isinstance(notice, base.TaskProgressed):
+            run.progress = notice.progress
+            if now >= run.progress_due:
+                run.progress_due = now + PROGRESS_INTERVAL
+                return self._progress_events(run)
         return ()
+
+    def _ready(self, run: Run, now: float) -> None:
+        timeout = run.instance.task.table.timeout
+        if timeout is not None and not run.is_ready:
+            self._set_deadline(now + timeout + BACKSTOP, "late", run)
+        run.is_ready = True
+
+    def _progress_events(self, run: Run) -> tuple[EmitEvent, ...]:
+        """Return the event about progress that none tells of yet."""
+        progress, run.progress = run.progress, None
+        if progress is None:
+            return ()
+        said = {key: value for key, value in msgspec.structs.asdict(progress).items() if value is not None}
+        return (EmitEvent("task_progress", self._fields(run) | said),)
 
     def on_progress(self, task: base.TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
         """Refuse reports of training."""
@@ -259,6 +291,8 @@ class TasksOperator(base.Operator):
                 self.instances.end_pause(what)
             elif kind == "late" and isinstance(what, Run):
                 self._stop_late(what)
+            elif kind == "unready" and isinstance(what, Run):
+                self._stop_unready(what, now)
             elif kind == "fetch" and isinstance(what, tuple):
                 self.collection.add(what)
         if self._ends_at is not None and self._ends_at <= now:
@@ -361,7 +395,8 @@ class TasksOperator(base.Operator):
         self._emit("task_retry", run, f"failed: {reason}")
         if instance.failures > instance.task.table.retries:
             lines = "; ".join(end.last_lines[-_SHOWN_LINES:])
-            text = f"task {instance.name} failed after {instance.failures} attempts: {reason}"
+            attempts = "1 attempt" if instance.failures == 1 else f"{instance.failures} attempts"
+            text = f"task {instance.name} failed after {attempts}: {reason}"
             self._fail_later(f"{text}; last lines: {lines}" if lines else text)
         self.instances.run_again(instance)
 
@@ -398,18 +433,36 @@ class TasksOperator(base.Operator):
         self._set_deadline(now + min(RETRY / 2 * 2.0 ** (count - 1), _MAX_PAUSE), "pause", instance)
 
     def _stop_late(self, run: Run) -> None:
+        self._stop_for_good(
+            run, f"its worker did not end it after its timeout of {run.instance.task.table.timeout:g} s"
+        )
+
+    def _stop_unready(self, run: Run, now: float) -> None:
+        """Stop an attempt whose executor has not started, unless an input of it is being made again."""
+        seconds = run.instance.task.table.fetch_timeout
+        if run.is_ready or self._running.get(run.task.lease.id) is not run:
+            return
+        if all(self.instances.is_complete(result) for result in run.instance.task.inputs):
+            self._stop_for_good(run, f"its executor did not start within its fetch_timeout of {seconds:g} s")
+        else:
+            self._set_deadline(now + seconds, "unready", run)
+
+    def _stop_for_good(self, run: Run, reason: str) -> None:
+        """Stop an attempt, with its lease; it has failed."""
         if self._running.get(run.task.lease.id) is run and not run.counts:
-            run.stopped = f"its worker did not end it after its timeout of {run.instance.task.table.timeout:g} s"
+            run.stopped = reason
             run.counts = True
-            self._others.append(StopTask(run.task, run.stopped))
+            self._others.append(StopTask(run.task, reason))
 
     def _set_deadline(self, at: float, kind: str, what: object) -> None:
         self._count += 1
         heapq.heappush(self._deadlines, (at, self._count, kind, what))
 
     def _emit(self, name: str, run: Run, reason: str) -> None:
-        fields = {"task": run.instance.name, "attempt": run.task.attempt, "worker": str(run.task.lease.peer)}
-        self._records.append(EmitEvent(name, {**fields, "reason": reason}))
+        self._records.append(EmitEvent(name, {**self._fields(run), "reason": reason}))
+
+    def _fields(self, run: Run) -> dict[str, object]:
+        return {"task": run.instance.name, "attempt": run.task.attempt, "worker": str(run.task.lease.peer)}
 
     # --------------------------------------------------------------------------------------------------------- outputs
 
@@ -495,16 +548,20 @@ class TasksOperator(base.Operator):
         key = self.collection.end(tag)
         if key is None or (stored := self.ledger.get(key)) is None:
             return
-        if isinstance(outcome, OSError):
+        if isinstance(outcome, OSError | NoSpaceError):
             self._fail_later(f"output {key[1]} of task {key[0]} cannot be stored: {outcome}; free space on that disk")
         elif not isinstance(outcome, Exception):
             path = self.collection.path(self.instances.by_name[key[0]], key[1])
             self._records.append(records.fetched(*key, str(path)))
             self._take_copy(key, path)
-        elif not stored.is_suspect and self.collection.may_try_again(stored.output.dataset):
+        elif not stored.is_suspect and self._may_fetch_again(stored, outcome):
             self._set_deadline(now + RETRY, "fetch", key)
         elif self._is_needed(key):
             self._lose_holder(key, str(outcome))
+
+    def _may_fetch_again(self, stored: Stored, error: Exception) -> bool:
+        """Return whether an output is worth another try; what is not as its worker reported stays so."""
+        return not isinstance(error, ContentMismatchError) and self.collection.may_try_again(stored.output.dataset)
 
     # ------------------------------------------------------------------------------------------------------- resources
 
@@ -557,7 +614,7 @@ class TasksOperator(base.Operator):
         run.deliveries[resource] += 1
         consumer = run.task.lease.peer
         can_push = all(part.holder is not None and part.holder != consumer for part in parts)
-        wants_push = (self.graph.job.transfer == "push") is (number % 2 == 0)
+        wants_push = number < _MAX_DELIVERIES and (self.graph.job.transfer == "push") is (number % 2 == 0)
         if not (can_push and wants_push and any(part.output.files for part in parts)):
             return locations.pull(parts, self.context.scheduler)
         job, attempt = self.context.job_id, run.task.attempt
@@ -606,6 +663,7 @@ class TasksOperator(base.Operator):
     def _start(self, held: HeldLease, instance: Instance, now: float) -> None:
         task = base.TaskRef(instance.name, held.lease, self.instances.start(instance))
         run = self._running[held.lease.id] = Run(task, instance, now)
+        self._set_deadline(now + instance.task.table.fetch_timeout, "unready", run)
         self._starts.append(StartTask(task, self._with_locations(run), keep_lease=True))
 
     def _with_locations(self, run: Run) -> TaskSpec:
