@@ -299,6 +299,16 @@ TASK_SPEC = TaskSpec(
     sends=True,
 )
 
+LOCATED = LocatedFile(path="a", dataset="unguessable", index=0, size=7, digest=DIGEST, peers=(PEER,))
+LOCATED_SPEC = TaskSpec(
+    executor="bash",
+    resources=(
+        TaskResource(
+            name="model", result=ResultSource(task="train", output="model"), location=PullFiles(files=(LOCATED,))
+        ),
+    ),
+)
+
 
 def definition(**what: Any) -> SchedulerFrame:
     about = TaskDefinition(job_id=ID[7], task="train[1]", attempt=2, **what)
@@ -318,6 +328,7 @@ TASK_FRAMES: list[tuple[str, Any, Any]] = [
     ("SchedulerFrame", SchedulerFrame, SchedulerFrame(sequence=5, acknowledged=7)),
     ("SchedulerFrame.start", SchedulerFrame, definition(start=TASK_SPEC)),
     ("SchedulerFrame.start.least", SchedulerFrame, definition(start=TaskSpec(executor="bash"))),
+    ("SchedulerFrame.start.located", SchedulerFrame, definition(start=LOCATED_SPEC)),
     ("SchedulerFrame.stop", SchedulerFrame, definition(stop=Stop(reason="enough"))),
     ("SchedulerFrame.drain", SchedulerFrame, definition(drain=DrainTask(left_ms=60_000, reason="it moves"))),
     ("WorkerFrame", WorkerFrame, WorkerFrame(sequence=7, acknowledged=6)),

@@ -66,7 +66,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=WORKERS, index=st.integers(-1, 6))
     def cannot_use(self, worker: str, index: int) -> None:
-        held = [given for given in sorted(self.held.get(worker, {})) if given.index == index]
+        held = [given for given in self.held.get(worker, {}) if given.index == index]  # in the order of assignment
         assert self.ledger.set_aside(worker, index) == bool(held)
         if held:
             self.unusable.add(index)

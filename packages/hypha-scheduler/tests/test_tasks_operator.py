@@ -304,6 +304,20 @@ def test_outputs_are_released_when_nothing_needs_them_and_the_job_ends_when_hold
     assert of_kind(EndJob, op.on_effect_result("release", OutputsReleased(removed=2), 2.0)) == [EndJob()]
 
 
+def test_outputs_are_released_together_but_many_or_large_ones_at_once() -> None:
+    op = operator(*(a_task(f"t{n}", *([f"t{n - 1}"] if n else ())) for n in range(200)))
+    asked, [task] = [], started(op.on_leases_acquired([a_lease()], 0.0)).values()
+    for _ in range(100):
+        effects = finish(op, task)
+        asked += [len(datasets) for _, datasets in released(effects)]
+        [task] = started(effects).values()
+    assert asked == [64]
+    large = StoredOutput(name="o", dataset="large", files=(StoredFile(path="", size=1 << 30, digest=DIGEST),))
+    [task] = started(op.on_task_update(task, TaskEnded(TaskState.FINISHED, outputs=(large,)), 1.0)).values()
+    [(_, datasets)] = released(finish(op, task))
+    assert datasets[-1] == "large"
+
+
 def test_a_holder_that_does_not_answer_delays_the_end_for_seconds_only() -> None:
     op, b, _ = chain(a_lease())
     finish(op, b, 10.0)
@@ -322,7 +336,8 @@ def test_what_is_kept_is_fetched_at_once_and_two_at_a_time() -> None:
     assert not of_kind(EndJob, effects)
     effects = op.on_effect_result(first.tag, 10, 2.0)
     [third] = of_kind(RunInBackground, effects)
-    assert released(effects) == [(a_peer(1), ("a0-1",))]
+    assert released(effects) == []
+    assert released(op.on_deadline(2.5)) == [(a_peer(1), ("a0-1",))]
     [record] = of_kind(WriteJournal, effects)
     assert (record.kind, record.fields["path"]) == ("output_fetched", "/runs/job/results/a0/o")
     op.on_effect_result(second.tag, 10, 2.0)
@@ -657,3 +672,14 @@ def test_a_thousand_tasks_in_chains_take_little_time() -> None:
     assert events == 1000
     assert locals_kept == 900, "each chain stays on its worker"
     assert op.instances.unfinished == 0
+
+
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+def test_the_start_says_where_results_are_unless_they_are_pushed(transfer: str) -> None:
+    op = operator(a_task("a"), a_task("b", "a"), transfer=transfer)
+    first = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    [start] = of_kind(StartTask, finish(op, first))
+    assert isinstance(start.spec, TaskSpec)
+    [resource] = start.spec.resources
+    places = [] if resource.location is None else pulled_from(ResourceLocation(pull=resource.location))
+    assert places == ([("a-1", (a_peer(1),))] if transfer == "pull" else [])

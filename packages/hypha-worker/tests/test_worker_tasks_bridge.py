@@ -17,7 +17,18 @@ from support.scripted_task_scheduler import ScriptedTaskScheduler
 from hypha_net import transfer
 from hypha_proto.bridge_api import read_resource_transfer, read_task_update
 from hypha_proto.errors import DecodeError
-from hypha_proto.tasks import DrainTask, OutputPath, PeersSource, TaskProgress, TaskReport, TaskResource, TaskSpec
+from hypha_proto.ids import PeerId
+from hypha_proto.task_resources import LocatedFile, LocateResource, PullFiles, ResourceLocation
+from hypha_proto.tasks import (
+    DrainTask,
+    OutputPath,
+    PeersSource,
+    ResultSource,
+    TaskProgress,
+    TaskReport,
+    TaskResource,
+    TaskSpec,
+)
 from hypha_proto.transfer import PullRequest
 
 InTaskLab = Callable[..., None]
@@ -93,6 +104,50 @@ def test_a_task_fetches_its_resources(in_task_lab: InTaskLab, serve_slices: Any)
         assert (await tasks.end("t")).finished is not None
 
     in_task_lab(case, executors=[EXECUTOR])
+
+
+COPIES = """
+status, files = post("/resources/fetch", {"fetch": {"type": "Resource", "name": "b"}, "out_dir": "copy"})
+assert status == 200, files
+status, answer = post("/resources/send", {"send": {"type": "Resource", "name": "out"}, "path": "resources/a"})
+assert status == 200, answer
+status, answer = post("/resources/send", {"send": {"type": "Resource", "name": "out"}, "path": "resources/b"})
+assert status == 507, answer
+status, answer = post("/resources/fetch", {"fetch": {"type": "Resource", "name": "b"}, "out_dir": "more"})
+assert status == 507 and os.listdir("more") == [], answer
+os.unlink("copy/b")
+status, answer = post("/resources/send", {"send": {"type": "Resource", "name": "out"}, "path": "resources/b"})
+assert status == 200, answer
+os.unlink("resources/a")
+status, files = post("/resources/fetch", {"fetch": {"type": "Resource", "name": "b"}, "out_dir": "copy"})
+assert status == 200, files
+"""
+
+
+def test_each_copy_counts_once_against_the_storage(in_task_lab: InTaskLab) -> None:
+    """There is room for four copies of a file: three in the work directory, and one in the store."""
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "producer", "open('x', 'w').truncate(1_000_000)", outputs={"out": "x"})
+        report = await tasks.end("producer")
+        assert report.finished is not None
+        [output] = report.finished.outputs
+        [file] = output.files
+        located = LocatedFile(
+            path="", dataset=output.dataset, index=0, size=file.size, digest=file.digest, peers=(lab.peer,)
+        )
+
+        async def locate(_peer: PeerId, _question: LocateResource) -> ResourceLocation:
+            return ResourceLocation(pull=PullFiles((located,)))
+
+        tasks.locate = locate
+        resources = tuple(TaskResource(name=name, result=ResultSource("producer", "out")) for name in "ab")
+        tasks.start(lease, "t", COPIES, resources=resources, outputs={"out": "x"})
+        ended = await tasks.end("t")
+        assert ended.finished is not None, ended
+
+    resources = {"cpu": 2.0, "memory": 4.0, "storage": 1.0, "default": {"storage": 0.0055}}
+    in_task_lab(case, executors=[EXECUTOR], resources=resources)
 
 
 SEND = """

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from blake3 import blake3
 from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler
@@ -134,6 +135,23 @@ def test_a_result_is_copied_on_the_same_worker(in_task_lab: InTaskLab) -> None:
         tasks.start(lease, "u", READ, outputs={"found": "found"}, resources=(result(),))
         assert await found_by(lab, await tasks.end("u")) == {"r": FOUND}, "the stored output is another copy"
         assert lab.worker.endpoint.traffic.sent - sent < 20_000
+
+    in_task_lab(case)
+
+
+def test_a_result_whose_place_comes_with_the_start_needs_no_question(in_task_lab: InTaskLab) -> None:
+    """The scheduler is asked only if the result cannot be had there."""
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        output = await make_output(tasks, lease)
+        right = PullFiles(located(output, lab.peer))
+        tasks.locate = answering(ResourceLocation(pull=right))
+        for name, known, questions in (("t", right, 0), ("u", PullFiles(located(output, lab.data.peer_id)), 1)):
+            resource = msgspec.structs.replace(result(), location=known)
+            tasks.start(lease, name, READ, outputs={"found": "found"}, resources=(resource,))
+            assert await found_by(lab, await tasks.end(name, seconds=30)) == {"r": FOUND}
+            assert len(tasks.questions) == questions
+        assert [failed.peer for failed in tasks.questions[0].failures] == [lab.data.peer_id]
 
     in_task_lab(case)
 

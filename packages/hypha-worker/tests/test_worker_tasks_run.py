@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import uuid
@@ -103,6 +104,21 @@ def test_a_process_sees_its_task_without_sources(in_task_lab: InTaskLab) -> None
     in_task_lab(case)
 
 
+def test_a_name_alone_means_the_first_executor_of_that_name(in_task_lab: InTaskLab) -> None:
+    def executor(job_class: str, text: str) -> dict[str, Any]:
+        return {"class": job_class, "name": "tell", "cmd": "sh", "args": ["-c", f"echo {text} >out"]}
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", executor="tell", outputs={"out": "out"})
+        assert await pull(lab.server, lab.peer, outputs_of(await tasks.end("t"))["out"]) == b"first\n"
+        tasks.start(lease, "u", executor="other/tell")
+        failed = (await tasks.end("u")).failed
+        assert failed is not None
+        assert "none of those that the lease was requested for" in failed.reason
+
+    in_task_lab(case, requested="tell", executors=[executor("shell", "first"), executor("other", "second")])
+
+
 def test_a_failed_executor_is_reported_and_the_next_attempt_runs(in_task_lab: InTaskLab) -> None:
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
         tasks.start(lease, "t", "print('the reason'); sys.exit(3)")
@@ -122,6 +138,38 @@ def test_work_is_given_back_when_an_executor_asks_for_it(in_task_lab: InTaskLab)
         cancelled = (await tasks.end("t")).cancelled
         assert cancelled is not None
         assert cancelled.reason == "ERROR disk: full"
+
+    in_task_lab(case)
+
+
+def test_work_is_given_back_when_the_disk_is_full(in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rename(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        monkeypatch.setattr("hypha_worker.tasks.output_store.os.rename", rename)
+        tasks.start(lease, "t", "open('x', 'w').close()", outputs={"x": "x"})
+        cancelled = (await tasks.end("t")).cancelled
+        assert cancelled is not None
+        assert "No space left on device; free some space there" in cancelled.reason
+        assert lab.worker.tasks.held == ()
+
+    in_task_lab(case)
+
+
+def test_an_error_in_the_worker_ends_one_attempt_only(
+    in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr("hypha_worker.executors.process.task_execution.task_json", lambda _context: 1 / 0)
+            tasks.start(lease, "t")
+            failed = (await tasks.end("t")).failed
+        assert failed is not None
+        assert "ZeroDivisionError" in failed.reason
+        assert "because of an error in this worker" in caplog.text
+        tasks.start(lease, "next")
+        assert (await tasks.end("next")).finished is not None
 
     in_task_lab(case)
 

@@ -14,9 +14,10 @@ import pytest
 from hypha_worker.work_dir import clear_work_dir
 
 
-def test_job_folders_of_a_killed_worker_are_removed_at_the_next_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["hypha", "outputs"])
+def test_folders_of_a_killed_worker_are_removed_at_the_next_start(tmp_path: Path, kind: str) -> None:
     work = tmp_path / "work"
-    stale, others = work / f"hypha-{uuid.uuid4()}", [work / "hypha-notes", work / "results"]
+    stale, others = work / f"{kind}-{uuid.uuid4()}", [work / "hypha-notes", work / "results"]
 
     def leave() -> None:
         for path in (stale, *others):

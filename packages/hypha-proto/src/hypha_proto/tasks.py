@@ -17,6 +17,7 @@ from typing import Annotated, Final
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference
 from hypha_proto.offers import TrainExecutor
+from hypha_proto.task_resources import PullFiles
 from hypha_proto.wire_schema import I64, OMIT, U32, U64, Amount, Digest, Message
 
 MAX_FRAME: Final = 1 << 20
@@ -100,6 +101,8 @@ class TaskResource(Message, frozen=True, kw_only=True):
     uri: Annotated[UriSource | None, OMIT] = None
     slices: Annotated[SlicesSource | None, OMIT] = None
     """Not fetched before the start: each fetch through the bridge gets the next slice."""
+    location: Annotated[PullFiles | None, OMIT] = None
+    """Where the files of a `result` are, as `LocateResource` would answer; a worker asks if they are not there."""
 
 
 class OutputPath(Message, frozen=True):

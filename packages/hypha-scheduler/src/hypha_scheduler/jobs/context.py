@@ -6,15 +6,14 @@ import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 import anyio.abc
 
 from hypha_net.endpoint import Endpoint
 from hypha_net.transfer import PullSource
-from hypha_proto.datasets import SAFETENSORS, SLICE_SUFFIXES, SliceAssigned
+from hypha_proto.datasets import SliceAssigned
 from hypha_proto.ids import PeerId
-from hypha_proto.task_resources import FailedHolder, Gone, LocatedFile, PullFiles, ResourceLocation
+from hypha_proto.task_resources import FailedHolder, ResourceLocation
 from hypha_proto.tasks import DatasetSource, StoredOutput
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.datasets.dataset import Dataset, open_dataset
@@ -29,13 +28,9 @@ from hypha_scheduler.jobs.artifacts import (
 )
 from hypha_scheduler.jobs.config import ArtifactTable, ModelTable, PreprocessorTable
 from hypha_scheduler.jobs.output_download import download_output
+from hypha_scheduler.jobs.resource_locations import gone, locate_slices
 from hypha_scheduler.jobs.task_reports import MAX_OUTPUT_BYTES
 from hypha_scheduler.strategies.base import DatasetView, SliceToUse
-
-MAX_LOCATED_FILES: Final = 4000
-"""Files of a resource that one message can name, each with `MAX_PROVIDERS` peers."""
-_MAX_NAME: Final = 50
-"""Characters of a dataset's name in the names of files; together with the rest they fit into `tasks.MAX_PATH` bytes."""
 
 
 @dataclass(slots=True)
@@ -124,24 +119,10 @@ class RunnerContext:
         )
 
     def locate(self, source: DatasetSource, failures: Collection[FailedHolder] = ()) -> ResourceLocation:
-        """Return where slices of a dataset are; holders that have failed come last, or not at all if they lack them."""
+        """Return where slices of a dataset are."""
         if source.name not in self._datasets:
-            return _gone(f"the job does not use the dataset {source.name[:80]!r}")
-        found, providers = self._datasets[source.name]
-        indices = range(len(found.slices)) if source.slices is None else tuple(dict.fromkeys(source.slices))
-        if len(indices) > MAX_LOCATED_FILES:
-            return _gone(f"a task can fetch {MAX_LOCATED_FILES} slices of a dataset, not {len(indices)}; name fewer")
-        if beyond := [index for index in indices if index >= len(found.slices)]:
-            return _gone(f"dataset {source.name!r} has {len(found.slices)} slices, none with index {beyond[0]}")
-        lacking = {failure.peer for failure in failures if failure.is_permanent}
-        failed = {failure.peer for failure in failures}
-        files = []
-        for index in indices:
-            peers = [peer for peer in providers.order(index) if peer not in lacking]
-            if not peers:
-                return _gone(f"no data node has {found.describe(index)} of dataset {source.name!r} as announced")
-            files.append(_slice_file(found, index, tuple(sorted(peers, key=lambda peer: peer in failed))))
-        return ResourceLocation(pull=PullFiles(tuple(files)))
+            return gone(f"the job does not use the dataset {source.name[:80]!r}")
+        return locate_slices(*self._datasets[source.name], source, failures)
 
     def serves(self, dataset: str) -> bool:
         """Return whether an artifact is served under this name."""
@@ -150,19 +131,3 @@ class RunnerContext:
     def resolve(self, request: PullRequest) -> PullSource | Refusal:
         """Return a file of an artifact, or a refusal."""
         return self._artifacts[request.dataset].resolve(request)
-
-
-def _slice_file(dataset: Dataset, index: int, peers: tuple[PeerId, ...]) -> LocatedFile:
-    entry = dataset.slices[index]
-    return LocatedFile(
-        path=f"{dataset.name.replace('/', '_')[:_MAX_NAME]}-{index}{SLICE_SUFFIXES[dataset.format or SAFETENSORS]}",
-        dataset=dataset.name,
-        index=index,
-        size=None if entry is None else entry.size,
-        digest=None if entry is None else entry.digest,
-        peers=peers,
-    )
-
-
-def _gone(reason: str) -> ResourceLocation:
-    return ResourceLocation(gone=Gone(reason=reason))

@@ -34,7 +34,7 @@ from hypha_proto.leases import CANCEL_JOB, CancelJob, Goodbye, JobEnd
 from hypha_proto.offers import WorkerOffer
 from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.protocols import LEASE
-from hypha_proto.task_resources import FailedHolder, Gone, LocateResource, ResourceLocation
+from hypha_proto.task_resources import LocateResource, ResourceLocation
 from hypha_proto.tasks import TaskResource, TaskSpec
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings
@@ -43,7 +43,7 @@ from hypha_scheduler.datasets.providers import MAX_PROVIDERS
 from hypha_scheduler.errors import AllocationError, JobFailedError, files_unusable
 from hypha_scheduler.jobs.artifacts import write_result
 from hypha_scheduler.jobs.config import JobTable
-from hypha_scheduler.jobs.context import MAX_LOCATED_FILES, RunnerContext
+from hypha_scheduler.jobs.context import RunnerContext
 from hypha_scheduler.jobs.dispatcher import dispatch
 from hypha_scheduler.jobs.effect_queue import EffectQueue
 from hypha_scheduler.jobs.end_record import EndRecorder
@@ -51,6 +51,7 @@ from hypha_scheduler.jobs.events import JobEvents
 from hypha_scheduler.jobs.idempotency_cache import ResponseCache
 from hypha_scheduler.jobs.journal import JOURNAL
 from hypha_scheduler.jobs.lease_pool import LeasePool
+from hypha_scheduler.jobs.resource_locations import checked_location, gone, with_bounded_failures
 from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.jobs.task_register import TaskRegister
 from hypha_scheduler.jobs.task_reports import TaskNews
@@ -713,22 +714,20 @@ class JobRunner:
         spec = None if task is None else self.task_streams.spec_of(task)
         if task is None or spec is None or (task.name, task.attempt) != (request.task, request.attempt):
             _REFUSED_QUESTIONS.add()
-            return _gone("this attempt at the task does not run on this lease")
+            return gone("this attempt at the task does not run on this lease")
         resource = next((entry for entry in spec.resources if entry.name == request.resource), None)
         if resource is None:
-            return _gone(f"the task has no resource {request.resource[:80]!r}")
-        return await self._locate(task, resource, _with_bounded_failures(request))
+            return gone(f"the task has no resource {request.resource[:80]!r}")
+        return await self._locate(task, resource, with_bounded_failures(request))
 
     async def _locate(self, task: TaskRef, resource: TaskResource, request: LocateResource) -> ResourceLocation:
         if resource.dataset is not None:
             return self._context.locate(resource.dataset, request.failures)
         if resource.result is None:
-            return _gone(f"the source of resource {resource.name!r} says where it is")
+            return gone(f"the source of resource {resource.name!r} says where it is")
         now = anyio.current_time()
-        found = await self._ask_and_wait(
-            lambda: _checked_location(self._running_operator.on_locate(task, request, now))
-        )
-        return _gone(_JOB_OVER) if found is None else found
+        found = await self._ask_and_wait(lambda: checked_location(self._running_operator.on_locate(task, request, now)))
+        return gone(_JOB_OVER) if found is None else found
 
     async def on_message(self, peer: PeerId, method: StrategyMethod, message: Any) -> Any:
         """Handle a message of the strategy's own RPC methods; a field `lease` names the task that sends it."""
@@ -845,40 +844,6 @@ class JobRunner:
         except OSError as error:
             self._on_file_error(error)
         return self._tell(self._running_operator.on_task_update, task, end, anyio.current_time())
-
-
-def _gone(reason: str) -> ResourceLocation:
-    return ResourceLocation(gone=Gone(reason=reason))
-
-
-def _with_bounded_failures(request: LocateResource) -> LocateResource:
-    failures = tuple(
-        FailedHolder(peer=failure.peer, reason=_one_line(failure.reason), is_permanent=failure.is_permanent)
-        for failure in request.failures[:MAX_PROVIDERS]
-    )
-    return LocateResource(
-        job_id=request.job_id,
-        lease=request.lease,
-        task=request.task,
-        attempt=request.attempt,
-        resource=request.resource,
-        failures=failures,
-    )
-
-
-def _checked_location(told: tuple[ResourceLocation, Effects]) -> tuple[ResourceLocation, Effects]:
-    """Return the answer of an operator if it can be sent.
-
-    Raises:
-        ValueError: not exactly one of its fields is set, or it names more files than a message can.
-    """
-    answer, _ = told
-    if sum(entry is not None for entry in (answer.pull, answer.pushed, answer.not_yet, answer.gone)) != 1:
-        raise ValueError(f"on_locate: exactly one field of the answer must be set: {str(answer)[:_MAX_TEXT]}")
-    files = answer.pull or answer.pushed
-    if files is not None and len(files.files) > MAX_LOCATED_FILES:
-        raise ValueError(f"on_locate: {len(files.files)} files, a message names at most {MAX_LOCATED_FILES}")
-    return told
 
 
 def _one_line(text: str) -> str:

@@ -62,10 +62,13 @@ def _copy(source: Path, target: Path, storage: JobStorage) -> int:
     with source.open("rb", buffering=0) as reader, target.open("xb", buffering=0) as writer:
         size = os.fstat(reader.fileno()).st_size
         storage.reserve(target, size)
-        while block := reader.read(_BLOCK):
-            anyio.from_thread.check_cancelled()
-            storage.reserve(target, max(size, writer.tell() + len(block)))
-            rest = memoryview(block)
-            while rest:
-                rest = rest[writer.write(rest) :]
-        return writer.tell()
+        try:
+            while block := reader.read(_BLOCK):
+                anyio.from_thread.check_cancelled()
+                storage.reserve(target, max(size, writer.tell() + len(block)))
+                rest = memoryview(block)
+                while rest:
+                    rest = rest[writer.write(rest) :]
+            return writer.tell()
+        finally:
+            storage.release(target)

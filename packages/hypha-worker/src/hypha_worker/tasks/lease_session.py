@@ -20,7 +20,7 @@ from hypha_worker.errors import ExecutionError
 from hypha_worker.leasing.lease_manager import Lease, LeaseError
 from hypha_worker.tasks.definition import DefinitionError, check_start
 from hypha_worker.tasks.subscription import Subscription
-from hypha_worker.tasks.task_run import TEXT_LIMIT, TaskHost, TaskRun
+from hypha_worker.tasks.task_run import TaskHost, TaskRun, one_line
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class LeaseSession:
                 self._report_cancelled(definition, "it was never begun on this lease")
             return
         if definition.stop is not None:
-            run.cancel(definition.stop.reason[:TEXT_LIMIT])
+            run.cancel(definition.stop.reason)
         elif definition.drain is not None:
             run.drain(definition.drain.left_ms, definition.drain.reason)
 
@@ -158,11 +158,11 @@ class LeaseSession:
             _log.error("a report of task %s on lease %s is lost: %s", report.task, self.lease.id, error)
 
     def _report_failed(self, about: TaskDefinition, reason: str) -> None:
-        failed = TaskFailed(reason=reason[:TEXT_LIMIT])
+        failed = TaskFailed(reason=one_line(reason))
         self._send(TaskReport(job_id=about.job_id, task=about.task, attempt=about.attempt, failed=failed))
 
     def _report_cancelled(self, about: TaskDefinition, reason: str) -> None:
-        cancelled = TaskCancelled(reason=reason[:TEXT_LIMIT])
+        cancelled = TaskCancelled(reason=one_line(reason))
         self._send(TaskReport(job_id=about.job_id, task=about.task, attempt=about.attempt, cancelled=cancelled))
 
     def _refuse(self, why: str, definition: TaskDefinition, reason: str) -> None:
@@ -171,5 +171,5 @@ class LeaseSession:
         suppressed = self._refusals.suppressed_count(why)
         if suppressed is not None:
             more = f" ({suppressed} more since it was last logged)" if suppressed else ""
-            _log.warning("definition of task %.80s, attempt %d, by scheduler %s refused: %s%s",
-                         definition.task, definition.attempt, self.lease.scheduler, reason[:400], more)  # fmt: skip
+            task = f"task {definition.task[:80]!r}, attempt {definition.attempt}"
+            _log.warning("definition of %s by %s refused: %s%s", task, self.lease.scheduler, one_line(reason), more)

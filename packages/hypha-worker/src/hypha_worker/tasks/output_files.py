@@ -1,4 +1,4 @@
-"""Checking, moving and copying the files of outputs, with blocking calls that run in a task's threads.
+"""Checking, moving and copying the files of outputs, with blocking calls that run in threads and end when cancelled.
 
 Called by `output_store` and `resource_fetcher`. Nothing here follows a symbolic link.
 """
@@ -6,13 +6,14 @@ Called by `output_store` and `resource_fetcher`. Nothing here follows a symbolic
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import anyio.from_thread
 from blake3 import blake3
 
 from hypha_proto.tasks import MAX_PATH, StoredFile
@@ -20,7 +21,10 @@ from hypha_worker.errors import ExecutionError
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.work_dir import remove_folder
 
+_log = logging.getLogger(__name__)
+
 _BLOCK: Final = 1 << 20
+_COPIED_AT_ONCE: Final = 64 << 20
 _NO_COPY_RANGE: Final = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 _KINDS: Final = (
     (stat.S_ISLNK, "a symbolic link"),
@@ -110,42 +114,56 @@ def _describe(root: Path, path: str) -> StoredFile:
     hasher, size = blake3(), 0
     with _open_regular(root / path if path else root) as file:
         while block := os.read(file.fileno(), _BLOCK):
+            anyio.from_thread.check_cancelled()
             hasher.update(block)
             size += len(block)
     return StoredFile(path, size, f"blake3:{hasher.hexdigest()}")
 
 
-def copy_files(source: Path, target: Path, paths: list[str], storage: JobStorage) -> None:
-    """Copy files below `source` to `target`, which counts them against the task's storage."""
+def copy_files(source: Path, target: Path, paths: list[str], storage: JobStorage | None) -> None:
+    """Copy files below `source` to `target`; see `copy_file`."""
     if paths != [""]:
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in paths:
         copy_file(source / path if path else source, target / path if path else target, storage)
 
 
-def copy_file(source: Path, target: Path, storage: JobStorage) -> int:
+def copy_file(source: Path, target: Path, storage: JobStorage | None) -> int:
     """Copy a regular file, where the file system can by sharing its blocks; return its size.
+
+    Args:
+        source: the file.
+        target: the copy, which must not exist.
+        storage: what the copy counts against, unless its space is reserved already.
 
     Raises:
         StorageExceededError: the task's files would exceed its storage.
         OSError: it is no regular file, or cannot be read or written.
     """
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _open_regular(source) as reader:
-        storage.reserve(target, os.fstat(reader.fileno()).st_size)
-        with target.open("xb", buffering=0) as writer:
+    with _open_regular(source) as reader, target.open("xb", buffering=0) as writer:
+        try:
+            if storage is not None:
+                storage.reserve(target, os.fstat(reader.fileno()).st_size)
             _copy(reader.fileno(), writer.fileno())
             return os.fstat(writer.fileno()).st_size
+        except BaseException:
+            target.unlink()
+            raise
+        finally:
+            if storage is not None:
+                storage.release(target)
 
 
 def _copy(reader: int, writer: int) -> None:
     try:
-        while os.copy_file_range(reader, writer, 1 << 30):
-            pass
+        while os.copy_file_range(reader, writer, _COPIED_AT_ONCE):
+            anyio.from_thread.check_cancelled()
     except OSError as error:
         if error.errno not in _NO_COPY_RANGE:
             raise
         while block := os.read(reader, _BLOCK):
+            anyio.from_thread.check_cancelled()
             rest = memoryview(block)
             while rest:
                 rest = rest[os.write(writer, rest) :]
@@ -176,9 +194,11 @@ def _open_regular(path: Path) -> _Descriptor:
 
 
 def remove_output(path: Path) -> None:
-    """Remove a stored output, a file or a folder; no error if it is gone."""
+    """Remove a stored output, a file or a folder, as far as possible; no error if it is gone."""
     if path.is_dir() and not path.is_symlink():
         remove_folder(path)
     else:
-        with suppress(FileNotFoundError):
-            path.unlink()
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("%s cannot be removed; remove it by hand, it takes up disk space: %s", path, error)

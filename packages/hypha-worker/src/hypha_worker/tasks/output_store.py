@@ -98,6 +98,7 @@ class OutputStore:
             output = await storage.run(_take, name, dataset, source, target, storage, copy)
         except BaseException:
             remove_output(target)
+            storage.release(target)
             raise
         self._held[dataset] = HeldOutput(owner, output, target, sum(file.size for file in output.files))
         self._renewed.setdefault(owner.lease, now)
@@ -171,7 +172,8 @@ def _take(
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     names = [file for file, _ in files]
     if copy:
-        copy_files(work_dir / path, target, names, storage)
+        storage.reserve(target, size)  # for as long as the task runs: the store is outside its work directory
+        copy_files(work_dir / path, target, names, storage=None)
     else:
         os.rename(work_dir / path, target)
     return StoredOutput(name=name, dataset=dataset, files=describe_files(target, names))

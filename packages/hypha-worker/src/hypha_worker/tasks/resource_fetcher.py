@@ -36,6 +36,7 @@ from hypha_proto.task_resources import (
     FailedHolder,
     LocatedFile,
     LocateResource,
+    PullFiles,
     ResourceLocation,
 )
 from hypha_proto.tasks import PeersSource, TaskResource
@@ -159,7 +160,7 @@ class ResourceFetcher:
 
     async def _fetch_from_source(self, resource: TaskResource, target: Path) -> None:
         if resource.result is not None or resource.dataset is not None:
-            await self._fetch_located(resource.name, target)
+            await self._fetch_located(resource.name, target, resource.location)
         elif resource.peers is not None:
             await self._fetch_from_peers(resource.peers, target)
         elif resource.huggingface is not None:
@@ -215,8 +216,8 @@ class ResourceFetcher:
 
     # ---------------------------------------------------------------------------------------------- results, datasets
 
-    async def _fetch_located(self, name: str, target: Path) -> None:
-        """Ask the scheduler where a resource is until its files are here.
+    async def _fetch_located(self, name: str, target: Path, known: PullFiles | None) -> None:
+        """Ask the scheduler where a resource is until its files are here; first try where it is known to be.
 
         Raises:
             ResourceError: there is none, or the answer cannot be used.
@@ -225,8 +226,8 @@ class ResourceFetcher:
         failures: tuple[FailedHolder, ...] = ()
         rounds = 0
         while True:
-            location = await self._locate(name, failures)
-            failures = ()
+            location = await self._locate(name, failures) if known is None else ResourceLocation(pull=known)
+            known, failures = None, ()
             if location.not_yet is not None:
                 await anyio.sleep(min(MAX_RETRY, max(MIN_RETRY, location.not_yet.retry_ms / 1000)))
                 continue

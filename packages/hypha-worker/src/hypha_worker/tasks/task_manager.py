@@ -90,6 +90,8 @@ class TaskManager:
     async def _serve(self, session: LeaseSession) -> None:
         try:
             await session.run()
+        except Exception:  # noqa: BLE001 - logged: it ends the tasks of this lease only
+            _log.exception("serving tasks on lease %s failed because of an error in this worker", session.lease.id)
         finally:
             del self._sessions[session.lease.id]
 

@@ -95,6 +95,7 @@ class TaskRun:
     _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     _cancel_reason: str = "the worker is shutting down"
     _stored: dict[str, StoredOutput] = field(default_factory=dict)
+    _storing: anyio.Lock = field(default_factory=anyio.Lock)
     _progress: TaskProgress | None = None
     """The latest progress that was not sent yet."""
     _is_sending: bool = False
@@ -162,7 +163,7 @@ class TaskRun:
     def drain(self, left_ms: int, reason: str) -> None:
         """Let the attempt end by itself within a time; then it is cancelled."""
         if not self._scope.cancel_called:
-            self._cancel_reason = f"the time to end by itself is over: {reason}"[:TEXT_LIMIT]
+            self._cancel_reason = f"the time to end by itself is over: {reason}"
             self._scope.deadline = anyio.current_time() + left_ms / 1000
             self._report(draining=Draining(left_ms))
 
@@ -203,10 +204,12 @@ class TaskRun:
         if all(name != output.name for output in self.spec.outputs):
             known = ", ".join(output.name for output in self.spec.outputs) or "it has none"
             raise OutputError(f"the task has no output {name[:80]!r}; its outputs: {known}")
-        before = self._stored.pop(name, None)
-        if before is not None:
-            await self._discard([before])
-        return await self._store(name, path, copy=True)
+        async with self._storing:
+            before = self._stored.get(name)
+            stored = await self._store(name, path, copy=True)
+            if before is not None:
+                await self._discard([before])
+        return stored
 
     async def _store(self, name: str, path: str, *, copy: bool) -> StoredOutput:
         context, source = self._context, (self._context.work_dir, path)
@@ -247,6 +250,8 @@ class TaskRun:
     async def _discard(self, outputs: list[StoredOutput]) -> None:
         held = [found for output in outputs for found in self.host.store.held if found.output is output]
         await self.host.store.remove(held)
+        for found in held:
+            self._context.storage.release(found.path)
 
     async def _execute(self) -> TaskReport:
         try:
@@ -297,7 +302,7 @@ class TaskRun:
         trace, traffic = self._trace, self._context.traffic
         return self._make_report(
             failed=TaskFailed(
-                reason=reason[:TEXT_LIMIT],
+                reason=one_line(reason),
                 exit_code=trace.exit_code,
                 last_lines=tuple(line[:TEXT_LIMIT] for line in trace.last_lines),
                 resource=resource,
@@ -309,9 +314,7 @@ class TaskRun:
     def _cancelled(self, reason: str) -> TaskReport:
         traffic = self._context.traffic
         return self._make_report(
-            cancelled=TaskCancelled(
-                reason=reason[:TEXT_LIMIT], bytes_sent=traffic.sent, bytes_received=traffic.received
-            )
+            cancelled=TaskCancelled(reason=one_line(reason), bytes_sent=traffic.sent, bytes_received=traffic.received)
         )
 
     @property
@@ -333,6 +336,11 @@ class TaskRun:
             _log.info("%s cancelled: %s", self, result.cancelled.reason)
         else:
             _log.info("%s finished", self)
+
+
+def one_line(text: str) -> str:
+    """Return a text as a reason in a report: on one line, of bounded length, in UTF-8."""
+    return " ".join(text[:TEXT_LIMIT].encode(errors="replace").decode().split())
 
 
 def _outcome(result: TaskReport) -> str:

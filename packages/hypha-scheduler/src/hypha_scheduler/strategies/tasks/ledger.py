@@ -46,6 +46,8 @@ class OutputLedger:
     _copies: dict[str, Key] = field(default_factory=dict)
     """Outputs with a copy, by the name under which their files are pulled."""
     _to_release: defaultdict[PeerId, list[str]] = field(default_factory=lambda: defaultdict(list))
+    releasable: tuple[int, int] = (0, 0)
+    """Number and bytes of outputs that their holders are to remove and were not asked to."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self._by_key
@@ -94,6 +96,8 @@ class OutputLedger:
         """Have an output removed by its holder."""
         if holder is not None:
             self._to_release[holder].append(output.dataset)
+            count, size = self.releasable
+            self.releasable = (count + 1, size + sum(file.size for file in output.files))
 
     def release_all(self) -> None:
         """Have all outputs removed by their holders."""
@@ -103,4 +107,5 @@ class OutputLedger:
     def released(self) -> Iterator[tuple[PeerId, tuple[str, ...]]]:
         """Yield what each holder is to be asked to remove, once."""
         asked, self._to_release = self._to_release, defaultdict(list)
+        self.releasable = (0, 0)
         return ((holder, tuple(datasets)) for holder, datasets in asked.items())

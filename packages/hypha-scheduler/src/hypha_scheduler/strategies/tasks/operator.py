@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse
@@ -22,11 +24,12 @@ from hypha_proto.task_resources import (
     RELEASE_OUTPUTS,
     LocateResource,
     NotYet,
+    PullFiles,
     PushBegun,
     ReleaseOutputs,
     ResourceLocation,
 )
-from hypha_proto.tasks import StoredOutput
+from hypha_proto.tasks import StoredOutput, TaskResource, TaskSpec
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies import base
@@ -50,6 +53,14 @@ RETRY: Final = 1.0
 _MAX_PAUSE: Final = 30.0
 _MAX_DELIVERIES: Final = 4
 """Answers to one attempt about one resource, alternately to pull and to push; what then fails is lost."""
+_MAX_LOCATED: Final = 200
+"""Largest number of files whose place is stated with the start of an attempt."""
+_RELEASE_DELAY: Final = 0.5
+"""Seconds for which outputs that nothing needs any more wait for others, to be released together."""
+_RELEASE_AT_ONCE: Final = 64
+"""Number of such outputs that does not wait."""
+_RELEASE_AT_ONCE_BYTES: Final = 64 << 20
+"""Their size in bytes that does not wait: it is taken from the storage of leases."""
 _RELEASE_TIMEOUT: Final = 5.0
 """Seconds that the end of the job waits for holders to remove outputs."""
 _RELEASE: Final = "release"
@@ -99,6 +110,8 @@ class TasksOperator(base.Operator):
     """Deadlines so far."""
     _releases: int = 0
     """Requests for releases that are not answered."""
+    _release_at: float | None = None
+    """When outputs that nothing needs are released at the latest; None while there are none."""
     _ends_at: float | None = None
     """When the job ends at the latest: all is done but releases."""
     _is_over: bool = False
@@ -521,6 +534,7 @@ class TasksOperator(base.Operator):
         reasons = {failure.peer: failure for failure in request.failures}
         if not reasons:
             return
+        run.deliveries[request.resource] = max(1, run.deliveries[request.resource])  # the first came with the start
         for key in list(self.instances.keys(result)):
             stored = self.ledger.get(key)
             if stored is None:
@@ -534,7 +548,7 @@ class TasksOperator(base.Operator):
 
     def _deliver(self, run: Run, resource: str, result: Result) -> ResourceLocation:
         """Answer how a worker gets a result that exists: as the job says, and the next time the other way."""
-        parts = [stored for key in self.instances.keys(result) if (stored := self.ledger.get(key)) is not None]
+        parts = self._parts(result)
         if (count := sum(len(part.output.files) for part in parts)) > locations.MAX_FILES:
             what = f"task {run.instance.name} uses {result[1]} of {result[0]}, which has {count} files"
             self._fail_later(f"{what}, over the limit of {locations.MAX_FILES}; pack them into an archive")
@@ -583,18 +597,51 @@ class TasksOperator(base.Operator):
                 self._start(held, instance, now)
             self.placement.mark_surplus()
             self._others += self.collection.start(self.instances.by_name)
-            self._release()
             self._end_if_done(now)
+            self._release_some(now)
         effects = (*self._starts, *self._records, *self._others)
         self._starts, self._records, self._others = [], [], []
         return effects
 
     def _start(self, held: HeldLease, instance: Instance, now: float) -> None:
         task = base.TaskRef(instance.name, held.lease, self.instances.start(instance))
-        self._running[held.lease.id] = Run(task, instance, now)
-        self._starts.append(StartTask(task, instance.task.spec(instance.index), keep_lease=True))
+        run = self._running[held.lease.id] = Run(task, instance, now)
+        self._starts.append(StartTask(task, self._with_locations(run), keep_lease=True))
+
+    def _with_locations(self, run: Run) -> TaskSpec:
+        """Return what an attempt runs, and where its results are, which saves the worker the question."""
+        spec = run.instance.task.spec(run.instance.index)
+        located = {resource.name: self._locate_now(resource) for resource in spec.resources}
+        if not 0 < sum(len(found.files) for found in located.values() if found is not None) <= _MAX_LOCATED:
+            return spec
+        resources = (msgspec.structs.replace(resource, location=located[resource.name]) for resource in spec.resources)
+        return msgspec.structs.replace(spec, resources=tuple(resources))
+
+    def _locate_now(self, resource: TaskResource) -> PullFiles | None:
+        if resource.result is None or self.graph.job.transfer == "push":
+            return None
+        result = (resource.result.task, resource.result.output)
+        if len(self.graph.tasks[result[0]].names) > _MAX_LOCATED:  # do not look at all of them for each attempt
+            return None
+        return locations.pull(self._parts(result), self.context.scheduler).pull
+
+    def _parts(self, result: Result) -> list[Stored]:
+        return [stored for key in self.instances.keys(result) if (stored := self.ledger.get(key)) is not None]
+
+    def _release_some(self, now: float) -> None:
+        """Have outputs removed if there are many, or some have waited."""
+        count, size = self.ledger.releasable
+        if count and (count >= _RELEASE_AT_ONCE or size >= _RELEASE_AT_ONCE_BYTES or self._is_release_due(now)):
+            self._release()
+        elif count and self._release_at is None:
+            self._release_at = now + _RELEASE_DELAY
+            self._set_deadline(self._release_at, _RELEASE, None)
+
+    def _is_release_due(self, now: float) -> bool:
+        return self._release_at is not None and self._release_at <= now
 
     def _release(self) -> None:
+        self._release_at = None
         for holder, datasets in self.ledger.released():
             self._releases += 1
             message = ReleaseOutputs(job_id=self.context.job_id, datasets=datasets)
@@ -605,6 +652,7 @@ class TasksOperator(base.Operator):
         """End the job when all has finished and is here, and holders were told what to remove."""
         if self.instances.unfinished or self._copies_missing or not self.collection.is_idle:
             return
+        self._release()
         if self._ends_at is None:
             self._ends_at = now + _RELEASE_TIMEOUT
         if not self._releases:

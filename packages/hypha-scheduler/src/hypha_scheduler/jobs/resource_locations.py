@@ -1,0 +1,104 @@
+"""Answers to workers that ask where a resource of their task is.
+
+Slices of datasets are located here, results by the job's operator, whose answers are checked. Called by `runner` and
+`context`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from hypha_proto.datasets import SAFETENSORS, SLICE_SUFFIXES
+from hypha_proto.ids import PeerId
+from hypha_proto.task_resources import (
+    FailedHolder,
+    Gone,
+    LocatedFile,
+    LocateResource,
+    PullFiles,
+    ResourceLocation,
+)
+from hypha_proto.tasks import DatasetSource
+from hypha_scheduler.datasets.dataset import Dataset
+from hypha_scheduler.datasets.providers import MAX_PROVIDERS, Providers
+from hypha_scheduler.strategies.base import Effects
+
+MAX_LOCATED_FILES: Final = 4000
+"""Files of a resource that one message can name, each with `MAX_PROVIDERS` peers."""
+_MAX_NAME: Final = 50
+"""Characters of a dataset's name in the names of files; together with the rest they fit into `tasks.MAX_PATH` bytes."""
+_MAX_TEXT: Final = 400
+
+
+def gone(reason: str) -> ResourceLocation:
+    """Return the answer that there is no such resource, and will be none."""
+    return ResourceLocation(gone=Gone(reason=reason))
+
+
+def with_bounded_failures(request: LocateResource) -> LocateResource:
+    """Return a question with as many failures as there are providers, each with one line of reason."""
+    failures = tuple(
+        FailedHolder(
+            peer=failure.peer,
+            reason=" ".join(failure.reason.split())[:_MAX_TEXT],
+            is_permanent=failure.is_permanent,
+        )
+        for failure in request.failures[:MAX_PROVIDERS]
+    )
+    return LocateResource(
+        job_id=request.job_id,
+        lease=request.lease,
+        task=request.task,
+        attempt=request.attempt,
+        resource=request.resource,
+        failures=failures,
+    )
+
+
+def checked_location(told: tuple[ResourceLocation, Effects]) -> tuple[ResourceLocation, Effects]:
+    """Return the answer of an operator, with its effects, if it can be sent.
+
+    Raises:
+        ValueError: not exactly one of its fields is set, or it names more files than a message can.
+    """
+    answer, _ = told
+    if sum(entry is not None for entry in (answer.pull, answer.pushed, answer.not_yet, answer.gone)) != 1:
+        raise ValueError(f"on_locate: exactly one field of the answer must be set: {str(answer)[:_MAX_TEXT]}")
+    files = answer.pull or answer.pushed
+    if files is not None and len(files.files) > MAX_LOCATED_FILES:
+        raise ValueError(f"on_locate: {len(files.files)} files, a message names at most {MAX_LOCATED_FILES}")
+    return told
+
+
+def locate_slices(
+    dataset: Dataset, providers: Providers, source: DatasetSource, failures: Collection[FailedHolder]
+) -> ResourceLocation:
+    """Return where slices of a dataset are; data nodes that failed come last, or not at all if they lack a slice."""
+    count = len(dataset.slices)
+    indices = range(count) if source.slices is None else tuple(dict.fromkeys(source.slices))
+    if len(indices) > MAX_LOCATED_FILES:
+        return gone(f"a task can fetch {MAX_LOCATED_FILES} slices of a dataset, not {len(indices)}; name fewer")
+    if beyond := [index for index in indices if index >= count]:
+        return gone(f"dataset {dataset.name!r} has {count} slices, none with index {beyond[0]}")
+    lacking = {failure.peer for failure in failures if failure.is_permanent}
+    failed = {failure.peer for failure in failures}
+    files = []
+    for index in indices:
+        peers = [peer for peer in providers.order(index) if peer not in lacking]
+        if not peers:
+            return gone(f"no data node has {dataset.describe(index)} of dataset {dataset.name!r} as announced")
+        files.append(_slice_file(dataset, index, tuple(sorted(peers, key=lambda peer: peer in failed))))
+    return ResourceLocation(pull=PullFiles(tuple(files)))
+
+
+def _slice_file(dataset: Dataset, index: int, peers: tuple[PeerId, ...]) -> LocatedFile:
+    entry = dataset.slices[index]
+    return LocatedFile(
+        path=f"{dataset.name.replace('/', '_')[:_MAX_NAME]}-{index}{SLICE_SUFFIXES[dataset.format or SAFETENSORS]}",
+        dataset=dataset.name,
+        index=index,
+        size=None if entry is None else entry.size,
+        digest=None if entry is None else entry.digest,
+        peers=peers,
+    )
