@@ -151,10 +151,76 @@ class FakeWorker:
         return ["--socket", str(self.socket), "--work-dir", str(self.work_dir), "--job", self.job(**config)]
 
 
+@dataclass
+class FakeTaskWorker:
+    """A worker and scheduler of an inference task: hands out slices in order and keeps the parts."""
+
+    work_dir: Path
+    socket: Path
+    slices: list[Path]
+    settings: dict[str, Any]
+    steps: list[str] = field(default_factory=list)
+    """Slices handed out and parts received, in order."""
+    parts: dict[int, list[Any]] = field(default_factory=dict)
+    """Slice -> parsed lines of its part."""
+    sent: list[Any] = field(default_factory=list)
+    reports: list[Any] = field(default_factory=list)
+    spans: list[Any] = field(default_factory=list)
+    answers: dict[str, Callable[[Any], tuple[int, Any]]] = field(default_factory=dict)
+    """Route -> replacement for the default answer."""
+    drains_after: int = 1000
+    """Number of reports after which the task drains."""
+
+    def __post_init__(self) -> None:
+        self.handed_out = 0
+        self.events: queue.Queue[Any] = queue.Queue()
+
+    def fetch(self, body: Any) -> tuple[int, Any]:
+        assert body["type"] == "Resource"
+        assert body["name"] == "slices"
+        if self.handed_out == len(self.slices):
+            return 410, {"error": "no-more-data", "detail": "every slice is computed"}
+        index, out = self.handed_out, self.work_dir / body["out_dir"]
+        self.handed_out += 1
+        self.steps.append(f"fetch {index}")
+        out.mkdir(parents=True)
+        path = Path(shutil.copy(self.slices[index], out))
+        metadata = {"slice": str(index), "epoch": "0", "dataset": "rows"}
+        name = path.relative_to(self.work_dir).as_posix()
+        return 200, [{"path": name, "size": 1, "checksum": "blake3:" + "0" * 64, "metadata": metadata}]
+
+    def send(self, body: Any) -> tuple[int, Any]:
+        self.sent.append(body)
+        text = (self.work_dir / body["path"]).read_text(encoding="utf-8")
+        self.parts[body["round"]] = [json.loads(line) for line in text.splitlines()]
+        self.steps.append(f"send {body['round']}")
+        return 200, {"sent": [PEER]}
+
+    def trace(self, body: Any) -> tuple[int, Any]:
+        self.spans += body["spans"]
+        return 200, {"recorded": len(body["spans"])}
+
+    def update(self, body: Any) -> tuple[int, Any]:
+        self.reports.append(body)
+        return 200, {"draining": len(self.reports) >= self.drains_after}
+
+    def answer(self, route: str, body: Any) -> tuple[int, Any]:
+        usual = {
+            "/resources/fetch": self.fetch, "/resources/send": self.send, "/task/update": self.update,
+            "/telemetry/spans": self.trace,
+        }  # fmt: skip
+        return (self.answers.get(route) or usual[route])(body)
+
+    def arguments(self, *more: str) -> list[str]:
+        """Return the command line of `inference`."""
+        job = {"job_id": "x", "task": "infer", "attempt": 1, "scheduler": PEER, "settings": self.settings}
+        return ["--socket", str(self.socket), "--work-dir", str(self.work_dir), "--job", json.dumps(job), *more]
+
+
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
     block_on_close = False
-    worker: FakeWorker
+    worker: FakeWorker | FakeTaskWorker
     closing = False
 
 
@@ -197,11 +263,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[FakeWorker], FakeWorker]]:
+def serve() -> Iterator[Callable[[Any], Any]]:
     """Start fake workers on their sockets; stopped at the end of the test."""
     servers: list[_Server] = []
 
-    def start(worker: FakeWorker) -> FakeWorker:
+    def start(worker: FakeWorker | FakeTaskWorker) -> FakeWorker | FakeTaskWorker:
         server = _Server(str(worker.socket), _Handler)
         server.worker = worker
         servers.append(server)
@@ -292,7 +358,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture
 def make_worker(
-    tmp_path: Path, digit_model: Path, digit_slices: list[Path], serve: Callable[[FakeWorker], FakeWorker]
+    tmp_path: Path, digit_model: Path, digit_slices: list[Path], serve: Callable[[Any], Any]
 ) -> Iterator[Callable[..., FakeWorker]]:
     """Return a function that starts a fake worker, by default with the digits."""
     number = 0
@@ -304,6 +370,64 @@ def make_worker(
             work_dir = tmp_path / f"job-{number}" / "work"
             work_dir.mkdir(parents=True)
             usual: dict[str, Any] = {"model_dir": digit_model, "slices": digit_slices}
-            return serve(FakeWorker(work_dir, Path(sockets) / f"{number}.sock", **(usual | settings)))
+            worker: FakeWorker = serve(FakeWorker(work_dir, Path(sockets) / f"{number}.sock", **(usual | settings)))
+            return worker
 
         yield make
+
+
+@pytest.fixture
+def make_task_worker(tmp_path: Path, serve: Callable[[Any], Any]) -> Iterator[Callable[..., FakeTaskWorker]]:
+    """Return a function that starts a fake worker for an inference task with a copy of a model."""
+    number = 0
+    with tempfile.TemporaryDirectory(prefix="hx") as sockets:
+
+        def make(
+            model: Path, slices: list[Path], chosen: dict[str, Any], link: Any = shutil.copy2, **more: Any
+        ) -> FakeTaskWorker:
+            nonlocal number
+            number += 1
+            settings = dict(chosen)
+            work_dir = tmp_path / f"task-{number}" / "work"
+            shutil.copytree(model, work_dir / "resources" / "model", copy_function=link)
+            source = {"input_names": settings.pop("inputs", []), "path": "resources/model"}
+            usual = {"model": source | {"type": settings.pop("type")}, "preprocessor": None, "columns": []}
+            if (kind := settings.pop("preprocessor", None)) is not None:
+                usual["preprocessor"] = source | {"type": kind, "input_names": []}
+            socket = Path(sockets) / f"{number}.sock"
+            worker: FakeTaskWorker = serve(FakeTaskWorker(work_dir, socket, slices, usual | settings, **more))
+            return worker
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def words() -> Any:
+    """Create a tokenizer whose tokens are small letters, digits, punctuation and five special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [*"abcdefghijklmnopqrstuvwxyz0123456789.,:!?", "\u0120", "<pad>", "<end>", "<unk>", "<user>", "<reply>"]
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", model_max_length=1 << 30
+    )
+
+
+@pytest.fixture(scope="session")
+def writer(tmp_path_factory: pytest.TempPathFactory, words: Any, llama_config: dict[str, Any]) -> Path:
+    """Create a language model with that tokenizer, whose weights are large enough for texts that vary."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = tmp_path_factory.mktemp("writer") / "model"
+    torch.manual_seed(5)
+    settings = dict(llama_config) | {"eos_token_id": words.eos_token_id, "bos_token_id": None, "initializer_range": 0.6}
+    settings |= {"max_position_embeddings": 64, "vocab_size": len(words)}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    model.save_pretrained(path)
+    words.save_pretrained(path)
+    return path

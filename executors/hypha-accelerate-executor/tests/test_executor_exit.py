@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched
+from hypha.accelerate_executor.environment import DELAY_VARIABLE
 from hypha.accelerate_executor.errors import BridgeRefused, ExecutorError
 from hypha_proto.job_spec import UriReference
 
@@ -260,7 +261,7 @@ def test_a_job_from_a_file(tmp_path: Path, make_worker: Callable[..., Any], capl
 
 
 def test_a_delay_slows_every_batch(make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(training.DELAY_VARIABLE, "0.05")
+    monkeypatch.setenv(DELAY_VARIABLE, "0.05")
     worker = make_worker(rounds=1, batches=4)
     assert training.main(worker.arguments()) == 0
     assert all(report["status"]["batch_ms"] >= 50 for report in worker.reports[:4])
@@ -269,7 +270,7 @@ def test_a_delay_slows_every_batch(make_worker: Callable[..., Any], monkeypatch:
 def test_a_delay_that_is_not_a_number_is_refused(
     make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(training.DELAY_VARIABLE, "slow")
+    monkeypatch.setenv(DELAY_VARIABLE, "slow")
     assert "HYPHA_EXECUTOR_DELAY='slow'" in _ends_with(caplog, make_worker().arguments(), 2)
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 
-def test_the_entry_point_does_not_import_torch() -> None:
+@pytest.mark.parametrize("entry", ["training", "inference"])
+def test_the_entry_point_does_not_import_torch(entry: str) -> None:
     heavy = ("torch", "transformers", "accelerate", "scipy")
-    code = f"import hypha.accelerate_executor.training, sys; print([m for m in {heavy!r} if m in sys.modules])"
+    code = f"import hypha.accelerate_executor.{entry}, sys; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert done.stdout == "[]\n"
 

@@ -292,6 +292,7 @@ def test_secrets_are_masked_in_errors(load: Any) -> None:
     }
     assert mask_secrets({"telemetry_headers": {}}) == {"telemetry_headers": {}}
     assert is_secret("connectors.s3.secret_access_key")
+    assert not is_secret("scheduler.job.inference.max_new_tokens")
 
 
 def test_unknown_variable_is_a_warning(load: Any) -> None:

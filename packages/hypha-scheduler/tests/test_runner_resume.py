@@ -82,7 +82,7 @@ def test_a_job_can_be_interrupted_again(tmp_path: Path, monkeypatch: pytest.Monk
         ("missing", "there is no job to resume: it has no journal.jsonl"),
         ("empty", "there is no job to resume: journal.jsonl has no record"),
         ("finished", "the job cannot be resumed: it has finished"),
-        ("failed", "the job cannot be resumed: it has failed"),
+        ("no job", "the first record of journal.jsonl has no job"),
         ("result", "result.json is there"),
         ("type", "the job is of type 'other', not 'scripted'"),
         ("format", "the journal is of format 9"),
@@ -100,12 +100,14 @@ def test_what_cannot_be_resumed_stays_as_it_is(
             directory.mkdir(parents=True)
             (directory / JOURNAL).touch()
         elif spoil != "missing":
-            end = spoil if spoil in ("finished", "failed") else None
+            end = "finished" if spoil == "finished" else None
             interrupted(tmp_path / "runs", kind="other" if spoil == "type" else "scripted", end=end)
         if spoil == "result":
             (directory / "result.json").write_text("{}")
         if spoil == "format":
             (directory / JOURNAL).write_text('{"record": "accepted", "format": 9}\n')
+        if spoil == "no job":
+            (directory / JOURNAL).write_text('{"record": "accepted", "format": 1}\n')
         before = [] if spoil in ("missing", "format") else read_journal(directory / JOURNAL)
         with Journal(tmp_path / "other" if spoil != "locked" else directory / JOURNAL) as other:
             other.lock()
@@ -116,13 +118,16 @@ def test_what_cannot_be_resumed_stays_as_it_is(
         assert strategy.operators == []
         if spoil not in ("missing", "format"):
             assert read_journal(directory / JOURNAL) == before
+            assert not strategy.journals
         assert directory.exists() == (spoil != "missing")
 
     run_jobs(monkeypatch, tmp_path, strategy, case)
 
 
-def test_a_job_that_cannot_begin_again_can_be_resumed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dataset may be missing for now: the job has not failed by that."""
+def test_a_job_that_cannot_begin_or_has_failed_is_resumed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dataset may be missing for now: the job has not failed by that, and its files are as before."""
 
     class Unready(ScriptedStrategy):
         def open(self, job: Any, context: JobContext, journal: Any) -> Any:
@@ -135,14 +140,18 @@ def test_a_job_that_cannot_begin_again_can_be_resumed_later(tmp_path: Path, monk
 
     async def case(lab: Lab) -> None:
         directory = interrupted(tmp_path / "runs")
+        before = read_journal(directory / JOURNAL)
         await lab.run(job_id=JOB, resume=True)
         assert str(lab.results[0]) == "no data node announces it"
+        assert read_journal(directory / JOURNAL) == before
         operator = await lab.start(job_id=JOB, resume=True)
         operator.act(EndJob(failure="it is over"))
         await lab.ended(2)
         assert [record["record"] for record in read_journal(directory / JOURNAL)][-1] == "failed"
-        await lab.run(job_id=JOB, resume=True)
-        assert "the job cannot be resumed: it has failed" in str(lab.results[2])
+        operator = await lab.start(job_id=JOB, resume=True)
+        await lab.finish(operator)
+        kinds = [record["record"] for record in read_journal(directory / JOURNAL)]
+        assert kinds == ["accepted", "done", "resumed", "failed", "resumed", "finished"]
 
     run_jobs(monkeypatch, tmp_path, strategy, case)
 

@@ -312,7 +312,9 @@ def test_unknown_type_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     file = with_scheduler_table(tmp_path, '[scheduler.job]\ntype = "dilco"')
     with pytest.raises(ConfigError) as caught:
         load_config(SchedulerConfig, file, {}, {})
-    assert "no strategy 'dilco' is installed; known: diloco, tasks; did you mean 'diloco'?" in str(caught.value)
+    assert "no strategy 'dilco' is installed; known: diloco, inference, tasks; did you mean 'diloco'?" in str(
+        caught.value
+    )
 
 
 def test_strategies_that_are_not_listed_are_not_loaded(tmp_path: Path) -> None:

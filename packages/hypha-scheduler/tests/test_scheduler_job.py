@@ -755,7 +755,7 @@ def test_full_disk_fails_the_job_and_not_the_scheduler(
             full.setattr(Journal, "_write", write)
             await service.run_job(job(model))
         assert "No space left on device" in messages[0]
-        assert "; free space on that disk, then submit the job again" in messages[0]
+        assert "; free space on that disk, then resume the job or submit it again" in messages[0]
         assert [len(worker.released) for worker in workers] == ([0] * 4 if kind == "accepted" else [1] * 4)
 
     run_network(tmp_path, case)
@@ -772,7 +772,7 @@ def test_outer_update_without_room_fails_the_job_with_the_reason(
             await service.run_job(job(model))
         assert f"{tmp_path / 'runs'}" in messages[0]
         assert "bytes, 100 are free" in messages[0]
-        assert "; free space on that disk, then submit the job again" in messages[0]
+        assert "; free space on that disk, then resume the job or submit it again" in messages[0]
 
     run_network(tmp_path, case)
 

@@ -208,8 +208,8 @@ def test_submit_names_the_job_whose_scheduler_is_killed(tmp_path: Path, accepts:
             dying.result(20)
     assert done.exit_code == 3
     if accepts:
-        assert "the scheduler ended before job j-1 did; start it and submit the job again." in done.output
-        assert "/runs/j-1" in done.output
+        assert "the scheduler ended before job j-1 did; continue it with `hypha-scheduler resume " in done.output
+        assert "/runs/j-1 --config FILE`" in done.output
     else:
         assert "the scheduler ended before it accepted the job; start it" in done.output
 

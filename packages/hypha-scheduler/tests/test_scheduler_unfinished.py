@@ -19,6 +19,7 @@ from hypha_net.testing import MemoryNetwork
 from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.jobs.end_record import EndRecord
 from hypha_scheduler.jobs.events import JobEvents
+from hypha_scheduler.jobs.journal import Journal
 from hypha_scheduler.jobs.unfinished import MAX_NAMED, find_unfinished, log_unfinished
 from hypha_scheduler.service import serve
 from hypha_scheduler.strategies.base import WriteJournal
@@ -65,6 +66,16 @@ def test_job_with_an_end_is_not_unfinished(tmp_path: Path, kind: str) -> None:
     with running_job(tmp_path, rounds=2) as (_, report):
         end = report.failed("why") if kind == "failed" else report.finished({"rounds": 2})
         end.write()
+    assert find_unfinished(tmp_path) == []
+
+
+def test_a_job_that_was_resumed_after_a_failure_is_unfinished(tmp_path: Path) -> None:
+    directory = interrupted_job(tmp_path, rounds=2)
+    EndRecord(directory, "failed", {"error": "no room"}, {"error": "no room"}).write()
+    with Journal(directory / "journal.jsonl") as journal:
+        journal.record("resumed")
+    assert [job.directory for job in find_unfinished(tmp_path)] == [directory]
+    EndRecord(directory, "failed", {"error": "no room"}, {"error": "no room"}).write()
     assert find_unfinished(tmp_path) == []
 
 
@@ -140,5 +151,5 @@ def test_scheduler_names_unfinished_jobs_when_it_starts(tmp_path: Path, caplog: 
     [message] = [record.getMessage() for record in caplog.records if record.name == "hypha_scheduler.jobs.unfinished"]
     assert message.startswith(f"job {directory.name} has no end: its scheduler ended while it ran. It began 2")
     assert "completed round 3 and was last recorded 2" in message
-    assert f"its files are in {directory}. A job cannot be resumed: submit it again" in message
+    assert f"its files are in {directory}. Resume it with `hypha-scheduler resume {directory} --config FILE`" in message
     assert f"with model.path = '{directory / 'model'}' to start from the model that it had" in message

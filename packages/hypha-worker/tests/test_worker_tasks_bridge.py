@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.scripted_task_scheduler import ScriptedTaskScheduler
+from support.task_bridge_client import EXECUTOR
 
 from hypha_net import transfer
 from hypha_proto.bridge_api import read_resource_transfer, read_task_update
@@ -32,31 +32,6 @@ from hypha_proto.tasks import (
 from hypha_proto.transfer import PullRequest
 
 InTaskLab = Callable[..., None]
-CLIENT = """
-import http.client, json, os, socket, sys, time
-
-class Bridge(http.client.HTTPConnection):
-    def connect(self):
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.connect(sys.argv[1])
-
-def post(path, body):
-    bridge = Bridge("bridge")
-    bridge.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-    answer = bridge.getresponse()
-    value = json.loads(answer.read())
-    bridge.close()
-    return answer.status, value
-
-task = json.loads(sys.argv[2])
-exec(task["settings"]["code"])
-"""
-EXECUTOR = {
-    "class": "shell",
-    "name": "python",
-    "cmd": sys.executable,
-    "args": ["-I", "-S", "-c", CLIENT, "{SOCKET_PATH}", "{JOB_JSON}"],
-}
 
 
 def numbers(lab: Any) -> TaskResource:

@@ -19,7 +19,7 @@ from hypha_proto.dispatch import NotFound
 from hypha_proto.leases import SAY_GOODBYE, Goodbye, GoodbyeReceived
 from hypha_proto.offers import TrainExecutor
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
-from hypha_worker.bridge.backend import MAX_UNUSABLE
+from hypha_worker.connectors.assigned_slices import MAX_UNUSABLE
 from hypha_worker.service import open_worker
 
 InLab = Callable[..., None]

@@ -73,6 +73,11 @@ DATA: Final = RpcMethod[DataRequest, SliceAssigned | NotFound | WireError](
 )
 
 
+NO_FREE_SLICE: Final = "no slice is free yet; ask again"
+"""Message of a `WireError` after which the same question may be asked again: all slices are assigned, and may come
+back. A field of its own cannot be added, because the message is all that a `WireError` has."""
+
+
 class DatasetRecord(Message, frozen=True):
     """Record (JSON) that a data node announces in the DHT under the dataset's name."""
 

@@ -18,7 +18,7 @@ def files_unusable(directory: Path, errors: Iterable[BaseException]) -> str:
     found = list(errors)
     text = f"{directory}: the job's files cannot be used: {'; '.join(map(str, found))}"
     if any(isinstance(error, OSError) and error.errno in _NO_ROOM for error in found):
-        text += "; free space on that disk, then submit the job again"
+        text += "; free space on that disk, then resume the job or submit it again"
     return text
 
 

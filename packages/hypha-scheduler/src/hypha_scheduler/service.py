@@ -40,6 +40,7 @@ from hypha_scheduler.jobs.unfinished import log_unfinished
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import StrategyMethod
 from hypha_scheduler.strategies.registry import load_strategy
+from hypha_scheduler.submission.resumption import ResumableJob
 from hypha_scheduler.submission.server import SubmissionServer
 
 _log = logging.getLogger(__name__)
@@ -68,18 +69,10 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     """
     if lacking := [line for job in config.jobs for line in job.missing_files()]:
         raise JobFailedError("\n".join(lacking))
-    bridge = None
-    if config.bridge_address is not None:
-        bridge = StatusBridge(config.bridge_address)
-        node.tasks.start_soon(bridge.run)
-    table = config.scheduler
-    service = SchedulerService(
-        node.endpoint, config.runs_dir, bridge, auction_settings(table.auction), strategies=table.strategies
-    )
-    node.tasks.start_soon(service.ends.run)
+    service, bridge = _open_service(config, node)
     await anyio.to_thread.run_sync(log_unfinished, config.runs_dir, abandon_on_cancel=True)
     node.ready()
-    submissions = SubmissionServer(config.runs_dir, service.run_job, table.strategies)
+    submissions = SubmissionServer(config.runs_dir, service.run_job, config.scheduler.strategies, service.resume_job)
     failures: list[str] = []
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_accept_jobs, submissions, not config.jobs)
@@ -96,6 +89,35 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     await service.ends.drain(_LAST_ENDS)
     if failures:
         raise JobFailedError("\n".join(failures))
+
+
+async def serve_resumed(config: SchedulerConfig, node: Node, found: ResumableJob) -> None:
+    """Continue one interrupted job, without the configured ones.
+
+    Raises:
+        JobFailedError: it failed, or its strategy does not resume it.
+    """
+    service, bridge = _open_service(config, node)
+    node.ready()
+    result = await service.resume_job(found.job, found.job_id)
+    _log.info("job done: %s", result)
+    if bridge is not None:
+        await bridge.drain(_LAST_METRICS)
+    await service.ends.drain(_LAST_ENDS)
+
+
+def _open_service(config: SchedulerConfig, node: Node) -> tuple[SchedulerService, StatusBridge | None]:
+    """Return the service, and the status bridge if one is configured; both run in the background."""
+    bridge = None
+    if config.bridge_address is not None:
+        bridge = StatusBridge(config.bridge_address)
+        node.tasks.start_soon(bridge.run)
+    table = config.scheduler
+    service = SchedulerService(
+        node.endpoint, config.runs_dir, bridge, auction_settings(table.auction), strategies=table.strategies
+    )
+    node.tasks.start_soon(service.ends.run)
+    return service, bridge
 
 
 async def _accept_jobs(submissions: SubmissionServer, required: bool) -> None:
@@ -196,6 +218,10 @@ class SchedulerService:
         finally:
             del self._runs[run.job_id]
 
+    async def resume_job(self, job: JobTable, job_id: uuid.UUID) -> Path:
+        """Continue an interrupted job; see `run_job`."""
+        return await self.run_job(job, job_id, resume=True)
+
     def _serve_methods(self, methods: Sequence[StrategyMethod]) -> None:
         for method in methods:
             if method.method.name not in self._served:
@@ -222,7 +248,8 @@ class SchedulerService:
     async def _data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
         run = self._of_peer(peer, request.job_id)
         answer = NotFound() if run is None else await run.on_data(peer, request)
-        if not isinstance(answer, SliceAssigned):
+        is_over = isinstance(answer, NotFound) and run is not None and run.runs_on(peer)  # there are no more slices
+        if not isinstance(answer, SliceAssigned) and not is_over:
             reason = (
                 answer.message if isinstance(answer, WireError) else "it is not a member of a job with this dataset"
             )

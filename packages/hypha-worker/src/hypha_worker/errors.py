@@ -108,6 +108,11 @@ def no_more_data(detail: str) -> BridgeError:
     return BridgeError(410, "no-more-data", detail)
 
 
+def no_free_slice(detail: str) -> BridgeError:
+    """Return a 503: all slices that are left are assigned to others, and may come back."""
+    return BridgeError(503, "no-free-slice", detail)
+
+
 def peer_failed(detail: str) -> BridgeError:
     """Return a 502: the remote side was not reached, closed the connection, or refused."""
     return BridgeError(502, "peer-failed", detail)

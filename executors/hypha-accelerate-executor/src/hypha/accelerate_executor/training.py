@@ -9,12 +9,9 @@ this machine's disk is full or fails: the worker then gives its work back, and t
 from __future__ import annotations
 
 import argparse
-import errno
 import itertools
 import logging
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,25 +23,26 @@ from hypha.accelerate_executor.bridge.redaction import Redaction, hide, secrets_
 from hypha.accelerate_executor.bridge.spans import TRACE_VARIABLE, Spans
 from hypha.accelerate_executor.data.batches import Batches
 from hypha.accelerate_executor.data.preprocess import preprocessed_columns
-from hypha.accelerate_executor.errors import ExecutorError, JobError
+from hypha.accelerate_executor.environment import (
+    DEFAULT_TIMEOUT,
+    DELAY_VARIABLE,
+    TIMEOUT_VARIABLE,
+    isolate,
+    read_seconds,
+)
+from hypha.accelerate_executor.errors import JobError
+from hypha.accelerate_executor.exit_codes import exit_code_of, log_to_stderr, run_as_process
 from hypha.accelerate_executor.modeling.hf import model_directory
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha_proto.codec import from_json
-from hypha_proto.errors import DecodeError, ProtoError
+from hypha_proto.errors import DecodeError
 from hypha_proto.job_spec import JobSpec, SchedulerReference, TrainConfig, TrainJob
 
 logger = logging.getLogger("hypha.accelerate_executor.training")
 
-TIMEOUT_VARIABLE: Final = "HYPHA_EXECUTOR_TIMEOUT"
-"""Seconds that one request (default 600), or the wait for an outer update (default a day), may take."""
-DELAY_VARIABLE: Final = "HYPHA_EXECUTOR_DELAY"
-"""Seconds added to every batch; for tests and benchmarks of uneven workers only."""
-_DEFAULT_TIMEOUT: Final = 600.0
 _DEFAULT_UPDATE_TIMEOUT: Final = 86_400.0
 """A round lasts as long as its slowest worker takes; the worker ends an executor whose job is over."""
 _JOB_LIMIT: Final = 1 << 20
-_DISK_FAULTS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
-"""Errors of this machine's disk, after which the process exits with `os.EX_IOERR`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,20 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     options = _parser().parse_args(arguments)
     # only the leader of several processes logs progress; the others log warnings
-    level = logging.WARNING if _is_follower() else logging.INFO
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        _train(options, started)
-    except JobError as error:
-        logger.error("%s", error)
-        return 2
-    except OSError as error:
-        logger.error("%s: %s", error.filename or options.work_dir, error.strerror or error)
-        return os.EX_IOERR if error.errno in _DISK_FAULTS else 1
-    except (ExecutorError, ProtoError) as error:
-        logger.error("%s", error)
-        return 1
+    log_to_stderr(logging.WARNING if _is_follower() else logging.INFO)
+    code = exit_code_of(lambda: _train(options, started), options.work_dir)
+    if code:
+        return code
     logger.info("the job is done")
     return 0
 
@@ -114,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help=(
             f"seconds to wait for an answer or an outer update (or {TIMEOUT_VARIABLE}; "
-            f"default {_DEFAULT_TIMEOUT:g} and {_DEFAULT_UPDATE_TIMEOUT:g})"
+            f"default {DEFAULT_TIMEOUT:g} and {_DEFAULT_UPDATE_TIMEOUT:g})"
         ),
     )
     return parser
@@ -129,31 +117,16 @@ def _timeouts(options: argparse.Namespace) -> tuple[float, float]:
     """Return the timeouts, seconds, of a request and of waiting for an outer update."""
     if options.timeout is not None:
         return options.timeout, options.timeout
-    return _seconds(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT), _seconds(TIMEOUT_VARIABLE, _DEFAULT_UPDATE_TIMEOUT)
-
-
-def _seconds(variable: str, default: float) -> float:
-    text = os.environ.get(variable)
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise JobError(f"{variable}={text!r} is not a number of seconds")
-    return value
+    return read_seconds(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT), read_seconds(TIMEOUT_VARIABLE, _DEFAULT_UPDATE_TIMEOUT)
 
 
 def _train(options: argparse.Namespace, started: float) -> None:
     config = read_job(options.job)
     timeout, update_timeout = _timeouts(options)
-    delay = _seconds(DELAY_VARIABLE, 0.0)
+    delay = read_seconds(DELAY_VARIABLE, 0.0)
     hide(secrets_of(config))
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything comes through the worker
     work_dir = options.work_dir.resolve()
-    # `python -m` adds the current directory, which holds the job's files, to the module path
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != work_dir]
+    isolate(work_dir)
     if _is_follower():
         from hypha.accelerate_executor.diloco.loop import LoopTiming, follow
 
@@ -213,8 +186,4 @@ def _slices(bridge: Bridge, config: TrainConfig) -> Callable[[], list[Fetched]]:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # exit at once and without a traceback
-    code = main()
-    logging.shutdown()
-    os._exit(code)  # unloading torch and transformers would take another second of CPU time
+    run_as_process(main)

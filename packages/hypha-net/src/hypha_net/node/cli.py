@@ -139,6 +139,22 @@ def daemon_cli(
     return group
 
 
+def load_configuration(model: type[C], file: Path | None, settings: tuple[str, ...], name: str) -> C:
+    """Load the configuration of a command that a program adds, or exit with code 2 and all problems."""
+    loaded = _load(model, file, settings, name)
+    for warning in loaded.warnings:
+        _log.warning("%s", warning)
+    return loaded.config
+
+
+def _load(model: type[C], file: Path | None, settings: tuple[str, ...], name: str) -> Loaded[C]:
+    try:
+        return load_config(model, file, os.environ, _flags(settings))
+    except ConfigError as error:
+        hint = "" if file else f"\nno --config was given; {name} init writes a file to start from"
+        raise ConfigurationError(f"the configuration cannot be used\n{error}{hint}") from None
+
+
 class _Program:
     """Program that the commands belong to."""
 
@@ -160,11 +176,7 @@ class _Program:
 
     def load(self, file: Path | None, settings: tuple[str, ...]) -> Loaded[Any]:
         """Load the configuration, or exit with code 2 and all problems."""
-        try:
-            return load_config(self.config, file, os.environ, _flags(settings))
-        except ConfigError as error:
-            hint = "" if file else f"\nno --config was given; {self.name} init writes a file to start from"
-            raise ConfigurationError(f"the configuration cannot be used\n{error}{hint}") from None
+        return _load(self.config, file, settings, self.name)
 
     def run(
         self, file: Path | None, *, settings: tuple[str, ...], check: bool, log_format: str, log_level: str

@@ -25,7 +25,7 @@ from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
 from hypha_net.message_channel import ChannelError
 from hypha_net.transfer import FilePushTarget, PullSource
-from hypha_proto.datasets import DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
+from hypha_proto.datasets import NO_FREE_SLICE, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireError
 from hypha_proto.drain import Drain
 from hypha_proto.ids import PeerId
@@ -49,7 +49,6 @@ from hypha_scheduler.jobs.effect_queue import EffectQueue
 from hypha_scheduler.jobs.end_record import EndRecorder
 from hypha_scheduler.jobs.events import JobEvents
 from hypha_scheduler.jobs.idempotency_cache import ResponseCache
-from hypha_scheduler.jobs.journal import JOURNAL
 from hypha_scheduler.jobs.lease_pool import LeasePool
 from hypha_scheduler.jobs.resource_locations import checked_location, gone, with_bounded_failures
 from hypha_scheduler.jobs.task_graph import TaskState
@@ -193,7 +192,8 @@ class JobRunner:
         await self._prepare_directory()
         with JobEvents(self.job_id, self.directory, self._bridge, resume=self._resume) as self._events:
             try:
-                await self._record_begin()
+                if not self._resume:
+                    self._events.accepted(self._job.model_dump(mode="json"))
                 return await self._run_and_release()
             except BaseException as error:
                 if not self._resume or self._operator is not None:  # a job that cannot be resumed now may be later
@@ -203,15 +203,8 @@ class JobRunner:
     async def _prepare_directory(self) -> None:
         if not self._resume:
             self.directory.mkdir(parents=True)
-        elif not await anyio.Path(self.directory / JOURNAL).is_file():
-            raise JobFailedError(f"{self.directory}: there is no job to resume: it has no {JOURNAL}")
-
-    async def _record_begin(self) -> None:
-        if self._resume:
-            self._earlier = await anyio.to_thread.run_sync(read_unfinished, self.directory, self._job.type)
-            self._events.resumed()
         else:
-            self._events.accepted(self._job.model_dump(mode="json"))
+            self._earlier = await anyio.to_thread.run_sync(read_unfinished, self.directory, self._job.type)
 
     def _describe(self, error: BaseException) -> str:
         """Return the reason for a failure as it is recorded."""
@@ -279,6 +272,8 @@ class JobRunner:
 
     async def _run_operator(self, operator: Operator) -> None:
         """Run the job until its operator, or an error, ends it."""
+        if self._resume:
+            self._events.resumed()  # only now: a job that its strategy does not resume stays as it is
         self._operator = operator
         self._tasks.start_soon(self._effects.run)
         self._tasks.start_soon(self._pool.renew)
@@ -633,7 +628,7 @@ class JobRunner:
             if not isinstance(found, RetryAfter):
                 return found
             if (now := anyio.current_time()) >= deadline:
-                return WireError(message=f"no slice was free within {_MAX_WAIT:g} s")
+                return WireError(message=NO_FREE_SLICE)
             with anyio.move_on_after(min(max(found.seconds, _MIN_RETRY), deadline - now)):
                 await self._changed.wait()
 

@@ -51,7 +51,8 @@ class UnfinishedJob:
         text = (
             f"job {self.job_id} has no end: its scheduler ended while it ran. It {began}{reached} and was last "
             f"recorded {_readable(self.last_record)}; its files are in {self.directory}. "
-            "A job cannot be resumed: submit it again"
+            f"Resume it with `hypha-scheduler resume {self.directory} --config FILE`; a job that is refused there, "
+            "submit again"
         )
         if self.progress is not None and any((self.directory / "model").glob("*.safetensors")):
             text += f", with model.path = {str(self.directory / 'model')!r} to start from the model that it had"
@@ -86,22 +87,41 @@ def log_unfinished(runs: Path) -> None:
         _log.warning("%d further jobs in %s have no end", len(found) - MAX_NAMED, runs)
 
 
-def read_unfinished(directory: Path, job_type: str) -> list[dict[str, Any]]:
-    """Return the journal of an interrupted job of a type, to resume it.
+def read_resumable(directory: Path) -> list[dict[str, Any]]:
+    """Return the journal of a job that runs nowhere and has not finished; its first record has the job's table.
+
+    A job that has failed may succeed once the reason is gone. Nothing is written.
 
     Raises:
-        JobFailedError: there is no such job, it has ended, it is of another type, or its journal is malformed.
+        JobFailedError: there is no such job, it runs or has finished, or its journal is malformed.
         OSError: the journal cannot be read.
     """
-    records = read_journal(directory / JOURNAL)
+    path = directory / JOURNAL
+    if not path.is_file():
+        raise JobFailedError(f"{directory}: there is no job to resume: it has no {JOURNAL}")
+    if _is_running(path):
+        raise JobFailedError(f"{directory}: another scheduler runs this job; stop it first")
+    records = read_journal(path)
     if not records:
         raise JobFailedError(f"{directory}: there is no job to resume: {JOURNAL} has no record")
-    if end := next((record["record"] for record in records[::-1] if record.get("record") in _ENDS), None):
-        raise JobFailedError(f"{directory}: the job cannot be resumed: it has {end}; submit it again")
+    if any(record.get("record") == "finished" for record in records):
+        raise JobFailedError(f"{directory}: the job cannot be resumed: it has finished")
     if (directory / "result.json").exists():
         raise JobFailedError(f"{directory}: the job cannot be resumed: it has finished, result.json is there")
-    job = records[0].get("job")
-    was = job.get("type") if isinstance(job, dict) else None
+    if not isinstance(records[0].get("job"), dict):
+        raise JobFailedError(f"{directory}: there is no job to resume: the first record of {JOURNAL} has no job")
+    return records
+
+
+def read_unfinished(directory: Path, job_type: str) -> list[dict[str, Any]]:
+    """Return the journal of an interrupted or failed job of a type, to resume it.
+
+    Raises:
+        JobFailedError: `read_resumable` raises it, or the job is of another type.
+        OSError: the journal cannot be read.
+    """
+    records = read_resumable(directory)
+    was = records[0]["job"].get("type")
     if was != job_type:
         raise JobFailedError(
             f"{directory}: the job is of type {was!r}, not {job_type!r}; resume it as it was submitted"
@@ -130,11 +150,17 @@ def _examine(path: Path, written: float) -> UnfinishedJob | None:
     except OSError as error:
         _log.warning("cannot read whether the job in %s has ended: %s", directory, error)
         return None
-    if any(record.get("record") in _ENDS for record in last):
+    if _has_ended(last):
         return None
     job_id = next((record["job_id"] for record in first if isinstance(record.get("job_id"), str)), directory.name)
     began = next((event["time"] for event in events if isinstance(event.get("time"), int | float)), None)
     return UnfinishedJob(job_id[:80], directory, began, _progress(last), written)
+
+
+def _has_ended(records: list[dict[str, Any]]) -> bool:
+    """Return whether the last run of a job, which may have been resumed, has an end."""
+    kinds = (record.get("record") for record in reversed(records))
+    return next((kind in _ENDS for kind in kinds if kind in _ENDS or kind == "resumed"), False)
 
 
 def _progress(records: list[dict[str, Any]]) -> str | None:

@@ -26,6 +26,10 @@ class NoSchedulerError(Exception):
     """No scheduler accepts jobs at the socket."""
 
 
+class SchedulerEndedError(NoSchedulerError):
+    """The scheduler ended before the job did."""
+
+
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
         plain = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -108,11 +112,25 @@ def submit_job(path: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dic
     Raises:
         NoSchedulerError: no scheduler listens at `path`, or it ended before the job did.
     """
+    return _converse(path, {"job": job}, detach=detach)
+
+
+def resume_job(path: Path, directory: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dict[str, Any]]:
+    """Let a running scheduler resume the job in `directory`; see `submit_job`. `job` is its table with all secrets.
+
+    Raises:
+        NoSchedulerError: no scheduler listens at `path`.
+        SchedulerEndedError: it ended before the job did.
+    """
+    return _converse(path, {"resume": str(directory), "job": job}, detach=detach)
+
+
+def _converse(path: Path, request: dict[str, Any], *, detach: bool) -> Iterator[dict[str, Any]]:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_CONNECT_TIMEOUT)
         try:
             connection.connect(str(path))
-            connection.sendall(json.dumps({"job": job}, default=str).encode())  # dates become text
+            connection.sendall(json.dumps(request, default=str).encode())  # dates become text
             connection.shutdown(socket.SHUT_WR)
         except OSError as error:
             remedy = "start one whose configuration contains no job"
@@ -124,7 +142,7 @@ def submit_job(path: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dic
             if detach or "error" in answer or "result" in answer:
                 return
             accepted = answer
-    raise NoSchedulerError(_ended_early(accepted))
+    raise SchedulerEndedError(_ended_early(accepted))
 
 
 def _answers(connection: socket.socket) -> Iterator[dict[str, Any]]:
@@ -139,6 +157,6 @@ def _ended_early(accepted: dict[str, Any]) -> str:
     if not accepted:
         return "the scheduler ended before it accepted the job; start it and submit the job again"
     return (
-        f"the scheduler ended before job {accepted.get('job_id')} did; start it and submit the job again. The files of "
-        f"this one are in {accepted.get('directory')}"
+        f"the scheduler ended before job {accepted.get('job_id')} did; continue it with `hypha-scheduler resume "
+        f"{accepted.get('directory')} --config FILE`, or start the scheduler and submit the job again"
     )

@@ -1,7 +1,8 @@
 """Submission server: accepts jobs from `hypha-scheduler submit` over a Unix socket that only its owner can open.
 
-Each connection carries one job: a JSON object ``{"job": {…}}``, answered by JSON lines that say that it was accepted,
-with its id and directory, and how it ended. Closing the connection does not stop the job. Called by `service`.
+Each connection carries one job: a JSON object ``{"job": {…}}``, or ``{"resume": directory, "job": {…}}`` for one that
+was interrupted, answered by JSON lines that say that it was accepted, with its id and directory, and how it ended.
+Closing the connection does not stop the job. Called by `service`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import anyio.to_thread
 from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.submission.resumption import ResumableJob, ResumeError, find_resumable
 from hypha_scheduler.submission.validation import validate_job
 
 _log = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ class SubmissionServer:
     run_job: RunJob
     strategies: Collection[str] | None = None
     """Types of jobs that are accepted; all that are installed if None."""
+    resume_job: RunJob | None = None
+    """Continues an interrupted job; without it none is taken."""
     _active: int = 0
     """Connections whose jobs have not ended."""
     _stopping: bool = False
@@ -95,20 +99,45 @@ class SubmissionServer:
             try:
                 with anyio.fail_after(_READ_TIMEOUT):
                     data = await _read(stream)
-                    job = await anyio.to_thread.run_sync(parse_job, data, self.strategies)  # looks at files
-            except (ValueError, TimeoutError, anyio.BrokenResourceError) as error:
+                    job = await anyio.to_thread.run_sync(self._parse, data)  # looks at files
+            except (ValueError, ResumeError, TimeoutError, anyio.BrokenResourceError) as error:
                 await _answer(stream, {"error": str(error) or "the job was not received in time"})
                 return
-            job_id = uuid.uuid4()
-            directory = str((self.runs / str(job_id)).absolute())
-            await _answer(stream, {"accepted": True, "job_id": str(job_id), "directory": directory})
-            try:
-                result = await self.run_job(job, job_id)
-            except JobFailedError as error:
-                _log.error("job failed: %s", error)
-                await _answer(stream, {"error": str(error)})
+            if isinstance(job, ResumableJob):
+                assert self.resume_job is not None  # `_parse_resumed` refuses it otherwise
+                await self._run(stream, self.resume_job, job.job, job.job_id)
             else:
-                await _answer(stream, {"result": str(result)})
+                await self._run(stream, self.run_job, job, uuid.uuid4())
+
+    async def _run(self, stream: anyio.abc.SocketStream, run_job: RunJob, job: JobTable, job_id: uuid.UUID) -> None:
+        directory = str((self.runs / str(job_id)).absolute())
+        await _answer(stream, {"accepted": True, "job_id": str(job_id), "directory": directory})
+        try:
+            result = await run_job(job, job_id)
+        except JobFailedError as error:
+            _log.error("job failed: %s", error)
+            await _answer(stream, {"error": str(error)})
+        else:
+            await _answer(stream, {"result": str(result)})
+
+    def _parse(self, data: bytes) -> JobTable | ResumableJob:
+        return self._parse_resumed(data) or parse_job(data, self.strategies)
+
+    def _parse_resumed(self, data: bytes) -> ResumableJob | None:
+        """Parse a request to resume a job; None if it is another request.
+
+        Raises:
+            ValueError: `data` is malformed.
+            ResumeError: the job cannot be resumed.
+        """
+        found = parse_json(data)
+        if not isinstance(found, dict) or "resume" not in found:
+            return None
+        if self.resume_job is None or not isinstance(found["resume"], str):
+            raise ValueError("resume: expected the path of a job's directory")
+        job = found.get("job")
+        configured = [] if job is None else [validate_job(job, self.strategies)]
+        return find_resumable(Path(found["resume"]), self.runs, configured, self.strategies)
 
 
 async def _check_free(path: anyio.Path) -> None:

@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Protocol, TypedDict
 
-import anyio
 import msgspec
 
 from hypha_net import instrumentation, transfer
@@ -30,7 +29,6 @@ from hypha_proto.bridge_api import (
     TaskUpdateAnswer,
     Transfer,
 )
-from hypha_proto.datasets import SAFETENSORS, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     AggregateJob,
@@ -58,17 +56,16 @@ from hypha_proto.transfer import OTHER_FILE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.bridge.delivery_queue import DeliveryQueue, PendingFile
 from hypha_worker.bridge.spans import SpanRecorder
 from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.assigned_slices import AssignedSlices, slice_file_name
 from hypha_worker.connectors.downloads import DownloadedFile, download_from_hub, download_from_uri
-from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file, request_slice, slice_suffix
+from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.connectors.rpc_retry import REPORT_DELAYS, call_with_retries
 from hypha_worker.errors import (
     DiskFaultError,
-    UnusableFileError,
     bad_request,
     describe_disk_fault,
     is_disk_fault,
     not_allowed,
-    peer_failed,
     to_bridge_error,
 )
 from hypha_worker.jobs.references import check_peers, job_references, reference_peers, with_secrets
@@ -81,19 +78,7 @@ ARTIFACTS: Final = "artifacts"
 FIRST_SLICE: Final = "0"
 """Name of a slice that is fetched by a bare reference: its position in the answer. The next one replaces it, so that
 executors that delete none do not fill the job's storage."""
-MAX_ALTERNATIVES: Final = 8
-"""Largest number of alternative providers of a slice that are tried."""
-MAX_UNUSABLE: Final = 32
-"""Unusable slices in a row after which a fetch fails; schedulers of the older network skip the report of them."""
 
-_SLICES: Final = instrumentation.Counter("hypha.worker.slices", "{slice}", "Slices that were fetched.")
-_SLICE_BYTES: Final = instrumentation.Counter("hypha.worker.slice.io", "By", "Bytes of fetched slices.")
-_UNUSABLE: Final = instrumentation.Counter(
-    "hypha.worker.slices.unusable", "{slice}", "Assigned slices that no provider had as announced."
-)
-_SLICE_SECONDS: Final = instrumentation.Histogram(
-    "hypha.worker.slice.duration", "s", "From asking for a slice to having it."
-)
 _SAMPLES: Final = instrumentation.Counter("hypha.worker.samples", "{sample}", "Samples in batches that were reported.")
 _PREFETCHED: Final = instrumentation.Level(
     "hypha.worker.prefetch.depth", "{slice}", "Slices fetched and not begun, a job."
@@ -234,25 +219,16 @@ class JobBridgeBackend:
         reference = with_secrets(self.spec, wanted.reference)
         self._fetched += 1
         if isinstance(reference, SchedulerReference):
-            started = anyio.current_time()
             with instrumentation.span(
                 "fetch slice", {"hypha.dataset": reference.dataset}, parent=self.traceparent
             ) as span:
                 fetched = await self._fetch_slice(reference, wanted.path)
                 span.set({"hypha.slice": fetched.metadata["slice"], "hypha.file.size": fetched.size})
-            self._record_slice(fetched, anyio.current_time() - started)
+            self._prefetched[fetched.metadata["slice"]] = None
+            _PREFETCHED.set(len(self._prefetched), self._job)
             return [fetched]
         with instrumentation.span("fetch", {"hypha.reference": type(reference).__name__}, parent=self.traceparent):
             return await self._fetch_artifact(reference, wanted)
-
-    def _record_slice(self, fetched: FetchedFile, seconds: float) -> None:
-        """Record the metrics of a fetched slice."""
-        about = {"hypha.dataset": fetched.metadata["dataset"]}
-        _SLICES.add(1, about)
-        _SLICE_BYTES.add(fetched.size, about)
-        _SLICE_SECONDS.record(seconds, about)
-        self._prefetched[fetched.metadata["slice"]] = None
-        _PREFETCHED.set(len(self._prefetched), self._job)
 
     @property
     def _job(self) -> instrumentation.Attributes:
@@ -275,33 +251,11 @@ class JobBridgeBackend:
         if not isinstance(executor, TrainJob) or reference != executor.config.data:
             raise not_allowed(f"dataset: {reference.dataset[:80]!r} is not the data of this job{_data_text(executor)}")
         folder, number = resolve_folder(self.work_dir, path or ARTIFACTS), self._fetched
-        unusable: UnusableSlice | None = None
-        detail = ""
-        for _ in range(MAX_UNUSABLE):
-            request = DataRequest(
-                dataset=reference.dataset,
-                job_id=self.spec.job_id,
-                id=uuid.uuid4(),
-                lease=self.lease,
-                unusable=unusable,
-            )
-            assigned = await request_slice(self.endpoint, reference.peer, request)
-            name = f"{safe_name(reference.dataset)}-{assigned.index}-{number}{slice_suffix(assigned)}"
-            try:
-                return await self._pull_slice(reference.dataset, assigned, folder / (name if path else FIRST_SLICE))
-            except UnusableFileError as error:
-                unusable, detail = _unusable_slice(assigned, error), error.detail
-                _log.warning("slice %s; asking the scheduler for another one", detail)
-                _UNUSABLE.add(1)
-        raise peer_failed(f"{MAX_UNUSABLE} slices in a row cannot be used; the last: {detail}")
-
-    async def _pull_slice(self, dataset: str, assigned: SliceAssigned, target: Path) -> FetchedFile:
-        address = SliceAddress(dataset=dataset, index=assigned.index)
-        providers = [assigned.data_provider, *(assigned.others or ())[:MAX_ALTERNATIVES]]
-        check = check_tensor_file if assigned.digest is None and assigned.format in (None, SAFETENSORS) else None
-        pulled, peer = await self.files.pull(providers, address, target, assigned.digest, check=check, is_slice=True)
-        extra = {"dataset": dataset, "slice": str(assigned.index), "epoch": str(assigned.epoch or 0)}
-        return self._pulled(target, pulled, peer, extra)
+        slices = AssignedSlices(reference.peer, self.spec.job_id, self.lease, self.files, self.work_dir)
+        return await slices.fetch(
+            reference.dataset,
+            lambda assigned: folder / (slice_file_name(reference.dataset, assigned, number) if path else FIRST_SLICE),
+        )
 
     async def _fetch_from_peers(self, reference: PeersReference, folder: Path, is_bare: bool) -> Sequence[FetchedFile]:
         address = reference.resource
@@ -442,12 +396,6 @@ def _data_text(executor: TrainJob | AggregateJob) -> str:
     if not isinstance(executor, TrainJob) or not isinstance(executor.config.data, SchedulerReference):
         return ", which has none of a scheduler"
     return f": fetch {executor.config.data.dataset[:80]!r} of scheduler {executor.config.data.peer}"
-
-
-def _unusable_slice(assigned: SliceAssigned, error: UnusableFileError) -> UnusableSlice:
-    """Return the report of a slice that cannot be used, for the scheduler."""
-    failures = tuple(ProviderFailure(provider=peer, reason=why[:400]) for peer, why in error.failures.items())
-    return UnusableSlice(index=assigned.index, failures=failures, epoch=assigned.epoch)
 
 
 def _now() -> str:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from hypha_net import transfer
 from hypha_proto.bridge_api import (
@@ -28,10 +28,11 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, PeersReference, Reference, SchedulerReference, SliceAddress
 from hypha_proto.progress import Progress, ProgressResponse
 from hypha_proto.tasks import TaskProgress
-from hypha_proto.transfer import PushHeader
+from hypha_proto.transfer import OTHER_FILE, TASK_RESULT, PushHeader
 from hypha_worker.bridge.backend import ARTIFACTS, OutputFile, Sent, SentOutput
 from hypha_worker.bridge.delivery_queue import PendingFile
 from hypha_worker.bridge.spans import SpanRecorder
+from hypha_worker.connectors.assigned_slices import AssignedSlices, slice_file_name
 from hypha_worker.connectors.downloads import DownloadedFile
 from hypha_worker.errors import (
     BridgeError,
@@ -49,6 +50,11 @@ from hypha_worker.paths import check_relative, relative_text, resolve_file, reso
 from hypha_worker.tasks.execution import TaskContext
 from hypha_worker.tasks.output_files import copy_files, describe_files, list_files
 
+SLICES: Final = "slices"
+"""Folder of slices for which the executor names none."""
+_SLICE_TIMEOUT: Final = 45.0
+"""Seconds that one question for a slice may take: a scheduler answers within 30 s whether one has become free."""
+
 
 @dataclass(slots=True)
 class TaskBridgeBackend:
@@ -57,6 +63,8 @@ class TaskBridgeBackend:
     context: TaskContext
     on_disk_fault: Callable[[str], None] = lambda _reason: None
     """Called with the reason when this worker's disk is full or fails."""
+    _slices: int = 0
+    """Number of slices that were asked for."""
     _spans: SpanRecorder = field(default_factory=SpanRecorder)
 
     # ---------------------------------------------------------------------------------------------- resources, outputs
@@ -64,11 +72,36 @@ class TaskBridgeBackend:
     async def fetch_resource(self, wanted: ResourceTransfer) -> Sequence[FetchedFile]:
         """See `BridgeBackend.fetch_resource`."""
         place = self.context.resources.get(wanted.name)
+        if place is None and (dataset := self._datasets_of_slices.get(wanted.name)) is not None:
+            return [await self._fetch_slice(dataset, wanted.path)]
         if place is None:
-            known = ", ".join(self.context.resources) or "it has none"
+            known = ", ".join([*self.context.resources, *self._datasets_of_slices]) or "it has none"
             raise not_found(f"the task has no resource {wanted.name[:80]!r}; its resources: {known}")
         with self._translating_errors():
             return await self.context.storage.run(self._take_resource, wanted.name, place, wanted.path)
+
+    @property
+    def _datasets_of_slices(self) -> dict[str, str]:
+        """Dataset of each resource of slices."""
+        resources = self.context.spec.resources
+        return {resource.name: resource.slices.dataset for resource in resources if resource.slices is not None}
+
+    async def _fetch_slice(self, dataset: str, folder: str) -> FetchedFile:
+        """Fetch the next slice that the scheduler assigns to this task."""
+        context = self.context
+        target = resolve_folder(context.work_dir, folder or SLICES)
+        slices = AssignedSlices(
+            context.scheduler, context.job_id, context.lease, context.fetcher.files, context.work_dir, _SLICE_TIMEOUT
+        )
+        self._slices += 1
+        number = self._slices
+        with self._translating_errors():
+            async with context.storage.transfers:
+                fetched = await slices.fetch(
+                    dataset, lambda assigned: target / slice_file_name(dataset, assigned, number)
+                )
+        context.traffic.received += fetched.size
+        return fetched
 
     def _take_resource(self, name: str, place: str, folder: str) -> list[FetchedFile]:
         work_dir = self.context.work_dir
@@ -176,18 +209,20 @@ class TaskBridgeBackend:
         return frozenset(peer for source in sources if source is not None for peer in source.peers)
 
     async def send(self, wanted: Transfer) -> Sent:
-        """See `BridgeBackend.send`: a file for peers that the definition names."""
+        """See `BridgeBackend.send`: a result for the scheduler if the definition allows it, or a file for its peers."""
         reference = wanted.reference
         if not isinstance(reference, PeersReference):
             raise bad_request("a file can be sent to peers only, or as an output: {type: Resource, name: …}")
-        self._check_peers(reference)
+        is_result = self.context.spec.sends is True and set(reference.peers) == {self.context.scheduler}
+        if not is_result:
+            self._check_peers(reference)
         path = resolve_file(self.context.work_dir, wanted.path)
         with self._translating_errors():
             size, digest = await transfer.describe(path)
             header = PushHeader(
                 job_id=self.context.job_id,
                 round=wanted.round or 0,
-                kind="file",
+                kind=TASK_RESULT if is_result else OTHER_FILE,
                 name=path.name,
                 size=size,
                 digest=digest,

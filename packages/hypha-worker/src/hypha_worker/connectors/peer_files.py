@@ -20,7 +20,7 @@ import anyio
 from hypha_net import transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import ContentMismatchError, NetError, NoSpaceError, TransferRefusedError
-from hypha_proto.datasets import DATA, SAFETENSORS, SLICE_SUFFIXES, DataRequest, SliceAssigned
+from hypha_proto.datasets import DATA, NO_FREE_SLICE, SAFETENSORS, SLICE_SUFFIXES, DataRequest, SliceAssigned
 from hypha_proto.dispatch import NotFound, WireError
 from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
@@ -35,6 +35,7 @@ from hypha_worker.errors import (
     bad_request,
     describe_disk_fault,
     is_disk_fault,
+    no_free_slice,
     no_more_data,
     peer_failed,
     to_bridge_error,
@@ -55,19 +56,26 @@ ALTERNATIVE_ROUNDS: Final = 3
 """Further rounds over the unreachable providers of a file, when the others have it with wrong content."""
 
 
-async def request_slice(endpoint: Endpoint, scheduler: PeerId, request: DataRequest) -> SliceAssigned:
+async def request_slice(
+    endpoint: Endpoint, scheduler: PeerId, request: DataRequest, timeout: float = 10.0
+) -> SliceAssigned:
     """Ask the scheduler for one further slice.
 
+    Args:
+        timeout: seconds that one attempt may take.
+
     Raises:
-        BridgeError: there is none (410), the scheduler refuses with a reason or names a format that is not known here
-            (502), or it does not answer.
+        BridgeError: there is none (410) or none is free yet (503), the scheduler refuses with a reason or names a
+            format that is not known here (502), or it does not answer.
     """
     try:
-        answer = await call_with_retries(endpoint, scheduler, DATA, request)
+        answer = await call_with_retries(endpoint, scheduler, DATA, request, timeout=timeout)
     except NetError as error:
         raise to_bridge_error(error) from error
     if isinstance(answer, NotFound):
         raise no_more_data(f"the scheduler has no further slice of {request.dataset[:80]!r}")
+    if isinstance(answer, WireError) and answer.message == NO_FREE_SLICE:
+        raise no_free_slice(f"every slice of {request.dataset[:80]!r} is assigned to others; ask again")
     if isinstance(answer, WireError):
         raise peer_failed(f"the scheduler assigned no slice of {request.dataset[:80]!r}: {answer.message[:400]}")
     if answer.format is not None and answer.format not in SLICE_SUFFIXES:

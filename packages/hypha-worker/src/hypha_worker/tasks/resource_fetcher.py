@@ -11,6 +11,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -134,7 +135,12 @@ class ResourceFetcher:
         async with anyio.create_task_group() as tasks:
             for resource in resources:
                 tasks.start_soon(self._fetch, resource)
-        await self.storage.run(_remove, self.work_dir / _STAGING)
+        try:
+            os.rmdir(self.work_dir / _STAGING)
+        except FileNotFoundError:
+            pass
+        except OSError:  # something is left in it
+            await self.storage.run(_remove, self.work_dir / _STAGING)
         return {resource.name: f"{RESOURCES}/{resource.name}" for resource in resources}
 
     async def _fetch(self, resource: TaskResource) -> None:
@@ -360,7 +366,12 @@ class _StagedFiles:
                 left.unlink()
 
     def publish(self, target: Path) -> None:
-        """Move the files to their places."""
+        """Move the files to their places, and remove the folder."""
+        self._move(target)
+        with suppress(OSError):  # parts of interrupted transfers may be left; `fetch_all` removes them
+            os.rmdir(self.folder)
+
+    def _move(self, target: Path) -> None:
         if len(self.files) == 1 and not self.files[0].path:
             os.replace(self.folder / "0", target)
             return

@@ -43,6 +43,8 @@ _SPANS_SECONDS: Final = 2.0
 """Seconds that reporting spans may delay training, once: it is not retried."""
 _GONE: Final = 410
 _UNAVAILABLE: Final = 503
+_NO_FREE_SLICE: Final = "no-free-slice"
+"""Kind of a 503 after which a fetch is repeated until the worker ends the task: slices are computed by others."""
 _LINE_LIMIT: Final = 1 << 20
 
 
@@ -61,6 +63,14 @@ class Received:
     path: Path
     round: int | None
     """None if the sender did not state it (other implementations)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAnswer:
+    """Answer to a report of a task."""
+
+    draining: bool
+    """Whether the task shall finish what it has begun, and end."""
 
 
 class Bridge:
@@ -137,6 +147,48 @@ class Bridge:
             return False
         return isinstance(told, dict) and "sent" in told
 
+    def fetch_resource(self, name: str, out_dir: str) -> list[Fetched]:
+        """Fetch the files of a resource of the task into `out_dir`; of a resource of slices, the next slice.
+
+        Raises:
+            NoMoreData: the scheduler has no further slice.
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
+        """
+        body = {"type": "Resource", "name": name, "out_dir": out_dir}
+        answer = self._json("fetch", self._post_with_retry(routes.FETCH, body))
+        entries = answer if isinstance(answer, list) else [answer]
+        return [Fetched(self._inside(entry), _metadata(entry)) for entry in entries]
+
+    def send_to_peer(self, peer: str, path: Path, number: int, samples: int) -> None:
+        """Push a file to a peer and wait for its receipt.
+
+        Args:
+            peer: peer id.
+            path: the file, in the work directory.
+            number: number of the slice that the file belongs to, sent as the round.
+            samples: rows in the file.
+
+        Raises:
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
+        """
+        body = {
+            "send": {"type": "Peers", "peers": [peer], "strategy": "One"},
+            "path": path.relative_to(self.work_dir).as_posix(),
+            "round": number,
+            "samples": samples,
+        }
+        self._post_with_retry(routes.SEND, body)
+
+    def report_task(self, metrics: Mapping[str, float]) -> TaskAnswer:
+        """Report a task's progress; return whether the scheduler wants it to end.
+
+        Raises:
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
+        """
+        response = self._post(routes.UPDATE, json.dumps({"metrics": dict(metrics)}).encode())
+        answer = self._json("update", response)
+        return TaskAnswer(isinstance(answer, dict) and answer.get("draining") is True)
+
     def report(self, progress: Progress) -> ProgressResponse:
         """Send a progress report to the scheduler; return its answer.
 
@@ -197,7 +249,8 @@ class Bridge:
             try:
                 return self._post(route, content)
             except BridgeRefused as refusal:
-                if refusal.status != _UNAVAILABLE or time.monotonic() > deadline:
+                may_wait = refusal.kind == _NO_FREE_SLICE or time.monotonic() <= deadline
+                if refusal.status != _UNAVAILABLE or not may_wait:
                     raise
                 time.sleep(_RETRY_SECONDS)
 

@@ -24,7 +24,7 @@ from hypha_proto.update_file import FLOAT_DTYPES, TensorFile, to_float32
 
 logger = logging.getLogger(__name__)
 
-_FLOAT_INPUTS: Final = ("pixel_values", "input_values", "input_features")
+FLOAT_INPUTS: Final = ("pixel_values", "input_values", "input_features")
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -132,7 +132,7 @@ def read_rows(file: TensorFile, name: str, rows: NDArray[np.int64], raw: bool = 
         return to_float32(stored, dtype)
     if raw:
         return stored
-    return stored.astype(np.float32 if name in _FLOAT_INPUTS else np.int64)
+    return stored.astype(np.float32 if name in FLOAT_INPUTS else np.int64)
 
 
 def shuffled(samples: int, seed: int, epoch: int, index: int) -> NDArray[np.int64]:

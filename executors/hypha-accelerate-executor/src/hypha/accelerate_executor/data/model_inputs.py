@@ -34,9 +34,12 @@ class ModelInputs:
     Attributes:
         shifted: whether a token's label is the next token, so that a row's first label is unused.
         columns: name of the tensor in a slice, by argument.
+        required: names of the tensors that a slice must have.
     """
 
-    def __init__(self, task: str, input_names: Sequence[str], module: torch.nn.Module) -> None:
+    def __init__(
+        self, task: str, input_names: Sequence[str], module: torch.nn.Module, *, labelled: bool = True
+    ) -> None:
         """Map tensor names of a slice to arguments.
 
         Args:
@@ -45,12 +48,13 @@ class ModelInputs:
                 model's `forward` replaces the task's default name at its position. A model of task `torch` takes the
                 names of its `forward`, of which those without a default are required.
             module: the model.
+            labelled: whether the model gets labels, to compute a loss.
         """
         parameters = inspect.signature(module.forward).parameters
         self.shifted = task in _SELF_LABELLED
         self._is_torch = task == TORCH
         own = tuple(parameters) if self._is_torch else default_inputs(task)
-        named = bool(input_names) and tuple(input_names) != own
+        named = bool(input_names) and not _are_equal(input_names, own, labelled)
         if self._is_torch:
             optional = {name for name, each in parameters.items() if each.default is not inspect.Parameter.empty}
         else:
@@ -58,8 +62,11 @@ class ModelInputs:
         self._arguments: dict[str, str] = {}
         for place, name in enumerate(input_names or own):
             self._arguments[name if name in parameters or place >= len(own) else own[place]] = name
-        self._required = {name for name in self._arguments.values() if named or name not in optional}
-        if not self._is_torch:
+        if not labelled and (not self._is_torch or "labels" in optional):
+            self._arguments.pop("labels", None)
+        self._labelled = labelled and not self._is_torch
+        self.required = {name for name in self._arguments.values() if named or name not in optional}
+        if self._labelled:
             self._arguments.setdefault("labels", "labels")
         self.columns: Mapping[str, str] = self._arguments
 
@@ -69,7 +76,7 @@ class ModelInputs:
         Raises:
             DataError: the slice lacks a tensor that the model needs.
         """
-        missing = sorted(self._required - arrays.keys())
+        missing = sorted(self.required - arrays.keys())
         if missing:
             raise DataError(f"a slice lacks the tensor {missing[0]!r}; it has {sorted(arrays)!r:.300}")
         arguments = {
@@ -77,7 +84,7 @@ class ModelInputs:
             for argument, name in self._arguments.items()
             if name in arrays
         }
-        if "labels" not in arguments and not self._is_torch:
+        if "labels" not in arguments and self._labelled:
             arguments["labels"] = self._own_labels(arguments, arrays)
         return arguments
 
@@ -89,3 +96,8 @@ class ModelInputs:
         if "attention_mask" in arguments:
             labels[arguments["attention_mask"] == 0] = IGNORED_LABEL
         return labels
+
+
+def _are_equal(names: Sequence[str], own: Sequence[str], labelled: bool) -> bool:
+    """Return whether input names are the defaults; a job without labels may leave them out."""
+    return tuple(names) == tuple(own) or (not labelled and [*names] == [name for name in own if name != "labels"])

@@ -40,7 +40,13 @@ _LONGEST: Final = 1 << 20
 
 
 class Preprocessor:
-    """Replaces columns of a batch by inputs of the model."""
+    """Replaces columns of a batch by inputs of the model.
+
+    Attributes:
+        columns: input columns of a slice, in order.
+        is_text: whether the columns are text.
+        longest: most tokens that a row may have, others are cut off; None if unknown.
+    """
 
     def __init__(self, kind: str, process: Callable[..., Any], columns: Sequence[str], longest: int | None) -> None:
         """Wrap a processor of transformers.
@@ -54,9 +60,9 @@ class Preprocessor:
         self.columns = tuple(columns)
         self._kind = kind
         self._process = process
-        self._is_text = kind == "tokenizer" or hasattr(process, "tokenize")
+        self.is_text = kind == "tokenizer" or hasattr(process, "tokenize")
         limits = [each for each in (longest, getattr(process, "model_max_length", None)) if each and each < _LONGEST]
-        self._longest = min(limits, default=None)
+        self.longest = min(limits, default=None)
 
     def __call__(self, arrays: Arrays) -> Arrays:
         """Process one batch.
@@ -78,7 +84,7 @@ class Preprocessor:
             )
         columns = [arrays[name] for name in self.columns]
         try:
-            made = self._text(columns) if self._is_text else self._other(columns)
+            made = self._text(columns) if self.is_text else self._other(columns)
             found = {str(name): np.asarray(value) for name, value in dict(made).items()}
         except (ValueError, TypeError, KeyError, RuntimeError, IndexError) as error:
             shapes = {name: list(arrays[name].shape) for name in self.columns}
@@ -90,9 +96,14 @@ class Preprocessor:
         rest = {name: value for name, value in arrays.items() if name not in self.columns}
         return rest | {name: _plain(value) for name, value in found.items()}
 
+    def count_tokens(self, arrays: Arrays) -> list[int]:
+        """Return how many tokens each row of text has before it is cut off."""
+        texts = dict(zip(_TEXT_NAMES, (decode_text(arrays[name]) for name in self.columns), strict=False))
+        return [len(row) for row in self._process(**texts)["input_ids"]]
+
     def _text(self, columns: Sequence[NDArray[Any]]) -> Any:
         texts = dict(zip(_TEXT_NAMES, map(decode_text, columns), strict=False))
-        bound = {"truncation": True, "max_length": self._longest} if self._longest else {}
+        bound = {"truncation": True, "max_length": self.longest} if self.longest else {}
         return self._process(**texts, padding=True, return_tensors="np", **bound)
 
     def _other(self, columns: Sequence[NDArray[Any]]) -> Any:

@@ -108,19 +108,33 @@ def load_model(
         ModelError: the files are not a complete model of that task. A missing head would be initialised differently on
             every worker, so it is refused.
     """
-    if not (model_dir / _CONFIG).is_file():
-        raise ModelError(f"the model has no {_CONFIG}")
-    if task == TORCH:
-        from hypha.accelerate_executor.modeling.torch import load_torch_model
-
-        if device_map is not None:
-            raise JobError("--device-map needs a transformers model; task 'torch' has none")
-        module = load_torch_model(model_dir, allowed)
-    else:
-        module = _load_transformers(task, model_dir, device_map)
+    module = _load(task, model_dir, allowed, device_map)
     module.float()
     module.train()
     return module
+
+
+def load_stored_model(
+    task: str, model_dir: Path, *, allowed: Collection[str] = (), device_map: str | None = None
+) -> torch.nn.Module:
+    """Load a model in the dtype of its files and in evaluation mode, without gradients; arguments as `load_model`.
+
+    Raises:
+        JobError, ModelError: as `load_model`.
+    """
+    return _load(task, model_dir, allowed, device_map).eval().requires_grad_(False)
+
+
+def _load(task: str, model_dir: Path, allowed: Collection[str], device_map: str | None) -> torch.nn.Module:
+    if not (model_dir / _CONFIG).is_file():
+        raise ModelError(f"the model has no {_CONFIG}")
+    if task != TORCH:
+        return _load_transformers(task, model_dir, device_map)
+    from hypha.accelerate_executor.modeling.torch import load_torch_model
+
+    if device_map is not None:
+        raise JobError("--device-map needs a transformers model; task 'torch' has none")
+    return load_torch_model(model_dir, allowed)
 
 
 def _load_transformers(task: str, model_dir: Path, device_map: str | None) -> torch.nn.Module:
@@ -134,6 +148,7 @@ def _load_transformers(task: str, model_dir: Path, device_map: str | None) -> to
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
+                **_stored_dtype(),
                 **({} if device_map is None else {"device_map": device_map}),
             )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -145,6 +160,13 @@ def _load_transformers(task: str, model_dir: Path, device_map: str | None) -> to
         )
     loaded: torch.nn.Module = module
     return loaded
+
+
+def _stored_dtype() -> dict[str, str]:
+    """Return the argument that keeps the dtype of the files; it has been the default since transformers 5."""
+    import transformers
+
+    return {"torch_dtype": "auto"} if transformers.__version__.startswith("4.") else {}
 
 
 def model_directory(paths: list[Path]) -> Path:

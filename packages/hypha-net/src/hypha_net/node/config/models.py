@@ -86,7 +86,7 @@ def is_web_url(text: str) -> bool:
 
 
 _SECRET: Final = re.compile(
-    r"(^|[._])(telemetry_headers|tokens?|secrets?|passwords?|credentials?|api_?keys?|authorization)($|[._\[])"
+    r"(^|[._])(telemetry_headers|(?<!max_new_)tokens?|secrets?|passwords?|credentials?|api_?keys?|authorization)($|[._\[])"
 )
 _USER: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 """Name and password in a URL."""

@@ -1,0 +1,59 @@
+"""Exit codes of a process that a worker starts, and the one line that it logs as its reason.
+
+0 when the work is done, 1 after a failure, 2 when the job is invalid or not supported, 74 (``EX_IOERR`` of sysexits.h)
+when this machine's disk is full or fails: the worker then gives its work back, and others can continue.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NoReturn
+
+from hypha.accelerate_executor.errors import ExecutorError, JobError
+from hypha_proto.errors import ProtoError
+
+logger = logging.getLogger(__name__)
+
+_DISK_FAULTS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
+
+
+def exit_code_of(work: Callable[[], None], work_dir: Path) -> int:
+    """Do the work; log the reason of a failure in one line and return the exit code.
+
+    Args:
+        work: what the process does.
+        work_dir: named for errors of the file system that name no file.
+    """
+    try:
+        work()
+    except JobError as error:
+        logger.error("%s", error)
+        return 2
+    except OSError as error:
+        logger.error("%s: %s", error.filename or work_dir, error.strerror or error)
+        return os.EX_IOERR if error.errno in _DISK_FAULTS else 1
+    except (ExecutorError, ProtoError) as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+def log_to_stderr(level: int) -> None:
+    """Log to standard error, which the worker records; the HTTP client logs warnings only."""
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def run_as_process(main: Callable[[], int]) -> NoReturn:
+    """Run `main` and exit with its code, without unloading torch and transformers, which takes a second of CPU time."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # exit at once and without a traceback
+    code = main()
+    logging.shutdown()
+    os._exit(code)

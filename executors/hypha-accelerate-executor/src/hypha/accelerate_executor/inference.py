@@ -1,0 +1,152 @@
+"""Batch inference for one task: the process that a worker starts, `python -m hypha.accelerate_executor.inference`.
+
+Started by the worker's process executor with a socket, a work directory and the task. It computes one result for each
+row of the slices that the scheduler assigns, with `predict.loop`. Exit codes: 0 when no slice is left or the scheduler
+drains this worker, 1 with a one-line reason when inference failed, 2 when the task is invalid or not supported, 74
+(``EX_IOERR`` of sysexits.h) when this machine's disk is full or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from hypha.accelerate_executor.bridge.client import Bridge
+from hypha.accelerate_executor.bridge.spans import TRACE_VARIABLE, Spans
+from hypha.accelerate_executor.environment import (
+    DEFAULT_TIMEOUT,
+    DELAY_VARIABLE,
+    TIMEOUT_VARIABLE,
+    isolate,
+    read_seconds,
+)
+from hypha.accelerate_executor.errors import JobError
+from hypha.accelerate_executor.exit_codes import exit_code_of, log_to_stderr, run_as_process
+from hypha.accelerate_executor.modeling.hf import lean_imports, load_stored_model, quieten_transformers
+from hypha.accelerate_executor.predict.settings import GENERATE, InferenceTask, read_task
+
+if TYPE_CHECKING:
+    import torch
+
+    from hypha.accelerate_executor.data.preprocess import Preprocessor
+    from hypha.accelerate_executor.predict.computation import Computation
+
+logger = logging.getLogger("hypha.accelerate_executor.inference")
+
+_ENGINES: Final = ("auto", "padded", "continuous")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the process; return its exit code."""
+    started = time.perf_counter()
+    options = _parser().parse_args(arguments)
+    log_to_stderr(logging.INFO)
+    return exit_code_of(lambda: _run(options, started), options.work_dir)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hypha.accelerate_executor.inference", description="Compute results for one Hypha task."
+    )
+    parser.add_argument("--socket", type=Path, required=True, help="Unix socket of the worker's job bridge")
+    parser.add_argument("--work-dir", type=Path, required=True, help="directory of this task")
+    parser.add_argument("--job", required=True, help="the task as JSON, or @FILE")
+    parser.add_argument(
+        "--allow-module",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a module whose classes tasks with a model of type 'torch' may use; may be repeated",
+    )
+    parser.add_argument(
+        "--device-map",
+        metavar="MAP",
+        help="distribute the model's layers over several devices, as in transformers: auto, balanced, …",
+    )
+    parser.add_argument(
+        "--generation",
+        choices=_ENGINES,
+        default="auto",
+        help="how rows are generated together; auto: continuous batching where FlashAttention is available",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=None,
+        help=f"seconds to wait for an answer (or {TIMEOUT_VARIABLE}; default {DEFAULT_TIMEOUT:g})",
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace, started: float) -> None:
+    task = read_task(options.job)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise JobError('inference runs in one process; start it with cmd = "python", not with accelerate launch')
+    timeout = read_seconds(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT) if options.timeout is None else options.timeout
+    delay = read_seconds(DELAY_VARIABLE, 0.0)
+    work_dir = options.work_dir.resolve()
+    isolate(work_dir)
+    with Bridge(options.socket, work_dir, timeout) as bridge:
+        from hypha.accelerate_executor.predict.loop import InferenceLoop, SliceQueue
+
+        queue = SliceQueue(bridge, task)
+        spans = Spans(bridge.report_spans, os.environ.get(TRACE_VARIABLE))
+        try:
+            queue.prefetch()  # comes while torch is imported and the model is loaded
+            with spans.span("start executor", time.perf_counter() - started, task=task.model.type):
+                computation = _load(task, work_dir, options)
+            logger.info("ready after %.1f s", time.perf_counter() - started)
+            done = InferenceLoop(bridge, task, computation, queue, spans, delay).run()
+        finally:
+            spans.flush()
+            queue.close()
+    logger.info("done: %d slices, %d rows, %d errors", done.slices, done.rows, done.errors)
+
+
+def _load(task: InferenceTask, work_dir: Path, options: argparse.Namespace) -> Computation:
+    """Load the model and what prepares its inputs.
+
+    Raises:
+        ExecutorError: it cannot be loaded, or is not supported.
+    """
+    with lean_imports(task.model.type):
+        quieten_transformers()
+    from hypha.accelerate_executor.predict.computation import pick_device
+
+    device = pick_device()
+    module = load_stored_model(
+        task.model.type,
+        work_dir / task.model.path,
+        allowed=frozenset(options.allow_module),
+        device_map=options.device_map,
+    )
+    if options.device_map is None:
+        module.to(device)
+    logger.info("%s with %s on %s", task.task, type(module).__name__, device)
+    if task.task == GENERATE:
+        from hypha.accelerate_executor.predict.generator import Generator, load_tokenizer
+
+        folder = work_dir / (task.model.path if task.preprocessor is None else task.preprocessor.path)
+        return Generator(task, module, load_tokenizer(folder), device, options.generation)
+    from hypha.accelerate_executor.predict.classifier import Classifier
+
+    return Classifier(task, module, device, _preprocessor(task, work_dir, module))
+
+
+def _preprocessor(task: InferenceTask, work_dir: Path, module: torch.nn.Module) -> Preprocessor | None:
+    from hypha.accelerate_executor.data.preprocess import load_preprocessor
+    from hypha.accelerate_executor.predict.computation import longest_input
+
+    if task.preprocessor is None:
+        return None
+    folder = work_dir / task.preprocessor.path
+    return load_preprocessor(task.preprocessor.type, folder, task.raw_columns, longest_input(module))
+
+
+if __name__ == "__main__":
+    run_as_process(main)

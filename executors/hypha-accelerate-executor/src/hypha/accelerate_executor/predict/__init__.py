@@ -1,0 +1,1 @@
+"""Batch inference: computes one result for each row of the slices that the scheduler assigns."""

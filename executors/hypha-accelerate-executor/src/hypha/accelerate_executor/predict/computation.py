@@ -1,0 +1,71 @@
+"""What computes results: prepares one row at a time, and computes several together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hypha.accelerate_executor.predict.row_errors import RowError
+from hypha.accelerate_executor.predict.slices import SliceRows
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Result of a row."""
+
+    values: dict[str, Any]
+    """Keys of the result, as JSON."""
+    tokens: int = 0
+    """Number of generated tokens."""
+
+
+class Computation(Protocol):
+    """A loaded model that computes results.
+
+    Attributes:
+        rows_at_once: most rows that `compute` takes; None means that it divides them itself.
+    """
+
+    rows_at_once: int | None
+
+    def prepare(self, rows: SliceRows, row: int) -> object:
+        """Check a row and return what `compute` takes.
+
+        Raises:
+            RowError: the row cannot be computed.
+        """
+        ...
+
+    def compute(
+        self, rows: SliceRows, slice_index: int, prepared: Sequence[tuple[int, Any]]
+    ) -> Sequence[Result | RowError]:
+        """Compute the results of some rows.
+
+        Args:
+            rows: the slice.
+            slice_index: its index in the dataset.
+            prepared: number of each row, and what `prepare` returned for it.
+        """
+        ...
+
+
+def pick_device() -> torch.device:
+    """Return the device to compute on: an NVIDIA or AMD GPU, an Apple GPU, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def longest_input(module: torch.nn.Module) -> int | None:
+    """Return the largest number of tokens that a model takes; None if its configuration does not say."""
+    config = getattr(module, "config", None)
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if type(value) is int and value > 0:
+            return value
+    return None

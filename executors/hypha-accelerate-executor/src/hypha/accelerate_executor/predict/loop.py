@@ -1,0 +1,237 @@
+"""The loop over slices: fetch, compute, send, until the scheduler has no further slice or drains this worker.
+
+At most two slices are in hand: while one is computed, the part of the one before is sent and the next is fetched
+after it. So a worker that is lost costs at most these two.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hypha.accelerate_executor.bridge.client import Bridge, Fetched
+from hypha.accelerate_executor.bridge.spans import Spans
+from hypha.accelerate_executor.errors import BridgeRefused, DataError, ExecutorError, NoMoreData
+from hypha.accelerate_executor.predict.batching import BatchComputer
+from hypha.accelerate_executor.predict.computation import Computation, Result
+from hypha.accelerate_executor.predict.parts import Part, part_name
+from hypha.accelerate_executor.predict.row_errors import RowError, row_error_of
+from hypha.accelerate_executor.predict.settings import SLICES, InferenceTask
+from hypha.accelerate_executor.predict.slices import SliceRows, open_slice
+
+logger = logging.getLogger(__name__)
+
+_REPORT_SECONDS: Final = 1.0
+"""Least time between two reports while a slice is computed."""
+
+
+class RowFailed(ExecutorError):
+    """A row cannot be computed, and the job asks to fail then."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has been computed since the start."""
+
+    slices: int = 0
+    rows: int = 0
+    tokens: int = 0
+    errors: int = 0
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Return the numbers to report; rates are means since the model was ready."""
+        rate = 1 / seconds if seconds > 0 else 0.0
+        return {
+            "slices": self.slices,
+            "rows": self.rows,
+            "errors": self.errors,
+            "rows_per_second": self.rows * rate,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens * rate,
+        }
+
+
+class SliceQueue:
+    """Fetches slices and sends parts beside the computation.
+
+    A slice is fetched when the part before the last has been received, and never keeps a part from being sent: the
+    scheduler may hold back its answer until other parts have come.
+    """
+
+    def __init__(self, bridge: Bridge, task: InferenceTask) -> None:
+        """Prepare; nothing is fetched before `prefetch`."""
+        self._bridge, self._task = bridge, task
+        self._fetching = ThreadPoolExecutor(1, thread_name_prefix="fetch")
+        self._sending = ThreadPoolExecutor(1, thread_name_prefix="send")
+        self._fetched = 0
+        self._coming: Future[Fetched | None] | None = None
+        self._sent: Future[None] | None = None
+
+    def prefetch(self) -> None:
+        """Start to fetch a slice once the last part has been received, unless one is being fetched."""
+        if self._coming is None:
+            self._coming = self._fetching.submit(self._fetch, f"{SLICES}/{self._fetched}", self._sent)
+            self._fetched += 1
+
+    def take(self) -> Fetched | None:
+        """Wait for the next slice; None if there is none.
+
+        Raises:
+            ExecutorError: it could not be fetched, or a part before it could not be sent.
+        """
+        self.prefetch()
+        assert self._coming is not None
+        fetched = self._coming.result()
+        self._coming = None
+        return fetched
+
+    def send(self, path: Path, slice_index: int, rows: int) -> None:
+        """Start to send a part, when the part before has been received.
+
+        Raises:
+            ExecutorError: the part before could not be sent.
+        """
+        self.flush()
+        self._sent = self._sending.submit(self._send, path, slice_index, rows)
+
+    def flush(self) -> None:
+        """Wait until the last part has been received.
+
+        Raises:
+            ExecutorError: it could not be sent.
+        """
+        if self._sent is not None:
+            self._sent.result()
+            self._sent = None
+
+    def close(self) -> None:
+        """Discard what has not begun."""
+        for thread in (self._fetching, self._sending):
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _fetch(self, folder: str, before: Future[None] | None) -> Fetched | None:
+        if before is not None:
+            before.result()
+        try:
+            files = self._bridge.fetch_resource(SLICES, folder)
+        except NoMoreData as end:
+            logger.info("no further slice: %s", end)
+            return None
+        if len(files) != 1:
+            raise DataError(f"a slice is one file; the worker fetched {len(files)}")
+        return files[0]
+
+    def _send(self, path: Path, slice_index: int, rows: int) -> None:
+        self._bridge.send_to_peer(self._task.scheduler, path, slice_index, rows)
+        path.unlink(missing_ok=True)
+
+
+class InferenceLoop:
+    """Computes slices until none is left."""
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        task: InferenceTask,
+        computation: Computation,
+        queue: SliceQueue,
+        spans: Spans,
+        delay: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Store the parts; nothing runs before `run`.
+
+        Args:
+            spans: records the work done.
+            delay: seconds added to every batch, for tests and benchmarks of uneven workers.
+        """
+        self._bridge, self._task, self._computation, self._queue = bridge, task, computation, queue
+        self._spans, self._delay, self._clock = spans, delay, clock
+        self._batch_size = computation.rows_at_once
+        self._progress = Progress()
+        self._begun = clock()
+        self._reported = clock()
+        self._drains = False
+
+    def run(self) -> Progress:
+        """Compute slices until the scheduler has no further one, or wants this worker to end.
+
+        Raises:
+            ExecutorError: a slice could not be fetched or computed, or a part not sent.
+        """
+        while not self._drains and (fetched := self._queue.take()) is not None:
+            self._queue.prefetch()  # the second slice in hand; after the part before it
+            with self._spans.span("compute slice", slice=_slice_index(fetched)):
+                self._compute_slice(fetched)
+            self._report()
+            self._spans.flush()
+        self._queue.flush()
+        if self._drains:
+            logger.info("the scheduler drains this worker")
+        return self._progress
+
+    def _compute_slice(self, fetched: Fetched) -> None:
+        index = _slice_index(fetched)
+        with closing(open_slice(fetched.path)) as rows:
+            part = Part(index, rows, self._task.copied_columns)
+            for row, outcome in self._outcomes(rows, index):
+                self._count(part, row, outcome, index, fetched)
+            path = self._bridge.work_dir / part_name(index)
+            count = part.write(path)
+        fetched.path.unlink(missing_ok=True)
+        self._progress.slices += 1
+        self._queue.send(path, index, count)
+
+    def _count(self, part: Part, row: int, outcome: Result | RowError, index: int, fetched: Fetched) -> None:
+        if isinstance(outcome, RowError) and self._task.fails:
+            dataset = fetched.metadata.get("dataset", "")
+            raise RowFailed(f"dataset {dataset!r}, slice {index}, row {row}: {outcome}")
+        before = part.errors
+        part.add(row, outcome)
+        self._progress.rows += 1
+        self._progress.errors += part.errors - before
+        self._progress.tokens += outcome.tokens if isinstance(outcome, Result) else 0
+
+    def _outcomes(self, rows: SliceRows, index: int) -> Iterator[tuple[int, Result | RowError]]:
+        """Yield the outcome of each row, those that cannot be prepared first."""
+        prepared: list[tuple[int, Any]] = []
+        for row in range(rows.count):
+            try:
+                prepared.append((row, self._computation.prepare(rows, row)))
+            except Exception as error:  # noqa: BLE001 – whatever a tokenizer raises is recorded with its row
+                yield row, row_error_of(error)
+        size = self._batch_size or max(1, len(prepared))
+        batches = BatchComputer[tuple[int, Any], Result | RowError](
+            lambda batch: self._computation.compute(rows, index, batch), size
+        )
+        for batch in batches(prepared):
+            for (row, _), outcome in batch:
+                yield row, outcome
+            if self._delay:
+                time.sleep(self._delay)
+            if self._clock() - self._reported >= _REPORT_SECONDS:
+                self._report()
+        if batches.size < size:
+            self._batch_size = batches.size
+
+    def _report(self) -> None:
+        self._reported = self._clock()
+        try:
+            answer = self._bridge.report_task(self._progress.metrics(self._reported - self._begun))
+        except BridgeRefused as error:  # the results do not depend on it
+            logger.warning("the worker refused a report of the progress: %s", error)
+            return
+        self._drains = answer.draining
+
+
+def _slice_index(fetched: Fetched) -> int:
+    text = fetched.metadata.get("slice", "")
+    if not (text.isascii() and text.isdecimal()):
+        raise DataError(f"the worker named no slice of {fetched.path.name}: metadata slice is {text!r:.80}")
+    return int(text)

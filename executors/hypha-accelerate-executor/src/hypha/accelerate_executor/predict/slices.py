@@ -1,0 +1,252 @@
+"""Slices read in the order of their rows: safetensors files, or JSON lines.
+
+A safetensors slice holds tensors that share their first dimension, the rows; text is a uint8 tensor of (rows, bytes),
+UTF-8, padded with zeros. A slice of JSON lines holds one object for each row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hypha.accelerate_executor.data.batches import FLOAT_INPUTS, Arrays, count_samples, read_rows
+from hypha.accelerate_executor.data.preprocess import decode_text
+from hypha.accelerate_executor.errors import DataError
+from hypha.accelerate_executor.predict.row_errors import RowError
+from hypha_proto.codec import parse_json
+from hypha_proto.errors import DecodeError, TensorFileError
+from hypha_proto.update_file import FLOAT_DTYPES, TensorFile, to_float32
+
+_JSON_SUFFIX: Final = ".jsonl"
+
+
+class SliceRows(Protocol):
+    """Rows of one slice, numbered from 0."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    @property
+    def is_uniform(self) -> bool:
+        """Return whether all rows have the same columns, with values of the same shape and type."""
+        ...
+
+    def value(self, row: int, column: str) -> Any:
+        """Return a row's value as plain JSON value.
+
+        Raises:
+            RowError: the row has no such column, or is malformed.
+        """
+        ...
+
+    def arrays(self, rows: Sequence[int], columns: Collection[str], raw: Collection[str]) -> Arrays:
+        """Return columns of some rows, stacked: floats as float32, integers as int64.
+
+        Args:
+            rows: numbers of the rows.
+            columns: columns to read; those that a row lacks raise an error.
+            raw: columns whose integers stay as they are stored: inputs of a preprocessor.
+
+        Raises:
+            RowError: a row lacks a column, or has a value that is no array.
+        """
+        ...
+
+    def columns_of(self, row: int) -> Collection[str]:
+        """Return the names of a row's columns.
+
+        Raises:
+            RowError: the row is malformed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the file."""
+        ...
+
+
+def open_slice(path: Path) -> SliceRows:
+    """Open a slice, whose format is told by its name.
+
+    Raises:
+        DataError: the file is not a slice.
+    """
+    return JsonSlice(path) if path.suffix == _JSON_SUFFIX else TensorSlice(path)
+
+
+class TensorSlice:
+    """A safetensors slice."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file.
+
+        Raises:
+            DataError: the file is malformed, or its tensors do not share their first dimension.
+        """
+        try:
+            self._file = TensorFile(path)
+        except TensorFileError as error:
+            raise DataError(f"slice {error}") from None
+        self._count = count_samples(self._file)
+        self._stored = {name: np.asarray(self._file.stored(name)) for name in self._file.tensors}
+
+    @property
+    def count(self) -> int:
+        """Return the number of rows."""
+        return self._count
+
+    @property
+    def is_uniform(self) -> bool:
+        """Return True: a tensor has a shape and a dtype."""
+        return True
+
+    def columns_of(self, row: int) -> Collection[str]:
+        """Return the names of the tensors."""
+        return self._file.tensors.keys()
+
+    def value(self, row: int, column: str) -> Any:
+        """Return a row of a tensor: a number, a boolean, text (uint8 in one dimension), or lists of numbers."""
+        self._check(column)
+        stored, dtype = self._stored[column][row : row + 1], self._file.tensors[column].dtype
+        if stored.dtype == np.uint8 and stored.ndim == 2:
+            return decode_text(stored)[0]
+        values = to_float32(stored, dtype) if dtype == "BF16" else stored
+        return _without_nan(values[0].tolist()) if dtype in FLOAT_DTYPES else values[0].tolist()
+
+    def arrays(self, rows: Sequence[int], columns: Collection[str], raw: Collection[str]) -> Arrays:
+        """Return columns of some rows."""
+        for column in columns:
+            self._check(column)
+        numbers = np.asarray(rows, dtype=np.int64)
+        return {column: read_rows(self._file, column, numbers, column in raw) for column in columns}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stored = {}
+        self._file.close()
+
+    def _check(self, column: str) -> None:
+        if column not in self._file.tensors:
+            raise _missing(column, self._file.tensors)
+
+
+class JsonSlice:
+    """A slice of JSON lines, each parsed once, when its row is used."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file.
+
+        Raises:
+            DataError: there is no line.
+        """
+        content = path.read_bytes()
+        self._lines = (content[:-1] if content.endswith(b"\n") else content).split(b"\n") if content else []
+        self._parsed: dict[int, dict[str, Any]] = {}
+        if not self._lines:
+            raise DataError(f"slice {path.name}: no line; a slice has at least one row")
+
+    @property
+    def count(self) -> int:
+        """Return the number of lines."""
+        return len(self._lines)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Return False: each row is an object of its own."""
+        return False
+
+    def columns_of(self, row: int) -> Collection[str]:
+        """Return the keys of a row."""
+        return self._row(row).keys()
+
+    def value(self, row: int, column: str) -> Any:
+        """Return a row's value."""
+        found = self._row(row)
+        if column not in found:
+            raise _missing(column, found)
+        return found[column]
+
+    def arrays(self, rows: Sequence[int], columns: Collection[str], raw: Collection[str]) -> Arrays:
+        """Return columns of some rows; text is encoded as `decode_text` reads it."""
+        return {column: _stack([self._array(row, column, column in raw) for row in rows]) for column in columns}
+
+    def close(self) -> None:
+        """Do nothing: the file is closed."""
+
+    def _array(self, row: int, column: str, is_raw: bool) -> NDArray[Any]:
+        value = self.value(row, column)
+        if isinstance(value, str):
+            return np.frombuffer(_encoded(column, value), dtype=np.uint8)
+        try:
+            array = np.asarray(value)
+        except ValueError:
+            raise RowError("wrong-type", f"column {column!r}: its lists differ in length") from None
+        if array.dtype.kind not in "biuf":
+            raise RowError("wrong-type", f"column {column!r} holds {value!r:.80}; expected text or numbers")
+        if array.dtype.kind == "f" or (column in FLOAT_INPUTS and not is_raw):
+            with np.errstate(over="ignore"):  # too large numbers become infinite
+                return array.astype(np.float32)
+        return array.astype(np.int64)
+
+    def _row(self, row: int) -> dict[str, Any]:
+        if row not in self._parsed:
+            try:
+                value = parse_json(self._lines[row])
+            except DecodeError as error:
+                raise RowError("not-json", str(error)) from None
+            if type(value) is not dict:
+                raise RowError("not-json", f"expected an object, not {value!r:.80}")
+            self._parsed[row] = value
+        return self._parsed[row]
+
+
+def join_rows(batches: Sequence[Arrays]) -> Arrays:
+    """Return one batch of several, which have the same columns; text is padded with zeros.
+
+    Raises:
+        ValueError: values of a column differ in shape.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    return {column: _join([batch[column] for batch in batches]) for column in batches[0]}
+
+
+def _join(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    if all(value.dtype == np.uint8 and value.ndim == 2 for value in values):
+        return _stack([row for value in values for row in value])
+    return np.concatenate(values)
+
+
+def _stack(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Stack the values of rows; text is padded with zeros."""
+    if len(values) > 1 and all(value.dtype == np.uint8 and value.ndim == 1 for value in values):
+        padded = np.zeros((len(values), max(value.size for value in values)), dtype=np.uint8)
+        for line, value in zip(padded, values, strict=True):
+            line[: value.size] = value
+        return padded
+    return np.stack(values)
+
+
+def _encoded(column: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise RowError("wrong-value", f"column {column!r} holds half of a surrogate pair, which is no text") from None
+
+
+def _missing(column: str, present: Collection[str]) -> RowError:
+    return RowError("missing-column", f"there is no column {column!r}, only {', '.join(sorted(present))}")
+
+
+def _without_nan(value: Any) -> Any:
+    """Replace numbers that JSON cannot express by None."""
+    if isinstance(value, list):
+        return [_without_nan(each) for each in value]
+    return value if math.isfinite(value) else None

@@ -1,0 +1,543 @@
+"""Inference tasks against a fake worker, compared with plain transformers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from hypha.accelerate_executor import inference
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
+
+CLASSIFY = {"task": "classify", "type": "image-classification", "inference": {"batch_size": 32}}
+
+
+@pytest.fixture
+def json_slice(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes a slice of JSON lines; a row that is text is a line as it is."""
+
+    def write(rows: Sequence[Any], name: str = "slice-0") -> Path:
+        path = tmp_path / f"{name}.jsonl"
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+def _run(worker: Any, *more: str) -> list[Any]:
+    """Run the executor; return the rows of all parts in order."""
+    assert inference.main(worker.arguments(*more)) == 0
+    return [row for index in sorted(worker.parts) for row in worker.parts[index]]
+
+
+def _fails(caplog: pytest.LogCaptureFixture, worker: Any, code: int, *more: str) -> str:
+    caplog.clear()
+    assert inference.main(worker.arguments(*more)) == code
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 1
+    assert errors[0].exc_info is None
+    return errors[0].getMessage()
+
+
+# ------------------------------------------------------------------------------------------------------ classification
+
+
+def _plain_probabilities(model_dir: Path, slices: Sequence[Path], dtype: Any = None) -> Any:
+    """Classify with transformers alone, 50 images at a time."""
+    from transformers import AutoModelForImageClassification
+
+    model = AutoModelForImageClassification.from_pretrained(model_dir).eval()
+    images = np.concatenate([safetensors.numpy.load_file(path)["pixel_values"] for path in slices])
+    found = []
+    with torch.no_grad():
+        for begin in range(0, len(images), 50):
+            batch = torch.from_numpy(images[begin : begin + 50]).to(dtype or torch.float32)
+            found.append(torch.softmax(model(pixel_values=batch).logits.float(), -1))
+    return torch.cat(found).numpy()
+
+
+def test_predictions_equal_those_of_a_plain_script(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
+) -> None:
+    slices = digit_slices[-3:]
+    worker = make_task_worker(digit_model, slices, CLASSIFY | {"columns": ["scores", "labels"]})
+    rows = _run(worker)
+
+    expected = _plain_probabilities(digit_model, slices)
+    counts = [len(safetensors.numpy.load_file(path)["labels"]) for path in slices]
+    labels = np.concatenate([safetensors.numpy.load_file(path)["labels"] for path in slices])
+    places = [(index, row) for index, count in enumerate(counts) for row in range(count)]
+    assert [(row["slice"], row["row"]) for row in rows] == places
+    assert [list(row)[:2] for row in rows] == [["slice", "row"]] * sum(counts)
+    np.testing.assert_allclose([row["scores"] for row in rows], expected, atol=1e-5)
+    assert [row["label"] for row in rows] == expected.argmax(1).tolist()
+    np.testing.assert_allclose([row["score"] for row in rows], expected.max(1), atol=1e-5)
+    assert [row["labels"] for row in rows] == labels.tolist()
+    assert [(body["path"], body["round"], body["samples"]) for body in worker.sent] == [
+        (f"part-{index}.jsonl", index, count) for index, count in enumerate(counts)
+    ]
+    assert worker.reports[-1]["metrics"]["rows"] == sum(counts)
+    assert not any(path.suffix in (".jsonl", ".safetensors") for path in worker.work_dir.glob("*"))
+
+
+def test_the_model_computes_in_the_dtype_of_its_files(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForImageClassification
+
+    half = tmp_path / "half"
+    AutoModelForImageClassification.from_pretrained(digit_model).to(torch.bfloat16).save_pretrained(half)
+    settings = CLASSIFY | {"columns": ["scores"], "inference": {"batch_size": 50}}
+    rows = _run(make_task_worker(half, digit_slices[:1], settings))
+    expected = _plain_probabilities(half, digit_slices[:1], torch.bfloat16)
+    np.testing.assert_allclose([row["scores"] for row in rows], expected, atol=1e-6)
+    whole = _plain_probabilities(digit_model, digit_slices[:1])
+    assert np.abs(expected - whole).max() > 1e-4, "the comparison would not notice float32"
+
+
+def test_images_of_json_rows(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], json_slice: Callable[..., Path]
+) -> None:
+    images = safetensors.numpy.load_file(digit_slices[0])["pixel_values"][:5]
+    rows = [{"pixel_values": image.tolist(), "name": f"image {number}"} for number, image in enumerate(images)]
+    settings = CLASSIFY | {"columns": ["name", "note"]}
+    found = _run(make_task_worker(digit_model, [json_slice(rows)], settings))
+    assert [row["label"] for row in found] == _plain_probabilities(digit_model, digit_slices[:1])[:5].argmax(1).tolist()
+    assert [row["name"] for row in found] == [f"image {number}" for number in range(5)]
+    assert [row["note"] for row in found] == [None] * 5
+
+
+def test_a_bad_row_costs_no_other_row_its_result(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], json_slice: Callable[..., Path]
+) -> None:
+    image = safetensors.numpy.load_file(digit_slices[0])["pixel_values"][0].tolist()
+    wide = [[[0.0] * 8] * 8] * 3
+    rows = [
+        {"pixel_values": image, "id": 0},
+        {"id": 1},
+        {"pixel_values": "text", "id": 2},
+        {"pixel_values": wide, "id": 3},
+        "no json",
+        "[1]",
+        {"pixel_values": image, "id": 6},
+        {"pixel_values": [[1.0], [1.0, 2.0]], "id": 7},
+        {"pixel_values": [[[1e39] * 8] * 8], "id": 8},
+        {"pixel_values": image, "id": 9},
+        {"pixel_values": image, "id": "x" * (4 << 20)},
+        f'{{"pixel_values": {json.dumps(image)}, "id": 1e999}}',
+    ]
+    settings = CLASSIFY | {"columns": ["id"]}
+    worker = make_task_worker(digit_model, [json_slice(rows)], settings)
+    found = _run(worker)
+    assert [row["row"] for row in found] == list(range(12))
+    assert [row.get("error", {}).get("kind") for row in found] == [
+        None, "missing-column", "failed", "failed", "not-json", "not-json", None, "wrong-type", "not-finite", None,
+        "too-long", "wrong-value",
+    ]  # fmt: skip
+    assert found[1]["error"]["detail"] == "there is no column 'pixel_values', only id"
+    assert found[1]["id"] == 1
+    assert found[0]["label"] == found[6]["label"] == found[9]["label"]
+    assert worker.reports[-1]["metrics"]["errors"] == 9
+
+
+def test_the_first_bad_row_ends_a_job_that_asks_for_it(
+    make_task_worker: Callable[..., Any],
+    digit_model: Path,
+    json_slice: Callable[..., Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = CLASSIFY | {"inference": {"on_error": "fail"}}
+    worker = make_task_worker(digit_model, [json_slice([{"id": 1}])], settings)
+    message = _fails(caplog, worker, 1)
+    assert message == "dataset 'rows', slice 0, row 0: missing-column: there is no column 'pixel_values', only id"
+    assert worker.sent == []
+
+
+@pytest.fixture(scope="session")
+def reader(tmp_path_factory: pytest.TempPathFactory, words: Any) -> Path:
+    """Create a model that classifies text of at most 24 tokens, with its tokenizer."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(
+        "bert", vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=24, num_labels=3, pad_token_id=words.pad_token_id, initializer_range=0.5,
+    )  # fmt: skip
+    path: Path = tmp_path_factory.mktemp("reader") / "model"
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
+    words.save_pretrained(path)
+    return path
+
+
+def test_text_is_classified_and_never_cut_off(
+    make_task_worker: Callable[..., Any], reader: Path, words: Any, json_slice: Callable[..., Path]
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    texts = ["a b", "what?", "x" * 25, "some more words", 7, "x" * 24]
+    settings = {"task": "classify", "type": "sequence-classification", "preprocessor": "tokenizer"}
+    settings |= {"columns": ["scores"], "inference": {"batch_size": 4}}
+    found = _run(make_task_worker(reader, [json_slice([{"text": text} for text in texts])], settings))
+    assert found[2]["error"] == {"kind": "too-long", "detail": "25 tokens; the model takes 24"}
+    assert found[4]["error"]["kind"] == "wrong-type"
+    model = AutoModelForSequenceClassification.from_pretrained(reader).eval()
+    for number in (0, 1, 3, 5):
+        with torch.no_grad():
+            logits = model(**words(texts[number], return_tensors="pt")).logits
+        np.testing.assert_allclose(found[number]["scores"], torch.softmax(logits, -1)[0].numpy(), atol=1e-5)
+
+
+def test_tokens_out_of_range_are_errors_of_their_rows(
+    make_task_worker: Callable[..., Any], reader: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "tokens.safetensors"
+    tokens = np.array([[1, 2, 3], [1, 64, 3], [3, 2, -1], [3, 2, 1]])
+    safetensors.numpy.save_file({"input_ids": tokens}, path)
+    settings: dict[str, Any] = {"task": "classify", "type": "sequence-classification"}
+    settings["inputs"] = ["input_ids", "attention_mask"]  # as jobs name them that leave it to the default
+    found = _run(make_task_worker(reader, [path], settings))
+    assert [row.get("error", {}).get("detail") for row in found] == [
+        None,
+        "column 'input_ids': 64 is no token; they are 0 to 63",
+        "column 'input_ids': -1 is no token; they are 0 to 63",
+        None,
+    ]
+
+
+def test_a_class_of_the_owner_classifies(
+    make_task_worker: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from hypha.accelerate_executor.modeling.torch import write_torch_model
+
+    (tmp_path / "two_classes.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.scale = torch.nn.Parameter(torch.tensor(2.0))\n"
+        "    def forward(self, x, labels=None):\n"
+        "        return {'logits': self.scale * torch.stack([x, -x], 1)}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_torch_model("two_classes:Net", {}, 0, tmp_path / "net")
+    path = tmp_path / "slice.safetensors"
+    safetensors.numpy.save_file({"x": np.array([1.0, -1.0], "f4")}, path)
+    settings = {"task": "classify", "type": "torch"}
+    worker = make_task_worker(tmp_path / "net", [path], settings)
+    assert "not allowed on this worker" in _fails(caplog, worker, 2)
+    found = _run(make_task_worker(tmp_path / "net", [path], settings), "--allow-module", "two_classes")
+    assert [row["label"] for row in found] == [0, 1]
+    assert found[0]["score"] == pytest.approx(1 / (1 + np.exp(-4)), abs=2e-2)
+
+
+# ---------------------------------------------------------------------------------------------------------- generation
+
+TOPICS = ["cats", "a", "the 7 seas", "x y z, and more", "why?", "0", "rain, rain", "old maps"]
+
+
+def _generate(**inference_settings: Any) -> dict[str, Any]:
+    usual = {"prompt": "about {topic}:", "max_new_tokens": 12, "batch_size": 3}
+    return {"task": "generate", "type": "causal-lm", "inference": usual | inference_settings}
+
+
+def _topics(json_slice: Callable[..., Path], topics: Sequence[Any] = TOPICS, name: str = "slice-0") -> Path:
+    return json_slice([{"topic": topic} for topic in topics], name)
+
+
+def _plain_texts(model_dir: Path, prompts: Sequence[str]) -> list[tuple[str, int]]:
+    """Generate with transformers alone, one prompt at a time; return text and number of new tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    found = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        made = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        found.append((tokenizer.decode(made, skip_special_tokens=True), len(made)))
+    return found
+
+
+@pytest.mark.parametrize("engine", ["padded", "continuous"])
+def test_the_most_probable_tokens_equal_those_of_a_plain_script(
+    make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path], engine: str
+) -> None:
+    worker = make_task_worker(writer, [_topics(json_slice)], _generate() | {"columns": ["topic"]})
+    found = _run(worker, "--generation", engine)
+    expected = _plain_texts(writer, [f"about {topic}:" for topic in TOPICS])
+    assert [(row["text"], row["tokens"]) for row in found] == expected
+    assert [row["prompt"] for row in found] == [f"about {topic}:" for topic in TOPICS]
+    assert [row["topic"] for row in found] == TOPICS
+    assert len({text for text, _ in expected}) > 4, "the texts should differ"
+    ends = {row["finish"] for row in found}
+    assert all((row["finish"] == "stop") == (row["tokens"] < 12) for row in found if row["tokens"] != 12)
+    assert ends == {"stop", "length"}, "one row at least should end early"
+    assert worker.reports[-1]["metrics"]["tokens"] == sum(count for _, count in expected)
+
+
+def test_a_chat_template_is_applied_unless_switched_off(
+    make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    chat = tmp_path / "chat"
+    import shutil
+
+    shutil.copytree(writer, chat)
+    tokenizer = AutoTokenizer.from_pretrained(chat)
+    tokenizer.chat_template = (
+        "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<reply>{% endif %}"
+    )
+    tokenizer.save_pretrained(chat)
+    wrapped = _plain_texts(writer, [f"<user>about {topic}:<reply>" for topic in TOPICS])
+    bare = _plain_texts(writer, [f"about {topic}:" for topic in TOPICS])
+    assert wrapped != bare
+    found = _run(make_task_worker(chat, [_topics(json_slice)], _generate()))
+    assert [(row["text"], row["tokens"]) for row in found] == wrapped
+    assert found[0]["prompt"] == "about cats:"
+    found = _run(make_task_worker(chat, [_topics(json_slice)], _generate(chat_template=False)))
+    assert [(row["text"], row["tokens"]) for row in found] == bare
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_a_sampled_text_depends_on_seed_slice_and_row_alone(
+    make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path], top_p: float
+) -> None:
+    def texts(topics: Sequence[Any], **settings: Any) -> list[str]:
+        sampled = _generate(**({"temperature": 1.0, "top_p": top_p, "seed": 4} | settings))
+        worker = make_task_worker(writer, [_topics(json_slice, topics)], sampled)
+        return [row.get("text", "") for row in _run(worker)]
+
+    first = texts(TOPICS)
+    assert texts(TOPICS, batch_size=1) == first
+    assert texts(TOPICS, batch_size=8) == first
+    with_bad_rows = texts([*TOPICS[:3], None, *TOPICS[4:]])
+    assert with_bad_rows == [*first[:3], "", *first[4:]]
+    assert texts(TOPICS, seed=5) != first
+    same = [TOPICS[0]] * 8
+    assert len(set(texts(same))) > 4, "rows with the same prompt have random numbers of their own"
+
+
+def test_slices_have_random_numbers_of_their_own(
+    make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path]
+) -> None:
+    slices = [_topics(json_slice, name="a"), _topics(json_slice, name="b")]
+    found = make_task_worker(writer, slices, _generate(temperature=1.0))
+    _run(found)
+    assert [row["text"] for row in found.parts[0]] != [row["text"] for row in found.parts[1]]
+
+
+def test_a_text_ends_before_a_stop_string(
+    make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path]
+) -> None:
+    whole = [text for text, _ in _plain_texts(writer, [f"about {topic}:" for topic in TOPICS])]
+    stop = next(text for text in whole if len(text) > 6)[3:5]
+    found = _run(make_task_worker(writer, [_topics(json_slice)], _generate(stop=[stop, "never there"])))
+    assert [row["text"] for row in found] == [text.partition(stop)[0] for text in whole]
+    stopped = [row for row, text in zip(found, whole, strict=True) if stop in text]
+    assert {row["finish"] for row in stopped} == {"stop"}
+    assert all(row["tokens"] < 12 for row in stopped)
+
+
+def test_rows_without_a_prompt_that_fits_are_errors(
+    make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path], tmp_path: Path
+) -> None:
+    rows = [{"topic": "cats"}, {"title": "cats"}, {"topic": ["cats"]}, {"topic": "x" * 60}, {"topic": "\ud800"}]
+    found = _run(make_task_worker(writer, [json_slice(rows)], _generate()))
+    assert [row.get("error", {}).get("kind") for row in found] == [
+        None, "missing-column", "wrong-type", "too-long", "wrong-value",
+    ]  # fmt: skip
+    assert "67 tokens of the prompt and max_new_tokens = 12 make 79; the model takes 64" in found[3]["error"]["detail"]
+
+    path = tmp_path / "text.safetensors"
+    texts = np.zeros((2, 6), np.uint8)
+    texts[0, :4], texts[1] = list(b"cats"), list(b"horses")
+    safetensors.numpy.save_file({"topic": texts}, path)
+    found = _run(make_task_worker(writer, [path], _generate()))
+    assert [row["prompt"] for row in found] == ["about cats:", "about horses:"]
+
+
+# ------------------------------------------------------------------------------------------------- slices in hand, end
+
+
+def test_at_most_two_slices_are_in_hand(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
+) -> None:
+    worker = make_task_worker(digit_model, digit_slices[:5], CLASSIFY)
+    _run(worker)
+    in_hand = largest = 0
+    for step in worker.steps:
+        in_hand += 1 if step.startswith("fetch") else -1
+        largest = max(largest, in_hand)
+    assert largest == 2
+    assert sorted(worker.parts) == [0, 1, 2, 3, 4]
+
+
+def test_a_fetch_that_waits_keeps_no_part_from_being_sent(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
+) -> None:
+    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
+    both_sent = threading.Event()
+
+    def fetch(body: Any) -> tuple[int, Any]:
+        if worker.handed_out == 2:  # the scheduler waits for the last parts before it says that there are no more
+            assert both_sent.wait(30)
+        return worker.fetch(body)  # type: ignore[no-any-return]
+
+    def send(body: Any) -> tuple[int, Any]:
+        answer = worker.send(body)
+        if len(worker.parts) == 2:
+            both_sent.set()
+        return answer  # type: ignore[no-any-return]
+
+    worker.answers |= {"/resources/fetch": fetch, "/resources/send": send}
+    _run(worker)
+    assert both_sent.is_set()
+
+
+def test_a_fetch_is_repeated_while_others_compute_the_slices(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hypha.accelerate_executor.bridge.client._RETRY_SECONDS", 0.01)
+    worker = make_task_worker(digit_model, digit_slices[:1], CLASSIFY)
+    asked = 0
+
+    def fetch(body: Any) -> tuple[int, Any]:
+        nonlocal asked
+        asked += 1
+        if 1 < asked < 30:
+            return 503, {"error": "no-free-slice", "detail": "every slice is assigned to others"}
+        return worker.fetch(body)  # type: ignore[no-any-return]
+
+    worker.answers["/resources/fetch"] = fetch
+    _run(worker, "--timeout", "0.2")
+    assert asked == 30
+
+
+def test_a_drained_task_finishes_its_slice_and_ends(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
+) -> None:
+    worker = make_task_worker(digit_model, digit_slices[:5], CLASSIFY, drains_after=2)
+    _run(worker)
+    assert sorted(worker.parts) == [0, 1]
+
+
+def test_a_report_that_is_refused_does_not_end_the_task(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
+) -> None:
+    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
+    worker.answers["/task/update"] = lambda _: (429, {"error": "too-many", "detail": "later"})
+    _run(worker)
+    assert sorted(worker.parts) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("route", "status", "answer", "words"),
+    [
+        ("/resources/fetch", 502, {"error": "scheduler", "detail": "it is gone"}, "502 scheduler: it is gone"),
+        ("/resources/fetch", 200, [], "a slice is one file; the worker fetched 0"),
+        ("/resources/fetch", 200, [{"path": "x", "metadata": {}}], "metadata slice is ''"),
+        ("/resources/send", 500, {"error": "push-failed", "detail": "refused"}, "push-failed: refused"),
+        ("/task/update", 0, None, "the worker closed the bridge"),
+    ],
+)
+def test_a_worker_with_errors_ends_the_task(
+    make_task_worker: Callable[..., Any],
+    digit_model: Path,
+    digit_slices: list[Path],
+    caplog: pytest.LogCaptureFixture,
+    route: str,
+    status: int,
+    answer: Any,
+    words: str,
+) -> None:
+    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
+    worker.answers[route] = lambda _: (status, answer)
+    assert words in _fails(caplog, worker, 1)
+
+
+def test_a_full_disk_exits_with_a_code_of_its_own(
+    make_task_worker: Callable[..., Any],
+    digit_model: Path,
+    digit_slices: list[Path],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
+
+    def full(_: Any, path: Path) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("hypha.accelerate_executor.predict.parts.Part.write", full)
+    message = _fails(caplog, worker, os.EX_IOERR)
+    assert message == f"{worker.work_dir / 'part-0.jsonl'}: No space left on device"
+
+
+def test_every_fault_of_a_task_is_named(
+    make_task_worker: Callable[..., Any], digit_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = _generate(
+        prompt="{a} {", max_new_tokens=0, temperature=-1, top_p=2, stop=[""], batch_size="x", seed=-1, on_error="skip"
+    ) | {"type": "image-classification", "columns": ["text", "row"]}
+    worker = make_task_worker(digit_model, [], settings)
+    message = _fails(caplog, worker, 2)
+    for part in (
+        "settings.model.type: 'image-classification': task generate takes models of type causal-lm",
+        "settings.inference.prompt: '{a} {': single '{' at character 4; write {{ for a brace",
+        "settings.inference.max_new_tokens: 0: expected an integer from 1",
+        "settings.inference.temperature: -1",
+        "settings.inference.top_p: 2",
+        "settings.inference.stop: ['']",
+        "settings.inference.batch_size: 'x'",
+        "settings.inference.seed: -1",
+        "settings.inference.on_error: 'skip': expected one of record, fail",
+        "settings.columns: 'row': is a key of the results; rename the column in the dataset",
+        "settings.columns: 'text'",
+    ):
+        assert part in message, message
+
+
+def test_start_and_slices_are_spans_of_a_traced_job(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACEPARENT", f"00-{1:032x}-{1:016x}-01")
+    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
+    _run(worker)
+    assert [span["name"] for span in worker.spans] == ["start executor", "compute slice", "compute slice"]
+    assert [span["attributes"].get("hypha.slice") for span in worker.spans] == [None, 0, 1]
+
+
+def test_several_processes_are_refused(
+    make_task_worker: Callable[..., Any],
+    digit_model: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = _fails(caplog, make_task_worker(digit_model, [], CLASSIFY), 2)
+    assert message == 'inference runs in one process; start it with cmd = "python", not with accelerate launch'
+
+
+def test_a_task_from_a_file(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], tmp_path: Path
+) -> None:
+    worker = make_task_worker(digit_model, digit_slices[:1], CLASSIFY)
+    arguments = worker.arguments()
+    (tmp_path / "task.json").write_text(arguments[-1])
+    assert inference.main([*arguments[:-1], f"@{tmp_path / 'task.json'}"]) == 0
+    assert list(worker.parts) == [0]

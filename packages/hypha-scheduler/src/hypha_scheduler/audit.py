@@ -1,0 +1,208 @@
+"""Audit of an inference job: proves from its files that each row of the dataset has exactly one result.
+
+It reads the journal, the manifest of the dataset, the parts and the manifest of the results, and shares no code with
+what wrote them: `strategies.inference` calls it at the end of a job, `cli` for the command ``audit``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from hypha_net.transfer.io.integrity import ContentVerifier
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.journal import JOURNAL, read_journal
+
+_TYPE: Final = "inference"
+_MANIFEST: Final = "manifest.json"
+_RESULTS: Final = "results"
+_INCOMING: Final = "incoming"
+_MAX_LINE: Final = 64 << 20
+_MAX_FAULTS: Final = 100
+
+
+class NoAuditError(Exception):
+    """A directory is none of an inference job that can be audited."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """Outcome of an audit."""
+
+    slices: int = 0
+    """Slices of the dataset."""
+    rows: int = 0
+    """Rows of the dataset."""
+    proven: int = 0
+    """Rows that were found, each once."""
+    errors: int = 0
+    """Those of them that could not be computed."""
+    is_complete: bool = False
+    """Whether the job has written the manifest of its results."""
+    faults: list[str] = field(default_factory=list)
+    """What is wrong, one line each."""
+
+    def add(self, fault: str) -> None:
+        """Add a fault; of very many only the first are kept."""
+        if len(self.faults) < _MAX_FAULTS:
+            self.faults.append(fault)
+
+    def __str__(self) -> str:
+        state = "complete" if self.is_complete else "no manifest of the results yet"
+        found = f"{self.proven} of {self.rows} rows of {self.slices} slices have exactly one result"
+        return f"{found}, {self.errors} of them an error; {state}"
+
+
+def audit(directory: Path) -> Findings:
+    """Audit the files of a job; a slice without a part is a fault, too.
+
+    Raises:
+        NoAuditError: the directory holds no journal of an inference job, or a file cannot be read.
+    """
+    try:
+        records = read_journal(directory / JOURNAL)
+        _check_type(directory, records)
+        findings = Findings()
+        begin = next((record for record in records if record.get("record") == _TYPE), {})
+        expected = _expected_rows(directory, begin, findings)
+        parts = _parts(records, len(expected), findings)
+        found = {index: _audit_part(directory, record, expected, findings) for index, record in parts.items()}
+        _audit_results(directory, expected, parts, findings)
+    except (OSError, JobFailedError) as error:
+        raise NoAuditError(str(error)) from None
+    for index, rows in expected.items():
+        if index not in parts:
+            findings.add(f"slice {index}: its {rows} rows have no result; resume the job")
+    findings.proven = sum(rows for rows, _ in found.values())
+    findings.errors = sum(errors for _, errors in found.values())
+    return findings
+
+
+def _check_type(directory: Path, records: list[dict[str, Any]]) -> None:
+    if not records:
+        raise NoAuditError(f"{directory}: there is no {JOURNAL} with a record; name a job's directory")
+    job = records[0].get("job")
+    kind = job.get("type") if isinstance(job, dict) else None
+    if kind != _TYPE:
+        raise NoAuditError(f'{directory}: the job is of type {kind!r}; only those of type "{_TYPE}" can be audited')
+
+
+def _expected_rows(directory: Path, begin: Mapping[str, Any], findings: Findings) -> dict[int, int]:
+    """Return the number of rows of each slice, by the dataset's manifest that the journal names."""
+    path = directory / _MANIFEST
+    if not begin:
+        findings.add(f"{directory / JOURNAL}: it does not say which dataset the job computes; the job had not begun")
+        return {}
+    text = path.read_bytes()
+    if (digest := _digest(text)) != begin.get("manifest"):
+        findings.add(f"{path}: the digest is {digest}, and the journal has {begin.get('manifest')}")
+    try:
+        entries = json.loads(text)["slices"]
+        expected = {index: int(entry["samples"]) for index, entry in enumerate(entries)}
+    except (ValueError, TypeError, KeyError) as error:
+        findings.add(f"{path}: it is malformed: {error!r}")
+        return {}
+    findings.slices, findings.rows = len(expected), sum(expected.values())
+    return expected
+
+
+def _parts(records: list[dict[str, Any]], slices: int, findings: Findings) -> dict[int, dict[str, Any]]:
+    """Return the record of each slice's part."""
+    parts: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if record.get("record") != "part":
+            continue
+        index = record.get("slice")
+        if type(index) is not int or not 0 <= index < slices:
+            findings.add(f"{JOURNAL}: a part is of slice {index!r}, and the dataset has {slices}")
+        elif index in parts:
+            findings.add(f"slice {index}: the journal has two parts of it")
+        else:
+            parts[index] = record
+    return parts
+
+
+def _audit_part(
+    directory: Path, record: Mapping[str, Any], expected: Mapping[int, int], findings: Findings
+) -> tuple[int, int]:
+    """Audit the part of a slice; return the numbers of its rows and of those that are errors."""
+    index = record["slice"]
+    path = directory / _RESULTS / f"part-{index}.jsonl"
+    if not path.exists():
+        path = directory / _INCOMING / str(record.get("file"))
+    try:
+        seen, digest = _read_part(path, index, findings)
+    except FileNotFoundError:
+        findings.add(f"slice {index}: its part is missing: {directory / _RESULTS / f'part-{index}.jsonl'}")
+        return 0, 0
+    if digest != record.get("digest"):
+        findings.add(f"{path}: the digest is {digest}, and the journal has {record.get('digest')}")
+    rows = expected[index]
+    if missing := sorted(set(range(rows)) - seen.keys())[:5]:
+        findings.add(f"{path}: rows {', '.join(map(str, missing))} have no result")
+    if extra := sorted(seen.keys() - set(range(rows)))[:5]:
+        findings.add(f"{path}: rows {', '.join(map(str, extra))} are none of the slice's {rows}")
+    counted = [is_error for row, is_error in seen.items() if row < rows]
+    return len(counted), sum(counted)
+
+
+def _read_part(path: Path, index: int, findings: Findings) -> tuple[dict[int, bool], str]:
+    """Return whether each row of a part is an error, by its number, and the digest of the part."""
+    seen: dict[int, bool] = {}
+    content, size = ContentVerifier(None, None), 0
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(partial(file.readline, _MAX_LINE), b""), 1):
+            content.update(memoryview(line))
+            size += len(line)
+            _audit_row(f"{path}: line {number}", line, index, seen, findings)
+    return seen, content.verify(size)
+
+
+def _audit_row(place: str, line: bytes, index: int, seen: dict[int, bool], findings: Findings) -> None:
+    try:
+        row = json.loads(line)
+        position = row["slice"], row["row"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        findings.add(f"{place} is no result: {error!r:.200}")
+        return
+    number = position[1]
+    if any(type(value) is not int for value in position) or position[0] != index or number < 0:
+        findings.add(f"{place}: it is of slice and row {position!r:.80}, in the part of slice {index}")
+    elif number in seen:
+        findings.add(f"{place}: row {number} has a second result")
+    else:
+        seen[number] = "error" in row
+
+
+def _audit_results(
+    directory: Path, expected: Mapping[int, int], parts: Mapping[int, Mapping[str, Any]], findings: Findings
+) -> None:
+    """Audit the folder of the results: its manifest, and files that do not belong there."""
+    folder = directory / _RESULTS
+    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    for name in sorted(names - {f"part-{index}.jsonl" for index in parts} - {_MANIFEST}):
+        findings.add(f"{folder / name}: the journal does not know this file")
+    findings.is_complete = _MANIFEST in names
+    if not findings.is_complete:
+        return
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        listed = {entry["file"]: (entry["samples"], entry["digest"]) for entry in manifest["slices"]}
+    except (ValueError, TypeError, KeyError) as error:
+        findings.add(f"{folder / _MANIFEST}: it is malformed: {error!r}")
+        return
+    known = {f"part-{index}.jsonl": (expected[index], record.get("digest")) for index, record in parts.items()}
+    for name in sorted(listed.keys() | known.keys()):
+        if listed.get(name) != known.get(name):
+            found = f"{listed.get(name)!r}, and by the journal {known.get(name)!r}"
+            findings.add(f"{folder / _MANIFEST}: rows and digest of {name} are {found}")
+
+
+def _digest(text: bytes) -> str:
+    content = ContentVerifier(None, None)
+    content.update(memoryview(text))
+    return content.verify(len(text))

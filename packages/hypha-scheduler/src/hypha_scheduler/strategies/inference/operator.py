@@ -1,0 +1,473 @@
+"""The inference operator: assigns slices to workers, and commits each part once. Pure: it returns effects.
+
+Each lease runs one long task, whose executor asks for slices (`next_slice`) and sends a part for each. When all slices
+are committed, the results get their manifest, are audited, and the job ends. Created by `strategy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from hypha_proto.datasets import UnusableSlice
+from hypha_proto.ids import PeerId
+from hypha_proto.progress import Progress, ProgressError, ProgressResponse
+from hypha_proto.tasks import TaskSpec
+from hypha_proto.transfer import TASK_RESULT, PushHeader, Refusal
+from hypha_scheduler.errors import files_unusable
+from hypha_scheduler.strategies.base import (
+    DatasetView,
+    Effect,
+    Effects,
+    EmitEvent,
+    EndJob,
+    JobContext,
+    Lease,
+    Operator,
+    PostMetric,
+    PushTarget,
+    RetryAfter,
+    RoleRequest,
+    RunInBackground,
+    SliceToUse,
+    StartTask,
+    StopTask,
+    TaskDraining,
+    TaskEnded,
+    TaskNotice,
+    TaskNotStarted,
+    TaskProgressed,
+    TaskRef,
+    TaskStarted,
+    TaskState,
+    TaskUpdate,
+    TrafficCounts,
+    WriteJournal,
+)
+from hypha_scheduler.strategies.inference.config import InferenceJobConfig
+from hypha_scheduler.strategies.inference.ledger import SliceLedger, SliceState
+from hypha_scheduler.strategies.inference.part_check import largest_part
+from hypha_scheduler.strategies.inference.parts import Part, PartFiles, slice_of
+from hypha_scheduler.strategies.inference.restore import BEGIN, PART, Identity, Restored, part_record
+from hypha_scheduler.strategies.inference.specs import role_request
+from hypha_scheduler.strategies.inference.summary import Tally
+from hypha_scheduler.strategies.inference.workers import Worker, Workers
+
+MAX_IN_HAND: Final = 2
+"""Slices that are assigned to one executor: one that it computes, and the next."""
+MAX_FAILURES: Final = 3
+"""Attempts that fail at one slice until the job fails, and attempts that fail before their first slice."""
+MAX_LOSSES: Final = 10
+"""Leases that are lost while they compute the same slice until the job fails."""
+MAX_BARREN: Final = 10
+"""Attempts of all workers that fail one after the other without a committed part until the job fails."""
+_FAILURES_OF_LEASE: Final = 2
+"""Attempts in a row that fail on one lease, and invalid parts, until it is released."""
+_BAD_JOB: Final = 2
+"""Exit code of an executor that cannot do what its settings say; no other worker could."""
+_NO_ROOM: Final = 74
+"""Exit code of an executor whose disk is full (EX_IOERR)."""
+_RETRY_SLICE: Final = 2.0
+"""Seconds until a slice is assigned again that no data node could provide."""
+_ASK_AGAIN: Final = 5.0
+"""Seconds until a worker that waits for a slice is looked at again; events of the job come first."""
+_EXIT_TIMEOUT: Final = 5.0
+"""Seconds for executors to exit when everything is committed."""
+_DRAIN_MARGIN: Final = 2.0
+"""Seconds before a lease ends in which its executor is stopped."""
+_MOVED: Final = "move part"
+_DISCARDED: Final = "discard part"
+_FINISHED: Final = "finish results"
+REFUSED: Final = "part refused"
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedPart:
+    """A part that did not pass its check."""
+
+    task: TaskRef
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobData:
+    """What an inference job works with, once it is prepared."""
+
+    dataset: DatasetView
+    identity: Identity
+    spec: TaskSpec
+    files: PartFiles
+    finish: Callable[[Sequence[Part]], Awaitable[None]]
+    """Writes the manifest of the results and audits them; raises `JobFailedError` if something is wrong."""
+
+
+class InferenceOperator(Operator):
+    """One running inference job."""
+
+    def __init__(self, job: InferenceJobConfig, context: JobContext, data: JobData, restored: Restored) -> None:
+        """Start without leases, with the parts that an interrupted run has committed."""
+        self._job = job
+        self._context = context
+        self._data = data
+        self._is_resumed = restored.identity is not None
+        self._parts = dict(restored.parts)
+        self._ledger = SliceLedger.restored(data.files.rows, restored.parts)
+        self._workers = Workers()
+        self._tally = Tally(began=0.0)
+        for index, part in restored.parts.items():
+            self._tally.restore(restored.worker_of[index], part.counts)
+        self._began = False
+        self._barren = 0
+        self._failed_starts = 0
+        self._moving = 0
+        """Parts that are not yet among the results."""
+        self._releasing_at: float | None = None
+        """When leases that are of no more use were released; until then as many are wanted as have tasks."""
+        self._exit_by: float | None = None
+        """When the job no longer waits for executors to exit."""
+        self._is_finishing = False
+        self.is_finished = False
+        """Whether the results are complete."""
+        self._is_over = False
+
+    # ---------------------------------------------------------------------------------------------------------- leases
+
+    def on_start(self, now: float) -> Effects:
+        """Record what the job works with; everything may be committed already."""
+        self._tally.began = now
+        begin = () if self._is_resumed else (WriteJournal(BEGIN, self._data.identity.record()),)
+        fields = {"slices": len(self._ledger.rows), "rows": sum(self._ledger.rows), "committed": self._ledger.committed}
+        return (*begin, EmitEvent("slices", fields), *self._finish_if_committed(now))
+
+    def role_requests(self) -> Sequence[RoleRequest]:
+        """Return as many workers as there are slices for; while leases of no use are released, those with a task."""
+        count = self._wanted()
+        if self._releasing_at is not None:
+            count = min(count, self._workers.busy)
+        return (role_request(self._job, count, 0 if self._releasing_at is not None else self._minimum(count)),)
+
+    def _minimum(self, count: int) -> int:
+        return min(count, 1 if self._began else self._job.resources.min_workers)
+
+    def _wanted(self) -> int:
+        resources, unfinished = self._job.resources, self._ledger.unfinished
+        if not self._began:
+            return min(resources.min_workers, unfinished)
+        most = resources.most_workers if self._ledger.committed else resources.num_workers
+        leaving = sum(worker.is_leaving and worker.task is not None for worker in self._workers)
+        return min(most, unfinished) + (leaving if unfinished else 0)
+
+    def on_leases_acquired(self, leases: Sequence[Lease], now: float) -> Effects:
+        """Start a task on each lease."""
+        if not self._began:
+            self._began = True
+            self._tally.began = now
+        self._workers.add(leases)
+        return self._start_tasks(now)
+
+    def _start_tasks(self, now: float) -> Effects:
+        """Start tasks on idle leases while there is work for them; the others are released."""
+        effects: list[Effect] = []
+        for worker in self._workers.idle():
+            if not worker.is_leaving and self._workers.working < self._ledger.unfinished:
+                effects.append(StartTask(worker.begin(), self._data.spec, keep_lease=True))
+            elif self._releasing_at is None:
+                self._releasing_at = now
+        return tuple(effects)
+
+    def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
+        """Assign the slices of a lost worker to others."""
+        worker = self._workers.remove(lease)
+        if worker is None or worker.task is None:
+            return ()
+        held = self._ledger.release(worker.task)
+        event = EmitEvent("worker_lost", {"worker": str(lease.peer), "reason": reason, "slices": list(held)})
+        if held:
+            self._ledger.losses[held[0]] += 1
+            if self._ledger.losses[held[0]] >= MAX_LOSSES:
+                what = self._data.dataset.describe(held[0])
+                return (
+                    event,
+                    *self._fail(f"{MAX_LOSSES} workers were lost while they computed {what}; the last: {reason}"),
+                )
+        return (event, *self._start_tasks(now))
+
+    def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
+        """Fail the job: there is nobody to compute what is left."""
+        return self._fail(reasons)
+
+    def on_lease_draining(self, lease: Lease, seconds: float, now: float) -> Effects:
+        """Let a worker that shuts down finish what it computes, and look for another."""
+        worker = self._workers.get(lease)
+        if worker is None or worker.is_leaving:
+            return ()
+        return (*self._leave(worker, "its worker drains", seconds), *self._start_tasks(now))
+
+    def _leave(self, worker: Worker, reason: str, seconds: float) -> Effects:
+        worker.is_leaving = True
+        if worker.task is None:
+            return ()
+        left = max(seconds - _DRAIN_MARGIN, seconds / 2)
+        return (StopTask(worker.task, reason, keep_lease=True, drain_seconds=left),)
+
+    # ----------------------------------------------------------------------------------------------------------- tasks
+
+    def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
+        """Handle the start or the end of an attempt."""
+        worker = self._workers.running(task)
+        if worker is None or isinstance(update, TaskStarted):
+            return ()  # a lease that was lost has given its slices back
+        worker.task = None
+        if isinstance(update, TaskNotStarted):
+            self._workers.remove(task.lease)
+            return (*self._attempt_failed(task, worker, f"it did not start: {update.reason}"), *self._continue(now))
+        return self._task_ended(task, worker, update, now)
+
+    def _task_ended(self, task: TaskRef, worker: Worker, end: TaskEnded, now: float) -> Effects:
+        held = self._ledger.release(task)
+        if self._may_end(worker, end, held):
+            return self._continue(now)
+        reason = end.reason or f"it {end.state.value} before its slices were computed"
+        code = "" if end.exit_code is None else f" (exit code {end.exit_code})"
+        text = f"{reason}{code}" + "".join(f"\n  | {line}" for line in end.last_lines)
+        if end.exit_code == _BAD_JOB:
+            return self._fail(f"the executor on {task.lease.peer} cannot do this job: {text}")
+        worker.failures += 1
+        worker.is_leaving |= worker.failures >= _FAILURES_OF_LEASE or end.exit_code == _NO_ROOM
+        blamed = () if end.state is TaskState.CANCELLED else held
+        return (*self._attempt_failed(task, worker, text, blamed), *self._continue(now))
+
+    def _may_end(self, worker: Worker, end: TaskEnded, held: Sequence[int]) -> bool:
+        """Return whether an attempt was to end; one that drains may have a slice left that it did not begin."""
+        if end.state is TaskState.FAILED:
+            return False
+        return worker.is_leaving or self._ledger.unfinished == 0 or (worker.told_none and not held)
+
+    def _continue(self, now: float) -> Effects:
+        if self._is_over:
+            return ()
+        return (*self._start_tasks(now), *self._end_if_over(now))
+
+    def _attempt_failed(self, task: TaskRef, worker: Worker, why: str, held: Sequence[int] = ()) -> Effects:
+        """Count a failed attempt; the first of the slices in hand is the one that was computed."""
+        if self._ledger.unfinished == 0:
+            return (EmitEvent("warning", {"text": f"task {task.name} on {task.lease.peer}: {why}"}),)
+        fields = {"worker": str(task.lease.peer), "task": task.name, "slices": list(held), "reason": why}
+        event = EmitEvent("attempt_failed", fields)
+        self._barren += 1
+        if held and (failure := self._slice_failed(held[0], why)):
+            return (event, *failure)
+        if not worker.got_slice and self._ledger.assigned_rows == 0:
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_FAILURES:
+                what = f"the executor failed {MAX_FAILURES} times before it asked for a slice"
+                return (event, *self._fail(f"{what}; the last: {why}"))
+        if self._barren >= MAX_BARREN and not self._ledger.is_any_held:
+            return (event, *self._fail(f"{MAX_BARREN} attempts failed one after the other; the last: {why}"))
+        return (event,)
+
+    def _slice_failed(self, index: int, why: str) -> Effects:
+        self._ledger.failures[index] += 1
+        if self._ledger.failures[index] < MAX_FAILURES:
+            return ()
+        what = self._data.dataset.describe(index)
+        return self._fail(f"{what} of dataset {self._data.dataset.name!r} failed {MAX_FAILURES} times; the last: {why}")
+
+    def on_task_notice(self, task: TaskRef, notice: TaskNotice, now: float) -> Effects:
+        """Pass on measurements; assign no more slices to what drains."""
+        worker = self._workers.running(task)
+        if worker is None:
+            return ()
+        if isinstance(notice, TaskDraining):
+            worker.is_leaving = True
+        if isinstance(notice, TaskProgressed):
+            values = notice.progress.metrics or {}
+            return tuple(PostMetric(task.lease.peer, self._tally.rows, name, value) for name, value in values.items())
+        return ()
+
+    def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+        """Refuse a report of training."""
+        return ProgressError(reason="an inference job takes no reports of training"), ()
+
+    # ---------------------------------------------------------------------------------------------------------- slices
+
+    def next_slice(self, task: TaskRef, dataset: str, now: float) -> SliceToUse | RetryAfter | None:
+        """Assign the next slice to an attempt; None if it is to exit when it has sent what it holds."""
+        worker = self._workers.running(task)
+        if worker is None or dataset != self._data.dataset.name or self._is_over:
+            return None
+        held = self._ledger.held_by(task)
+        is_surplus = not held and self._workers.working > min(self._ledger.unfinished, self._job.resources.most_workers)
+        if worker.is_leaving or self._ledger.unfinished == 0 or is_surplus:
+            worker.told_none = True
+            return None
+        if len(held) >= MAX_IN_HAND:
+            return RetryAfter(_ASK_AGAIN)
+        index = self._ledger.assign(task, now)
+        if index is None:
+            at = self._ledger.next_available_at()
+            return RetryAfter(_ASK_AGAIN if at is None else min(_ASK_AGAIN, at - now))
+        worker.got_slice = True
+        return SliceToUse(0, index)
+
+    def on_slice_unusable(self, task: TaskRef, dataset: str, report: UnusableSlice, now: float) -> Effects:
+        """Assign a slice again that no data node could provide, in a while; after some attempts the job fails."""
+        if not self._ledger.give_back(task, report.index, until=now + _RETRY_SLICE):
+            return ()
+        self._ledger.unusable[report.index] += 1
+        providers = {str(failure.provider): failure.reason for failure in report.failures}
+        event = EmitEvent(
+            "slice_unusable", {"slice": report.index, "worker": str(task.lease.peer), "providers": providers}
+        )
+        if self._ledger.unusable[report.index] < MAX_FAILURES:
+            return (event,)
+        reasons = "; ".join(f"data node {peer}: {reason}" for peer, reason in providers.items())
+        what = self._data.dataset.describe(report.index)
+        return (
+            event,
+            *self._fail(
+                f"{what} of dataset {dataset!r} is not to be had: {reasons}; restore it there, then resume the job"
+            ),
+        )
+
+    # ----------------------------------------------------------------------------------------------------------- parts
+
+    def on_push_request(
+        self, task: TaskRef, header: PushHeader | None, now: float
+    ) -> tuple[PushTarget | Refusal, Effects]:
+        """Accept the part of a slice, also one that will not count: its sender needs a receipt."""
+        if header is None or header.kind != TASK_RESULT:
+            kind = "a file without a header" if header is None else header.kind[:40]
+            return Refusal(reason=f"an inference job takes files of the kind {TASK_RESULT}, not {kind}"), ()
+        index = slice_of(header.name)
+        if index is None or index >= len(self._ledger.rows):
+            expected = f"part-N.jsonl, N from 0 to {len(self._ledger.rows) - 1}"
+            return Refusal(reason=f"{header.name[:80]!r} is the name of no part; expected {expected}"), ()
+        if lacking := self._data.files.lacks_room(header.size):
+            return Refusal(reason="the scheduler has no room for the part"), self._fail(lacking)
+        path = self._data.files.new_file(index)
+        on_invalid = partial(self._notify_refused, task, index)
+        prepare = partial(self._data.files.check, index=index, on_invalid=on_invalid)
+        return PushTarget(path, largest_part(self._ledger.rows[index]), prepare), ()
+
+    def _notify_refused(self, task: TaskRef, index: int, reason: str) -> None:
+        self._context.notify(REFUSED, RefusedPart(task, index, reason))
+
+    def on_push_complete(
+        self, task: TaskRef, header: PushHeader | None, path: Path, digest: str, now: float
+    ) -> Effects:
+        """Commit a part if its slice is assigned to the attempt that sends it; otherwise drop it."""
+        index = None if header is None else slice_of(header.name)
+        counts = self._data.files.checked.pop(path, None)
+        worker = self._workers.running(task)
+        if index is None or counts is None or worker is None or not self._ledger.commit(task, index):
+            return self._drop(task, index, path)
+        part = Part(index, counts, digest, path.name)
+        self._parts[index] = part
+        self._tally.commit(task.lease.peer, counts, now)
+        self._barren = worker.failures = 0
+        self._moving += 1
+        return (
+            WriteJournal(PART, part_record(part, len(self._parts), task)),
+            EmitEvent("part", self._event_of(part, task)),
+            RunInBackground(partial(self._data.files.move, part), _MOVED),
+            *self._finish_if_committed(now),
+        )
+
+    def _event_of(self, part: Part, task: TaskRef) -> dict[str, object]:
+        counts = part.counts
+        fields: dict[str, object] = {
+            "slice": part.index, "worker": str(task.lease.peer), "rows": counts.rows, "errors": counts.errors,
+            "committed": self._ledger.committed, "slices": len(self._ledger.rows),
+        }  # fmt: skip
+        return fields | ({"tokens": counts.tokens} if counts.tokens else {})
+
+    def _drop(self, task: TaskRef, index: int | None, path: Path) -> Effects:
+        self._tally.dropped += 1
+        committed = index is not None and self._ledger.state_of(index) is SliceState.COMMITTED
+        why = "its slice was committed before" if committed else "its slice is not assigned to this attempt"
+        event = EmitEvent("part_dropped", {"slice": index, "worker": str(task.lease.peer), "reason": why})
+        return (event, RunInBackground(partial(self._data.files.discard, path), _DISCARDED))
+
+    def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> tuple[Any, Effects]:
+        """Handle that a part was refused."""
+        return None, self._part_refused(message) if isinstance(message, RefusedPart) else ()
+
+    def _part_refused(self, part: RefusedPart) -> Effects:
+        """Assign the slice of an invalid part again; release the lease of a worker that sends several."""
+        self._tally.refused += 1
+        fields = {"slice": part.index, "worker": str(part.task.lease.peer), "reason": part.reason}
+        effects: list[Effect] = [EmitEvent("part_refused", fields)]
+        worker = self._workers.running(part.task)
+        if worker is None:
+            return tuple(effects)
+        if self._ledger.give_back(part.task, part.index):
+            effects += self._slice_failed(part.index, f"its part was invalid: {part.reason}")
+        worker.refused += 1
+        if worker.refused >= _FAILURES_OF_LEASE and not worker.is_leaving:
+            worker.is_leaving = True
+            reason = f"it sent {worker.refused} invalid parts, the last: {part.reason}"
+            effects.append(StopTask(part.task, reason))
+        return tuple(effects)
+
+    # ------------------------------------------------------------------------------------------------------------- end
+
+    def on_effect_result(self, tag: str, outcome: object, now: float) -> Effects:
+        """Handle that a part is among the results, or that these are complete."""
+        if isinstance(outcome, OSError):
+            return self._fail(files_unusable(self._context.directory, [outcome]))
+        if isinstance(outcome, Exception):
+            return self._fail(str(outcome))
+        if tag == _MOVED:
+            self._moving -= 1
+            return self._finish_if_committed(now)
+        if tag == _FINISHED:
+            self.is_finished = True
+            return self._end_if_over(now)
+        return ()
+
+    def _finish_if_committed(self, now: float) -> Effects:
+        """Complete the results once every part is among them."""
+        if self._ledger.unfinished or self._is_over:
+            return ()
+        if self._exit_by is None:
+            self._exit_by = now + _EXIT_TIMEOUT
+        if self._moving or self._is_finishing:
+            return ()
+        self._is_finishing = True
+        parts = [self._parts[index] for index in sorted(self._parts)]
+        return (RunInBackground(partial(self._data.finish, parts), _FINISHED),)
+
+    def _end_if_over(self, now: float) -> Effects:
+        """End the job once its results are complete and its executors have exited, or had time to."""
+        is_late = self._exit_by is not None and now >= self._exit_by
+        if self._is_over or not self.is_finished or (self._workers.busy and not is_late):
+            return ()
+        self._is_over = True
+        return (EndJob(),)
+
+    def _fail(self, reason: str) -> Effects:
+        self._is_over = True
+        return (EndJob(failure=reason),)
+
+    def next_deadline(self) -> float | None:
+        """Return when leases were released, or when executors are no longer waited for."""
+        times = [at for at in (self._releasing_at, self._exit_by if self.is_finished else None) if at is not None]
+        return None if self._is_over else min(times, default=None)
+
+    def on_deadline(self, now: float) -> Effects:
+        """Forget released leases, or end the job."""
+        if self._releasing_at is not None:
+            self._releasing_at = None
+            for worker in self._workers.idle():
+                self._workers.remove(worker.lease)
+        return self._end_if_over(now)
+
+    def summary(self, traffic: Mapping[PeerId, TrafficCounts]) -> Mapping[str, object]:
+        """Return counts and rates, the share of each worker, and where the results are."""
+        found = self._tally.summary(traffic, self._ledger.assigned_rows)
+        return {"slices": len(self._ledger.rows), **found, "results_dir": str(self._data.files.results)}

@@ -1,0 +1,214 @@
+"""Files of the results: parts as they come in, checked, and moved to ``results`` once the journal has them.
+
+A part is received in ``incoming``, under a name of its own. Its check brings it to disk; then the journal records it
+with that name; then it is moved. A crash before the record leaves a file that nobody knows, one after it a file that
+`settle` moves. Called by `operator` and `strategy`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import anyio.to_thread
+
+from hypha_net.errors import TransferRefusedError
+from hypha_net.transfer.io.integrity import ContentVerifier
+from hypha_proto.codec import to_json
+from hypha_proto.datasets import JSONL, Manifest, SliceEntry
+from hypha_scheduler.errors import JobFailedError, files_unusable
+from hypha_scheduler.jobs.artifacts import sync_to_disk
+from hypha_scheduler.strategies.inference.part_check import InvalidPartError, PartCounts, check_part
+
+RESULTS: Final = "results"
+INCOMING: Final = "incoming"
+MANIFEST: Final = "manifest.json"
+_BLOCK: Final = 1 << 20
+_PART_NAME: Final = re.compile(r"part-(0|[1-9][0-9]{0,9})\.jsonl")
+
+
+def part_name(index: int) -> str:
+    """Return the name of a slice's part."""
+    return f"part-{index}.jsonl"
+
+
+def slice_of(name: str) -> int | None:
+    """Return the slice of a part by its name, or None if it is no part's name."""
+    found = _PART_NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A committed part, as the journal records it."""
+
+    index: int
+    """Slice that it belongs to."""
+    counts: PartCounts
+    digest: str
+    file: str
+    """Name under which it was received, in ``incoming``."""
+
+
+@dataclass(slots=True)
+class PartFiles:
+    """Files of one job's results."""
+
+    directory: Path
+    """Directory of the job."""
+    rows: Sequence[int]
+    """Number of rows of each slice."""
+    task: str
+    """What the rows are computed for."""
+    checked: dict[Path, PartCounts] = field(default_factory=dict)
+    """Valid parts that the operator has not heard of yet."""
+
+    @property
+    def results(self) -> Path:
+        """Directory of the results."""
+        return self.directory / RESULTS
+
+    @property
+    def incoming(self) -> Path:
+        """Directory of parts that are received."""
+        return self.directory / INCOMING
+
+    def create(self) -> None:
+        """Make the directories."""
+        for path in (self.results, self.incoming):
+            path.mkdir(exist_ok=True)
+        sync_to_disk(self.directory)
+
+    def new_file(self, index: int) -> Path:
+        """Return a path to receive a slice's part at."""
+        return self.incoming / f"{uuid.uuid4().hex[:12]}-{part_name(index)}"
+
+    def lacks_room(self, size: int) -> str | None:
+        """Return why a part of `size` bytes cannot be stored, or None if there is room for it."""
+        try:
+            free = shutil.disk_usage(self.directory).free
+        except OSError as error:
+            return files_unusable(self.directory, [error])
+        if size <= free:
+            return None
+        return f"{self.directory}: no room for a part of {size} bytes, {free} are free; free space, then resume the job"
+
+    async def check(self, path: Path, index: int, on_invalid: Callable[[str], None]) -> None:
+        """Check a received part and bring it to disk; an invalid one is removed.
+
+        Raises:
+            TransferRefusedError: it is invalid; `on_invalid` was called with the reason.
+            OSError: it cannot be read or synced.
+        """
+        try:
+            self.checked[path] = await anyio.to_thread.run_sync(self._check, path, index)
+        except InvalidPartError as error:
+            on_invalid(str(error))
+            raise TransferRefusedError(f"part of slice {index}: {error}") from None
+
+    def _check(self, path: Path, index: int) -> PartCounts:
+        try:
+            counts = check_part(path, index, self.rows[index], self.task)
+        except InvalidPartError:
+            path.unlink()
+            raise
+        sync_to_disk(path)
+        return counts
+
+    async def move(self, part: Part) -> None:
+        """Move a part that the journal has to the results.
+
+        Raises:
+            OSError: it cannot be moved.
+        """
+        await anyio.to_thread.run_sync(self._move, part)
+
+    def _move(self, part: Part) -> None:
+        target = self.results / part_name(part.index)
+        os.replace(self.incoming / part.file, target)
+        sync_to_disk(self.results)
+
+    async def discard(self, path: Path) -> None:
+        """Remove a part that does not count."""
+        await anyio.to_thread.run_sync(partial(path.unlink, missing_ok=True))
+
+    # ---------------------------------------------------------------------------------------------- start and end
+
+    def verify(self, parts: Iterable[Part]) -> list[str]:
+        """Return what is wrong with the files of committed parts, and which others are among the results."""
+        known = {part_name(part.index): part for part in parts}
+        faults = [fault for part in known.values() if (fault := self._fault_of(part)) is not None]
+        others = [name for name in _names(self.results) if name not in known and name != MANIFEST]
+        if others:
+            shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+            faults.append(f"{self.results} holds {shown}, which this job did not write; move other files away")
+        return faults
+
+    def _fault_of(self, part: Part) -> str | None:
+        path = self.results / part_name(part.index)
+        if not path.is_file():
+            path = self.incoming / part.file
+        if not path.is_file():
+            return f"the part of slice {part.index} is missing: {self.results / part_name(part.index)}"
+        if (found := digest_of(path)) != part.digest:
+            return f"{path}: the content is {found}, and the journal has {part.digest}"
+        return None
+
+    def settle(self, parts: Iterable[Part]) -> None:
+        """Finish what a crash has interrupted: move parts that the journal has, and remove others."""
+        self.create()
+        for part in parts:
+            if not (self.results / part_name(part.index)).exists():
+                os.replace(self.incoming / part.file, self.results / part_name(part.index))
+        sync_to_disk(self.results)
+        for name in _names(self.incoming):
+            (self.incoming / name).unlink()
+
+    def write_manifest(self, dataset: str, parts: Iterable[Part], columns: Mapping[str, str]) -> None:
+        """Write the manifest of the results, which makes them a dataset."""
+        entries = tuple(
+            SliceEntry(file=part_name(part.index), samples=part.counts.rows, size=part.counts.size, digest=part.digest)
+            for part in sorted(parts, key=lambda part: part.index)
+        )
+        manifest = Manifest(dataset=dataset, slices=entries, format=JSONL, columns=dict(columns))
+        target = self.results / MANIFEST
+        temporary = self.incoming / MANIFEST
+        temporary.write_bytes(to_json(Manifest, manifest))
+        sync_to_disk(temporary)
+        os.replace(temporary, target)
+        sync_to_disk(self.results)
+
+    async def remove_incoming(self) -> None:
+        """Remove the directory of incoming parts, of which none counts any more."""
+        await anyio.to_thread.run_sync(partial(shutil.rmtree, self.incoming, ignore_errors=True))
+
+
+def raise_faults(directory: Path, faults: Sequence[str]) -> None:
+    """Fail a job whose directory is damaged, naming everything that is wrong.
+
+    Raises:
+        JobFailedError: there are faults.
+    """
+    if faults:
+        raise JobFailedError("\n".join([f"{directory}: the job's files are not as its journal says:", *faults]))
+
+
+def digest_of(path: Path) -> str:
+    """Return the digest of a file, ``blake3:…``."""
+    content, size = ContentVerifier(None, None), 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            content.update(memoryview(block))
+            size += len(block)
+    return content.verify(size)
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []

@@ -1,0 +1,144 @@
+"""Journal records of an inference job, and the state that they restore. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import HuggingFaceReference
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.strategies.base import Artifact, TaskRef
+from hypha_scheduler.strategies.inference.part_check import PartCounts
+from hypha_scheduler.strategies.inference.parts import Part
+
+VERSION: Final = 1
+"""Version of the records of this strategy."""
+BEGIN: Final = "inference"
+"""First record: what the job works with."""
+PART: Final = "part"
+"""Record of a committed part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What decides the results of a job: a resumed one must have the same."""
+
+    dataset: str
+    manifest: str
+    """Digest of the dataset's manifest."""
+    slices: int
+    model: Mapping[str, Any]
+    preprocessor: Mapping[str, Any] | None
+    sampling: Mapping[str, Any]
+    columns: Sequence[str]
+
+    def record(self) -> dict[str, object]:
+        """Return the fields of its record."""
+        return {
+            "version": VERSION,
+            "dataset": self.dataset,
+            "manifest": self.manifest,
+            "slices": self.slices,
+            "model": dict(self.model),
+            "preprocessor": None if self.preprocessor is None else dict(self.preprocessor),
+            "sampling": dict(self.sampling),
+            "columns": list(self.columns),
+        }
+
+
+@dataclass(slots=True)
+class Restored:
+    """State of an interrupted run."""
+
+    identity: Mapping[str, Any] | None = None
+    """Fields of the first record; None if there is none."""
+    parts: dict[int, Part] = field(default_factory=dict)
+    """Committed parts by slice."""
+    worker_of: dict[int, PeerId] = field(default_factory=dict)
+    """Worker of each part by slice."""
+
+
+def describe_artifact(artifact: Artifact) -> dict[str, Any]:
+    """Return what identifies a model or preprocessor: its files' digests, or the commit in its hub."""
+    reference = artifact.reference
+    if isinstance(reference, HuggingFaceReference):
+        files = sorted(reference.filenames)
+        return {"repository": reference.repository, "revision": reference.revision, "files": files}
+    return {"files": {file.name: file.offered.digest for file in artifact.files}}
+
+
+def part_record(part: Part, number: int, task: TaskRef) -> dict[str, object]:
+    """Return the fields of the record of a part, the `number`-th of the job."""
+    counts = part.counts
+    return {
+        "part": number,
+        "slice": part.index,
+        "rows": counts.rows,
+        "errors": counts.errors,
+        "tokens": counts.tokens,
+        "size": counts.size,
+        "digest": part.digest,
+        "file": part.file,
+        "task": task.name,
+        "attempt": task.attempt,
+        "worker": str(task.lease.peer),
+    }
+
+
+def restore(journal: Iterable[Mapping[str, Any]]) -> Restored:
+    """Return the state after the records of a journal.
+
+    Raises:
+        JobFailedError: a record is malformed or of another version, or a slice was committed twice.
+    """
+    state = Restored()
+    for record in journal:
+        try:
+            if record.get("record") == BEGIN and state.identity is None:
+                state.identity = record
+            elif record.get("record") == PART:
+                _add_part(state, record)
+        except (KeyError, TypeError, ValueError) as error:
+            number = len(state.parts) + 1
+            raise JobFailedError(f"journal: the record of part {number} is malformed: {error!r}") from None
+    if state.identity is not None and (version := state.identity.get("version")) != VERSION:
+        raise JobFailedError(
+            f"journal: its inference records are of version {version!r}, and this program reads {VERSION}; resume "
+            "the job with the version of hypha-scheduler that began it"
+        )
+    return state
+
+
+def _add_part(state: Restored, record: Mapping[str, Any]) -> None:
+    index = int(record["slice"])
+    if index in state.parts:
+        raise ValueError(f"slice {index} was committed before")
+    counts = PartCounts(*(int(record[key]) for key in ("rows", "errors", "tokens", "size")))
+    state.parts[index] = Part(index, counts, str(record["digest"]), str(record["file"]))
+    state.worker_of[index] = PeerId.parse(record["worker"])
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return how a resumed job differs from the one that the journal is of, one line a key."""
+    lines = []
+    for key, what in _NAMES.items():
+        was, found = before.get(key), now.get(key)
+        if isinstance(was, Mapping) and isinstance(found, Mapping):
+            pairs = [(f"{what}: {part}", was.get(part), found.get(part)) for part in sorted({*was, *found})]
+        else:
+            pairs = [(what, was, found)]
+        lines += [f"{name} is {new!r:.200}, and was {old!r:.200}" for name, old, new in pairs if old != new]
+    return lines
+
+
+_NAMES: Final = {
+    "dataset": "dataset",
+    "manifest": "digest of the dataset's manifest",
+    "slices": "number of slices",
+    "model": "model",
+    "preprocessor": "preprocessor",
+    "sampling": "inference",
+    "columns": "results.columns",
+}

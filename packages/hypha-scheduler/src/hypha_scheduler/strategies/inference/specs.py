@@ -1,0 +1,128 @@
+"""Translation of an inference job into role requests and tasks, and the check of its dataset. Pure.
+
+Called by `strategy` and `operator`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from hypha_proto.datasets import JSONL, SAFETENSORS
+from hypha_proto.job_spec import HuggingFaceReference, PeersReference, Reference
+from hypha_proto.offers import WorkerSpec
+from hypha_proto.tasks import PeersSource, SlicesSource, TaskResource, TaskSpec, task_executor
+from hypha_scheduler.allocation.auction import RoleRequest
+from hypha_scheduler.jobs.config import amounts, kinds
+from hypha_scheduler.strategies.base import DatasetView
+from hypha_scheduler.strategies.inference.config import (
+    EXECUTOR,
+    GENERATE,
+    OPTIONAL_COLUMNS,
+    RESULT_COLUMNS,
+    ROW_COLUMNS,
+    InferenceJobConfig,
+)
+
+ROLE: Final = "inference"
+_LABELS: Final = "labels"
+_SCALARS: Final = {"int": "integer", "uint": "integer", "float": "number", "bfloat": "number", "bool": "boolean"}
+_FORMAT_OF: Final = {GENERATE: JSONL}
+"""Format of the dataset that a task needs, if it needs a certain one."""
+
+
+def role_request(job: InferenceJobConfig, count: int, minimum: int) -> RoleRequest:
+    """Return the demand for `count` workers."""
+    needs, price = job.resources.worker, job.resources.worker_price
+    executors = tuple(task_executor(kind) for kind in kinds(needs, EXECUTOR))
+    spec = WorkerSpec(resources=amounts(needs), executor=executors)
+    return RoleRequest(ROLE, spec, price.bid, price.max, count, minimum)
+
+
+def task_spec(job: InferenceJobConfig, model: Reference, preprocessor: Reference | None) -> TaskSpec:
+    """Return the task that every lease runs: it computes slices until there are no more."""
+    resources = [_resource("model", model), TaskResource(name="slices", slices=SlicesSource(job.dataset.dataset))]
+    if preprocessor is not None:
+        resources.append(_resource("preprocessor", preprocessor))
+    return TaskSpec(executor=job.executor, settings=json.dumps(_settings(job)), resources=tuple(resources), sends=True)
+
+
+def _resource(name: str, reference: Reference) -> TaskResource:
+    match reference:
+        case HuggingFaceReference():
+            return TaskResource(name=name, huggingface=reference)
+        case PeersReference(resource=address) if address is not None:
+            source = PeersSource(reference.peers, address.dataset, address.index, reference.filenames)
+            return TaskResource(name=name, peers=source)
+    raise TypeError(f"{name}: a reference of type {type(reference).__name__} cannot be fetched by a task")
+
+
+def _settings(job: InferenceJobConfig) -> dict[str, Any]:
+    model, chosen = job.model, job.preprocessor
+    inputs = model.input_names or tuple(name for name in model.inputs if name != _LABELS)
+    preprocessor = None
+    if chosen is not None:
+        preprocessor = {
+            "type": job.preprocessor_task, "input_names": list(chosen.input_names), "path": "preprocessor",
+        }  # fmt: skip
+    return {
+        "task": job.inference.task,
+        "model": {"type": model.task, "input_names": list(inputs), "path": "model"},
+        "preprocessor": preprocessor,
+        "inference": {key: value for key, value in job.sampling().items() if key != "task"},
+        "columns": list(job.results.columns),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- dataset
+
+
+def dataset_faults(job: InferenceJobConfig, dataset: DatasetView) -> list[str]:
+    """Return why a job cannot compute its dataset, one line each with the remedy."""
+    faults, name = [], dataset.name
+    if any(samples is None for samples in dataset.samples):
+        faults.append(
+            f"dataset.dataset: {name!r} has no manifest, which says how many rows each slice has; let a data node of "
+            "version 0.2 or later serve it"
+        )
+    form, needed = dataset.format or SAFETENSORS, _FORMAT_OF.get(job.inference.task)
+    if needed is not None and form != needed:
+        faults.append(
+            f"dataset.dataset: {name!r} holds {form}, and {job.inference.task} needs rows of the format {needed}; "
+            "prepare them with `hypha-data prepare ROWS.jsonl`"
+        )
+    return faults + _unknown_columns(job, dataset)
+
+
+def _unknown_columns(job: InferenceJobConfig, dataset: DatasetView) -> list[str]:
+    columns = dataset.columns
+    if columns is None:
+        return []
+    places = (("inference.prompt", job.inference.prompt_columns), ("results.columns", job.copied_columns))
+    has = ", ".join(columns)[:400] or "none"
+    return [
+        f"{place}: dataset {dataset.name!r} has no column {column!r}; it has {has}"
+        for place, names in places
+        for column in names
+        if column not in columns
+    ]
+
+
+def result_columns(job: InferenceJobConfig, dataset: DatasetView) -> Mapping[str, str]:
+    """Return the kind of each column of the results, as their manifest states it."""
+    task, given = job.inference.task, dataset.columns or {}
+    asked = {
+        name: OPTIONAL_COLUMNS[task].get(name) or _kind_in_rows(given[name])
+        for name in job.results.columns
+        if name in OPTIONAL_COLUMNS[task] or name in given
+    }
+    return {**ROW_COLUMNS, **RESULT_COLUMNS[task], **asked}
+
+
+def _kind_in_rows(kind: str) -> str:
+    """Return the kind of a column of a row for that of a tensor, such as ``float32[8,8]``; others stay."""
+    name, bracket, shape = kind.partition("[")
+    if bracket and shape.rstrip("]").strip():
+        return "list"
+    return _SCALARS.get(name.rstrip("0123456789"), name)

@@ -1,0 +1,89 @@
+"""What has been computed so far, and the strategy's part of ``result.json``. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hypha_proto.ids import PeerId
+from hypha_scheduler.strategies.base import TrafficCounts
+from hypha_scheduler.strategies.inference.part_check import PartCounts
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one job; rates are of the present run only."""
+
+    began: float
+    """Time of the first lease of this run."""
+    rows: int = 0
+    errors: int = 0
+    tokens: int = 0
+    dropped: int = 0
+    """Parts that came late or twice."""
+    refused: int = 0
+    """Parts that were invalid."""
+    rows_of: Counter[PeerId] = field(default_factory=Counter)
+    """Committed rows by worker."""
+    parts_of: Counter[PeerId] = field(default_factory=Counter)
+    _first: float | None = None
+    """Time of the first part of this run."""
+    _last: float = 0.0
+    """Time of the last part of this run."""
+    _later_rows: int = 0
+    """Rows of this run after its first part."""
+    _later_tokens: int = 0
+
+    def restore(self, worker: PeerId, counts: PartCounts) -> None:
+        """Count a part of an earlier run."""
+        self.rows += counts.rows
+        self.errors += counts.errors
+        self.tokens += counts.tokens
+        self.rows_of[worker] += counts.rows
+        self.parts_of[worker] += 1
+
+    def commit(self, worker: PeerId, counts: PartCounts, now: float) -> None:
+        """Count a part that was committed now."""
+        self.restore(worker, counts)
+        self._last = now
+        if self._first is None:
+            self._first = now
+        else:
+            self._later_rows += counts.rows
+            self._later_tokens += counts.tokens
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first lease of this run to its last part."""
+        return 0.0 if self._first is None else self._last - self.began
+
+    def _rate(self, count: int) -> float | None:
+        """Return a count per second between the first and the last part of this run, or None."""
+        seconds = 0.0 if self._first is None else self._last - self._first
+        return round(count / seconds, 3) if seconds > 0 else None
+
+    def summary(self, traffic: Mapping[PeerId, TrafficCounts], computed: int) -> dict[str, object]:
+        """Return the counts; `computed` is the number of rows that this run had assigned, some of them twice."""
+        peers = sorted({*self.rows_of, *traffic})
+        return {
+            "rows": self.rows,
+            "errors": self.errors,
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 3),
+            "rows_per_second": self._rate(self._later_rows),
+            "tokens_per_second": self._rate(self._later_tokens),
+            "rows_assigned": computed,
+            "parts_dropped": self.dropped,
+            "parts_refused": self.refused,
+            "workers": [self._worker(peer, traffic.get(peer, TrafficCounts())) for peer in peers],
+        }
+
+    def _worker(self, peer: PeerId, carried: TrafficCounts) -> dict[str, object]:
+        return {
+            "peer": str(peer),
+            "rows": self.rows_of[peer],
+            "parts": self.parts_of[peer],
+            "bytes_sent": carried.sent,
+            "bytes_received": carried.received,
+        }

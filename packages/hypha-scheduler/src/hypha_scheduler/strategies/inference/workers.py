@@ -1,0 +1,90 @@
+"""The leases of an inference job and the task that runs on each. Pure; called by `operator`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from hypha_scheduler.strategies.base import Lease, TaskRef
+
+
+@dataclass(slots=True)
+class Worker:
+    """A lease, and the attempt that runs on it."""
+
+    lease: Lease
+    name: str
+    """Name of its task, which differs for each lease."""
+    task: TaskRef | None = None
+    attempts: int = 0
+    failures: int = 0
+    """Attempts in a row that failed without a committed part."""
+    refused: int = 0
+    """Invalid parts that it has sent."""
+    got_slice: bool = False
+    """Whether its present attempt was assigned a slice."""
+    told_none: bool = False
+    """Whether its present attempt was told that there are no more slices for it."""
+    is_leaving: bool = False
+    """Whether it gets no more work: it drains, or its executor failed here too often."""
+
+    def begin(self) -> TaskRef:
+        """Return the next attempt at its task, which runs from now on."""
+        self.task = TaskRef(self.name, self.lease, self.attempts)
+        self.attempts += 1
+        self.got_slice = self.told_none = False
+        return self.task
+
+    @property
+    def works(self) -> bool:
+        """Return whether it can be assigned slices."""
+        return self.task is not None and not self.is_leaving and not self.told_none
+
+
+@dataclass(slots=True)
+class Workers:
+    """All leases of one job."""
+
+    _by_lease: dict[uuid.UUID, Worker] = field(default_factory=dict)
+    _count: int = 0
+    """Leases so far; numbers the tasks."""
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._by_lease.values())
+
+    def __len__(self) -> int:
+        return len(self._by_lease)
+
+    def add(self, leases: Iterable[Lease]) -> None:
+        """Add new leases."""
+        for lease in leases:
+            self._count += 1
+            self._by_lease[lease.id] = Worker(lease, f"inference-{self._count}")
+
+    def remove(self, lease: Lease) -> Worker | None:
+        """Remove a lease that is no longer held."""
+        return self._by_lease.pop(lease.id, None)
+
+    def get(self, lease: Lease) -> Worker | None:
+        """Return the worker of a lease, or None if it is not held."""
+        return self._by_lease.get(lease.id)
+
+    def running(self, task: TaskRef) -> Worker | None:
+        """Return the worker that runs an attempt, or None."""
+        worker = self.get(task.lease)
+        return worker if worker is not None and worker.task == task else None
+
+    @property
+    def working(self) -> int:
+        """Number of workers that can be assigned slices."""
+        return sum(worker.works for worker in self)
+
+    @property
+    def busy(self) -> int:
+        """Number of workers with a task."""
+        return sum(worker.task is not None for worker in self)
+
+    def idle(self) -> Sequence[Worker]:
+        """Return the workers without a task, the oldest first."""
+        return [worker for worker in self if worker.task is None]

@@ -1,0 +1,164 @@
+"""Resuming an interrupted or failed job: which job a directory holds, and whether it can go on.
+
+The job's table is the one that the journal has accepted. Its secrets are masked there, so that they come from a job in
+the configuration, which must be the same job; only its ``resources`` may differ, and are used. Nothing is written.
+Called by `cli` and `server`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.jobs.unfinished import read_resumable
+from hypha_scheduler.strategies.registry import parse_job
+
+_MASK: Final = str(SecretStr("x"))
+"""What the journal has in place of a secret."""
+_CHANGEABLE: Final = "resources"
+"""Table that may differ when a job is resumed: it says who computes, not what."""
+_MAX_SHOWN: Final = 100
+
+
+class ResumeError(Exception):
+    """A job cannot be resumed; the message says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumableJob:
+    """A job that can go on."""
+
+    job_id: uuid.UUID
+    job: JobTable
+    directory: Path
+
+
+def find_resumable(
+    directory: Path, runs: Path, configured: Sequence[JobTable], strategies: Collection[str] | None = None
+) -> ResumableJob:
+    """Return the job in a directory.
+
+    Args:
+        directory: the job's directory.
+        runs: output directory of the scheduler that is to run it.
+        configured: jobs of the configuration, one of which may have the job's secrets.
+        strategies: types that may be loaded; all that are installed if None.
+
+    Raises:
+        ResumeError: it cannot be resumed.
+    """
+    directory = directory.resolve()
+    if directory.parent != runs.resolve():
+        raise ResumeError(
+            f"{directory}: it is not in {runs.resolve()}, the output_dir of this scheduler; name the configuration of "
+            "the scheduler that began the job"
+        )
+    try:
+        records = read_resumable(directory)
+        job_id = uuid.UUID(str(records[0].get("job_id")))
+    except (OSError, JobFailedError) as error:
+        raise ResumeError(str(error)) from None
+    except ValueError:
+        raise ResumeError(f"{directory}: the first record of its journal names no job_id") from None
+    if str(job_id) != directory.name:
+        raise ResumeError(f"{directory}: its journal is of job {job_id}; give the directory that name again")
+    recorded = _recorded_job(directory, records[0]["job"], strategies)
+    return ResumableJob(job_id, _with_secrets(directory, recorded, configured), directory)
+
+
+def _recorded_job(directory: Path, table: dict[str, Any], strategies: Collection[str] | None) -> JobTable:
+    try:
+        return parse_job(table, strategies)
+    except (ValidationError, ValueError) as error:
+        what = "; ".join(_problems(error))
+        remedy = "resume it with the version of hypha-scheduler that began it"
+        raise ResumeError(f"{directory}: this version does not know the job in its journal: {what}; {remedy}") from None
+
+
+def _problems(error: ValueError) -> Iterator[str]:
+    if isinstance(error, ValidationError):
+        for details in error.errors(include_url=False):
+            yield f"{'.'.join(map(str, details['loc']))}: {details['msg']}"
+    else:
+        yield str(error)
+
+
+def _with_secrets(directory: Path, recorded: JobTable, configured: Sequence[JobTable]) -> JobTable:
+    """Return the job with the secrets, and the resources, of the configured job that it is.
+
+    Raises:
+        ResumeError: the configuration has another job of its type, or a secret is missing.
+    """
+    others = {id(job): differences(recorded, job) for job in configured if job.type == recorded.type}
+    same = next((job for job in configured if others.get(id(job)) == []), None)
+    if same is not None:
+        return same
+    if others:
+        lines = min(others.values(), key=len)
+        remedy = "name a configuration with the job as it was, or without one"
+        raise ResumeError("\n".join([f"{directory}: the configuration has another job; {remedy}:", *lines]))
+    if lacking := sorted(_masked(recorded)):
+        raise ResumeError(
+            f"{directory}: {', '.join(lacking)}: the journal keeps no secrets; put the job with them into "
+            "[scheduler.job] of the --config file"
+        )
+    return recorded
+
+
+def differences(recorded: JobTable, configured: JobTable) -> list[str]:
+    """Return how a configured job differs from a recorded one, one line a key."""
+    was, found = (dict(_leaves(job.model_dump(mode="json"))) for job in (recorded, configured))
+    keys = [key for key in dict.fromkeys([*was, *found]) if key.split(".")[0] != _CHANGEABLE]
+    return [
+        f"{key} is {_shown(found.get(key))}, and was {_shown(was.get(key))}"
+        for key in keys
+        if was.get(key) != found.get(key)
+    ]
+
+
+def _shown(value: object) -> str:
+    return "unset" if value is None else repr(value)[:_MAX_SHOWN]
+
+
+def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, object]]:
+    """Yield dotted keys and plain values of a table; lists count as values, which an empty table has none of."""
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _leaves(entry, f"{place}.{key}" if place else str(key))
+    else:
+        yield place, value
+
+
+def _masked(value: Any, place: str = "") -> Iterator[str]:
+    """Yield the dotted keys of secrets that are masked."""
+    if isinstance(value, SecretStr):
+        if value.get_secret_value() == _MASK:
+            yield place
+    elif isinstance(value, BaseModel):
+        yield from _masked({name: getattr(value, name) for name in type(value).model_fields}, place)
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _masked(entry, f"{place}.{key}" if place else str(key))
+    elif isinstance(value, list | tuple):
+        for number, entry in enumerate(value):
+            yield from _masked(entry, f"{place}[{number}]")
+
+
+def revealed(value: Any) -> Any:
+    """Return a job's table as plain values with its secrets, for a socket that only its owner can open."""
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, BaseModel):
+        return {name: revealed(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        return {key: revealed(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [revealed(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value

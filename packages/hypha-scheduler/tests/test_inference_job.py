@@ -1,0 +1,289 @@
+"""Inference jobs over the in-memory network: the job runner, task streams, slices and pushed parts together."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+from support.inference_simulation import DATASET, FakeDataset, job_table, part_of
+from support.scripted_jobs import Lab, ScriptedStrategy, ScriptedWorker, run_jobs
+from support.task_stream_worker import TaskStreamWorker
+
+from hypha_net import rpc
+from hypha_net.errors import NetError, TransferRefusedError
+from hypha_net.transfer import describe, push
+from hypha_proto.codec import from_json
+from hypha_proto.datasets import DATA, DataRequest, Manifest, SliceAssigned
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import SAY_GOODBYE, Goodbye
+from hypha_proto.tasks import Started, TaskDefinition, TaskFailed, TaskFinished
+from hypha_proto.transfer import TASK_RESULT, PushHeader
+from hypha_scheduler.audit import audit
+from hypha_scheduler.datasets.dataset import Dataset
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.journal import JOURNAL, read_journal
+from hypha_scheduler.strategies.inference.strategy import STRATEGY
+
+ROWS = (3, 5, 1, 4, 7, 2)
+
+
+class Executor:
+    """What computes slices on one lease of a scripted worker."""
+
+    def __init__(self, lab: Lab, worker: ScriptedWorker, lease: uuid.UUID, folder: Path) -> None:
+        self.lab, self.worker, self.lease, self.folder = lab, worker, lease, folder
+        self.stream = TaskStreamWorker(worker.endpoint, lab.peer, lease, lab.tasks)
+        self.slices: list[int] = []
+
+    async def begin(self) -> TaskDefinition:
+        assert (await self.stream.open()).refused is None
+        definition = await self.stream.until("start")
+        await self.stream.tell(definition, started=Started())
+        return definition
+
+    async def fetch(self, definition: TaskDefinition) -> int | None:
+        request = DataRequest(dataset=DATASET, job_id=definition.job_id, lease=self.lease, id=uuid.uuid4())
+        answer = await rpc.call(self.worker.endpoint, self.lab.peer, DATA, request, timeout=100.0)
+        if not isinstance(answer, SliceAssigned):
+            return None
+        assert answer.format == "jsonl"
+        self.slices.append(answer.index)
+        return answer.index
+
+    async def send(self, definition: TaskDefinition, index: int, content: bytes | None = None) -> None:
+        path = self.folder / f"{uuid.uuid4()}"
+        path.write_bytes(part_of(index, ROWS[index]) if content is None else content)
+        size, digest = await describe(path)
+        header = PushHeader(
+            job_id=definition.job_id, round=index, kind=TASK_RESULT, name=f"part-{index}.jsonl", size=size,
+            digest=digest, lease=self.lease, samples=ROWS[index],
+        )  # fmt: skip
+        await push(self.worker.endpoint, self.lab.peer, path, header)
+
+    async def compute(self, definition: TaskDefinition) -> None:
+        """Compute slices until there are no more, and end successfully."""
+        while (index := await self.fetch(definition)) is not None:
+            await self.send(definition, index)
+        await self.stream.tell(definition, finished=TaskFinished(outputs=(), bytes_sent=1, bytes_received=2))
+
+
+Script = Callable[[Executor], Awaitable[None]]
+
+
+async def diligent(executor: Executor) -> None:
+    await executor.compute(await executor.begin())
+
+
+class Network:
+    """The job of a test and the workers that compute it."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab, self.folder = lab, folder
+        self.job = job_table(model={"path": str(folder / "model"), "type": "causal-lm"})
+        self.job_id = uuid.uuid4()
+        self.directory = folder / "runs" / str(self.job_id)
+        self.executors: list[Executor] = []
+
+    def start(self, *, resume: bool = False) -> None:
+        self.lab.tasks.start_soon(self.lab.run, cast(Any, self.job), self.job_id, resume)
+
+    def serve(self, *scripts: Script) -> None:
+        """Let each worker follow a script on each lease that it has; the last one is that of further workers."""
+        for number, worker in enumerate(self.lab.workers):
+            self.lab.tasks.start_soon(self._serve, worker, scripts[min(number, len(scripts) - 1)])
+
+    async def _serve(self, worker: ScriptedWorker, script: Script) -> None:
+        served: set[uuid.UUID] = set()
+        while True:
+            await worker.until(lambda: worker.leases.keys() - served)
+            for lease in worker.leases.keys() - served:
+                served.add(lease)
+                executor = Executor(self.lab, worker, lease, self.folder)
+                self.executors.append(executor)
+                self.lab.tasks.start_soon(self._follow, executor, script)
+
+    async def _follow(self, executor: Executor, script: Script) -> None:
+        try:
+            await script(executor)
+        except NetError:
+            return  # the job ended, or the lease
+
+    async def result(self) -> dict[str, Any]:
+        outcome = (await self.lab.ended())[-1]
+        assert isinstance(outcome, Path), outcome
+        found: dict[str, Any] = json.loads(outcome.read_text())
+        return found
+
+    async def failure(self) -> str:
+        outcome = (await self.lab.ended())[-1]
+        assert isinstance(outcome, JobFailedError), outcome
+        return str(outcome)
+
+    def check(self) -> None:
+        """Check that each row has one result, and that the results are a dataset."""
+        found = audit(self.directory)
+        assert (found.faults, found.proven, found.is_complete) == ([], sum(ROWS), True)
+        text = (self.directory / "results" / "manifest.json").read_bytes()
+        manifest: Manifest = from_json(Manifest, text)
+        assert [entry.samples for entry in manifest.slices] == [*ROWS]
+        records = [record for record in read_journal(self.directory / JOURNAL) if record["record"] == "part"]
+        assert sorted(record["slice"] for record in records) == list(range(len(ROWS)))
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    case: Callable[[Network], Awaitable[None]],
+    *,
+    workers: int = 2,
+    fake: FakeDataset | None = None,
+) -> None:
+    """Run a test with a dataset of questions and a model."""
+    (folder / "model").mkdir()
+    (folder / "model" / "model.safetensors").write_bytes(b"weights")
+    found = fake or FakeDataset(ROWS)
+
+    async def open_dataset(endpoint: Any, name: str, manifest: Path, *, timeout: float) -> Dataset:
+        await anyio.Path(manifest).write_bytes(found.manifest())
+        entries = from_json(Manifest, found.manifest()).slices
+        return Dataset(name, provider, entries, None, found.format, found.columns)
+
+    async def with_dataset(lab: Lab) -> None:
+        monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)
+        await case(Network(lab, folder))
+
+    provider = PeerId.from_public_key(bytes([77]) * 32)
+    strategy = cast(ScriptedStrategy, STRATEGY)
+    run_jobs(monkeypatch, folder, strategy, with_dataset, workers=workers, real_time=True)
+
+
+def test_two_workers_compute_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(network: Network) -> None:
+        network.serve(diligent)
+        network.start()
+        result = await network.result()
+        network.check()
+        assert result["rows"] == result["rows_assigned"] == sum(ROWS)
+        assert sum(worker["rows"] for worker in result["workers"]) == sum(ROWS)
+        assert result["results_dir"] == str(network.directory / "results")
+        assert sorted(index for executor in network.executors for index in executor.slices) == list(range(len(ROWS)))
+        assert not (network.directory / "incoming").exists()
+
+    run(monkeypatch, tmp_path, case)
+
+
+def test_a_worker_that_goes_costs_what_it_had_in_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(network: Network) -> None:
+        async def leaves(executor: Executor) -> None:
+            definition = await executor.begin()
+            if len([other for other in network.executors if other.worker is executor.worker]) > 1:
+                await executor.compute(definition)
+                return
+            assert await executor.fetch(definition) is not None
+            assert await executor.fetch(definition) is not None
+            del executor.worker.leases[executor.lease]
+            goodbye = Goodbye(leases=(executor.lease,), reason="it shuts down")
+            await rpc.call(executor.worker.endpoint, network.lab.peer, SAY_GOODBYE, goodbye)
+
+        network.serve(leaves, diligent)
+        network.start()
+        result = await network.result()
+        network.check()
+        lost = next(executor.slices for executor in network.executors if executor.worker is network.lab.workers[0])
+        assert result["rows_assigned"] <= sum(ROWS) + sum(ROWS[index] for index in lost)
+
+    run(monkeypatch, tmp_path, case)
+
+
+def test_a_part_that_is_invalid_is_refused_and_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(network: Network) -> None:
+        refusals: list[str] = []
+
+        async def careless(executor: Executor) -> None:
+            definition = await executor.begin()
+            index = await executor.fetch(definition)
+            assert index is not None
+            with pytest.raises(TransferRefusedError) as caught:
+                await executor.send(definition, index, part_of(index, ROWS[index])[:-5])
+            refusals.append(str(caught.value))
+            await executor.compute(definition)
+
+        network.serve(careless)
+        network.start()
+        result = await network.result()
+        network.check()
+        assert result["parts_refused"] == len(refusals) >= 1
+        assert "is cut short" in refusals[0]
+
+    run(monkeypatch, tmp_path, case)
+
+
+def test_a_part_that_is_sent_twice_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(network: Network) -> None:
+        async def repeats(executor: Executor) -> None:
+            definition = await executor.begin()
+            while (index := await executor.fetch(definition)) is not None:
+                await executor.send(definition, index)
+                if not await anyio.Path(network.directory / "results" / "manifest.json").exists():
+                    await executor.send(definition, index)
+            await executor.stream.tell(definition, finished=TaskFinished(outputs=()))
+
+        network.serve(repeats)
+        network.start()
+        result = await network.result()
+        network.check()
+        assert result["parts_dropped"] >= len(ROWS) - 2
+        assert result["rows"] == sum(ROWS)
+
+    run(monkeypatch, tmp_path, case)
+
+
+def test_a_job_fails_by_its_executor_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(network: Network) -> None:
+        is_resumed = False
+
+        async def dies_first(executor: Executor) -> None:
+            definition = await executor.begin()
+            if is_resumed:
+                await executor.compute(definition)
+                return
+            if (index := await executor.fetch(definition)) is None:
+                return  # the other one has ended the job
+            await executor.send(definition, index)
+            failed = TaskFailed(reason="it cannot", exit_code=2, last_lines=("no such column",))
+            await executor.stream.tell(definition, failed=failed)
+
+        network.serve(dies_first)
+        network.start()
+        assert "no such column" in await network.failure()
+        committed = len(list((network.directory / "results").iterdir()))
+        assert committed >= 1
+        network.lab.results.clear()
+        is_resumed = True
+        network.start(resume=True)
+        result = await network.result()
+        network.check()
+        assert result["rows"] == sum(ROWS)
+        assert result["rows_assigned"] < sum(ROWS)
+        kinds = [record["record"] for record in read_journal(network.directory / JOURNAL)]
+        assert kinds.count("inference") == 1
+        assert [kind for kind in kinds if kind in ("accepted", "failed", "resumed", "finished")] == [
+            "accepted", "failed", "resumed", "finished",
+        ]  # fmt: skip
+
+    run(monkeypatch, tmp_path, case)
+
+
+def test_a_dataset_without_the_prompts_columns_takes_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(network: Network) -> None:
+        network.start()
+        assert "inference.prompt: dataset 'questions' has no column 'question'; it has text" in await network.failure()
+        assert not any(worker.leases for worker in network.lab.workers)
+        assert "placed" not in [record["record"] for record in read_journal(network.directory / JOURNAL)]
+
+    run(monkeypatch, tmp_path, case, fake=FakeDataset(ROWS, columns={"text": "text", "id": "integer"}))

@@ -1,0 +1,122 @@
+"""Slices that a scheduler assigns one by one: asks for the next, pulls it, and reports those that cannot be used.
+
+Called by the bridges of training jobs and of tasks.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import anyio
+
+from hypha_net import instrumentation
+from hypha_proto.bridge_api import FetchedFile
+from hypha_proto.datasets import SAFETENSORS, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import SliceAddress
+from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file, request_slice, slice_suffix
+from hypha_worker.errors import UnusableFileError, peer_failed
+from hypha_worker.paths import relative_text, safe_name
+
+_log = logging.getLogger(__name__)
+
+MAX_ALTERNATIVES: Final = 8
+"""Largest number of alternative providers of a slice that are tried."""
+MAX_UNUSABLE: Final = 32
+"""Unusable slices in a row after which a fetch fails; schedulers of the older network skip the report of them."""
+_SLICES: Final = instrumentation.Counter("hypha.worker.slices", "{slice}", "Slices that were fetched.")
+_SLICE_BYTES: Final = instrumentation.Counter("hypha.worker.slice.io", "By", "Bytes of fetched slices.")
+_UNUSABLE: Final = instrumentation.Counter(
+    "hypha.worker.slices.unusable", "{slice}", "Assigned slices that no provider had as announced."
+)
+_SLICE_SECONDS: Final = instrumentation.Histogram(
+    "hypha.worker.slice.duration", "s", "From asking for a slice to having it."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AssignedSlices:
+    """Fetches the slices that one lease is assigned."""
+
+    scheduler: PeerId
+    job_id: uuid.UUID
+    lease: uuid.UUID
+    files: PeerFiles
+    work_dir: Path
+    """Paths in answers are relative to it."""
+    timeout: float = 10.0
+    """Seconds that one attempt at asking for a slice may take."""
+
+    async def fetch(self, dataset: str, name_file: Callable[[SliceAssigned], Path]) -> FetchedFile:
+        """Fetch the next slice.
+
+        Args:
+            dataset: name of the dataset.
+            name_file: returns where to write a slice.
+
+        Raises:
+            BridgeError: there is none (410) or none is free yet (503), the scheduler refuses or does not answer, or
+                `MAX_UNUSABLE` in a row could not be used (502).
+        """
+        started = anyio.current_time()
+        unusable: UnusableSlice | None = None
+        detail = ""
+        for _ in range(MAX_UNUSABLE):
+            request = DataRequest(
+                dataset=dataset, job_id=self.job_id, id=uuid.uuid4(), lease=self.lease, unusable=unusable
+            )
+            assigned = await request_slice(self.files.endpoint, self.scheduler, request, self.timeout)
+            try:
+                fetched = await self._pull(dataset, assigned, name_file(assigned))
+            except UnusableFileError as error:
+                unusable, detail = _unusable_slice(assigned, error), error.detail
+                _log.warning("slice %s; asking the scheduler for another one", detail)
+                _UNUSABLE.add(1)
+            else:
+                _record(fetched, anyio.current_time() - started)
+                return fetched
+        raise peer_failed(f"{MAX_UNUSABLE} slices in a row cannot be used; the last: {detail}")
+
+    async def _pull(self, dataset: str, assigned: SliceAssigned, target: Path) -> FetchedFile:
+        address = SliceAddress(dataset=dataset, index=assigned.index)
+        providers = [assigned.data_provider, *(assigned.others or ())[:MAX_ALTERNATIVES]]
+        check = check_tensor_file if assigned.digest is None and assigned.format in (None, SAFETENSORS) else None
+        pulled, peer = await self.files.pull(providers, address, target, assigned.digest, check=check, is_slice=True)
+        metadata = {
+            "source": f"peer:{peer}",
+            "timestamp": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "dataset": dataset,
+            "slice": str(assigned.index),
+            "epoch": str(assigned.epoch or 0),
+        }
+        return FetchedFile(
+            path=relative_text(self.work_dir, target), size=pulled.size, checksum=pulled.digest, metadata=metadata
+        )
+
+
+def slice_file_name(dataset: str, assigned: SliceAssigned, number: int) -> str:
+    """Return the name of a slice's file; its suffix tells executors the format.
+
+    Args:
+        number: makes it unique, because a slice may be assigned again.
+    """
+    return f"{safe_name(dataset)}-{assigned.index}-{number}{slice_suffix(assigned)}"
+
+
+def _unusable_slice(assigned: SliceAssigned, error: UnusableFileError) -> UnusableSlice:
+    """Return the report of a slice that cannot be used, for the scheduler."""
+    failures = tuple(ProviderFailure(provider=peer, reason=why[:400]) for peer, why in error.failures.items())
+    return UnusableSlice(index=assigned.index, failures=failures, epoch=assigned.epoch)
+
+
+def _record(fetched: FetchedFile, seconds: float) -> None:
+    about = {"hypha.dataset": fetched.metadata["dataset"]}
+    _SLICES.add(1, about)
+    _SLICE_BYTES.add(fetched.size, about)
+    _SLICE_SECONDS.record(seconds, about)
