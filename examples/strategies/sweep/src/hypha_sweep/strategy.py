@@ -1,7 +1,8 @@
-"""The strategy ``sweep``: a train task for each variant of a job, and in the end the model of the best one."""
+"""The strategy ``sweep``: a train task for each variant of a job, and a task that chooses the best of their results."""
 
 from __future__ import annotations
 
+import json
 import math
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -11,13 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import anyio
 from pydantic import Field
 
-from hypha_proto import job_spec, offers, progress, transfer
+from hypha_net.transfer import PullSource
+from hypha_proto import ids, job_spec, offers, progress, resources, task_resources, tasks, transfer
+from hypha_scheduler import errors
 from hypha_scheduler.jobs import artifacts, config, specs
 from hypha_scheduler.strategies import base
 
 EXECUTOR, ATTEMPTS, MAX_UPDATE = "diloco-transformer", 2, 1 << 30
+CHOOSER, CHOICE = "sweep/choose-best", "best.variant"  # an executor of tasks, and a name that no variant has
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
 
@@ -59,17 +64,24 @@ class SweepOperator(base.Operator):
     results: dict[str, Mapping[str, Any]]
 
     def __post_init__(self) -> None:
-        self.waiting = [(name, 0) for name in self.job.variants if name not in self.results]
+        self.waiting = [(name, 0) for name in self.job.variants if name not in self.results] or [(CHOICE, 0)]
         self.leases: dict[uuid.UUID, base.Lease] = {}
         self.running: dict[uuid.UUID, Attempt] = {}
         self.best: Mapping[str, Any] = {}
         self.model = self.context.directory / "model"
 
+    @property
+    def role(self) -> str:
+        """Variants are trained first; what is left then is the choice."""
+        return "choose" if len(self.results) == len(self.job.variants) else "train"
+
     def role_requests(self) -> Sequence[base.RoleRequest]:
         spec = specs.worker_spec(self.job.worker, offers.TrainExecutor(EXECUTOR))
+        if self.role == "choose":
+            spec = offers.WorkerSpec(resources.Resources(cpu=0.1), (tasks.task_executor(CHOOSER),))
         price, unfinished = self.job.worker_price, len(self.waiting) + len(self.running)
         count = min(unfinished, self.job.workers if self.leases else 1)  # begin with the first that is found
-        return (base.RoleRequest("train", spec, price.bid, price.max, count, min(1, count), distinct_peers=False),)
+        return (base.RoleRequest(self.role, spec, price.bid, price.max, count, min(1, count), distinct_peers=False),)
 
     def on_leases_acquired(self, leases: Sequence[base.Lease], now: float) -> base.Effects:
         self.leases |= {lease.id: lease for lease in leases}
@@ -82,14 +94,13 @@ class SweepOperator(base.Operator):
     def start_tasks(self, now: float) -> base.Effects:
         effects: list[base.Effect] = []
         for lease in self.leases.values():
-            if self.waiting and lease.id not in self.running:
+            if self.waiting and lease.id not in self.running and lease.role == self.role:
                 name, attempt = self.waiting.pop(0)
                 task = base.TaskRef(name, lease, attempt)
                 self.running[lease.id] = Attempt(task, deadline=now + self.job.timeout)
-                effects.append(base.StartTask(task, self.train_spec(name), keep_lease=True))
-        return tuple(effects) if self.waiting or self.running else self.choose_best()
-
-    on_start = start_tasks  # without leases it starts none, and ends a job whose results are all in the journal
+                spec = self.choice_spec() if name == CHOICE else self.train_spec(name)
+                effects.append(base.StartTask(task, spec, keep_lease=True))
+        return tuple(effects)
 
     def train_spec(self, variant: str) -> job_spec.JobSpec:
         """Return the task of a variant: its update goes to this scheduler, and nobody sends outer updates."""
@@ -112,16 +123,28 @@ class SweepOperator(base.Operator):
         attempt, failure = self.running.pop(task.lease.id), update.reason
         if isinstance(update, base.TaskNotStarted) or update.state is base.TaskState.CANCELLED:
             self.leases.pop(task.lease.id, None)  # the runner has released it
+        elif task.name == CHOICE and update.state is base.TaskState.FINISHED:
+            return (base.RunInBackground(partial(self.apply, update.outputs[0], task.lease.peer), "model"),)
         elif not failure and not (attempt.update and math.isfinite(attempt.loss)):
             failure = f"{update.state.value} without an update and a finite loss"
         if failure and task.attempt + 1 < ATTEMPTS:
             self.waiting.append((task.name, task.attempt + 1))
             return self.start_tasks(now)
+        if task.name == CHOICE:
+            return (base.EndJob(failure=f"no choice: {failure}"),)
         return (*self.record(task.name, attempt.loss, attempt.update, failure), *self.start_tasks(now))
 
     def record(self, name: str, loss: float, update: str, failure: str) -> base.Effects:
         self.results[name] = {"name": name, "loss": None if failure else loss, "update": update, "failure": failure}
-        return (base.WriteJournal("variant", self.results[name]), base.EmitEvent("variant", self.results[name]))
+        effects = (base.WriteJournal("variant", self.results[name]), base.EmitEvent("variant", self.results[name]))
+        if self.role == "choose":
+            self.waiting = [(CHOICE, 0)]
+            if not self.finished():
+                return (*effects, base.EndJob(failure=f"every variant failed: {list(self.results.values())}"))
+        return effects
+
+    def finished(self) -> list[Mapping[str, Any]]:
+        return [self.results[name] for name in self.job.variants if not self.results[name]["failure"]]
 
     def next_slice(self, task: base.TaskRef, dataset: str, now: float) -> base.SliceToUse:
         attempt = self.running[task.lease.id]
@@ -165,16 +188,40 @@ class SweepOperator(base.Operator):
         late = (attempt.task for attempt in self.running.values() if attempt.deadline <= now)
         return tuple(base.StopTask(task, f"no result within {self.job.timeout:g} s") for task in late)
 
-    def choose_best(self) -> base.Effects:
-        finished = [result for result in self.results.values() if not result["failure"]]
-        if not finished:
-            return (base.EndJob(failure=f"every variant failed: {list(self.results.values())}"),)
-        self.best = min(finished, key=lambda result: float(result["loss"]))
-        update = self.context.directory / "updates" / self.best["update"]
-        return (base.RunInBackground(partial(artifacts.add_update, self.model, update), "model"),)
+    def choice_spec(self) -> tasks.TaskSpec:
+        """Return the task that reads the variants' results and writes the name of the best."""
+        results = tasks.TaskResource(name="variants", result=tasks.ResultSource(task="variants", output="result"))
+        outputs = (tasks.OutputPath(name="best", path="best"),)
+        return tasks.TaskSpec(
+            executor=CHOOSER, settings='{"variants": "variants"}', resources=(results,), outputs=outputs
+        )
 
-    def on_effect_result(self, tag: str, outcome: object, now: float) -> base.Effects:
-        return (base.EndJob(failure=str(outcome) if isinstance(outcome, Exception) else None),)
+    def on_locate(
+        self, task: base.TaskRef, request: task_resources.LocateResource, now: float
+    ) -> tuple[task_resources.ResourceLocation, base.Effects]:
+        here, dataset = (self.context.scheduler,), f"{self.context.job_id}/variants"
+        files = [
+            task_resources.LocatedFile(path=f"{result['name']}.json", dataset=dataset, index=index, peers=here)
+            for index, result in enumerate(self.finished())
+        ]
+        return task_resources.ResourceLocation(pull=task_resources.PullFiles(tuple(files))), ()
+
+    def on_pull_request(self, task: base.TaskRef, request: transfer.PullRequest) -> PullSource | transfer.Refusal:
+        found = self.finished()[request.index : request.index + 1] if task.name == CHOICE else []
+        return PullSource(json.dumps(found[0]).encode()) if found else transfer.Refusal(reason="there is no such file")
+
+    async def apply(self, best: tasks.StoredOutput, holder: ids.PeerId) -> Mapping[str, Any]:
+        path = self.context.directory / "best"
+        await self.context.fetch_output(best, holder, path)
+        result = self.results.get(await anyio.Path(path).read_text())
+        if result is None or result["failure"]:
+            raise errors.JobFailedError(f"{path}: the choice is not a variant that finished")
+        await artifacts.add_update(self.model, self.context.directory / "updates" / result["update"])
+        return result
+
+    def on_effect_result(self, tag: str, outcome: Any, now: float) -> base.Effects:
+        self.best = {} if isinstance(outcome, Exception) else outcome
+        return (base.EndJob(failure=None if self.best else str(outcome)),)
 
     def summary(self, traffic: Mapping[Any, Any]) -> Mapping[str, object]:
         variants = [self.results[name] for name in self.job.variants]
