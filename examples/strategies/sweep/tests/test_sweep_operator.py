@@ -51,7 +51,7 @@ from hypha_scheduler.strategies.base import (
     TaskState,
     WriteJournal,
 )
-from hypha_sweep.strategy import CHOICE, STRATEGY, SweepJob, SweepOperator
+from hypha_sweep.strategy import CHOICE, CHOOSER, EXECUTOR, STRATEGY, SweepJob, SweepOperator
 
 JOB = {
     "type": "sweep",
@@ -314,6 +314,27 @@ def test_the_choice_is_checked(name: str, tmp_path: Path) -> None:
         anyio.run(work.work, backend="trio")
 
 
+def test_a_choice_that_an_earlier_run_has_fetched_is_fetched_again(tmp_path: Path) -> None:
+    targets = []
+
+    async def fetch_output(_output: StoredOutput, _holder: PeerId, target: Path) -> int:
+        targets.append(target)
+        with target.open("x") as file:  # as JobContext.fetch_output: it must not exist
+            return file.write("nobody")
+
+    for _ in range(2):
+        operator = sweep(
+            {name: {"name": name, "loss": 1.0, "update": name, "failure": ""} for name in ("slow", "fast")}
+        )
+        operator.context.directory = tmp_path  # type: ignore[misc]
+        operator.context.fetch_output = fetch_output  # type: ignore[method-assign,assignment]
+        [work] = operator.on_task_update(choose(operator).task, CHOSEN, 9.0)
+        assert isinstance(work, RunInBackground)
+        with pytest.raises(JobFailedError, match="is not a variant that finished"):
+            anyio.run(work.work, backend="trio")
+    assert len(set(targets)) == 2
+
+
 def test_the_executor_writes_the_name_of_the_smallest_loss(tmp_path: Path) -> None:
     folder = tmp_path / "resources" / "variants"
     folder.mkdir(parents=True)
@@ -323,6 +344,17 @@ def test_the_executor_writes_the_name_of_the_smallest_loss(tmp_path: Path) -> No
     script = Path(__file__).parents[1] / "choose_best.py"
     subprocess.run([sys.executable, script, "job.json"], cwd=tmp_path, check=True, timeout=30)
     assert (tmp_path / "best").read_text() == "fast"
+
+
+def test_the_example_says_which_executors_workers_need() -> None:
+    folder = Path(__file__).parents[1]
+    [executor] = tomllib.loads((folder / "worker.toml").read_text())["executors"]
+    assert f"{executor['class']}/{executor['name']}" == CHOOSER
+    for name in ("README.md", "job.toml"):
+        text = (folder / name).read_text()
+        assert (CHOOSER in text, EXECUTOR in text, "worker.toml" in text) == (True, True, True), name
+    configuration = (folder / "worker.toml").read_text().partition("\n\n")[2]
+    assert configuration in (folder / "README.md").read_text()
 
 
 def test_variants_with_a_result_in_the_journal_are_not_trained_again() -> None:

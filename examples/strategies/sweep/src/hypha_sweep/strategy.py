@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,11 +17,12 @@ from pydantic import Field
 from hypha_net.transfer import PullSource
 from hypha_proto import ids, job_spec, offers, progress, resources, task_resources, tasks, transfer
 from hypha_scheduler import errors
-from hypha_scheduler.jobs import artifacts, config, specs
+from hypha_scheduler.jobs import artifacts, config, resource_locations, specs, training
 from hypha_scheduler.strategies import base
 
 EXECUTOR, ATTEMPTS, MAX_UPDATE = "diloco-transformer", 2, 1 << 30
 CHOOSER, CHOICE = "sweep/choose-best", "best.variant"  # an executor of tasks, and a name that no variant has
+CHOICE_SPEC = specs.task_spec(CHOOSER, {"variants": "variants"}, resources=("variants",), outputs={"best": "best"})
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
 
@@ -42,18 +42,6 @@ class SweepJob(config.JobTable):
 
 
 @dataclass
-class Attempt:
-    """A running task."""
-
-    task: base.TaskRef
-    deadline: float
-    samples: int = 0
-    slices: int = 0
-    loss: float = math.nan
-    update: str = ""
-
-
-@dataclass
 class SweepOperator(base.Operator):
     """One running sweep: a pure state machine."""
 
@@ -66,7 +54,7 @@ class SweepOperator(base.Operator):
     def __post_init__(self) -> None:
         self.waiting = [(name, 0) for name in self.job.variants if name not in self.results] or [(CHOICE, 0)]
         self.leases: dict[uuid.UUID, base.Lease] = {}
-        self.running: dict[uuid.UUID, Attempt] = {}
+        self.running: dict[base.TaskRef, training.Training] = {}
         self.best: Mapping[str, Any] = {}
         self.model = self.context.directory / "model"
 
@@ -92,126 +80,91 @@ class SweepOperator(base.Operator):
         return ()
 
     def start_tasks(self, now: float) -> base.Effects:
-        effects: list[base.Effect] = []
-        for lease in self.leases.values():
-            if self.waiting and lease.id not in self.running and lease.role == self.role:
-                name, attempt = self.waiting.pop(0)
-                task = base.TaskRef(name, lease, attempt)
-                self.running[lease.id] = Attempt(task, deadline=now + self.job.timeout)
-                spec = self.choice_spec() if name == CHOICE else self.train_spec(name)
-                effects.append(base.StartTask(task, spec, keep_lease=True))
-        return tuple(effects)
+        busy = {task.lease.id for task in self.running}
+        free = [lease for lease in self.leases.values() if lease.id not in busy and lease.role == self.role]
+        begun = [base.TaskRef(name, lease, attempt) for lease, (name, attempt) in zip(free, self.waiting, strict=False)]
+        del self.waiting[: len(begun)]
+        return tuple(base.StartTask(task, self.begin(task, now), keep_lease=True) for task in begun)
 
-    def train_spec(self, variant: str) -> job_spec.JobSpec:
-        """Return the task of a variant: its update goes to this scheduler, and nobody sends outer updates."""
-        job, optimizer, here = self.job, self.job.variants[variant], self.context.scheduler
-        train = job_spec.TrainConfig(
-            model=specs.model_spec(job.model, self.start),
-            data=job_spec.SchedulerReference(peer=here, dataset=job.dataset.dataset),
-            updates=job_spec.PeersReference(peers=(here,), strategy=job_spec.One()),
-            results=job_spec.PeersReference(peers=(), strategy=job_spec.All()),
-            optimizer=specs.optimizer_spec(optimizer),
-            scheduler=specs.schedule_spec(optimizer, steps=-(-job.samples // job.batch_size)),
-            batch_size=job.batch_size,
-        )
-        executor = job_spec.TrainJob(descriptor=specs.descriptor_of(job.worker, EXECUTOR), config=train)
-        return job_spec.JobSpec(job_id=self.context.job_id, executor=executor)
+    def begin(self, task: base.TaskRef, now: float) -> job_spec.JobSpec | tasks.TaskSpec:
+        """Record an attempt at a task, and return what is to run."""
+        job, path = self.job, self.context.directory / "updates" / f"{task.name}-{task.attempt}.safetensors"
+        attempt = training.Training(job.samples, job.batch_size, base.PushTarget(path, MAX_UPDATE), now + job.timeout)
+        self.running[task] = attempt
+        if task.name == CHOICE:
+            return CHOICE_SPEC
+        executor, model = specs.descriptor_of(job.worker, EXECUTOR), specs.model_spec(job.model, self.start)
+        return attempt.spec(self.context, executor, model, job.dataset.dataset, job.variants[task.name])
 
     def on_task_update(self, task: base.TaskRef, update: base.TaskUpdate, now: float) -> base.Effects:
         if isinstance(update, base.TaskStarted):
             return ()
-        attempt, failure = self.running.pop(task.lease.id), update.reason
+        attempt, failure = self.running.pop(task), update.reason
         if isinstance(update, base.TaskNotStarted) or update.state is base.TaskState.CANCELLED:
             self.leases.pop(task.lease.id, None)  # the runner has released it
         elif task.name == CHOICE and update.state is base.TaskState.FINISHED:
             return (base.RunInBackground(partial(self.apply, update.outputs[0], task.lease.peer), "model"),)
-        elif not failure and not (attempt.update and math.isfinite(attempt.loss)):
+        elif not failure and not attempt.is_complete:
             failure = f"{update.state.value} without an update and a finite loss"
         if failure and task.attempt + 1 < ATTEMPTS:
             self.waiting.append((task.name, task.attempt + 1))
             return self.start_tasks(now)
         if task.name == CHOICE:
             return (base.EndJob(failure=f"no choice: {failure}"),)
-        return (*self.record(task.name, attempt.loss, attempt.update, failure), *self.start_tasks(now))
+        return (*self.record(task.name, attempt, failure), *self.start_tasks(now))
 
-    def record(self, name: str, loss: float, update: str, failure: str) -> base.Effects:
-        self.results[name] = {"name": name, "loss": None if failure else loss, "update": update, "failure": failure}
+    def record(self, name: str, attempt: training.Training, failure: str) -> base.Effects:
+        loss = None if failure else attempt.loss
+        self.results[name] = {"name": name, "loss": loss, "update": attempt.update, "failure": failure}
         effects = (base.WriteJournal("variant", self.results[name]), base.EmitEvent("variant", self.results[name]))
         if self.role == "choose":
             self.waiting = [(CHOICE, 0)]
-            if not self.finished():
+            if all(result["failure"] for result in self.results.values()):
                 return (*effects, base.EndJob(failure=f"every variant failed: {list(self.results.values())}"))
         return effects
 
-    def finished(self) -> list[Mapping[str, Any]]:
-        return [self.results[name] for name in self.job.variants if not self.results[name]["failure"]]
-
     def next_slice(self, task: base.TaskRef, dataset: str, now: float) -> base.SliceToUse:
-        attempt = self.running[task.lease.id]
-        attempt.slices += 1  # every variant gets the same slices in the same order
-        return base.SliceToUse(*divmod(attempt.slices - 1, self.slices))
+        return self.running[task].next_slice(self.slices)  # every variant gets the same slices in the same order
 
     def on_progress(
         self, task: base.TaskRef, report: progress.Progress, now: float
     ) -> tuple[progress.ProgressResponse, base.Effects]:
-        attempt = self.running[task.lease.id]
-        match report:
-            case progress.BatchDone():
-                attempt.samples += report.batch_size
-                left = max(0, self.job.samples - attempt.samples)
-                return progress.ScheduleUpdate(counter=-(-left // self.job.batch_size)), ()
-            case progress.SendingUpdate():
-                return progress.Acknowledged(), ()
-            case progress.RoundMetrics():
-                attempt.loss = report.metrics.get("loss", math.nan)
-                return progress.Done(), ()
-        return progress.ProgressError(), ()
+        return self.running[task].on_progress(report), ()
 
     def on_push_request(
         self, task: base.TaskRef, header: transfer.PushHeader | None, now: float
     ) -> tuple[base.PushTarget | transfer.Refusal, base.Effects]:
-        if header is None or header.kind != transfer.PSEUDO_GRADIENT:
-            return transfer.Refusal(reason=f"a variant sends a {transfer.PSEUDO_GRADIENT} only"), ()
-        path = self.context.directory / "updates" / f"{task.name}-{task.attempt}.safetensors"
-        return base.PushTarget(path, MAX_UPDATE), ()
+        return self.running[task].on_push_request(header), ()
 
     def on_push_complete(
         self, task: base.TaskRef, header: transfer.PushHeader | None, path: Path, digest: str, now: float
     ) -> base.Effects:
-        self.running[task.lease.id].update = path.name
+        self.running[task].update = path.name
         return ()
 
     def next_deadline(self) -> float | None:
         return min((attempt.deadline for attempt in self.running.values()), default=None)
 
     def on_deadline(self, now: float) -> base.Effects:
-        late = (attempt.task for attempt in self.running.values() if attempt.deadline <= now)
+        late = (task for task, attempt in self.running.items() if attempt.deadline <= now)
         return tuple(base.StopTask(task, f"no result within {self.job.timeout:g} s") for task in late)
 
-    def choice_spec(self) -> tasks.TaskSpec:
-        """Return the task that reads the variants' results and writes the name of the best."""
-        results = tasks.TaskResource(name="variants", result=tasks.ResultSource(task="variants", output="result"))
-        outputs = (tasks.OutputPath(name="best", path="best"),)
-        return tasks.TaskSpec(
-            executor=CHOOSER, settings='{"variants": "variants"}', resources=(results,), outputs=outputs
-        )
+    def choice_files(self) -> resource_locations.ServedFiles:
+        """Return what the choice reads: a file for each variant that finished."""
+        finished = (self.results[name] for name in self.job.variants if not self.results[name]["failure"])
+        files = {f"{result['name']}.json": json.dumps(result).encode() for result in finished}
+        return resource_locations.ServedFiles(self.context, "variants", files)
 
     def on_locate(
         self, task: base.TaskRef, request: task_resources.LocateResource, now: float
     ) -> tuple[task_resources.ResourceLocation, base.Effects]:
-        here, dataset = (self.context.scheduler,), f"{self.context.job_id}/variants"
-        files = [
-            task_resources.LocatedFile(path=f"{result['name']}.json", dataset=dataset, index=index, peers=here)
-            for index, result in enumerate(self.finished())
-        ]
-        return task_resources.ResourceLocation(pull=task_resources.PullFiles(tuple(files))), ()
+        return self.choice_files().location(), ()
 
     def on_pull_request(self, task: base.TaskRef, request: transfer.PullRequest) -> PullSource | transfer.Refusal:
-        found = self.finished()[request.index : request.index + 1] if task.name == CHOICE else []
-        return PullSource(json.dumps(found[0]).encode()) if found else transfer.Refusal(reason="there is no such file")
+        return self.choice_files().resolve(request) if task.name == CHOICE else super().on_pull_request(task, request)
 
     async def apply(self, best: tasks.StoredOutput, holder: ids.PeerId) -> Mapping[str, Any]:
-        path = self.context.directory / "best"
+        path = self.context.directory / f"best-{uuid.uuid4().hex}"  # an earlier run may have left one
         await self.context.fetch_output(best, holder, path)
         result = self.results.get(await anyio.Path(path).read_text())
         if result is None or result["failure"]:
