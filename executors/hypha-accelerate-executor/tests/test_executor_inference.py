@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import safetensors.numpy
 import torch
 
 from hypha.accelerate_executor import inference
+from hypha.accelerate_executor.predict.parts import Part
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -295,8 +297,6 @@ def test_a_chat_template_is_applied_unless_switched_off(
     from transformers import AutoTokenizer
 
     chat = tmp_path / "chat"
-    import shutil
-
     shutil.copytree(writer, chat)
     tokenizer = AutoTokenizer.from_pretrained(chat)
     tokenizer.chat_template = (
@@ -376,10 +376,29 @@ def test_rows_without_a_prompt_that_fits_are_errors(
 
 
 def test_at_most_two_slices_are_in_hand(
-    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_task_worker(digit_model, digit_slices[:5], CLASSIFY)
+    computed = threading.Event()
+    handed_out: list[int] = []
+    write = Part.write
+
+    def noticed(part: Part, path: Path) -> int:
+        rows = write(part, path)
+        if path.name == "part-1.jsonl":
+            computed.set()
+        return rows
+
+    def send(body: Any) -> tuple[int, Any]:
+        if body["round"] == 0:  # has not been received before the next slice is computed
+            assert computed.wait(30)
+            handed_out.append(worker.handed_out)
+        return worker.send(body)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Part, "write", noticed)
+    worker.answers["/resources/send"] = send
     _run(worker)
+    assert handed_out == [2]
     in_hand = largest = 0
     for step in worker.steps:
         in_hand += 1 if step.startswith("fetch") else -1

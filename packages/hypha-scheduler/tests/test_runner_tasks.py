@@ -12,7 +12,7 @@ from support.scripted_jobs import Lab, QuietOperator, ScriptedStrategy, Scripted
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
-from hypha_proto.datasets import SliceAssigned
+from hypha_proto.datasets import NO_FREE_SLICE, SliceAssigned
 from hypha_proto.dispatch import JOB_STATUS, Finished, JobStatus, NotFound, WireError
 from hypha_proto.health import HEALTH_CHECK, HealthRequest
 from hypha_proto.ids import PeerId
@@ -350,7 +350,8 @@ def test_request_for_a_slice_is_asked_again_at_the_next_event(tmp_path: Path, mo
             assert (assigned.epoch, assigned.index) == (3, 5)
         operator.answer = RetryAfter(-1.0)
         before, began = len(operator.told("slice")), anyio.current_time()
-        assert isinstance(await worker.slice(lab.peer, job_id), WireError)  # not asked for ever, and not in a busy loop
+        waited = await worker.slice(lab.peer, job_id)  # not asked for ever, and not in a busy loop
+        assert waited == WireError(message=NO_FREE_SLICE)  # the worker knows that it may ask again
         assert anyio.current_time() - began == pytest.approx(30.0, abs=1.0)
         assert len(operator.told("slice")) - before < 1000
         operator.answer = SliceRefusedError("too many slices")
