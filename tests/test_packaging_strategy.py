@@ -178,6 +178,21 @@ def test_a_variant_of_a_lost_worker_is_trained_by_another(network: LocalNetwork,
     assert sorted(variant["update"] for variant in result["variants"]) == ["middle-0.safetensors", "slow-1.safetensors"]
 
 
+def test_a_sweep_that_was_interrupted_is_resumed(network: LocalNetwork, installed: Environment) -> None:
+    requirement = f'worker = {{ cpu = 1, kind = "{SLOW}" }}\n'
+    job = start_sweep(network, installed, "resumed", example_job(worker=requirement, workers="", fast=""))
+    wait_until(lambda: bool(job.events("variant")), 60, "a variant")
+    network.kill("resumed")
+    [journal] = job.runs.glob("*/journal.jsonl")
+    program = [str(installed.folder / "bin" / "hypha-scheduler"), "resume", str(journal.parent), "--config"]
+    done = run([*program, str(network.configuration("resumed"))], env=installed.variables(), timeout=120)
+    assert done.returncode == 0, done.stderr
+    result = Finished(journal.parent, done.stderr).result
+    assert [variant["failure"] for variant in result["variants"]] == ["", ""]
+    assert len(job.events("variant")) == 2, "each variant was trained once"
+    check_model(result, network.folders.start_model, journal.parent)
+
+
 @pytest.mark.parametrize(
     ("strategies", "changes", "error"),
     [
