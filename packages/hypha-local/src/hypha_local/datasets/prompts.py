@@ -18,7 +18,7 @@ _STARTS: Final = ("def ", "class ", "    def ")
 def write_prompts(out: Path, files: Sequence[Path] | None = None) -> int:
     """Write prompts as JSON lines with the columns ``prompt`` and ``source``; return their number."""
     root = Path(sysconfig.get_path("stdlib"))
-    lines = []
+    lines: list[str] = []
     for path in split(library_files() if files is None else files)[1]:
         prompt = next(_definitions(path), None)
         if prompt is not None and len(lines) < COUNT:
