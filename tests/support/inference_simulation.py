@@ -247,6 +247,8 @@ class Simulation:
     def fetch(self, task: TaskRef) -> int | RetryAfter | None:
         """Ask for a slice; an executor that gets none and has none in hand exits."""
         found = self.operator.next_slice(task, DATASET, self.now)
+        if isinstance(found, SliceToUse) and found.index in self.in_hand[task.lease.id]:
+            return RetryAfter(0.0)  # it computes this one already
         if isinstance(found, SliceToUse):
             self.computed += 1
             self.in_hand[task.lease.id].append(found.index)
@@ -283,7 +285,8 @@ class Simulation:
             for name, message in notices:
                 self.carry_out(self.operator.on_message(None, name, message, self.now)[1])
         if self.running.get(task.lease.id) != task:
-            return "no task of this job runs there"
+            self.tell(self.operator.on_late_push_complete, task, header, target.path)
+            return None
         self.tell(self.operator.on_push_complete, task, header, target.path, header.digest)
         self.sent.append((task, header, content))
         return None

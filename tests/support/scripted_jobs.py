@@ -218,6 +218,12 @@ class QuietOperator:
         self.hear("push", task, header)
         return Refusal(reason="nothing wanted"), ()
 
+    def on_late_push(self, task: TaskRef, header: Any, now: float) -> tuple[Any, Effects]:
+        return Refusal(reason="no task of this job runs there"), ()
+
+    def on_late_push_complete(self, task: TaskRef, header: Any, path: Path, now: float) -> Effects | None:
+        return None
+
     def on_push_complete(self, task: TaskRef, header: Any, path: Path, digest: str, now: float) -> Effects:
         self.hear("pushed", task, path.read_bytes())
         return ()

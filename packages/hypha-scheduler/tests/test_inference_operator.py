@@ -22,6 +22,7 @@ from support.inference_simulation import (
     job_table,
     part_of,
 )
+from support.mutation import mutated
 
 from hypha_proto.codec import from_json
 from hypha_proto.datasets import Manifest, ProviderFailure, UnusableSlice
@@ -30,7 +31,14 @@ from hypha_scheduler.audit import audit
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.strategies.base import EndJob, RetryAfter, SliceToUse, StartTask, StopTask, TaskRef, TaskState
-from hypha_scheduler.strategies.inference.operator import MAX_BARREN, MAX_FAILURES, MAX_IN_HAND, MAX_LOSSES
+from hypha_scheduler.strategies.inference.operator import (
+    MAX_BARREN,
+    MAX_FAILURES,
+    MAX_IN_HAND,
+    MAX_LOSSES,
+    REPEAT_AFTER,
+)
+from hypha_scheduler.strategies.inference.part_check import InvalidPartError, check_part
 
 ROWS = (3, 5, 1, 4, 7, 2, 6, 3)
 
@@ -144,7 +152,7 @@ class Chaos:
         return self.random.choice(holding) if holding else None
 
     def fetch(self) -> None:
-        if task := self.task():
+        if (task := self.task()) and len(self.run.in_hand[task.lease.id]) < MAX_IN_HAND:
             self.run.fetch(task)
 
     def send(self) -> None:
@@ -288,6 +296,21 @@ def test_an_executor_has_at_most_two_slices_in_hand(tmp_path: Path) -> None:
     assert isinstance(run.fetch(task), int)
 
 
+def test_a_slice_whose_assignment_was_lost_is_assigned_again(tmp_path: Path) -> None:
+    run = begin(tmp_path, rows=(2, 2), resources={"num_workers": 1})
+    [task] = run.tasks
+    lost = run.operator.next_slice(task, "questions", run.now)  # the executor does not hear of it
+    run.push(task, fetched(run, task))
+    run.in_hand[task.lease.id].clear()
+    assert isinstance(run.fetch(task), RetryAfter)
+    run.now += REPEAT_AFTER - 1.0
+    assert isinstance(run.fetch(task), RetryAfter)
+    run.now += 1.0
+    assert lost == SliceToUse(0, fetched(run, task))
+    run.settle()
+    assert run.ended == [EndJob()]
+
+
 def test_who_asks_waits_while_others_hold_the_last_slices(tmp_path: Path) -> None:
     run = begin(tmp_path, rows=(2, 2, 2, 2), resources={"num_workers": 2})
     one, two = run.tasks
@@ -300,14 +323,19 @@ def test_who_asks_waits_while_others_hold_the_last_slices(tmp_path: Path) -> Non
     assert [fetched(run, two), fetched(run, two)] == held[:2]
 
 
-def test_a_surplus_worker_ends_after_its_slice(tmp_path: Path) -> None:
+def test_surplus_workers_end_after_their_slices_but_one_that_stands_in(tmp_path: Path) -> None:
     run = begin(tmp_path, rows=(2, 2, 2))
-    tasks = run.tasks
-    for task in tasks:
+    one, two, three = run.tasks
+    for task in (one, two, three):
         fetched(run, task)
-    run.send_first(tasks[0])
-    assert run.fetch(tasks[0]) is None  # two slices are left, and two workers compute them
-    assert tasks[0].lease.id not in run.leases  # and its lease is released
+    run.send_first(one)
+    assert isinstance(run.fetch(one), RetryAfter)  # two slices are left, two workers compute them, one stands in
+    run.send_first(two)
+    assert run.fetch(two) is None
+    assert two.lease.id not in run.leases  # and its lease is released
+    assert isinstance(run.fetch(one), RetryAfter)
+    run.lose(three.lease.id)
+    assert run.fetch(one) == 2  # at once, with the model that it has loaded
 
 
 def test_a_job_grows_after_its_first_part_and_begins_with_the_least(tmp_path: Path) -> None:
@@ -412,6 +440,8 @@ INVALID = {
     "negative tokens": (lambda good: good.replace(b'"tokens": 2', b'"tokens": -2', 1), "line 1: tokens is -2"),
     "another finish": (lambda good: good.replace(b'"stop"', b'"done"', 1), "line 1: finish is 'done'"),
     "not UTF-8": (lambda good: good.replace(b"0/0", b"\xff\xfe", 1), "line 1: not "),
+    "UTF-16": (lambda good: good.decode().encode("utf-16-be"), "line 1: not "),
+    "a byte order mark": (lambda good: b"\xef\xbb\xbf" + good, "line 1: not JSON"),
     "an error without kind": (lambda _good: b'{"slice": 0, "row": 0, "error": {}}\n', "line 1: error is {}"),
     "empty": (lambda _good: b"", "it has 0 rows"),
 }
@@ -429,6 +459,28 @@ def test_an_invalid_part_is_refused_and_its_slice_computed_again(tmp_path: Path,
     assert list((run.context.directory / "incoming").iterdir()) == []
     assert fetched(run, run.tasks[1]) == index
     assert run.operator.summary({})["parts_refused"] == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mutated_part_is_valid_or_refused(tmp_path: Path, seed: int) -> None:
+    """10,000 parts in all; what passes the check passes the audit's, which reads rows on its own."""
+    random, valid = Random(seed), part_of(0, 3)
+    path = tmp_path / "part-0.jsonl"
+    passed, refusals = 0, list[str]()
+    for _ in range(2500):
+        path.write_bytes(mutated(valid, random))
+        try:
+            counts = check_part(path, 0, 3, "generate")
+        except InvalidPartError as error:
+            refusals.append(str(error))
+            continue
+        passed += 1
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+        assert [(row["slice"], row["row"]) for row in rows] == [(0, 0), (0, 1), (0, 2)]
+        assert counts.size == path.stat().st_size
+        assert counts.errors == sum("error" in row for row in rows)
+    assert passed < 1000
+    assert max(map(len, refusals)) < 1000
 
 
 def test_a_worker_that_sends_two_invalid_parts_is_released(tmp_path: Path) -> None:

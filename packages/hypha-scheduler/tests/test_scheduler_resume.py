@@ -78,6 +78,31 @@ DILOCO = {
 CLASSIFY = PLAIN | {"model": {"path": "m", "type": "vision-classification"}, "inference": {"task": "classify"}}
 
 
+TASKS: dict[str, Any] = {
+    "type": "tasks",
+    "tasks": [
+        {
+            "name": "a",
+            "driver": {"shell/x": {"k": [1, {"b": None}]}},
+            "resources": [
+                {"name": "m", "huggingface": {"repository": "o/n", "filenames": ["x"], "token": "hf_secret"}},
+                {"name": "d", "dataset": "numbers"},
+            ],
+            "outputs": {"o": "o"},
+            "needs": {"cpu": 1},
+        }
+    ],
+}
+
+
+def test_a_missing_secret_in_a_list_is_named_with_its_place(tmp_path: Path) -> None:
+    job = parse_job(TASKS)
+    directory = interrupted(tmp_path, job)
+    assert "tasks[0].resources[0].huggingface.token: the journal keeps no secrets" in refused(directory, tmp_path, [])
+    assert find_resumable(directory, tmp_path, [job]).job == job
+    assert parse_job(json.loads(json.dumps(revealed(job)))) == job
+
+
 @pytest.mark.parametrize("plain", [PLAIN, CLASSIFY, DILOCO])
 def test_what_a_journal_has_accepted_is_a_valid_job(plain: dict[str, Any]) -> None:
     job = parse_job(plain)
@@ -381,6 +406,11 @@ def test_the_audit_says_what_it_has_proven(finished: Path) -> None:
     done = CliRunner().invoke(main, ["audit", str(finished)])
     assert done.exit_code == 0
     assert done.output == "9 of 9 rows of 3 slices have exactly one result, 0 of them an error; complete\n"
+
+
+def test_what_a_data_node_writes_beside_the_results_is_no_fault(finished: Path) -> None:
+    (finished / "results" / ".hypha-digests.json").write_text("{}")
+    assert audit(finished).faults == []
 
 
 def test_only_inference_jobs_can_be_audited(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def _read_part(path: Path, index: int, findings: Findings) -> tuple[dict[int, bo
 
 def _audit_row(place: str, line: bytes, index: int, seen: dict[int, bool], findings: Findings) -> None:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode())
         position = row["slice"], row["row"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         findings.add(f"{place} is no result: {error!r:.200}")
@@ -183,7 +183,8 @@ def _audit_results(
 ) -> None:
     """Audit the folder of the results: its manifest, and files that do not belong there."""
     folder = directory / _RESULTS
-    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    found = folder.iterdir() if folder.is_dir() else ()
+    names = {entry.name for entry in found if not entry.name.startswith(".")}  # a data node keeps digests there
     for name in sorted(names - {f"part-{index}.jsonl" for index in parts} - {_MANIFEST}):
         findings.add(f"{folder / name}: the journal does not know this file")
     findings.is_complete = _MANIFEST in names
@@ -198,8 +199,8 @@ def _audit_results(
     known = {f"part-{index}.jsonl": (expected[index], record.get("digest")) for index, record in parts.items()}
     for name in sorted(listed.keys() | known.keys()):
         if listed.get(name) != known.get(name):
-            found = f"{listed.get(name)!r}, and by the journal {known.get(name)!r}"
-            findings.add(f"{folder / _MANIFEST}: rows and digest of {name} are {found}")
+            what = f"{listed.get(name)!r}, and by the journal {known.get(name)!r}"
+            findings.add(f"{folder / _MANIFEST}: rows and digest of {name} are {what}")
 
 
 def _digest(text: bytes) -> str:

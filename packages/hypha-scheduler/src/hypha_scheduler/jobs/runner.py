@@ -745,11 +745,14 @@ class JobRunner:
 
     async def on_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """Handle a file that a task is about to push."""
-        task = self._register.of_peer(peer, None if header is None else header.lease)
-        if task is None:
+        lease = None if header is None else header.lease
+        running = self._register.of_peer(peer, lease)
+        task = running or self._register.former(peer, lease)
+        if task is None or self._operator is None:
             return Refusal(reason=_NO_TASK)
         now = anyio.current_time()
-        target = await self._ask_and_wait(lambda: self._running_operator.on_push_request(task, header, now))
+        ask = self._operator.on_late_push if running is None else self._operator.on_push_request
+        target = await self._ask_and_wait(lambda: ask(task, header, now))
         if target is None:
             return Refusal(reason=_JOB_OVER)
         if isinstance(target, Refusal):
@@ -772,12 +775,19 @@ class JobRunner:
                 await target.prepare(path)
             except OSError as error:
                 self._on_file_error(error)
-        if not self._register.runs(task):
-            raise TransferRefusedError(_NO_TASK)
         now, operator = anyio.current_time(), self._running_operator
-        told = await self._ask_and_wait(lambda: (True, operator.on_push_complete(task, header, path, digest, now)))
+
+        def tell() -> tuple[bool, Effects]:
+            if self._register.runs(task):
+                return True, operator.on_push_complete(task, header, path, digest, now)
+            effects = operator.on_late_push_complete(task, header, path, now)
+            return effects is not None, effects or ()
+
+        told = await self._ask_and_wait(tell)
         if told is None:
             raise TransferRefusedError(_JOB_OVER)
+        if not told:
+            raise TransferRefusedError(_NO_TASK)
 
     def on_goodbye(self, peer: PeerId, goodbye: Goodbye) -> None:
         """Handle a worker's announcement that it is shutting down: its leases end at once."""

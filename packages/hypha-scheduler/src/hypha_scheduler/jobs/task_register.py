@@ -37,6 +37,8 @@ class TaskRegister:
     _peers: defaultdict[PeerId, set[uuid.UUID]] = field(default_factory=lambda: defaultdict(set))
     """Leases with a running task, by peer."""
     _involved: set[PeerId] = field(default_factory=set)
+    _former: dict[uuid.UUID, TaskRef] = field(default_factory=dict)
+    """Task that ended last, by lease."""
 
     def start(self, task: TaskRef, *, keep_lease: bool = False, is_streamed: bool = False) -> int:
         """Record that a task is dispatched; return the number of earlier dispatches on its lease.
@@ -77,6 +79,7 @@ class TaskRegister:
             return False
         del self._running[task.lease.id]
         self._peers[task.lease.peer].discard(task.lease.id)
+        self._former[task.lease.id] = task
         return True
 
     def dispatched(self, lease: uuid.UUID, peer: PeerId, dispatch: int | None) -> TaskRef | None:
@@ -100,6 +103,11 @@ class TaskRegister:
         """Return any of the running tasks of a peer that its stream tells of."""
         running = (self._running[lease] for lease in sorted(self._peers.get(peer, ())))
         return next((found.task for found in running if found.is_streamed), None)
+
+    def former(self, peer: PeerId, lease: uuid.UUID | None) -> TaskRef | None:
+        """Return the task of a peer that ended last on a lease that it names."""
+        task = None if lease is None else self._former.get(lease)
+        return None if task is None or task.lease.peer != peer else task
 
     def involves(self, peer: PeerId) -> bool:
         """Return whether a task was ever dispatched to a peer."""

@@ -467,6 +467,16 @@ class Operator(Protocol):
         """Handle a complete file; the sender gets its receipt once journal records among the effects are on disk."""
         return ()
 
+    def on_late_push(
+        self, task: TaskRef, header: PushHeader | None, now: float
+    ) -> tuple[PushTarget | Refusal, Effects]:
+        """Return where a file may be written whose task has ended: for its sender's receipt, as it cannot count."""
+        return Refusal(reason="no task of this job runs there"), ()
+
+    def on_late_push_complete(self, task: TaskRef, header: PushHeader | None, path: Path, now: float) -> Effects | None:
+        """Handle a complete file whose task has ended, which may have been before it arrived; None refuses it."""
+        return None
+
     def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> tuple[Any, Effects]:
         """Handle a message of the strategy's own RPC methods, by the method's name, or a `JobContext.notify`."""
         return None, ()

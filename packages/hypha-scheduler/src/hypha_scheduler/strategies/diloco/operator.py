@@ -420,6 +420,15 @@ class DilocoOperator:
         name = f"round-{number}-{uuid.uuid4().hex[:8]}.safetensors"
         return PushTarget(self._context.directory / "updates" / name, self._data.result.largest_update()), ()
 
+    def on_late_push(
+        self, task: TaskRef, header: PushHeader | None, now: float
+    ) -> tuple[PushTarget | Refusal, Effects]:
+        """Refuse: an outer update of a lost parameter server is of no use."""
+        return Refusal(reason="no task of this job runs there"), ()
+
+    def on_late_push_complete(self, task: TaskRef, header: PushHeader | None, path: Any, now: float) -> None:
+        """Refuse it."""
+
     def on_push_complete(self, task: TaskRef, header: PushHeader | None, path: Any, digest: str, now: float) -> Effects:
         """Add an outer update to the model."""
         self._received_round += 1

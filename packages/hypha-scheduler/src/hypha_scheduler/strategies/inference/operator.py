@@ -58,6 +58,8 @@ from hypha_scheduler.strategies.inference.workers import Worker, Workers
 
 MAX_IN_HAND: Final = 2
 """Slices that are assigned to one executor: one that it computes, and the next."""
+STAND_INS: Final = 1
+"""Executors that wait at the end of a job, with their models loaded, in case that another is lost."""
 MAX_FAILURES: Final = 3
 """Attempts that fail at one slice until the job fails, and attempts that fail before their first slice."""
 MAX_LOSSES: Final = 10
@@ -74,6 +76,8 @@ _RETRY_SLICE: Final = 2.0
 """Seconds until a slice is assigned again that no data node could provide."""
 _ASK_AGAIN: Final = 5.0
 """Seconds until a worker that waits for a slice is looked at again; events of the job come first."""
+REPEAT_AFTER: Final = 30.0
+"""Seconds for which an executor waits until a slice is assigned to it again that it has not sent."""
 _EXIT_TIMEOUT: Final = 5.0
 """Seconds for executors to exit when everything is committed."""
 _DRAIN_MARGIN: Final = 2.0
@@ -157,9 +161,13 @@ class InferenceOperator(Operator):
         resources, unfinished = self._job.resources, self._ledger.unfinished
         if not self._began:
             return min(resources.min_workers, unfinished)
-        most = resources.most_workers if self._ledger.committed else resources.num_workers
         leaving = sum(worker.is_leaving and worker.task is not None for worker in self._workers)
-        return min(most, unfinished) + (leaving if unfinished else 0)
+        return min(self._most_workers, unfinished) + (leaving if unfinished else 0)
+
+    @property
+    def _most_workers(self) -> int:
+        resources = self._job.resources
+        return resources.most_workers if self._ledger.committed else resources.num_workers
 
     def on_leases_acquired(self, leases: Sequence[Lease], now: float) -> Effects:
         """Start a task on each lease."""
@@ -301,18 +309,29 @@ class InferenceOperator(Operator):
         if worker is None or dataset != self._data.dataset.name or self._is_over:
             return None
         held = self._ledger.held_by(task)
-        is_surplus = not held and self._workers.working > min(self._ledger.unfinished, self._job.resources.most_workers)
+        is_surplus = not held and self._workers.working > min(self._ledger.unfinished + STAND_INS, self._most_workers)
         if worker.is_leaving or self._ledger.unfinished == 0 or is_surplus:
             worker.told_none = True
             return None
-        if len(held) >= MAX_IN_HAND:
-            return RetryAfter(_ASK_AGAIN)
-        index = self._ledger.assign(task, now)
+        index = None if len(held) >= MAX_IN_HAND else self._ledger.assign(task, now)
         if index is None:
-            at = self._ledger.next_available_at()
-            return RetryAfter(_ASK_AGAIN if at is None else min(_ASK_AGAIN, at - now))
+            return self._wait(worker, held, now)
         worker.got_slice = True
+        worker.waits_since = None
         return SliceToUse(0, index)
+
+    def _wait(self, worker: Worker, held: Sequence[int], now: float) -> SliceToUse | RetryAfter:
+        """Let an executor wait; after some time it gets the first of its slices again.
+
+        It may not know of that slice, if the answer that assigned it was lost. If it does, it computes it twice.
+        """
+        if worker.waits_since is None:
+            worker.waits_since = now
+        if held and now - worker.waits_since >= REPEAT_AFTER:
+            worker.waits_since = None
+            return SliceToUse(0, held[0])
+        at = self._ledger.next_available_at()
+        return RetryAfter(_ASK_AGAIN if at is None else min(_ASK_AGAIN, at - now))
 
     def on_slice_unusable(self, task: TaskRef, dataset: str, report: UnusableSlice, now: float) -> Effects:
         """Assign a slice again that no data node could provide, in a while; after some attempts the job fails."""
@@ -370,6 +389,7 @@ class InferenceOperator(Operator):
         self._parts[index] = part
         self._tally.commit(task.lease.peer, counts, now)
         self._barren = worker.failures = 0
+        worker.waits_since = None
         self._moving += 1
         return (
             WriteJournal(PART, part_record(part, len(self._parts), task)),
@@ -377,6 +397,17 @@ class InferenceOperator(Operator):
             RunInBackground(partial(self._data.files.move, part), _MOVED),
             *self._finish_if_committed(now),
         )
+
+    def on_late_push(
+        self, task: TaskRef, header: PushHeader | None, now: float
+    ) -> tuple[PushTarget | Refusal, Effects]:
+        """Accept a part of an attempt that has ended; it is dropped."""
+        return self.on_push_request(task, header, now)
+
+    def on_late_push_complete(self, task: TaskRef, header: PushHeader | None, path: Path, now: float) -> Effects:
+        """Drop the part of an attempt that has ended."""
+        self._data.files.checked.pop(path, None)
+        return self._drop(task, None if header is None else slice_of(header.name), path)
 
     def _event_of(self, part: Part, task: TaskRef) -> dict[str, object]:
         counts = part.counts

@@ -73,7 +73,7 @@ def check_part(path: Path, index: int, rows: int, task: str) -> PartCounts:
 
 def _parse(line: bytes, place: str) -> Mapping[str, Any]:
     try:
-        row = parse_json(line)
+        row = parse_json(line.decode())  # UTF-8 only: of bytes the parser would guess the encoding
     except DecodeError as error:
         raise InvalidPartError(f"{place}: {error}") from None
     except UnicodeDecodeError as error:

@@ -211,4 +211,6 @@ def digest_of(path: Path) -> str:
 
 
 def _names(directory: Path) -> list[str]:
-    return sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
+    """Return the names of a directory's files; hidden ones are none of a job's."""
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted(entry.name for entry in found if not entry.name.startswith("."))

@@ -24,6 +24,8 @@ class Worker:
     """Invalid parts that it has sent."""
     got_slice: bool = False
     """Whether its present attempt was assigned a slice."""
+    waits_since: float | None = None
+    """When its present attempt began to wait for a slice."""
     told_none: bool = False
     """Whether its present attempt was told that there are no more slices for it."""
     is_leaving: bool = False
@@ -34,6 +36,7 @@ class Worker:
         self.task = TaskRef(self.name, self.lease, self.attempts)
         self.attempts += 1
         self.got_slice = self.told_none = False
+        self.waits_since = None
         return self.task
 
     @property
