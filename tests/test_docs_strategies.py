@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs" / "strategies.md").read_text()
 SWEEP = ROOT / "examples" / "strategies" / "sweep"
 SOURCES = {
     "python": ("src/hypha_sweep/strategy.py", "tests/test_sweep_operator.py"),
-    "toml": ("pyproject.toml", "job.toml"),
+    "toml": ("pyproject.toml", "job.toml", "worker.toml"),
 }
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -31,10 +32,12 @@ def _no_process_is_left(network: TaskNetwork) -> Iterator[None]:
         assert "Traceback" not in network.log(name), network.log(name)
 
 
-def chains(count: int, length: int, seconds: float = 0.0) -> dict[str, Any]:
-    """Return a job of chains: each task adds its name to what the one before it has made."""
+def chains(count: int, length: int, seconds: float = 0.0, ran: Path = Path(os.devnull)) -> dict[str, Any]:
+    """Return a job of chains: each task adds its name to what the one before it has made, and to the file `ran`."""
     code = f"""
 import pathlib, time
+with open({str(ran)!r}, 'a') as ran:
+    ran.write(task['task'] + chr(10))
 time.sleep({seconds})
 before = pathlib.Path(task['settings']['before']).read_text() if 'before' in task['settings'] else ''
 pathlib.Path('names').write_text(before + task['task'] + ' ')
@@ -123,6 +126,27 @@ def test_a_task_stream_that_is_cut_goes_on_without_loss(tmp_path: Path) -> None:
         check(job, 2, 6)
         assert Counter(job.finished()) == dict.fromkeys(job.finished(), 1)
         assert [record for record in job.records("ended") if record["outcome"] != "finished"] == []
+
+
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["by the command", "by the scheduler"])
+def test_a_job_whose_scheduler_was_killed_is_resumed(network: TaskNetwork, is_restarted: bool) -> None:
+    """Finished tasks do not run again: their outputs are still at the workers."""
+    ran = network.shared / f"ran-{is_restarted}"
+    job = network.submit(chains(6, 5, 0.4, ran))
+    job.wait_for_finished(8)
+    network.kill("scheduler")
+    assert job.process.wait(10) == 3
+    finished = job.finished()
+    if is_restarted:
+        network.revive()
+    network.resume(job).wait(120)
+    check(job, 6, 5)
+    assert len(finished) < 30
+    runs = Counter(ran.read_text().split())
+    assert {name: runs[name] for name in finished} == dict.fromkeys(finished, 1)
+    assert Counter(job.finished()) == dict.fromkeys(runs, 1)
+    assert len(runs) == 30
+    assert [len(job.records(kind)) for kind in ("accepted", "resumed")] == [1, 1]
 
 
 @pytest.mark.timeout(600)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,9 @@ class Submission:
 
     def wait(self, timeout: float) -> dict[str, Any]:
         """Wait for success; return the job's result."""
-        output, errors = self.process.communicate(timeout=timeout)
+        _, errors = self.process.communicate(timeout=timeout)
         assert self.process.returncode == 0, errors
-        return dict(json.loads(Path(json.loads(output.splitlines()[-1])["result"]).read_text()))
+        return dict(json.loads((self.directory / "result.json").read_text()))
 
     def wait_for_failure(self, timeout: float) -> str:
         """Wait for failure; return what the command says."""
@@ -148,8 +148,18 @@ class TaskNetwork(LocalNetwork):
 
     def start_submit(self, path: Path) -> subprocess.Popen[str]:
         """Start the command that submits a file."""
-        socket = self.folders.runs / "scheduler.sock"
-        command = [script("hypha-scheduler"), "submit", str(path), "--socket", str(socket)]
+        return self._start_command("submit", str(path), "--socket", str(self.folders.runs / "scheduler.sock"))
+
+    def resume(self, job: Submission) -> Submission:
+        """Resume a job: by the scheduler if it runs, otherwise by a scheduler of its own."""
+        return replace(job, process=self._start_command("resume", str(job.directory), *self._scheduler_file()))
+
+    def _scheduler_file(self) -> tuple[str, str]:
+        return "--config", str(self.configuration("scheduler"))
+
+    @staticmethod
+    def _start_command(*words: str) -> subprocess.Popen[str]:
+        command = [script("hypha-scheduler"), *words]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
 
     def worker_of(self, peer: str) -> str:

@@ -29,6 +29,7 @@ from hypha_proto.protocols import (
     PULL_WITH_HEADER,
     PUSH,
     PUSH_WITH_HEADER,
+    TASKS,
     WORKER_REQUESTS_TOPIC,
     RpcMethod,
     Topic,
@@ -60,7 +61,7 @@ def test_the_role_table_contains_every_message() -> None:
         for value in vars(importlib.import_module(f"hypha_proto.{module.name}")).values():
             if isinstance(value, RpcMethod | Topic):
                 named.add(value.name)
-    streams = {CIRCUIT_OFFER, PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER}
+    streams = {CIRCUIT_OFFER, PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER, TASKS}
     assert named | streams == ALLOWED_SENDERS.keys() | ANYBODY
 
 

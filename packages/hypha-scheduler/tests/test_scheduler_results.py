@@ -61,6 +61,18 @@ def test_local_model_is_copied_and_its_files_are_served(tmp_path: Path) -> None:
     run(case)
 
 
+def test_a_model_that_an_earlier_run_has_changed_is_copied_again(tmp_path: Path) -> None:
+    source, copy = make_model(tmp_path / "start"), tmp_path / "copy"
+
+    async def case() -> None:
+        for _ in range(2):
+            await open_start_model(ModelTable(path=source, type="vision-classification"), copy, uuid.UUID(int=5), PEER)
+            assert (copy / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+            (copy / "model.safetensors").write_bytes(b"trained")
+
+    run(case)
+
+
 def test_local_preprocessor_is_copied_and_its_files_are_served(tmp_path: Path) -> None:
     source = tmp_path / "tokenizer"
     source.mkdir()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 import tomllib
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from pydantic import ValidationError
 
+from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import All, PeersReference
 from hypha_proto.progress import (
@@ -24,7 +29,10 @@ from hypha_proto.progress import (
     ScheduleUpdate,
     SendingUpdate,
 )
-from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
+from hypha_proto.task_resources import LocateResource
+from hypha_proto.tasks import StoredOutput, task_executor
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
+from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import (
     Effects,
     EmitEvent,
@@ -43,7 +51,7 @@ from hypha_scheduler.strategies.base import (
     TaskState,
     WriteJournal,
 )
-from hypha_sweep.strategy import STRATEGY, SweepJob, SweepOperator
+from hypha_sweep.strategy import CHOICE, CHOOSER, EXECUTOR, STRATEGY, SweepJob, SweepOperator
 
 JOB = {
     "type": "sweep",
@@ -56,6 +64,7 @@ JOB = {
 }
 NOBODY = PeersReference(peers=(), strategy=All())
 FINISHED = TaskEnded(TaskState.FINISHED)
+CHOSEN = TaskEnded(TaskState.FINISHED, outputs=(StoredOutput(name="best", dataset="x", files=()),))
 
 
 class Context:
@@ -72,8 +81,36 @@ def sweep(results: Mapping[str, Any] | None = None, **changes: Any) -> SweepOper
     return SweepOperator(SweepJob.model_validate(JOB | changes), context, 3, NOBODY, dict(results or {}))
 
 
-def a_lease(number: int = 1) -> Lease:
-    return Lease(uuid.UUID(int=number), PeerId.from_public_key(bytes([number]) * 32), "train", 100.0)
+def a_lease(number: int = 1, role: str = "train") -> Lease:
+    return Lease(uuid.UUID(int=number), PeerId.from_public_key(bytes([number]) * 32), role, 100.0)
+
+
+def choose(operator: SweepOperator, number: int = 9, attempt: int = 0) -> StartTask:
+    """Give the operator a lease for the choice, and return its task."""
+    [request] = operator.role_requests()
+    assert (request.role, request.spec.executor) == ("choose", (task_executor("sweep/choose-best"),))
+    [start] = starts(operator.on_leases_acquired([a_lease(number, "choose")], 8.0))
+    assert start.task == TaskRef(CHOICE, a_lease(number, "choose"), attempt)
+    return start
+
+
+def locate(operator: SweepOperator, task: TaskRef) -> list[dict[str, Any]]:
+    """Return the results that the task of the choice reads."""
+    request = LocateResource(
+        job_id=operator.context.job_id, lease=task.lease.id, task=task.name, attempt=0, resource="variants"
+    )
+    answer, effects = operator.on_locate(task, request, 8.0)
+    assert effects == ()
+    assert answer.pull is not None
+    found = []
+    for file in answer.pull.files:
+        assert file.peers == (operator.context.scheduler,)
+        source = operator.on_pull_request(task, PullRequest(dataset=file.dataset, index=file.index))
+        assert isinstance(source, PullSource)
+        assert isinstance(source.source, bytes)
+        found.append(json.loads(source.source))
+        assert file.path == f"{found[-1]['name']}.json"
+    return found
 
 
 def starts(effects: Effects) -> list[StartTask]:
@@ -109,10 +146,9 @@ def test_it_asks_for_one_lease_and_for_more_once_it_has_it() -> None:
     assert demand(sweep(workers=9)) == (1, 1)
 
 
-def test_a_sweep_without_anything_left_to_train_ends_at_its_start() -> None:
+def test_a_sweep_without_anything_left_to_train_begins_with_the_choice() -> None:
     results = {name: {"name": name, "loss": 1.0, "update": name, "failure": ""} for name in JOB["variants"]}  # type: ignore[attr-defined]
-    [effect] = sweep(results).on_start(0.0)
-    assert isinstance(effect, RunInBackground)
+    assert choose(sweep(results)).task.name == CHOICE
     assert sweep().on_start(0.0) == ()
 
 
@@ -132,7 +168,7 @@ def test_variants_run_side_by_side_and_leases_without_a_variant_are_not_wanted()
     assert starts(train(operator, fast.task, loss=1.0)) == []
     assert demand(operator) == (1, 1)
     train(operator, slow.task, loss=2.0)
-    assert demand(operator) == (0, 0)
+    assert [(request.role, request.count) for request in operator.role_requests()] == [("choose", 1)]
 
 
 def test_each_variant_has_its_learning_rate_and_sends_its_update_to_the_scheduler() -> None:
@@ -153,10 +189,12 @@ def test_the_model_is_that_of_the_lowest_loss() -> None:
     assert isinstance(journal, WriteJournal)
     assert isinstance(event, EmitEvent)
     assert journal.fields == event.fields
-    *_, work = train(operator, tasks[1], loss=2.0)
+    train(operator, tasks[1], loss=2.0)
+    task = choose(operator).task
+    assert [result["loss"] for result in locate(operator, task)] == [0.5, 2.0]
+    [work] = operator.on_task_update(task, CHOSEN, 9.0)
     assert isinstance(work, RunInBackground)
-    assert work.work.args[1].name == "slow-0.safetensors"  # type: ignore[attr-defined]
-    assert operator.on_effect_result(work.tag, None, 9.0) == (EndJob(),)
+    assert operator.on_effect_result(work.tag, operator.results["slow"], 9.0) == (EndJob(),)
     summary = operator.summary({})
     assert (summary["best"], summary["model_dir"]) == ("slow", "/runs/job/model")
     assert [variant["loss"] for variant in summary["variants"]] == [0.5, 2.0]  # type: ignore[attr-defined]
@@ -194,8 +232,8 @@ def test_a_variant_on_a_lost_lease_is_tried_again_on_another() -> None:
     assert demand(operator) == (1, 1)
     [again] = starts(operator.on_leases_acquired([a_lease(2)], 2.0))
     assert again.task == TaskRef("only", a_lease(2), attempt=1)
-    *_, work = train(operator, again.task, loss=1.0)
-    assert isinstance(work, RunInBackground)
+    train(operator, again.task, loss=1.0)
+    choose(operator)
 
 
 @pytest.mark.parametrize("loss", [None, math.nan, math.inf])
@@ -206,8 +244,7 @@ def test_a_variant_without_a_finite_loss_fails_and_the_sweep_goes_on(loss: float
         names.append(found[0].task.name)
         effects = train(operator, found[0].task, loss=loss if names[-1] == "slow" else 1.0)
     assert names == ["slow", "fast", "slow"]
-    assert isinstance(effects[-1], RunInBackground)
-    assert operator.best["name"] == "fast"
+    assert [result["name"] for result in locate(operator, choose(operator).task)] == ["fast"]
     assert operator.results["slow"]["loss"] is None
     assert "finite loss" in operator.results["slow"]["failure"]
 
@@ -239,9 +276,85 @@ def test_a_variant_that_takes_too_long_is_stopped() -> None:
 def test_a_model_that_cannot_be_written_fails_the_job() -> None:
     operator = sweep(variants={"only": {"learning_rate": 0.1}})
     [start] = starts(operator.on_leases_acquired([a_lease()], 0.0))
-    *_, work = train(operator, start.task, loss=1.0)
+    train(operator, start.task, loss=1.0)
+    [work] = operator.on_task_update(choose(operator).task, CHOSEN, 9.0)
     assert isinstance(work, RunInBackground)
     assert operator.on_effect_result(work.tag, OSError("disk full"), 9.0) == (EndJob(failure="disk full"),)
+
+
+def test_a_choice_that_fails_is_tried_once_more() -> None:
+    operator = sweep(variants={"only": {"learning_rate": 0.1}})
+    [start] = starts(operator.on_leases_acquired([a_lease()], 0.0))
+    train(operator, start.task, loss=1.0)
+    task = choose(operator).task
+    assert operator.on_task_update(task, TaskNotStarted("no room"), 9.0) == ()
+    task = choose(operator, number=8, attempt=1).task
+    end = TaskEnded(TaskState.FAILED, "status 1")
+    assert operator.on_task_update(task, end, 9.0) == (EndJob(failure="no choice: status 1"),)
+
+
+@pytest.mark.parametrize("name", ["fast", "slow", "nobody"])
+def test_the_choice_is_checked(name: str, tmp_path: Path) -> None:
+    operator = sweep()
+    operator.context.directory = tmp_path  # type: ignore[misc]
+    tasks = [start.task for start in starts(operator.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))]
+    for task in tasks:
+        train(operator, task, loss=1.0)
+    operator.results["slow"] = {**operator.results["slow"], "failure": "it diverged"}
+    operator.model = tmp_path / "model"
+    [work] = operator.on_task_update(choose(operator).task, CHOSEN, 9.0)
+
+    async def fetch_output(_output: StoredOutput, _holder: PeerId, target: Path) -> int:
+        return await anyio.Path(target).write_text(name)
+
+    operator.context.fetch_output = fetch_output  # type: ignore[method-assign,assignment]
+    assert isinstance(work, RunInBackground)
+    said = "update fast-0.safetensors cannot be added" if name == "fast" else "is not a variant that finished"
+    with pytest.raises(JobFailedError, match=said):  # there is no model in this test
+        anyio.run(work.work, backend="trio")
+
+
+def test_a_choice_that_an_earlier_run_has_fetched_is_fetched_again(tmp_path: Path) -> None:
+    targets = []
+
+    async def fetch_output(_output: StoredOutput, _holder: PeerId, target: Path) -> int:
+        targets.append(target)
+        with target.open("x") as file:  # as JobContext.fetch_output: it must not exist
+            return file.write("nobody")
+
+    for _ in range(2):
+        operator = sweep(
+            {name: {"name": name, "loss": 1.0, "update": name, "failure": ""} for name in ("slow", "fast")}
+        )
+        operator.context.directory = tmp_path  # type: ignore[misc]
+        operator.context.fetch_output = fetch_output  # type: ignore[method-assign,assignment]
+        [work] = operator.on_task_update(choose(operator).task, CHOSEN, 9.0)
+        assert isinstance(work, RunInBackground)
+        with pytest.raises(JobFailedError, match="is not a variant that finished"):
+            anyio.run(work.work, backend="trio")
+    assert len(set(targets)) == 2
+
+
+def test_the_executor_writes_the_name_of_the_smallest_loss(tmp_path: Path) -> None:
+    folder = tmp_path / "resources" / "variants"
+    folder.mkdir(parents=True)
+    for variant, loss in {"slow": 2.0, "fast": 0.5, "other": 1.0}.items():
+        (folder / f"{variant}.json").write_text(json.dumps({"name": variant, "loss": loss}))
+    (tmp_path / "job.json").write_text(json.dumps({"settings": {"variants": "resources/variants"}}))
+    script = Path(__file__).parents[1] / "choose_best.py"
+    subprocess.run([sys.executable, script, "job.json"], cwd=tmp_path, check=True, timeout=30)
+    assert (tmp_path / "best").read_text() == "fast"
+
+
+def test_the_example_says_which_executors_workers_need() -> None:
+    folder = Path(__file__).parents[1]
+    [executor] = tomllib.loads((folder / "worker.toml").read_text())["executors"]
+    assert f"{executor['class']}/{executor['name']}" == CHOOSER
+    for name in ("README.md", "job.toml"):
+        text = (folder / name).read_text()
+        assert (CHOOSER in text, EXECUTOR in text, "worker.toml" in text) == (True, True, True), name
+    configuration = (folder / "worker.toml").read_text().partition("\n\n")[2]
+    assert configuration in (folder / "README.md").read_text()
 
 
 def test_variants_with_a_result_in_the_journal_are_not_trained_again() -> None:
@@ -252,7 +365,7 @@ def test_variants_with_a_result_in_the_journal_are_not_trained_again() -> None:
     [fast] = starts(after.on_leases_acquired([a_lease(3)], 0.0))
     assert fast.task.name == "fast"
     train(after, fast.task, loss=0.7)
-    assert after.best["update"] == "slow-0.safetensors"
+    assert next(result["update"] for result in locate(after, choose(after).task)) == "slow-0.safetensors"
 
 
 def test_the_example_of_a_job_is_valid() -> None:

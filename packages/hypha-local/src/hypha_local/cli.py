@@ -5,19 +5,30 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import anyio
 import click
 
-from hypha_local.demo_tasks import DIGITS, TASKS
+from hypha_local.demo_tasks import DIGITS, GENERATE, INFERENCE_TASKS, TASKS
 from hypha_local.errors import LocalError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _SIGNALLED: Final = 128
 """Added to a signal's number for the exit status of a run ended by it, as shells do."""
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Summary(Protocol):
+    def as_json(self) -> str: ...
+    def as_text(self) -> str: ...
+
+
+_Demo = Callable[["Console"], Awaitable[_Summary]]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,70 +38,149 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--task", type=click.Choice(list(TASKS)), default=DIGITS.name, show_default=True, help="What to learn.")
-@click.option("--workers", type=click.IntRange(1, 64), default=3, show_default=True, help="Training workers.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Number of rounds.  [default: what the task needs]")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Initial weights, data order.")
+@click.option(
+    "--task",
+    type=click.Choice([*TASKS, *INFERENCE_TASKS]),
+    default=DIGITS.name,
+    show_default=True,
+    help="What to learn, or to compute with a model.",
+)
+@click.option("--workers", type=click.IntRange(1, 64), default=3, show_default=True, help="Workers.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of training.  [default: what the task needs]")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Initial weights, data order, sampling."
+)
 @click.option(
     "--dir",
     "folder",
     type=click.Path(file_okay=False, path_type=Path),
-    default=Path("hypha-demo"),
-    show_default=True,
-    help="Run directory; results of an earlier run are replaced.",
+    help="Run directory; an earlier run is replaced.  [default: hypha-demo; inference, generate: hypha-inference]",
 )
 @click.option("--keep", is_flag=True, help="Keep certificates, configuration, slices and work directories too.")
 @click.option(
     "--compare", is_flag=True, help="Then train each worker alone on its shard for comparison; doubles the time."
 )
-@click.option("--timeout", type=click.FloatRange(min=1), default=900.0, show_default=True, help="Seconds to train.")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="inference, generate: directory of the model, such as hypha-demo/model.  [default: train one first]",
+)
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="generate: JSON lines with the key prompt.  [default: beginnings of Python functions]",
+)
+@click.option(
+    "--kill",
+    type=click.Choice(["worker", "executor", "scheduler", "data"]),
+    help="inference, generate: kill this process when 40 % is computed; then each batch takes 0.25 s longer.",
+)
+@click.option("--timeout", type=click.FloatRange(min=1), default=900.0, show_default=True, help="Seconds for the job.")
 @click.option(
     "--format",
-    "form",
+    "format_",
     type=click.Choice(["text", "json"]),
     default="text",
     show_default=True,
     help="Format of the summary.",
 )
 @click.option("--no-color", is_flag=True, help="No colors and no progress bar.")
-def demo(
-    task: str,
-    workers: int,
-    rounds: int | None,
-    seed: int,
-    folder: Path,
-    keep: bool,
-    compare: bool,
-    timeout: float,
-    form: str,
-    no_color: bool,
-) -> None:
-    """Train with DiLoCo over a network of local processes.
+def demo(task: str, format_: str, no_color: bool, **options: Any) -> None:
+    """Train, or compute with a model, over a network of local processes.
 
-    digits: a classifier of handwritten digits. text: a language model of bytes, on the source of the running
-    interpreter's standard library; its loss is in nats a byte.
+    digits: train a classifier of handwritten digits with DiLoCo. text: a language model of bytes, on the source of the
+    running interpreter's standard library; its loss is in nats a byte.
 
-    Leaves model/, metrics.jsonl, summary.json, the test set and every process's log in the run directory.
-    Progress goes to stderr, the summary to stdout.
+    inference: classify the 360 test images of digits. generate: a language model continues prompts. Both train a model
+    first unless --model names one.
+
+    Leaves summary.json, metrics.jsonl, model/ and every process's log in the run directory, and the test set or the
+    results. Progress goes to stderr, the summary to stdout.
     """
+    run = _inference_demo(task, options) if task in INFERENCE_TASKS else _training_demo(task, options)
     for number in _SIGNALS:
         signal.signal(number, _exit_on_signal)
     from rich.console import Console
 
-    from hypha_local.demo import run_demo
-    from hypha_local.network_layout import Folders, Training
-
     console = Console(stderr=True, no_color=no_color, force_terminal=False if no_color else None)
-    folders = Folders(folder.resolve())
-    chosen = TASKS[task]
-    rounds = rounds or chosen.rounds
-    training = Training(workers, rounds, seed, chosen, evaluate_every=chosen.evaluate_every)
 
     async def work() -> None:
-        summary = await run_demo(folders, training, keep=keep, console=console, timeout=timeout, compare=compare)
-        click.echo(summary.as_json() if form == "json" else summary.as_text())
+        summary = await run(console)
+        click.echo(summary.as_json() if format_ == "json" else summary.as_text())
 
     sys.exit(_run(work))
+
+
+def _refuse(task: str, options: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuse options that a task does not have."""
+    if given := [f"--{name}" for name in names if options[name]]:
+        raise click.UsageError(f"{', '.join(given)}: not with --task {task}")
+
+
+def _training_demo(task: str, options: Mapping[str, Any]) -> _Demo:
+    """Return what runs the demo of a task that trains.
+
+    Raises:
+        click.UsageError: an option is only for inference.
+    """
+    _refuse(task, options, ("model", "prompts", "kill"))
+
+    async def run(console: Console) -> _Summary:
+        from hypha_local.demo import run_demo
+        from hypha_local.network_layout import Folders, Training
+
+        chosen = TASKS[task]
+        training = Training(
+            options["workers"], options["rounds"] or chosen.rounds, options["seed"], chosen, chosen.evaluate_every
+        )
+        folders = Folders((options["folder"] or Path("hypha-demo")).resolve())
+        return await run_demo(
+            folders,
+            training,
+            keep=options["keep"],
+            console=console,
+            timeout=options["timeout"],
+            compare=options["compare"],
+        )
+
+    return run
+
+
+def _inference_demo(task: str, options: Mapping[str, Any]) -> _Demo:
+    """Return what runs the demo of a task that computes with a model.
+
+    Raises:
+        click.UsageError: an option is only for training, or for another task.
+    """
+    chosen = INFERENCE_TASKS[task]
+    _refuse(task, options, ("compare", *(() if chosen is GENERATE else ("prompts",))))
+    if options["model"] and options["rounds"]:
+        raise click.UsageError("--rounds: not with --model, because nothing is trained")
+
+    async def run(console: Console) -> _Summary:
+        from hypha_local.inference_demo import KILL_DELAY, InferenceOptions, run_inference
+        from hypha_local.inference_layout import Inference
+        from hypha_local.network_layout import Folders
+
+        inference = Inference(
+            options["workers"],
+            options["seed"],
+            chosen,
+            () if options["prompts"] else chosen.columns,
+            KILL_DELAY if options["kill"] else 0.0,
+        )
+        more = InferenceOptions(
+            model=options["model"] and options["model"].resolve(),
+            rounds=options["rounds"] or chosen.trained.rounds,
+            prompts=options["prompts"] and options["prompts"].resolve(),
+            kill=options["kill"],
+            keep=options["keep"],
+            timeout=options["timeout"],
+        )
+        folders = Folders((options["folder"] or Path("hypha-inference")).resolve())
+        return await run_inference(folders, inference, more, console)
+
+    return run
 
 
 def _run(work: Callable[[], Awaitable[None]]) -> int:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import anyio
@@ -22,14 +21,12 @@ from hypha_local.certificates import write_certificates
 from hypha_local.display import Display, EventLog
 from hypha_local.errors import ProcessFailedError
 from hypha_local.network_layout import HELD_OUT, Folders, NodePlan, Training, plan_nodes, write_configuration
+from hypha_local.nodes import start_node, wait_for_health
 from hypha_local.plot import plot_loss
-from hypha_local.probe import wait_until_healthy
 from hypha_local.processes import Processes, local_processes, script
 from hypha_local.summary import Summary, summarize
 from hypha_proto.codec import parse_json
 
-START_TIMEOUT: Final = 60.0
-"""Seconds for all nodes to become healthy."""
 STEP_TIMEOUT: Final = 120.0
 """Timeout in seconds for creating the model, preparing the data, and evaluating."""
 SLICES_PER_WORKER: Final = 4
@@ -37,7 +34,14 @@ POLL: Final = 0.05
 
 
 async def run_demo(
-    folders: Folders, training: Training, *, keep: bool, console: Console, timeout: float, compare: bool = False
+    folders: Folders,
+    training: Training,
+    *,
+    keep: bool,
+    console: Console,
+    timeout: float,
+    compare: bool = False,
+    started: float | None = None,
 ) -> Summary:
     """Train the task's model on a network in `folders` and return a summary.
 
@@ -48,12 +52,13 @@ async def run_demo(
         console: terminal for the progress.
         timeout: seconds for the training itself.
         compare: afterwards train once more for each worker, alone on its shard of the data.
+        started: `time.monotonic` when the command started, if other steps came before.
 
     Raises:
         RunDirectoryError: the folder cannot be used.
         ProcessFailedError: a program failed; the message ends with its last lines.
     """
-    display = Display(console, training.rounds)
+    display = Display(console, training.rounds, time.monotonic() if started is None else started)
     await anyio.to_thread.run_sync(folders.make)
     nodes = plan_nodes(training.workers)
     write_configuration(folders, nodes, training, sys.executable)
@@ -86,12 +91,12 @@ async def _start_network(
     display.step(f"certificates for {len(nodes)} nodes in {folders.root}")
     data, others = nodes[1], [node for node in nodes if node.role in ("gateway", "worker")]
     for node in others:
-        _start(processes, folders, node)
+        start_node(processes, folders, node)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_make_model, processes, folders, training)
         await _make_data(processes, folders, training)
-        _start(processes, folders, data)
-        await _wait_healthy(processes, identity, [*others, data])
+        start_node(processes, folders, data)
+        await wait_for_health(processes, identity, [*others, data])
         display.step(f"{len(others) + 1} nodes up and healthy: " + ", ".join(node.name for node in (*others, data)))
     display.step("start model and dataset made")
 
@@ -114,28 +119,12 @@ async def _make_data(processes: Processes, folders: Folders, training: Training)
         await processes.run("prepare-held-out", command, timeout=STEP_TIMEOUT)
 
 
-def _start(processes: Processes, folders: Folders, node: NodePlan) -> None:
-    config = folders.configuration / f"{node.name}.toml"
-    processes.start(node.name, [script(node.program), "run", "--config", str(config)])
-
-
-async def _wait_healthy(processes: Processes, identity: Path, nodes: Sequence[NodePlan]) -> None:
-    """Wait until every node reports that it is healthy; fail at once if one of them exits."""
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(processes.watch, [node.name for node in nodes])
-        with anyio.move_on_after(START_TIMEOUT) as scope:
-            await wait_until_healthy(identity, [node.address for node in nodes])
-        tasks.cancel_scope.cancel()
-    if scope.cancelled_caught:
-        raise ProcessFailedError(f"not every node was healthy within {START_TIMEOUT:g} s; see {nodes[0].name}'s log")
-
-
 async def _train(
     processes: Processes, folders: Folders, nodes: Sequence[NodePlan], display: Display, timeout: float
 ) -> None:
     """Start the scheduler and show its events until it exits."""
     scheduler = nodes[-1]
-    _start(processes, folders, scheduler)
+    start_node(processes, folders, scheduler)
     display.step("scheduler started with the job")
     log = EventLog(folders.runs)
     child = processes.child(scheduler.name)

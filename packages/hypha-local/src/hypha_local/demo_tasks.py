@@ -1,4 +1,4 @@
-"""Demo tasks: model, data and hyperparameters of each. Values only; used by `network_layout` and `demo`."""
+"""Demo tasks: model, data and hyperparameters of each. Values only; used by `network_layout` and the demos."""
 
 from __future__ import annotations
 
@@ -65,3 +65,45 @@ TEXT: Final = Task(
     evaluate_every=4,  # one evaluation takes seconds on two cores
 )
 TASKS: Final[Mapping[str, Task]] = {task.name: task for task in (DIGITS, TEXT)}
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceTask:
+    """A batch inference job that the demo can run."""
+
+    name: str
+    """Value of the option `--task`."""
+    trained: Task
+    """The task that trains its model."""
+    kind: str
+    """Value of `inference.task` in the scheduler's TOML."""
+    dataset: str
+    columns: tuple[str, ...]
+    """Columns of the dataset that the results repeat."""
+    settings: str
+    """Further TOML of the table `inference`."""
+    batch_size: int
+    slices_per_worker: int
+
+
+CLASSIFY: Final = InferenceTask(
+    name="inference",
+    trained=DIGITS,
+    kind="classify",
+    dataset="test-images",
+    columns=("labels",),
+    settings="",
+    batch_size=10,
+    slices_per_worker=12,  # with three workers 36 slices of 10 images
+)
+GENERATE: Final = InferenceTask(
+    name="generate",
+    trained=TEXT,
+    kind="generate",
+    dataset="prompts",
+    columns=("source",),
+    settings='prompt = "{prompt}"\nmax_new_tokens = 48\ntemperature = 0.7\nstop = ["\\n\\n"]\n',
+    batch_size=8,
+    slices_per_worker=4,
+)
+INFERENCE_TASKS: Final[Mapping[str, InferenceTask]] = {task.name: task for task in (CLASSIFY, GENERATE)}

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from hypha_proto.codec import parse_json
+
+PARTS_SHOWN: Final = 12
+"""Most lines for the parts of an inference job, where there is no progress bar."""
 
 
 @dataclass(slots=True)
@@ -49,9 +52,11 @@ class Display:
 
     console: Console
     rounds: int
+    """Total number of rounds; 0 if nothing is trained."""
     started: float = field(default_factory=time.monotonic)
     _progress: Progress | None = None
     _task: TaskID = field(default=TaskID(0))
+    _rows: int = 0
 
     def step(self, text: str, *, alarm: str = "") -> None:
         """Print a step with the elapsed time, preceded by `alarm` in red."""
@@ -70,6 +75,14 @@ class Display:
         elif event.get("event") == "slice_set_aside":
             reasons = "; ".join(f"data node {peer}: {reason}" for peer, reason in event["providers"].items())
             self.step(f"the job continues without slice {event['slice']}: {reasons}", alarm="slice set aside:")
+        elif event.get("event") == "part":
+            self._part(event)
+        elif event.get("event") == "attempt_failed":
+            reason = str(event["reason"]).partition("\n")[0]  # the executor's last lines follow
+            text = f"{event['worker']}: {reason}; slices {event['slices']} are assigned again"
+            self.step(text, alarm="executor failed:")
+        elif event.get("event") in ("part_dropped", "part_refused"):
+            self.step(f"slice {event['slice']} of {event['worker']}: {event['reason']}", alarm="part not used:")
         elif event.get("event") == "worker_late":
             text = f"{event['worker']}: round {event['round']} continued without it after {event['seconds']:.1f} s"
             self.step(text, alarm="worker late:")
@@ -86,19 +99,35 @@ class Display:
         else:
             self._progress.update(self._task, completed=event["round"], status=text)
 
+    def _part(self, event: dict[str, Any]) -> None:
+        done, total = event["committed"], event["slices"]
+        self._rows += event["rows"]
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, total=total, status=f"{self._rows} rows")
+        elif done * PARTS_SHOWN // total > (done - 1) * PARTS_SHOWN // total:
+            self.step(f"part {done}/{total}: {self._rows} rows")
+
     @contextmanager
     def training(self) -> Iterator[None]:
         """Show a progress bar for the rounds while the context is open, if there is a terminal."""
+        with self.counting("rounds", "training"):
+            yield
+
+    @contextmanager
+    def counting(self, unit: str, what: str = "inference") -> Iterator[None]:
+        """Show a progress bar for `unit` while the context is open, if there is a terminal."""
         if not self.console.is_terminal:
             yield
             return
         columns = (
-            TextColumn("         training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn(f"         {what}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("{task.fields[status]}"),
         )  # fmt: skip
         with Progress(*columns, console=self.console) as progress:
             self._progress = progress
-            self._task = progress.add_task("rounds", total=self.rounds, status="waiting for the first round")
+            self._task = progress.add_task(
+                unit, total=self.rounds or None, status=f"waiting for the first of the {unit}"
+            )
             try:
                 yield
             finally:

@@ -15,3 +15,7 @@ class NoFreePortError(LocalError):
 
 class ProcessFailedError(LocalError):
     """A program of the network exited unexpectedly; the message ends with the last lines of its log."""
+
+
+class ModelUnusableError(LocalError):
+    """A model directory cannot be used for the chosen task."""

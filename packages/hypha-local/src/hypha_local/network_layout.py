@@ -106,10 +106,16 @@ class Folders:
     def _is_ours(self) -> bool:
         return (self.root / MARKER).is_file()
 
-    def tidy(self) -> None:
-        """Remove what is not needed after the run: keys, configuration, slices, work directories."""
-        for folder in (self.certificates, self.configuration, self.data, self.work, self.runs, self.start_model):
+    def tidy(self, *, keep_runs: bool = False) -> None:
+        """Remove what is not needed after the run: keys, configuration, slices, work directories.
+
+        Args:
+            keep_runs: keep the scheduler's output directory, because it contains the results.
+        """
+        for folder in (self.certificates, self.configuration, self.data, self.work, self.start_model):
             shutil.rmtree(folder, ignore_errors=True)
+        if not keep_runs:
+            shutil.rmtree(self.runs, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +208,17 @@ def _reserve(port: int) -> bool:
     return True
 
 
-def plan_nodes(workers: int) -> list[NodePlan]:
-    """Return a gateway, a data node, training workers, a parameter server and a scheduler, in the order of starting."""
+def plan_nodes(workers: int, *, parameter_server: bool = True) -> list[NodePlan]:
+    """Return a gateway, a data node, workers, a parameter server and a scheduler, in the order of starting.
+
+    Args:
+        workers: number of workers, without the parameter server.
+        parameter_server: whether there is one; only training needs it.
+    """
     kinds = [("gateway", "hypha-gateway", "gateway"), ("data", "hypha-data", "data")]
     kinds += [(f"worker-{i}", "hypha-worker", "worker") for i in range(1, workers + 1)]
-    kinds += [(PARAMETER_SERVER, "hypha-worker", "worker"), ("scheduler", "hypha-scheduler", "scheduler")]
+    kinds += [(PARAMETER_SERVER, "hypha-worker", "worker")] if parameter_server else []
+    kinds += [("scheduler", "hypha-scheduler", "scheduler")]
     ports = free_ports(len(kinds))
     return [NodePlan(name, program, role, port) for (name, program, role), port in zip(kinds, ports, strict=True)]
 
@@ -216,13 +228,14 @@ def write_configuration(folders: Folders, nodes: Iterable[NodePlan], training: T
     nodes = list(nodes)
     gateways = [node.address for node in nodes if node.role == "gateway"]
     for node in nodes:
-        text = _network_settings(node, [] if node.role == "gateway" else gateways) + _role_settings(
+        text = network_settings(node, [] if node.role == "gateway" else gateways) + _role_settings(
             folders, node, training, python
         )
         (folders.configuration / f"{node.name}.toml").write_text(text, encoding="utf-8")
 
 
-def _network_settings(node: NodePlan, gateways: list[str]) -> str:
+def network_settings(node: NodePlan, gateways: list[str]) -> str:
+    """Return TOML of the settings that every node has."""
     lines: dict[str, str | list[str]] = {
         "cert_pem": f"../certs/{node.name}-cert.pem",
         "key_pem": f"../certs/{node.name}-key.pem",
@@ -231,7 +244,7 @@ def _network_settings(node: NodePlan, gateways: list[str]) -> str:
         "gateway_addresses": gateways,
         "exclude_cidr": [],
     }
-    return "".join(f"{key} = {_toml(value)}\n" for key, value in lines.items())
+    return "".join(f"{key} = {toml(value)}\n" for key, value in lines.items())
 
 
 def _role_settings(folders: Folders, node: NodePlan, training: Training, python: str) -> str:
@@ -239,16 +252,17 @@ def _role_settings(folders: Folders, node: NodePlan, training: Training, python:
         return 'state_dir = "../work"\n'
     if node.role == "data":
         names = [training.task.name, *([HELD_OUT] if training.evaluate_every else [])]
-        return "".join(f"\n[[datasets]]\nname = {_toml(name)}\npath = {_toml(f'../data/{name}')}\n" for name in names)
+        return "".join(f"\n[[datasets]]\nname = {toml(name)}\npath = {toml(f'../data/{name}')}\n" for name in names)
     if node.role == "scheduler":
         return _job(training)
     if node.name == PARAMETER_SERVER:
-        return _worker(node) + _PARAMETER_SERVER
-    return (_worker(node) + _trainer(python)) if node.role == "worker" else ""
+        return worker_settings(node) + _PARAMETER_SERVER
+    return (worker_settings(node) + _trainer(python)) if node.role == "worker" else ""
 
 
-def _worker(node: NodePlan) -> str:
-    return f"""work_dir = {_toml(f"../work/{node.name}")}
+def worker_settings(node: NodePlan) -> str:
+    """Return TOML of a worker's work directory and resources."""
+    return f"""work_dir = {toml(f"../work/{node.name}")}
 drain_timeout = 0  # all programs end together: nobody waits for the job
 
 [resources]
@@ -268,14 +282,19 @@ runtime = "parameter-server"
 
 
 def _trainer(python: str) -> str:
+    return process_executor("train", "diloco-transformer", python, "hypha.accelerate_executor.training")
+
+
+def process_executor(kind: str, name: str, python: str, module: str) -> str:
+    """Return TOML of an executor of the class `kind` that runs a module of the Python interpreter `python`."""
     return f"""
 [[executors]]
-class = "train"
-name = "diloco-transformer"
+class = {toml(kind)}
+name = {toml(name)}
 runtime = "process"
-cmd = {_toml(python)}
+cmd = {toml(python)}
 args = [
-    "-m", "hypha.accelerate_executor.training",
+    "-m", {toml(module)},
     "--socket", "{{SOCKET_PATH}}",
     "--work-dir", "{{WORK_DIR}}",
     "--job", "{{JOB_JSON}}",
@@ -285,7 +304,7 @@ args = [
 
 def _job(training: Training) -> str:
     task = training.task
-    evaluation = f"evaluation = {_toml(HELD_OUT)}\n" if training.evaluate_every else ""
+    evaluation = f"evaluation = {toml(HELD_OUT)}\n" if training.evaluate_every else ""
     return f"""output_dir = "../runs"
 
 [scheduler.job]
@@ -293,11 +312,11 @@ type = "diloco"
 seed = {training.seed}
 
 [scheduler.job.dataset]
-dataset = {_toml(task.name)}
+dataset = {toml(task.name)}
 {evaluation}
 [scheduler.job.model]
 path = "../start-model"
-type = {_toml(task.type)}
+type = {toml(task.type)}
 
 [scheduler.job.inner_optimizer]
 learning_rate = {task.learning_rate}
@@ -339,6 +358,6 @@ max = 120.0
 """
 
 
-def _toml(value: str | list[str]) -> str:
+def toml(value: str | list[str]) -> str:
     """Format a TOML string or array of strings; JSON escapes are valid TOML except for surrogate pairs."""
     return json.dumps(value, ensure_ascii=False)

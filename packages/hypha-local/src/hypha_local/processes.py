@@ -145,6 +145,28 @@ class Processes:
             child.process.wait()
         return {child.name: child.process.returncode for child in chosen}
 
+    async def kill(self, name: str) -> None:
+        """Kill a program and all that it has started, as if its machine was switched off."""
+        child = self._children[name]
+        _kill_tree(child)
+        await self.wait(child)
+
+    def kill_descendant(self, name: str, word: str) -> bool:
+        """Kill one process that a program has started and that has `word` in its command line; return if there is one.
+
+        Args:
+            name: name of the program.
+            word: one of the words of the command line.
+        """
+        for process in psutil.Process(self._children[name].process.pid).children(recursive=True):
+            try:
+                if word in process.cmdline():
+                    process.kill()
+                    return True
+            except psutil.NoSuchProcess:
+                continue
+        return False
+
 
 def _signal(child: Child, number: signal.Signals) -> None:
     """Send a signal to a child's process group, unless it has already exited."""

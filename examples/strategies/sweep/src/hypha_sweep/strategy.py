@@ -1,8 +1,8 @@
-"""The strategy ``sweep``: a train task for each variant of a job, and in the end the model of the best one."""
+"""The strategy ``sweep``: a train task for each variant of a job, and a task that chooses the best of their results."""
 
 from __future__ import annotations
 
-import math
+import json
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -11,13 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import anyio
 from pydantic import Field
 
-from hypha_proto import job_spec, offers, progress, transfer
-from hypha_scheduler.jobs import artifacts, config, specs
+from hypha_net.transfer import PullSource
+from hypha_proto import ids, job_spec, offers, progress, resources, task_resources, tasks, transfer
+from hypha_scheduler import errors
+from hypha_scheduler.jobs import artifacts, config, resource_locations, specs, training
 from hypha_scheduler.strategies import base
 
 EXECUTOR, ATTEMPTS, MAX_UPDATE = "diloco-transformer", 2, 1 << 30
+CHOOSER, CHOICE = "sweep/choose-best", "best.variant"  # an executor of tasks, and a name that no variant has
+CHOICE_SPEC = specs.task_spec(CHOOSER, {"variants": "variants"}, resources=("variants",), outputs={"best": "best"})
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
 
@@ -37,18 +42,6 @@ class SweepJob(config.JobTable):
 
 
 @dataclass
-class Attempt:
-    """A running task."""
-
-    task: base.TaskRef
-    deadline: float
-    samples: int = 0
-    slices: int = 0
-    loss: float = math.nan
-    update: str = ""
-
-
-@dataclass
 class SweepOperator(base.Operator):
     """One running sweep: a pure state machine."""
 
@@ -59,17 +52,24 @@ class SweepOperator(base.Operator):
     results: dict[str, Mapping[str, Any]]
 
     def __post_init__(self) -> None:
-        self.waiting = [(name, 0) for name in self.job.variants if name not in self.results]
+        self.waiting = [(name, 0) for name in self.job.variants if name not in self.results] or [(CHOICE, 0)]
         self.leases: dict[uuid.UUID, base.Lease] = {}
-        self.running: dict[uuid.UUID, Attempt] = {}
+        self.running: dict[base.TaskRef, training.Training] = {}
         self.best: Mapping[str, Any] = {}
         self.model = self.context.directory / "model"
 
+    @property
+    def role(self) -> str:
+        """Variants are trained first; what is left then is the choice."""
+        return "choose" if len(self.results) == len(self.job.variants) else "train"
+
     def role_requests(self) -> Sequence[base.RoleRequest]:
         spec = specs.worker_spec(self.job.worker, offers.TrainExecutor(EXECUTOR))
+        if self.role == "choose":
+            spec = offers.WorkerSpec(resources.Resources(cpu=0.1), (tasks.task_executor(CHOOSER),))
         price, unfinished = self.job.worker_price, len(self.waiting) + len(self.running)
         count = min(unfinished, self.job.workers if self.leases else 1)  # begin with the first that is found
-        return (base.RoleRequest("train", spec, price.bid, price.max, count, min(1, count), distinct_peers=False),)
+        return (base.RoleRequest(self.role, spec, price.bid, price.max, count, min(1, count), distinct_peers=False),)
 
     def on_leases_acquired(self, leases: Sequence[base.Lease], now: float) -> base.Effects:
         self.leases |= {lease.id: lease for lease in leases}
@@ -80,101 +80,101 @@ class SweepOperator(base.Operator):
         return ()
 
     def start_tasks(self, now: float) -> base.Effects:
-        effects: list[base.Effect] = []
-        for lease in self.leases.values():
-            if self.waiting and lease.id not in self.running:
-                name, attempt = self.waiting.pop(0)
-                task = base.TaskRef(name, lease, attempt)
-                self.running[lease.id] = Attempt(task, deadline=now + self.job.timeout)
-                effects.append(base.StartTask(task, self.train_spec(name), keep_lease=True))
-        return tuple(effects) if self.waiting or self.running else self.choose_best()
+        busy = {task.lease.id for task in self.running}
+        free = [lease for lease in self.leases.values() if lease.id not in busy and lease.role == self.role]
+        begun = [base.TaskRef(name, lease, attempt) for lease, (name, attempt) in zip(free, self.waiting, strict=False)]
+        del self.waiting[: len(begun)]
+        return tuple(base.StartTask(task, self.begin(task, now), keep_lease=True) for task in begun)
 
-    on_start = start_tasks  # without leases it starts none, and ends a job whose results are all in the journal
-
-    def train_spec(self, variant: str) -> job_spec.JobSpec:
-        """Return the task of a variant: its update goes to this scheduler, and nobody sends outer updates."""
-        job, optimizer, here = self.job, self.job.variants[variant], self.context.scheduler
-        train = job_spec.TrainConfig(
-            model=specs.model_spec(job.model, self.start),
-            data=job_spec.SchedulerReference(peer=here, dataset=job.dataset.dataset),
-            updates=job_spec.PeersReference(peers=(here,), strategy=job_spec.One()),
-            results=job_spec.PeersReference(peers=(), strategy=job_spec.All()),
-            optimizer=specs.optimizer_spec(optimizer),
-            scheduler=specs.schedule_spec(optimizer, steps=-(-job.samples // job.batch_size)),
-            batch_size=job.batch_size,
-        )
-        executor = job_spec.TrainJob(descriptor=specs.descriptor_of(job.worker, EXECUTOR), config=train)
-        return job_spec.JobSpec(job_id=self.context.job_id, executor=executor)
+    def begin(self, task: base.TaskRef, now: float) -> job_spec.JobSpec | tasks.TaskSpec:
+        """Record an attempt at a task, and return what is to run."""
+        job, path = self.job, self.context.directory / "updates" / f"{task.name}-{task.attempt}.safetensors"
+        attempt = training.Training(job.samples, job.batch_size, base.PushTarget(path, MAX_UPDATE), now + job.timeout)
+        self.running[task] = attempt
+        if task.name == CHOICE:
+            return CHOICE_SPEC
+        executor, model = specs.descriptor_of(job.worker, EXECUTOR), specs.model_spec(job.model, self.start)
+        return attempt.spec(self.context, executor, model, job.dataset.dataset, job.variants[task.name])
 
     def on_task_update(self, task: base.TaskRef, update: base.TaskUpdate, now: float) -> base.Effects:
         if isinstance(update, base.TaskStarted):
             return ()
-        attempt, failure = self.running.pop(task.lease.id), update.reason
+        attempt, failure = self.running.pop(task), update.reason
         if isinstance(update, base.TaskNotStarted) or update.state is base.TaskState.CANCELLED:
             self.leases.pop(task.lease.id, None)  # the runner has released it
-        elif not failure and not (attempt.update and math.isfinite(attempt.loss)):
+        elif task.name == CHOICE and update.state is base.TaskState.FINISHED:
+            return (base.RunInBackground(partial(self.apply, update.outputs[0], task.lease.peer), "model"),)
+        elif not failure and not attempt.is_complete:
             failure = f"{update.state.value} without an update and a finite loss"
         if failure and task.attempt + 1 < ATTEMPTS:
             self.waiting.append((task.name, task.attempt + 1))
             return self.start_tasks(now)
-        return (*self.record(task.name, attempt.loss, attempt.update, failure), *self.start_tasks(now))
+        if task.name == CHOICE:
+            return (base.EndJob(failure=f"no choice: {failure}"),)
+        return (*self.record(task.name, attempt, failure), *self.start_tasks(now))
 
-    def record(self, name: str, loss: float, update: str, failure: str) -> base.Effects:
-        self.results[name] = {"name": name, "loss": None if failure else loss, "update": update, "failure": failure}
-        return (base.WriteJournal("variant", self.results[name]), base.EmitEvent("variant", self.results[name]))
+    def record(self, name: str, attempt: training.Training, failure: str) -> base.Effects:
+        loss = None if failure else attempt.loss
+        self.results[name] = {"name": name, "loss": loss, "update": attempt.update, "failure": failure}
+        effects = (base.WriteJournal("variant", self.results[name]), base.EmitEvent("variant", self.results[name]))
+        if self.role == "choose":
+            self.waiting = [(CHOICE, 0)]
+            if all(result["failure"] for result in self.results.values()):
+                return (*effects, base.EndJob(failure=f"every variant failed: {list(self.results.values())}"))
+        return effects
 
     def next_slice(self, task: base.TaskRef, dataset: str, now: float) -> base.SliceToUse:
-        attempt = self.running[task.lease.id]
-        attempt.slices += 1  # every variant gets the same slices in the same order
-        return base.SliceToUse(*divmod(attempt.slices - 1, self.slices))
+        return self.running[task].next_slice(self.slices)  # every variant gets the same slices in the same order
 
     def on_progress(
         self, task: base.TaskRef, report: progress.Progress, now: float
     ) -> tuple[progress.ProgressResponse, base.Effects]:
-        attempt = self.running[task.lease.id]
-        match report:
-            case progress.BatchDone():
-                attempt.samples += report.batch_size
-                left = max(0, self.job.samples - attempt.samples)
-                return progress.ScheduleUpdate(counter=-(-left // self.job.batch_size)), ()
-            case progress.SendingUpdate():
-                return progress.Acknowledged(), ()
-            case progress.RoundMetrics():
-                attempt.loss = report.metrics.get("loss", math.nan)
-                return progress.Done(), ()
-        return progress.ProgressError(), ()
+        return self.running[task].on_progress(report), ()
 
     def on_push_request(
         self, task: base.TaskRef, header: transfer.PushHeader | None, now: float
     ) -> tuple[base.PushTarget | transfer.Refusal, base.Effects]:
-        if header is None or header.kind != transfer.PSEUDO_GRADIENT:
-            return transfer.Refusal(reason=f"a variant sends a {transfer.PSEUDO_GRADIENT} only"), ()
-        path = self.context.directory / "updates" / f"{task.name}-{task.attempt}.safetensors"
-        return base.PushTarget(path, MAX_UPDATE), ()
+        return self.running[task].on_push_request(header), ()
 
     def on_push_complete(
         self, task: base.TaskRef, header: transfer.PushHeader | None, path: Path, digest: str, now: float
     ) -> base.Effects:
-        self.running[task.lease.id].update = path.name
+        self.running[task].update = path.name
         return ()
 
     def next_deadline(self) -> float | None:
         return min((attempt.deadline for attempt in self.running.values()), default=None)
 
     def on_deadline(self, now: float) -> base.Effects:
-        late = (attempt.task for attempt in self.running.values() if attempt.deadline <= now)
+        late = (task for task, attempt in self.running.items() if attempt.deadline <= now)
         return tuple(base.StopTask(task, f"no result within {self.job.timeout:g} s") for task in late)
 
-    def choose_best(self) -> base.Effects:
-        finished = [result for result in self.results.values() if not result["failure"]]
-        if not finished:
-            return (base.EndJob(failure=f"every variant failed: {list(self.results.values())}"),)
-        self.best = min(finished, key=lambda result: float(result["loss"]))
-        update = self.context.directory / "updates" / self.best["update"]
-        return (base.RunInBackground(partial(artifacts.add_update, self.model, update), "model"),)
+    def choice_files(self) -> resource_locations.ServedFiles:
+        """Return what the choice reads: a file for each variant that finished."""
+        finished = (self.results[name] for name in self.job.variants if not self.results[name]["failure"])
+        files = {f"{result['name']}.json": json.dumps(result).encode() for result in finished}
+        return resource_locations.ServedFiles(self.context, "variants", files)
 
-    def on_effect_result(self, tag: str, outcome: object, now: float) -> base.Effects:
-        return (base.EndJob(failure=str(outcome) if isinstance(outcome, Exception) else None),)
+    def on_locate(
+        self, task: base.TaskRef, request: task_resources.LocateResource, now: float
+    ) -> tuple[task_resources.ResourceLocation, base.Effects]:
+        return self.choice_files().location(), ()
+
+    def on_pull_request(self, task: base.TaskRef, request: transfer.PullRequest) -> PullSource | transfer.Refusal:
+        return self.choice_files().resolve(request) if task.name == CHOICE else super().on_pull_request(task, request)
+
+    async def apply(self, best: tasks.StoredOutput, holder: ids.PeerId) -> Mapping[str, Any]:
+        path = self.context.directory / f"best-{uuid.uuid4().hex}"  # an earlier run may have left one
+        await self.context.fetch_output(best, holder, path)
+        result = self.results.get(await anyio.Path(path).read_text())
+        if result is None or result["failure"]:
+            raise errors.JobFailedError(f"{path}: the choice is not a variant that finished")
+        await artifacts.add_update(self.model, self.context.directory / "updates" / result["update"])
+        return result
+
+    def on_effect_result(self, tag: str, outcome: Any, now: float) -> base.Effects:
+        self.best = {} if isinstance(outcome, Exception) else outcome
+        return (base.EndJob(failure=None if self.best else str(outcome)),)
 
     def summary(self, traffic: Mapping[Any, Any]) -> Mapping[str, object]:
         variants = [self.results[name] for name in self.job.variants]

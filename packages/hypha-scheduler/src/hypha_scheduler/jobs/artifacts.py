@@ -100,6 +100,8 @@ async def open_start_model(
 ) -> Artifact:
     """Copy a start model to `copy` and return where executors fetch it: from its hub, or served here as `name`.
 
+    Files that an earlier run of the job has left in `copy` are overwritten.
+
     Raises:
         JobFailedError: the directory or repository does not exist or holds no model.
     """
@@ -116,7 +118,7 @@ async def open_start_model(
 def _copy_model(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
     names = model_names(source, wanted)
     try:
-        target.mkdir(parents=True)
+        target.mkdir(parents=True, exist_ok=True)
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)

@@ -1,14 +1,17 @@
 """Answers to workers that ask where a resource of their task is.
 
 Slices of datasets are located here, results by the job's operator, whose answers are checked. Called by `runner` and
-`context`.
+`context`; `ServedFiles` is for operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+from hypha_net.transfer import PullSource
 from hypha_proto.datasets import SAFETENSORS, SLICE_SUFFIXES
 from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import (
@@ -20,9 +23,11 @@ from hypha_proto.task_resources import (
     ResourceLocation,
 )
 from hypha_proto.tasks import DatasetSource
+from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.datasets.dataset import Dataset
 from hypha_scheduler.datasets.providers import MAX_PROVIDERS, Providers
-from hypha_scheduler.strategies.base import Effects
+from hypha_scheduler.jobs.artifacts import artifact_dataset
+from hypha_scheduler.strategies.base import Effects, JobContext
 
 MAX_LOCATED_FILES: Final = 4000
 """Files of a resource that one message can name, each with `MAX_PROVIDERS` peers."""
@@ -34,6 +39,42 @@ _MAX_TEXT: Final = 400
 def gone(reason: str) -> ResourceLocation:
     """Return the answer that there is no such resource, and will be none."""
     return ResourceLocation(gone=Gone(reason=reason))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedFiles:
+    """A resource that this scheduler serves: files or contents of the strategy's own, by their path in the resource.
+
+    `location` answers `Operator.on_locate`, and `resolve` answers `Operator.on_pull_request`. A request names a file by
+    its place, so both need the same files in the same order. A resource of one file has the path ``""``.
+    """
+
+    context: JobContext
+    name: str
+    """Name under which the job serves them; not that of an artifact."""
+    files: Mapping[str, Path | bytes]
+
+    @property
+    def dataset(self) -> str:
+        """Name of the dataset by which workers ask for them."""
+        return artifact_dataset(self.context.job_id, self.name)
+
+    def location(self) -> ResourceLocation:
+        """Return that the files are to be pulled from this scheduler."""
+        files = tuple(
+            LocatedFile(path=path, dataset=self.dataset, index=index, peers=(self.context.scheduler,))
+            for index, path in enumerate(self.files)
+        )
+        return ResourceLocation(pull=PullFiles(files))
+
+    def resolve(self, request: PullRequest) -> PullSource | Refusal:
+        """Return the requested file, or a refusal."""
+        if request.dataset != self.dataset:
+            return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
+        sources = tuple(self.files.values())
+        if request.index >= len(sources):
+            return Refusal(reason=f"there are {len(sources)} files, none with index {request.index}")
+        return PullSource(sources[request.index])
 
 
 def with_bounded_failures(request: LocateResource) -> LocateResource:

@@ -5,6 +5,8 @@ Called by strategies when they ask for leases and start tasks.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from hypha_proto.job_spec import (
@@ -18,6 +20,7 @@ from hypha_proto.job_spec import (
     WarmupStableDecay,
 )
 from hypha_proto.offers import ExecutorDescriptor, WorkerSpec
+from hypha_proto.tasks import OutputPath, ResultSource, TaskResource, TaskSpec
 from hypha_scheduler.jobs.config import InnerOptimizerTable, ModelTable, Requirement, amounts, kinds
 
 _DECAY_SHARE: Final = 10  # a wsd schedule without decay_steps decays in the last tenth
@@ -62,3 +65,19 @@ def schedule_spec(table: InnerOptimizerTable, steps: int) -> LearningRateSchedul
             decay = table.decay_steps or max(1, total // _DECAY_SHARE)
             return WarmupStableDecay(warmup_steps=warmup, decay_steps=decay, training_steps=total)
     return None
+
+
+def task_spec(
+    executor: str,
+    settings: Mapping[str, object],
+    *,
+    resources: Sequence[str] = (),
+    outputs: Mapping[str, str] | None = None,
+) -> TaskSpec:
+    """Return a task of an executor ``class/name`` whose resources the operator locates, in `Operator.on_locate`.
+
+    A setting that equals a resource's name becomes its path. `outputs` are paths in the work directory, by name.
+    """
+    sources = (TaskResource(name=name, result=ResultSource(task=name, output=name)) for name in resources)
+    paths = (OutputPath(name=name, path=path) for name, path in (outputs or {}).items())
+    return TaskSpec(executor=executor, settings=json.dumps(settings), resources=tuple(sources), outputs=tuple(paths))

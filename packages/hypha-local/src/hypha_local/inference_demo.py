@@ -1,0 +1,258 @@
+"""Inference demo: trains a model unless one is given, applies it to a dataset on a network of processes, audits.
+
+Called by `cli`. Like `demo`, with the configuration of `inference_layout` and the results of `inference_summary`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import anyio
+import anyio.to_thread
+from rich.console import Console
+
+from hypha_local.byte_tokenizer import add_byte_tokenizer
+from hypha_local.certificates import write_certificates
+from hypha_local.datasets.prompts import write_prompts
+from hypha_local.demo import STEP_TIMEOUT, run_demo
+from hypha_local.demo_tasks import CLASSIFY, GENERATE
+from hypha_local.display import Display, EventLog
+from hypha_local.errors import ModelUnusableError, ProcessFailedError, RunDirectoryError
+from hypha_local.inference_layout import MODULE, Inference, write_inference_configuration
+from hypha_local.inference_summary import InferenceSummary, summarize_inference
+from hypha_local.network_layout import Folders, NodePlan, Training, plan_nodes
+from hypha_local.nodes import start_node, wait_for_health
+from hypha_local.processes import Child, Processes, local_processes, script
+from hypha_proto.codec import parse_json
+
+Victim = Literal["worker", "executor", "scheduler", "data"]
+KILL_AFTER: Final = 0.4
+"""Share of the parts after which `--kill` kills."""
+KILL_DELAY: Final = 0.25
+"""Seconds that executors add to each batch with `--kill`; without it the job could be over before."""
+_VICTIM: Final = "worker-1"
+_POLL: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceOptions:
+    """What the user asks for, beside the job."""
+
+    model: Path | None
+    """Directory of a model; None trains one first."""
+    rounds: int
+    """Rounds of that training."""
+    prompts: Path | None
+    """JSON lines with the key ``prompt``; None for prompts out of the standard library."""
+    kill: Victim | None
+    keep: bool
+    timeout: float
+    """Seconds for the training, and for the inference."""
+
+
+async def run_inference(
+    folders: Folders, inference: Inference, options: InferenceOptions, console: Console
+) -> InferenceSummary:
+    """Apply a model to the task's dataset on a network in `folders` and return a summary.
+
+    Raises:
+        RunDirectoryError: the folder cannot be used.
+        ModelUnusableError: the model cannot do this task.
+        ProcessFailedError: a program failed; the message ends with its last lines.
+    """
+    display = Display(console, 0)
+    _check_places(folders, options)
+    await anyio.to_thread.run_sync(folders.make)
+    await _provide_model(folders, inference, options, display)
+    nodes = plan_nodes(inference.workers, parameter_server=False)
+    write_inference_configuration(folders, nodes, inference, sys.executable)
+    async with local_processes(folders.logs) as processes:
+        await _start_network(processes, folders, nodes, inference, options, display)
+        with anyio.move_on_after(options.timeout) as scope:
+            await _Job(processes, folders, nodes, options.kill, display).run()
+        if scope.cancelled_caught:
+            raise ProcessFailedError(f"inference was not done within {options.timeout:g} s; see {folders.logs}")
+        audit = await _audit(processes, folders, display)
+    summary = _summarize(folders, inference, options, audit, display)
+    if not options.keep:
+        folders.tidy(keep_runs=True)
+    return summary
+
+
+def _check_places(folders: Folders, options: InferenceOptions) -> None:
+    """Check that the run directory, which is replaced, does not contain what the user names."""
+    for option, path in (("--model", options.model), ("--prompts", options.prompts)):
+        if path is not None and path.is_relative_to(folders.root):
+            raise RunDirectoryError(
+                f"{option} {path}: the run directory {folders.root} is replaced; name another --dir"
+            )
+    if options.model is not None and not (options.model / "config.json").is_file():
+        raise ModelUnusableError(f"--model {options.model}: there is no config.json; name a model's directory")
+
+
+async def _provide_model(folders: Folders, inference: Inference, options: InferenceOptions, display: Display) -> None:
+    """Copy the given model to the run directory, or train one on a network of its own first."""
+    model = options.model
+    if model is None:
+        task = inference.task.trained
+        training = Training(inference.workers, options.rounds, inference.seed, task, task.evaluate_every)
+        display.step(f"training a model first: {options.rounds} rounds of the task {task.name}")
+        own = Folders(folders.root / "training")
+        await run_demo(
+            own, training, keep=False, console=display.console, timeout=options.timeout, started=display.started
+        )
+        model = own.model
+    shutil.copytree(model, folders.model)
+    if inference.task is GENERATE and add_byte_tokenizer(folders.model):
+        display.step("the model's tokens are bytes: tokenizer added")
+
+
+async def _start_network(
+    processes: Processes,
+    folders: Folders,
+    nodes: Sequence[NodePlan],
+    inference: Inference,
+    options: InferenceOptions,
+    display: Display,
+) -> None:
+    """Create certificates and data; start every node except the scheduler and wait until all are healthy."""
+    identity = await anyio.to_thread.run_sync(write_certificates, folders.certificates, nodes)
+    data, others = nodes[1], [node for node in nodes if node.role in ("gateway", "worker")]
+    for node in others:
+        start_node(processes, folders, node)
+    rows = await _make_data(processes, folders, inference, options)
+    start_node(processes, folders, data)
+    await wait_for_health(processes, identity, [*others, data])
+    display.step(f"{len(others) + 1} nodes up and healthy: " + ", ".join(node.name for node in (*others, data)))
+    display.step(f"dataset {inference.task.dataset} served: {rows} rows")
+
+
+async def _make_data(processes: Processes, folders: Folders, inference: Inference, options: InferenceOptions) -> int:
+    """Prepare the dataset; return the number of its rows."""
+    task = inference.task
+    if task is CLASSIFY:
+        source = folders.test_set
+        _, rows = await anyio.to_thread.run_sync(task.trained.write, folders.data / "train.safetensors", source)
+    elif options.prompts is None:
+        source = folders.root / "prompts.jsonl"
+        rows = await anyio.to_thread.run_sync(write_prompts, source)
+    else:
+        source = Path(shutil.copyfile(options.prompts, folders.root / "prompts.jsonl"))
+        rows = source.read_bytes().count(b"\n")
+    command = [script("hypha-data"), "prepare", str(source), "--out", str(folders.data / task.dataset)]
+    command += ["--slices", str(min(inference.slices, max(1, rows))), "--seed", str(inference.seed)]
+    await processes.run("prepare", command, timeout=STEP_TIMEOUT)
+    return rows
+
+
+class _Job:
+    """The running job, and what is killed during it."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        folders: Folders,
+        nodes: Sequence[NodePlan],
+        kill: Victim | None,
+        display: Display,
+    ) -> None:
+        self._processes, self._folders, self._display = processes, folders, display
+        self._nodes = {node.name: node for node in nodes}
+        self._kill = kill
+        self._log = EventLog(folders.runs)
+        self._committed = 0.0
+        """Share of the parts that are committed."""
+
+    async def run(self) -> None:
+        """Start the scheduler, show its events until the job has ended, and kill what is to be killed."""
+        scheduler = start_node(self._processes, self._folders, self._nodes["scheduler"])
+        self._display.step("scheduler started with the job")
+        victim = {"worker": _VICTIM, "data": "data"}.get(self._kill or "")
+        watched = [name for name in self._nodes if name not in ("scheduler", victim)]
+        with self._display.counting("parts"):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._processes.watch, watched)
+                scheduler = await self._follow(scheduler)
+                tasks.cancel_scope.cancel()
+            self._show()
+        if scheduler.process.returncode != 0:
+            raise ProcessFailedError(
+                f"scheduler ended with status {scheduler.process.returncode}; its last lines ({scheduler.log}):\n"
+                + scheduler.last_lines()
+            )
+        if self._kill is not None:
+            raise ProcessFailedError(f"--kill {self._kill}: the job had ended before")
+
+    async def _follow(self, scheduler: Child) -> Child:
+        """Show events until the job has ended; return the scheduler's last process."""
+        while scheduler.process.poll() is None:
+            self._show()
+            if self._kill is not None and self._committed >= KILL_AFTER:
+                scheduler = await self._strike(self._kill, scheduler)
+            await anyio.sleep(_POLL)
+        return scheduler
+
+    def _show(self) -> None:
+        for event in self._log.read():
+            if event["event"] == "part":
+                self._committed = event["committed"] / event["slices"]
+            self._display.event(event)
+
+    async def _strike(self, victim: Victim, scheduler: Child) -> Child:
+        """Kill a process with SIGKILL, and do what its owner would do; return the running scheduler."""
+        processes = self._processes
+        if victim == "executor":
+            if not processes.kill_descendant(_VICTIM, MODULE):
+                return scheduler  # it has just ended; its successor is killed
+            self._display.step(f"after {self._committed:.0%} of the parts", alarm=f"executor of {_VICTIM} killed")
+        else:
+            name = _VICTIM if victim == "worker" else victim
+            await processes.kill(name)
+            self._display.step(f"after {self._committed:.0%} of the parts", alarm=f"{name} killed")
+        self._kill = None
+        if victim == "data":
+            start_node(processes, self._folders, self._nodes[victim])
+            self._display.step("data node started again")
+        return self._resume() if victim == "scheduler" else scheduler
+
+    def _resume(self) -> Child:
+        """Continue the job with a new scheduler."""
+        directory = _job_directory(self._folders)
+        config = self._folders.configuration / "scheduler.toml"
+        command = [script("hypha-scheduler"), "resume", str(directory), "--config", str(config)]
+        self._display.step(f"hypha-scheduler resume {directory}")
+        return self._processes.start("resume", command)
+
+
+def _job_directory(folders: Folders) -> Path:
+    [journal] = folders.runs.glob("*/journal.jsonl")
+    return journal.parent
+
+
+async def _audit(processes: Processes, folders: Folders, display: Display) -> str:
+    """Audit the job's directory with the command; return what it says."""
+    said = folders.logs / "audit.txt"
+    command = [script("hypha-scheduler"), "audit", str(_job_directory(folders))]
+    await processes.run("audit", command, timeout=STEP_TIMEOUT, stdout=said)
+    await processes.stop()
+    display.step("results audited, every process ended")
+    return said.read_text().strip()
+
+
+def _summarize(
+    folders: Folders, inference: Inference, options: InferenceOptions, audit: str, display: Display
+) -> InferenceSummary:
+    directory = _job_directory(folders)
+    result: dict[str, Any] = parse_json((directory / "result.json").read_text())
+    wall = time.monotonic() - display.started
+    task = inference.task.name
+    summary = summarize_inference(result, task=task, wall_seconds=wall, killed=options.kill, audit=audit)
+    shutil.copyfile(directory / "metrics.jsonl", folders.metrics)
+    (folders.root / "summary.json").write_text(summary.as_json() + "\n")
+    return summary

@@ -1,0 +1,88 @@
+"""Configuration of a network that runs a batch inference job: gateway, data node, workers and scheduler.
+
+Called by `inference_demo`; the network's nodes and folders are those of `network_layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from hypha_local.demo_tasks import CLASSIFY, InferenceTask
+from hypha_local.network_layout import Folders, NodePlan, network_settings, process_executor, toml, worker_settings
+
+MODULE: Final = "hypha.accelerate_executor.inference"
+"""Module of the executor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """Parameters of the demo's inference job."""
+
+    workers: int = 3
+    seed: int = 0
+    task: InferenceTask = CLASSIFY
+    columns: tuple[str, ...] = CLASSIFY.columns
+    """Columns of the dataset that the results repeat."""
+    delay: float = 0.0
+    """Seconds that the executors add to every batch."""
+
+    @property
+    def slices(self) -> int:
+        """Number of slices of the dataset, if it has as many rows."""
+        return self.task.slices_per_worker * self.workers
+
+
+def write_inference_configuration(
+    folders: Folders, nodes: Iterable[NodePlan], inference: Inference, python: str
+) -> None:
+    """Write the TOML file of every node to the run directory."""
+    nodes = list(nodes)
+    gateways = [node.address for node in nodes if node.role == "gateway"]
+    for node in nodes:
+        text = network_settings(node, [] if node.role == "gateway" else gateways)
+        text += _role_settings(node, inference, python)
+        (folders.configuration / f"{node.name}.toml").write_text(text, encoding="utf-8")
+
+
+def _role_settings(node: NodePlan, inference: Inference, python: str) -> str:
+    if node.role == "gateway":
+        return 'state_dir = "../work"\n'
+    if node.role == "data":
+        name = inference.task.dataset
+        return f"\n[[datasets]]\nname = {toml(name)}\npath = {toml(f'../data/{name}')}\n"
+    if node.role == "scheduler":
+        return _job(inference)
+    delay = f'env = {{ HYPHA_EXECUTOR_DELAY = "{inference.delay:g}" }}\n' if inference.delay else ""
+    return worker_settings(node) + process_executor("inference", "transformers", python, MODULE) + delay
+
+
+def _job(inference: Inference) -> str:
+    task = inference.task
+    return f"""output_dir = "../runs"
+
+[scheduler.job]
+type = "inference"
+dataset = {toml(task.dataset)}
+
+[scheduler.job.model]
+path = "../model"
+type = {toml(task.trained.type)}
+
+[scheduler.job.inference]
+task = {toml(task.kind)}
+batch_size = {task.batch_size}
+seed = {inference.seed}
+{task.settings}
+[scheduler.job.results]
+columns = {toml(list(inference.columns))}
+
+[scheduler.job.resources]
+num_workers = {inference.workers}
+worker = {{ cpu = 1.0 }}
+
+[scheduler.job.resources.worker_price]
+bid = 100.0
+max = 120.0
+"""
