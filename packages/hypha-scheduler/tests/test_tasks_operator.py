@@ -219,9 +219,13 @@ def test_a_task_that_keeps_failing_fails_the_job_with_its_reason_and_last_lines(
     op = operator(a_task("a", retries=1))
     task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
     end = TaskEnded(TaskState.FAILED, "exit code 1", 1, ("Traceback", "ValueError: x"))
-    again = started(op.on_task_update(task, end, 1.0))["a"]
+    effects = op.on_task_update(task, end, 1.0)
+    again = started(effects)["a"]
     assert again.attempt == task.attempt + 1
-    said = failure(op.on_task_update(again, end, 2.0))
+    assert [event.name for event in of_kind(EmitEvent, effects)] == ["task_retry"]
+    effects = op.on_task_update(again, end, 2.0)
+    assert of_kind(EmitEvent, effects) == [], "it is not tried again"
+    said = failure(effects)
     assert said == "task a failed after 2 attempts: exit code 1; last lines: Traceback; ValueError: x"
 
 

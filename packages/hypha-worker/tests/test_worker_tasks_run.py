@@ -175,6 +175,21 @@ def test_an_error_in_the_worker_ends_one_attempt_only(
     in_task_lab(case)
 
 
+def test_a_lease_whose_session_fails_is_given_up_so_that_its_scheduler_hears_of_it(
+    in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another session could not go on with the stream: the attempt would hang while the lease is renewed."""
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr("hypha_worker.tasks.lease_session.check_start", lambda *_: 1 / 0)
+            tasks.start(lease, "t")
+            await tasks.until(lambda: all(found.id != lease for found in lab.worker.lease_manager.leases))
+        assert "because of an error in this worker" in caplog.text
+
+    in_task_lab(case)
+
+
 def test_an_attempt_fails_after_its_timeout(in_task_lab: InTaskLab) -> None:
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
         tasks.start(lease, "t", "time.sleep(60)", timeout_ms=300)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from contextlib import suppress
 from typing import Final
 
 import anyio
@@ -28,7 +29,7 @@ from hypha_proto.tasks import TASK_EXECUTOR_PREFIX
 from hypha_proto.transfer import TASK_RESOURCE, PullRequest, PushHeader, Refusal
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
 from hypha_worker.job_storage import GIGABYTE
-from hypha_worker.leasing.lease_manager import Lease, LeaseState
+from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseState
 from hypha_worker.tasks.lease_session import LeaseSession
 from hypha_worker.tasks.output_store import HeldOutput
 from hypha_worker.tasks.task_run import TaskHost, TaskRun
@@ -94,8 +95,17 @@ class TaskManager:
             await session.run()
         except Exception:  # noqa: BLE001 - logged: it ends the tasks of this lease only
             _log.exception("serving tasks on lease %s failed because of an error in this worker", session.lease.id)
+            self._give_up(session.lease)
         finally:
             del self._sessions[session.lease.id]
+
+    def _give_up(self, lease: Lease) -> None:
+        """End a lease whose session failed: its scheduler hears it with the next renewal, and runs the task elsewhere.
+
+        A new session would not know what was said over the stream.
+        """
+        with suppress(LeaseError):  # it is over
+            self._host.lease_manager.release(lease.id, lease.scheduler)
 
     def end_lease(self, lease: uuid.UUID, reason: str) -> None:
         """Stop serving a lease that is over."""

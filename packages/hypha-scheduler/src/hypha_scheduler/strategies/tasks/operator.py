@@ -392,21 +392,21 @@ class TasksOperator(base.Operator):
         instance = run.instance
         instance.failures += 1
         self._records.append(records.failed(instance.name, reason))
-        self._emit("task_retry", run, f"failed: {reason}")
         if instance.failures > instance.task.table.retries:
             lines = "; ".join(end.last_lines[-_SHOWN_LINES:])
             attempts = "1 attempt" if instance.failures == 1 else f"{instance.failures} attempts"
             text = f"task {instance.name} failed after {attempts}: {reason}"
             self._fail_later(f"{text}; last lines: {lines}" if lines else text)
+        self._emit_retry(run, f"failed: {reason}")
         self.instances.run_again(instance)
 
     def _count_loss(self, run: Run, reason: str, now: float) -> None:
         instance = run.instance
         instance.losses += 1
-        self._emit("task_retry", run, reason)
         if instance.losses > MAX_LOSSES:
             text = f"task {instance.name} was lost {instance.losses} times, the last time because {reason}"
             self._fail_later(f"{text}; look whether it ends its workers")
+        self._emit_retry(run, reason)
         if run.is_lost:
             self.instances.run_again(instance)
         else:
@@ -416,10 +416,10 @@ class TasksOperator(base.Operator):
         """Handle that an attempt could not be given a result: it is tried once more, then made again."""
         instance = run.instance
         instance.lacks += 1
-        self._emit("task_retry", run, f"it could not be given {result[1]} of {result[0]}: {reason}")
         if instance.lacks > MAX_LOSSES:
             text = f"task {instance.name} could not be given {result[1]} of {result[0]} {instance.lacks} times"
             self._fail_later(f"{text}, the last time because {reason}")
+        self._emit_retry(run, f"it could not be given {result[1]} of {result[0]}: {reason}")
         for key in list(self.instances.keys(result)):
             if (stored := self.ledger.get(key)) is not None:
                 if stored.is_suspect:
@@ -458,8 +458,10 @@ class TasksOperator(base.Operator):
         self._count += 1
         heapq.heappush(self._deadlines, (at, self._count, kind, what))
 
-    def _emit(self, name: str, run: Run, reason: str) -> None:
-        self._records.append(EmitEvent(name, {**self._fields(run), "reason": reason}))
+    def _emit_retry(self, run: Run, reason: str) -> None:
+        """Tell that an attempt is followed by another one, unless it has failed the job."""
+        if not self._is_over:
+            self._records.append(EmitEvent("task_retry", {**self._fields(run), "reason": reason}))
 
     def _fields(self, run: Run) -> dict[str, object]:
         return {"task": run.instance.name, "attempt": run.task.attempt, "worker": str(run.task.lease.peer)}
