@@ -23,6 +23,7 @@ NAMES = (
     "placement",
     "runner",
     "tasks",
+    "inference",
 )
 
 

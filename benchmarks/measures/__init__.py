@@ -8,6 +8,7 @@ from benchmarks.measures import (
     connect,
     footprint,
     gossip,
+    inference,
     memory,
     placement,
     relay,
@@ -32,4 +33,5 @@ MEASURES: Mapping[str, Callable[[BenchmarkRun], list[Row]]] = {
     "placement": placement.measure,
     "runner": runner.measure,
     "tasks": tasks.measure,
+    "inference": inference.measure,
 }

@@ -1,0 +1,179 @@
+"""Batch inference over a network of real processes, against plain scripts of transformers on the same rows.
+
+Two workers of one thread classify images with the model of the digits demo; two plain processes of one thread do the
+same in turns with them. Then the time until the first part, and the rows that are computed in all when a worker is
+killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy
+from safetensors.numpy import save_file
+
+from benchmarks.job_network import JOB_TIMEOUT, JobNetwork, job_network
+from benchmarks.run import BenchmarkRun
+from benchmarks.tables import Row
+from hypha_local.processes import script
+
+BATCH: Final = 64
+MANY: Final = "many"
+FEW: Final = "few"
+DATASETS: Final = {MANY: 24, FEW: 4}
+"""Slices of each dataset; those of `FEW` have one batch."""
+ROWS_A_COUNT: Final = 480
+"""Rows of the dataset for each of `BenchmarkRun.count`."""
+KILLED_AT: Final = 0.4
+"""Share of the parts that are there when a worker is killed."""
+IN_HAND: Final = 2
+"""Slices that a worker has at a time."""
+POLL: Final = 0.02
+ONE_THREAD: Final = ("OMP_NUM_THREADS", "1")
+Part = tuple[float, int]
+"""When a part was complete, in seconds since the epoch, and its rows."""
+
+
+def measure(run: BenchmarkRun) -> list[Row]:
+    """Measure rates, the time to the first part, and the cost of a killed worker."""
+    _prepare(run)
+    data = "".join(f'[[datasets]]\nname = "{name}"\npath = {json.dumps(str(run.folder / name))}\n' for name in DATASETS)
+    with job_network(run.folder / "network", _worker(), workers=3, data=data) as network:
+        bench = _Bench(run.folder, network)
+        bench.rate()  # warms everything up
+        rates = [(bench.plain_rate(), bench.rate()) for _ in range(run.repeat)]
+        starts = [(bench.plain_start(), bench.start()) for _ in range(run.repeat)]
+        computed = [bench.computed() for _ in range(run.repeat)]
+    return [_rate_row(run, rates), _start_row(starts), _lost_row(computed)]
+
+
+def _prepare(run: BenchmarkRun) -> None:
+    """Create the model and both datasets."""
+    model = ("--arch", "resnet-digits", "--task", "image-classification", "--out", str(run.folder / "model"))
+    _command("hypha-accelerate-executor", "create-model", *model)
+    sizes = {MANY: run.count * ROWS_A_COUNT, FEW: DATASETS[FEW] * BATCH}
+    for name, slices in DATASETS.items():
+        images = numpy.random.default_rng(0).random((sizes[name], 1, 8, 8), dtype=numpy.float32)
+        source = run.folder / f"{name}.safetensors"
+        save_file({"pixel_values": images}, source)
+        _command("hypha-data", "prepare", str(source), "--out", str(run.folder / name), "--slices", str(slices))
+
+
+def _command(program: str, *words: str) -> None:
+    subprocess.run([script(program), *words], check=True, capture_output=True, timeout=JOB_TIMEOUT)
+
+
+def _worker() -> str:
+    """Return TOML of a worker of one thread."""
+    args = ["-m", "hypha.accelerate_executor.inference"]
+    args += ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
+    environment = f'env = {{ {ONE_THREAD[0]} = "{ONE_THREAD[1]}" }}\n'
+    executor = f"cmd = {json.dumps(sys.executable)}\nargs = {json.dumps(args)}\n{environment}"
+    resources = "[resources]\ncpu = 1\nmemory = 4\nstorage = 20\n"
+    return f'{resources}[[executors]]\nclass = "inference"\nname = "transformers"\nruntime = "process"\n{executor}'
+
+
+def _rate_row(run: BenchmarkRun, rates: Sequence[tuple[float, float]]) -> Row:
+    plain, ours = map(statistics.median, zip(*rates, strict=True))
+    ratio = statistics.median(one / other for other, one in rates)
+    what = f"classify {run.count * ROWS_A_COUNT} images in {DATASETS[MANY]} slices, two workers of one thread"
+    return Row(what, "rows/s", ours, plain, "two plain processes of one thread", ratio, ">= 0.85")
+
+
+def _start_row(starts: Sequence[tuple[float, float]]) -> Row:
+    plain, ours = map(statistics.median, zip(*starts, strict=True))
+    more = statistics.median(one - other for other, one in starts)
+    what = f"submit to the first part of {BATCH} rows: {more:+.1f} s"
+    return Row(what, "s", ours, plain, "plain script to its first batch", ours / plain, "<= +3 s")
+
+
+def _lost_row(computed: Sequence[tuple[int, int]]) -> Row:
+    assigned, rows = max(computed)
+    what = f"rows computed in all, one worker of three killed at {KILLED_AT:.0%}; the most of {len(computed)} jobs"
+    bound = f"<= {1 + IN_HAND / DATASETS[MANY]:.3f}"
+    return Row(what, "rows", assigned, rows, "rows", assigned / rows, bound)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What is measured, on a running network."""
+
+    folder: Path
+    network: JobNetwork
+
+    def rate(self) -> float:
+        """Return rows/s from the first to the last part, without those of the first."""
+        rate: float = self.network.run(self._job(MANY, workers=2))["rows_per_second"]
+        return rate
+
+    def plain_rate(self) -> float:
+        """Return the same of two plain processes, which have half of the slices each."""
+        slices = sorted((self.folder / MANY).glob("slice-*"))
+        processes = [self._start_plainly(slices[half::2]) for half in range(2)]
+        parts = sorted(part for process in processes for part in _parts(process) if part[1])
+        return sum(rows for _, rows in parts[1:]) / (parts[-1][0] - parts[0][0])
+
+    def plain_start(self) -> float:
+        """Return seconds from the start of a plain process to its first batch."""
+        [first, *_] = sorted((self.folder / FEW).glob("slice-*"))
+        began = time.time()
+        return _parts(self._start_plainly([first]))[0][0] - began
+
+    def start(self) -> float:
+        """Return seconds from the start of the command `submit` to the first part on disk."""
+        began = time.perf_counter()
+        process, directory = self.network.start(self._job(FEW, workers=1))
+        _wait_for_parts(process, directory, 1)
+        seconds = time.perf_counter() - began
+        self.network.result(process, directory)
+        return seconds
+
+    def computed(self) -> tuple[int, int]:
+        """Kill a worker during a job; return the rows that were assigned, and those that there are."""
+        process, directory = self.network.start(self._job(MANY, workers=3))
+        _wait_for_parts(process, directory, round(DATASETS[MANY] * KILLED_AT))
+        self.network.kill("worker-3")
+        result = self.network.result(process, directory)
+        self.network.start_nodes("worker-3")
+        return result["rows_assigned"], result["rows"]
+
+    def _job(self, dataset: str, *, workers: int) -> dict[str, Any]:
+        return {
+            "type": "inference",
+            "dataset": dataset,
+            "model": {"path": str(self.folder / "model"), "type": "vision-classification"},
+            "inference": {"task": "classify", "batch_size": BATCH},
+            "resources": {"num_workers": workers, "worker": {"cpu": 1}},
+        }
+
+    def _start_plainly(self, slices: Sequence[Path]) -> subprocess.Popen[str]:
+        out = self.folder / "plain"
+        out.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "benchmarks.programs.plain_inference", str(self.folder / "model")]
+        command += [str(BATCH), str(out), *map(str, slices)]
+        environment = os.environ | dict([ONE_THREAD])
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+
+
+def _wait_for_parts(process: subprocess.Popen[str], directory: Path, count: int) -> None:
+    until = time.monotonic() + JOB_TIMEOUT
+    while sum(1 for _ in (directory / "results").glob("part-*")) < count:
+        if process.poll() is not None or time.monotonic() > until:
+            raise RuntimeError(f"{directory}: it has fewer than {count} parts")
+        time.sleep(POLL)
+
+
+def _parts(process: subprocess.Popen[str]) -> list[Part]:
+    output, _ = process.communicate(timeout=JOB_TIMEOUT)
+    if process.returncode != 0:
+        raise RuntimeError(f"the plain script exited with status {process.returncode}")
+    return [(float(at), int(rows)) for at, rows in map(str.split, output.splitlines())]
