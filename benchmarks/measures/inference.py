@@ -1,6 +1,7 @@
 """Batch inference over a network of real processes, against plain scripts of transformers on the same rows.
 
-Two workers of one thread classify images with the model of the digits demo; two plain processes of one thread do the
+Two workers of one thread classify images of 32×32 pixels with a ResNet-18, and images of 8×8 pixels with the model of
+the digits demo, whose rows are so cheap that they show the cost of a result; two plain processes of one thread do the
 same in turns with them. Then the time until the first part, and the rows that are computed in all when a worker is
 killed.
 """
@@ -29,10 +30,16 @@ from hypha_local.processes import script
 BATCH: Final = 64
 MANY: Final = "many"
 FEW: Final = "few"
-DATASETS: Final = {MANY: 24, FEW: 4}
+LARGE: Final = "large"
+DATASETS: Final = {MANY: 24, FEW: 4, LARGE: 24}
 """Slices of each dataset; those of `FEW` have one batch."""
-ROWS_A_COUNT: Final = 480
-"""Rows of the dataset for each of `BenchmarkRun.count`."""
+ROWS_A_COUNT: Final = {MANY: 480, LARGE: 24}
+"""Rows of a dataset for each of `BenchmarkRun.count`."""
+SHAPES: Final = {MANY: (1, 8, 8), FEW: (1, 8, 8), LARGE: (3, 32, 32)}
+RESNET_18: Final = {
+    "model_type": "resnet", "architectures": ["ResNetForImageClassification"], "num_channels": 3, "embedding_size": 64,
+    "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic",
+}  # fmt: skip
 KILLED_AT: Final = 0.4
 """Share of the parts that are there when a worker is killed."""
 IN_HAND: Final = 2
@@ -49,23 +56,31 @@ def measure(run: BenchmarkRun) -> list[Row]:
     data = "".join(f'[[datasets]]\nname = "{name}"\npath = {json.dumps(str(run.folder / name))}\n' for name in DATASETS)
     with job_network(run.folder / "network", _worker(), workers=3, data=data) as network:
         bench = _Bench(run.folder, network)
-        bench.rate()  # warms everything up
-        rates = [(bench.plain_rate(), bench.rate()) for _ in range(run.repeat)]
+        bench.rate(MANY)  # warms everything up
+        large = [(bench.plain_rate(LARGE), bench.rate(LARGE)) for _ in range(run.repeat)]
+        small = [(bench.plain_rate(MANY), bench.rate(MANY)) for _ in range(run.repeat)]
         starts = [(bench.plain_start(), bench.start()) for _ in range(run.repeat)]
         computed = [bench.computed() for _ in range(run.repeat)]
-    return [_rate_row(run, rates), _start_row(starts), _lost_row(computed)]
+    rates = [_rate_row(run, LARGE, large, ">= 0.85"), _rate_row(run, MANY, small, "")]
+    return [*rates, _start_row(starts), _lost_row(computed)]
 
 
 def _prepare(run: BenchmarkRun) -> None:
-    """Create the model and both datasets."""
-    model = ("--arch", "resnet-digits", "--task", "image-classification", "--out", str(run.folder / "model"))
-    _command("hypha-accelerate-executor", "create-model", *model)
-    sizes = {MANY: run.count * ROWS_A_COUNT, FEW: DATASETS[FEW] * BATCH}
+    """Create the models and datasets."""
+    config = run.folder / "resnet-18.json"
+    config.write_text(json.dumps(RESNET_18))
+    for name, what in {MANY: ("--arch", "resnet-digits"), LARGE: ("--config-json", str(config))}.items():
+        _command("hypha-accelerate-executor", "create-model", *what, "--out", str(_model(run.folder, name)))
+    sizes = {name: run.count * rows for name, rows in ROWS_A_COUNT.items()} | {FEW: DATASETS[FEW] * BATCH}
     for name, slices in DATASETS.items():
-        images = numpy.random.default_rng(0).random((sizes[name], 1, 8, 8), dtype=numpy.float32)
+        images = numpy.random.default_rng(0).random((sizes[name], *SHAPES[name]), dtype=numpy.float32)
         source = run.folder / f"{name}.safetensors"
         save_file({"pixel_values": images}, source)
         _command("hypha-data", "prepare", str(source), "--out", str(run.folder / name), "--slices", str(slices))
+
+
+def _model(folder: Path, dataset: str) -> Path:
+    return folder / f"model-{LARGE if dataset == LARGE else MANY}"
 
 
 def _command(program: str, *words: str) -> None:
@@ -82,11 +97,12 @@ def _worker() -> str:
     return f'{resources}[[executors]]\nclass = "inference"\nname = "transformers"\nruntime = "process"\n{executor}'
 
 
-def _rate_row(run: BenchmarkRun, rates: Sequence[tuple[float, float]]) -> Row:
+def _rate_row(run: BenchmarkRun, name: str, rates: Sequence[tuple[float, float]], bound: str) -> Row:
     plain, ours = map(statistics.median, zip(*rates, strict=True))
     ratio = statistics.median(one / other for other, one in rates)
-    what = f"classify {run.count * ROWS_A_COUNT} images in {DATASETS[MANY]} slices, two workers of one thread"
-    return Row(what, "rows/s", ours, plain, "two plain processes of one thread", ratio, ">= 0.85")
+    model = "ResNet-18" if name == LARGE else "digits ResNet"
+    what = f"{model}, {run.count * ROWS_A_COUNT[name]} images in {DATASETS[name]} slices, two workers of one thread"
+    return Row(what, "rows/s", ours, plain, "two plain processes of one thread", ratio, bound)
 
 
 def _start_row(starts: Sequence[tuple[float, float]]) -> Row:
@@ -110,15 +126,15 @@ class _Bench:
     folder: Path
     network: JobNetwork
 
-    def rate(self) -> float:
+    def rate(self, dataset: str) -> float:
         """Return rows/s from the first to the last part, without those of the first."""
-        rate: float = self.network.run(self._job(MANY, workers=2))["rows_per_second"]
+        rate: float = self.network.run(self._job(dataset, workers=2))["rows_per_second"]
         return rate
 
-    def plain_rate(self) -> float:
+    def plain_rate(self, dataset: str) -> float:
         """Return the same of two plain processes, which have half of the slices each."""
-        slices = sorted((self.folder / MANY).glob("slice-*"))
-        processes = [self._start_plainly(slices[half::2]) for half in range(2)]
+        slices = sorted((self.folder / dataset).glob("slice-*"))
+        processes = [self._start_plainly(dataset, slices[half::2]) for half in range(2)]
         parts = sorted(part for process in processes for part in _parts(process) if part[1])
         return sum(rows for _, rows in parts[1:]) / (parts[-1][0] - parts[0][0])
 
@@ -126,7 +142,7 @@ class _Bench:
         """Return seconds from the start of a plain process to its first batch."""
         [first, *_] = sorted((self.folder / FEW).glob("slice-*"))
         began = time.time()
-        return _parts(self._start_plainly([first]))[0][0] - began
+        return _parts(self._start_plainly(FEW, [first]))[0][0] - began
 
     def start(self) -> float:
         """Return seconds from the start of the command `submit` to the first part on disk."""
@@ -150,15 +166,15 @@ class _Bench:
         return {
             "type": "inference",
             "dataset": dataset,
-            "model": {"path": str(self.folder / "model"), "type": "vision-classification"},
+            "model": {"path": str(_model(self.folder, dataset)), "type": "vision-classification"},
             "inference": {"task": "classify", "batch_size": BATCH},
             "resources": {"num_workers": workers, "worker": {"cpu": 1}},
         }
 
-    def _start_plainly(self, slices: Sequence[Path]) -> subprocess.Popen[str]:
+    def _start_plainly(self, dataset: str, slices: Sequence[Path]) -> subprocess.Popen[str]:
         out = self.folder / "plain"
         out.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "benchmarks.programs.plain_inference", str(self.folder / "model")]
+        command = [sys.executable, "-m", "benchmarks.programs.plain_inference", str(_model(self.folder, dataset))]
         command += [str(BATCH), str(out), *map(str, slices)]
         environment = os.environ | dict([ONE_THREAD])
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
