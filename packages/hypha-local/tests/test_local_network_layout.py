@@ -61,11 +61,12 @@ def test_no_two_calls_return_the_same_port_also_in_different_processes() -> None
 
 
 def _consecutive_free_ports(count: int) -> list[int]:
-    """Return ports that nothing listens on and that `free_ports` does not choose by itself."""
+    """Return ports that nothing listens on, no other process has reserved, and `free_ports` does not choose itself."""
     for start in range(18_000, 20_000, count):
         with ExitStack() as stack, suppress(OSError):
             for port in range(start, start + count):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                stack.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0hypha-local-port-{port}")
             return list(range(start, start + count))
     raise AssertionError("no free ports")
 
