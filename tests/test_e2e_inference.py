@@ -173,7 +173,7 @@ def run_demo(folder: Path, *options: str | Path) -> tuple[dict[str, Any], str]:
     return json.loads(found), said
 
 
-@pytest.mark.parametrize("victim", ["worker", "executor", "scheduler", "data"])
+@pytest.mark.parametrize("victim", ["worker", "scheduler"])
 def test_the_inference_demo_classifies_every_image_although_a_process_is_killed(
     victim: str, network: InferenceNetwork, tmp_path: Path
 ) -> None:

@@ -25,6 +25,8 @@ def run_pytest(folder: Path, *options: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.concurrent
 def test_what_failed_last_is_run_again_and_debugged(tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text("def test_passes():\n    pass\n\n\ndef test_fails():\n    assert False\n")
     printed = run_pytest(tmp_path)

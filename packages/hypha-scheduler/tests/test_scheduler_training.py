@@ -23,8 +23,8 @@ from hypha_proto.progress import (
 )
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_scheduler.jobs.config import InnerOptimizerTable
-from hypha_scheduler.jobs.training import Training
 from hypha_scheduler.strategies.base import PushTarget, SliceToUse
+from hypha_scheduler.strategies.diloco.independent_training import Training
 
 HERE = PeerId.from_public_key(bytes(32))
 TARGET = PushTarget(Path("/runs/job/updates/a.safetensors"), 100)

@@ -17,8 +17,9 @@ from pydantic import Field
 from hypha_net.transfer import PullSource
 from hypha_proto import ids, job_spec, offers, progress, resources, task_resources, tasks, transfer
 from hypha_scheduler import errors
-from hypha_scheduler.jobs import artifacts, config, resource_locations, specs, training
+from hypha_scheduler.jobs import artifacts, config, resource_locations, specs
 from hypha_scheduler.strategies import base
+from hypha_scheduler.strategies.diloco import independent_training as training
 
 EXECUTOR, ATTEMPTS, MAX_UPDATE = "diloco-transformer", 2, 1 << 30
 CHOOSER, CHOICE = "sweep/choose-best", "best.variant"  # an executor of tasks, and a name that no variant has
@@ -64,9 +65,8 @@ class SweepOperator(base.Operator):
         return "choose" if len(self.results) == len(self.job.variants) else "train"
 
     def role_requests(self) -> Sequence[base.RoleRequest]:
-        spec = specs.worker_spec(self.job.worker, offers.TrainExecutor(EXECUTOR))
-        if self.role == "choose":
-            spec = offers.WorkerSpec(resources.Resources(cpu=0.1), (tasks.task_executor(CHOOSER),))
+        choice = offers.WorkerSpec(resources.Resources(cpu=0.1), (tasks.task_executor(CHOOSER),))
+        spec = choice if self.role == "choose" else specs.worker_spec(self.job.worker, offers.TrainExecutor(EXECUTOR))
         price, unfinished = self.job.worker_price, len(self.waiting) + len(self.running)
         count = min(unfinished, self.job.workers if self.leases else 1)  # begin with the first that is found
         return (base.RoleRequest(self.role, spec, price.bid, price.max, count, min(1, count), distinct_peers=False),)
