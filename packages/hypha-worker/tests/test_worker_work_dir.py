@@ -1,74 +1,62 @@
-"""The work directory: removal of the job folders that killed workers have left."""
+"""Folders of jobs are removed whole, and nothing outside of them."""
 
 from __future__ import annotations
 
-import errno
 import os
-import uuid
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hypha_worker.work_dir import clear_work_dir
+from hypha_worker.work_dir import remove_folder
 
 
-@pytest.mark.parametrize("kind", ["hypha", "outputs"])
-def test_folders_of_a_killed_worker_are_removed_at_the_next_start(tmp_path: Path, kind: str) -> None:
-    work = tmp_path / "work"
-    stale, others = work / f"{kind}-{uuid.uuid4()}", [work / "hypha-notes", work / "results"]
-
-    def leave() -> None:
-        for path in (stale, *others):
-            path.mkdir(parents=True, exist_ok=True)
-            (path / "model").write_bytes(b"x")
-
-    leave()
-    with ExitStack() as first:
-        clear_work_dir(work, first)
-        assert not stale.exists()
-        leave()
-        with ExitStack() as second:  # a second worker in the same folder: this may be a job of the first
-            clear_work_dir(work, second)
-            assert stale.exists()
-        first.close()
-        with ExitStack() as third:
-            clear_work_dir(work, third)
-            assert not stale.exists()
-    assert all((path / "model").exists() for path in others)
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "keep").write_text("kept")
+    return folder
 
 
-def test_what_cannot_be_removed_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_links_are_removed_and_what_they_lead_to_stays(tmp_path: Path, outside: Path) -> None:
+    folder = tmp_path / "job"
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / "a" / "file").write_text("x")
+    (folder / "link").symlink_to(outside)
+    (folder / "a" / "b" / "link").symlink_to(outside)
+    (folder / "a" / "b").chmod(0)
+    remove_folder(folder)
+    assert not folder.exists()
+    assert (outside / "keep").read_text() == "kept"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_folder_that_becomes_a_link_meanwhile_is_not_followed(
+    tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, depth: int
 ) -> None:
-    job = tmp_path / f"hypha-{uuid.uuid4()}"
-    job.mkdir()
-    (job / "kept").write_bytes(b"x")
-    (job / "other").write_bytes(b"x")
-    unlink = os.unlink
+    folder = tmp_path / "job"
+    victim = folder.joinpath(*["deep"] * (depth - 1), "victim")
+    victim.mkdir(parents=True)
+    original: Any = os.open
 
-    def refuse(path: str, **options: Any) -> None:
-        if os.path.basename(path) == "kept":
-            raise PermissionError(errno.EPERM, "Operation not permitted", path)
-        unlink(path, **options)
+    def swap_and_open(path: str, *arguments: Any, **more: Any) -> int:
+        if path == "victim":
+            parent = more["dir_fd"]
+            os.rmdir(path, dir_fd=parent)
+            os.symlink(outside, path, dir_fd=parent)
+        descriptor: int = original(path, *arguments, **more)
+        return descriptor
 
-    monkeypatch.setattr("os.unlink", refuse)
-    with ExitStack() as stack:
-        clear_work_dir(tmp_path, stack)
-    assert [path.name for path in job.iterdir()] == ["kept"]
-    assert f"{job} cannot be removed completely" in caplog.text
-    assert "Operation not permitted" in caplog.text
+    monkeypatch.setattr(os, "open", swap_and_open)
+    remove_folder(folder)
+    assert (outside / "keep").read_text() == "kept"
+    assert "cannot be removed completely" in caplog.text
 
 
-def test_job_folders_of_running_workers_are_kept_after_the_first_has_ended(
-    tmp_path: Path,
-) -> None:
-    job = tmp_path / f"hypha-{uuid.uuid4()}"
-    with ExitStack() as first, ExitStack() as second, ExitStack() as third:
-        clear_work_dir(tmp_path, first)
-        clear_work_dir(tmp_path, second)
-        job.mkdir()  # a job of the second worker
-        first.close()
-        clear_work_dir(tmp_path, third)
-        assert job.exists()
+def test_a_link_in_place_of_the_folder_is_left(tmp_path: Path, outside: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "job"
+    folder.symlink_to(outside)
+    remove_folder(folder)
+    assert (outside / "keep").read_text() == "kept"
+    assert "is a symbolic link" in caplog.text

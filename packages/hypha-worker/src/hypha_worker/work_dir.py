@@ -68,37 +68,63 @@ def _remove_tree(folder: Path) -> list[OSError]:
     """Remove a folder; return what went wrong.
 
     Folders in it may be nested deeper than Python recurses, and than a path may be long. Each is therefore moved up
-    into `folder` before it is emptied.
+    into `folder` before it is emptied. All are opened without following links: a process that is left of the job may
+    put one in the place of a folder.
     """
     errors: list[OSError] = []
-    prefix = folder / uuid.uuid4().hex
-    full, found = [str(folder)], [str(folder)]
     with _collecting(errors):
-        os.chmod(folder, 0o700)
-    while full:
-        current = full.pop()
-        for entry in _entries(current, errors):
-            path = entry.path
-            with _collecting(errors):
-                if not entry.is_dir(follow_symlinks=False):
-                    os.unlink(path)
-                    continue
-                os.chmod(path, 0o700)
-                if current != str(folder):
-                    path = f"{prefix}-{len(found)}"
-                    os.rename(entry.path, path)
-                full.append(path)
-                found.append(path)
-    for path in reversed(found):
-        with _collecting(errors):
-            os.rmdir(path)
+        root = _open_folder(folder)
+        try:
+            _remove_content(root, errors)
+        finally:
+            os.close(root)
+        os.rmdir(folder)
     return errors
 
 
-def _entries(folder: str, errors: list[OSError]) -> list[os.DirEntry[str]]:
-    with _collecting(errors), os.scandir(folder) as entries:
-        return list(entries)
-    return []
+def _remove_content(root: int, errors: list[OSError]) -> None:
+    found = _remove_files(root, root, 0, errors)
+    for name in found:  # which grows
+        with _collecting(errors):
+            current = _open_folder(name, root)
+            try:
+                found += _remove_files(current, root, len(found), errors)
+            finally:
+                os.close(current)
+    for name in reversed(found):
+        with _collecting(errors):
+            os.rmdir(name, dir_fd=root)
+
+
+def _remove_files(current: int, root: int, count: int, errors: list[OSError]) -> list[str]:
+    """Remove the files of an open folder, and move its folders to `root`; return their names there."""
+    with os.scandir(current) as entries:
+        listed = list(entries)
+    prefix = uuid.uuid4().hex
+    moved: list[str] = []
+    for entry in listed:
+        with _collecting(errors):
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.name, dir_fd=current)
+                continue
+            name = entry.name if current == root else f"{prefix}-{count + len(moved)}"
+            if current != root:
+                os.close(_open_folder(entry.name, current))  # a folder must be writable to be moved
+                os.rename(entry.name, name, src_dir_fd=current, dst_dir_fd=root)
+            moved.append(name)
+    return moved
+
+
+def _open_folder(path: str | Path, parent: int | None = None) -> int:
+    """Open a folder, which is no link, and let its owner do everything in it."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, dir_fd=parent)
+    except PermissionError:
+        os.chmod(path, 0o700, dir_fd=parent)
+        descriptor = os.open(path, flags, dir_fd=parent)
+    os.fchmod(descriptor, 0o700)
+    return descriptor
 
 
 @contextmanager
