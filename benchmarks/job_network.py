@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,14 +86,16 @@ class JobNetwork:
 
 
 @contextmanager
-def job_network(root: Path, worker: str, *, workers: int = 1, data: str | None = None) -> Iterator[JobNetwork]:
-    """Run a healthy network; its processes and files are gone at the end.
+def job_network(worker: str, *, workers: int = 1, data: str | None = None) -> Iterator[JobNetwork]:
+    """Run a healthy network in a folder of its own; its processes and files are gone at the end.
+
+    The folder is one of the system's temporary ones: paths of sockets are to be short.
 
     Args:
-        root: folder to create.
         worker: TOML of each worker.
         data: TOML of the data node; none is started without it. Paths are relative to a folder in `root`.
     """
+    root = Path(tempfile.mkdtemp(prefix="hypha-"))
     folders = Folders(root)
     folders.make()
     nodes = {node.name: node for node in plan_nodes(workers)}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.local_network import Job, LocalNetwork, processes_of
+from support.local_network import Job, LocalNetwork, processes_of, trainer
 
 from hypha_local.processes import script
 
@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(300)
 
 DRAIN_TIMEOUT = 100
 ROUNDS = 8
+SLOW = "slow-trainer"
+"""Executor whose job lasts longer than a command takes to start on a busy machine."""
 MANY = 2000
 """More rounds than any test waits for."""
 WELL_BEFORE = 40.0
@@ -33,6 +35,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
         at_once = path.read_text()
         assert "drain_timeout = 0" in at_once
         path.write_text(at_once.replace("drain_timeout = 0", f"drain_timeout = {DRAIN_TIMEOUT}"))
+        network.extend(name, trainer(SLOW, 0.4))
     try:
         network.up()
         yield network
@@ -85,7 +88,7 @@ def test_worker_that_gets_sigterm_leaves_the_job_after_its_round(network: LocalN
 
 
 def test_owner_drains_a_worker_by_command(network: LocalNetwork) -> None:
-    job = network.job(rounds=ROUNDS, min_workers=2)
+    job = network.job(rounds=ROUNDS, kind=SLOW, min_workers=2)
     job.wait_for_round(2)
     command = [script("hypha-worker"), "drain", "--config", str(network.configuration("worker-2"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DRAIN_TIMEOUT, check=False)

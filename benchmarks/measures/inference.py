@@ -54,7 +54,7 @@ def measure(run: BenchmarkRun) -> list[Row]:
     """Measure rates, the time to the first part, and the cost of a killed worker."""
     _prepare(run)
     data = "".join(f'[[datasets]]\nname = "{name}"\npath = {json.dumps(str(run.folder / name))}\n' for name in DATASETS)
-    with job_network(run.folder / "network", _worker(), workers=3, data=data) as network:
+    with job_network(_worker(), workers=3, data=data) as network:
         bench = _Bench(run.folder, network)
         bench.rate(MANY)  # warms everything up
         large = [(bench.plain_rate(LARGE), bench.rate(LARGE)) for _ in range(run.repeat)]

@@ -26,7 +26,7 @@ def measure(run: BenchmarkRun) -> list[Row]:
     """Measure both in turns, after one job that warms everything up."""
     count = max(CHAIN, 2 * run.count // CHAIN * CHAIN)
     ours, plain = [], []
-    with job_network(run.folder / "network", _worker()) as network:
+    with job_network(_worker()) as network:
         _run_job(network, CHAIN)
         for _ in range(run.repeat):
             plain.append(_start_plainly(count))
