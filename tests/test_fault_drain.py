@@ -35,7 +35,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
         at_once = path.read_text()
         assert "drain_timeout = 0" in at_once
         path.write_text(at_once.replace("drain_timeout = 0", f"drain_timeout = {DRAIN_TIMEOUT}"))
-        network.extend(name, trainer(SLOW, 0.4))
+        network.extend(name, trainer(SLOW, 0.2))
     try:
         network.up()
         yield network
