@@ -99,3 +99,26 @@ def test_connection_that_ends_during_registration_is_not_kept(authority: Any) ->
                 await until(lambda: any(info.protocols for info in gateway.connected_peers().values()))
 
     run(main)
+
+
+def test_a_connection_that_arrives_while_the_node_ends_is_no_unexpected_error(
+    authority: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tasks of the swarm end before its state says so; trio then takes no further ones."""
+
+    async def main() -> None:
+        settings = EndpointSettings((LOOPBACK,))
+        async with (
+            open_endpoint(authority.identity("asked"), settings) as asked,
+            open_endpoint(authority.identity("asking"), EndpointSettings()) as asking,
+        ):
+
+            async def refuse(*_: Any, **__: Any) -> SwarmConn:
+                raise RuntimeError("Nursery is closed to new arrivals")
+
+            monkeypatch.setattr(asking._swarm, "add_conn", refuse)
+            with pytest.raises(UnreachableError, match="shutting down"):
+                await asking.connect(asked.addresses[0])
+
+    run(main)
+    assert "unexpected error" not in caplog.text

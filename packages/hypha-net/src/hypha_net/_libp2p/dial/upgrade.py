@@ -29,6 +29,8 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger("hypha_net.dial")
 
 UPGRADE_TIMEOUT: Final = 15.0
+_CLOSED_NURSERY: Final = "Nursery is closed"
+"""What trio says of a task group that is ending: that of the swarm, before the swarm's state says that it ends."""
 
 
 class ForeignNodeError(RefusedError):
@@ -81,6 +83,8 @@ async def upgrade(swarm: Swarm, raw: IRawConnection, *, expected: PeerId | None)
     except UnreachableError:
         raise
     except Exception as error:
+        if isinstance(error, RuntimeError) and _CLOSED_NURSERY in str(error):
+            raise UnreachableError("this node is shutting down") from error
         _log.exception("unexpected error while connecting with %s", describe_address(raw))
         raise UnreachableError(f"the connection broke off: {describe_root_cause(error)}") from error
     finally:
