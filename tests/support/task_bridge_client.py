@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-CLIENT = """
+BRIDGE = """
 import http.client, json, os, socket, sys, time
 
 class Bridge(http.client.HTTPConnection):
@@ -19,7 +19,9 @@ def post(path, body):
     value = json.loads(answer.read())
     bridge.close()
     return answer.status, value
-
+"""
+"""The beginning of an executor: `post` asks its bridge, whose socket is its first argument."""
+CLIENT = f"""{BRIDGE}
 task = json.loads(sys.argv[2])
 exec(task["settings"]["code"])
 """

@@ -16,6 +16,7 @@ import pytest
 from blake3 import blake3
 from hypothesis import settings
 from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler
+from support.task_bridge_client import BRIDGE
 
 from hypha_net import instrumentation, pubsub, rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
@@ -81,21 +82,9 @@ settings.load_profile("hypha-worker")
 TRAIN = TrainExecutor(name="script")
 SERVER = AggregateExecutor(name="parameter-server")
 
-PREAMBLE = """
-import http.client, json, os, socket, sys, time
-
-class Bridge(http.client.HTTPConnection):
-    def connect(self):
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.connect(sys.argv[1])
-
-def post(path, body):
-    bridge = Bridge("bridge")
-    bridge.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-    answer = bridge.getresponse()
-    value = json.loads(answer.read())
-    bridge.close()
-    return answer.status, value
+PREAMBLE = (
+    BRIDGE
+    + """
 
 def listen(body):
     bridge = Bridge("bridge")
@@ -109,6 +98,7 @@ def listen(body):
 work_dir, job = sys.argv[2], json.loads(sys.argv[3])
 config = job["executor"]["config"]
 """
+)
 
 
 @pytest.fixture

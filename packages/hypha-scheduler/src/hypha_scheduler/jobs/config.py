@@ -143,6 +143,13 @@ class PreprocessorTable(ArtifactTable):
         return self
 
 
+def preprocessor_task(model: ModelTable, preprocessor: PreprocessorTable | None) -> str:
+    """Return the wire name of a preprocessor; derived from the model's inputs unless type or input names are set."""
+    if preprocessor is None or preprocessor.type != "auto" or preprocessor.input_names:
+        return preprocessor.type if preprocessor else "auto"
+    return "image" if model.inputs[:1] == VISION_INPUTS[:1] else "tokenizer"
+
+
 class DatasetTable(Table):
     """``[.dataset]``."""
 

@@ -11,7 +11,6 @@ from typing import Annotated, Final, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from hypha_scheduler.jobs.config import (
-    VISION_INPUTS,
     DatasetTable,
     InnerOptimizerTable,
     JobTable,
@@ -23,6 +22,7 @@ from hypha_scheduler.jobs.config import (
     Table,
     dataset_by_name,
     not_yet,
+    preprocessor_task,
 )
 from hypha_scheduler.jobs.model_files import missing_files
 
@@ -188,11 +188,8 @@ class DilocoJobConfig(JobTable):
 
     @property
     def preprocessor_task(self) -> str:
-        """Wire name of the preprocessor; derived from the model's inputs unless type or input names are set."""
-        chosen = self.preprocessor
-        if chosen is None or chosen.type != "auto" or chosen.input_names:
-            return chosen.type if chosen else "auto"
-        return "image" if self.model.inputs[:1] == VISION_INPUTS[:1] else "tokenizer"
+        """Wire name of the preprocessor."""
+        return preprocessor_task(self.model, self.preprocessor)
 
     def span_attributes(self) -> dict[str, str]:
         """Return the name of the training data."""

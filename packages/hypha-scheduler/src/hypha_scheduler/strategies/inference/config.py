@@ -7,7 +7,6 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from hypha_scheduler.jobs.config import (
-    VISION_INPUTS,
     DatasetTable,
     JobTable,
     ModelTable,
@@ -17,6 +16,7 @@ from hypha_scheduler.jobs.config import (
     Table,
     dataset_by_name,
     kinds,
+    preprocessor_task,
 )
 from hypha_scheduler.jobs.model_files import missing_files
 from hypha_scheduler.strategies.inference.template import columns_of
@@ -225,11 +225,8 @@ class InferenceJobConfig(JobTable):
 
     @property
     def preprocessor_task(self) -> str:
-        """Wire name of the preprocessor; derived from the model's inputs unless type or input names are set."""
-        chosen = self.preprocessor
-        if chosen is None or chosen.type != "auto" or chosen.input_names:
-            return chosen.type if chosen else "auto"
-        return "image" if self.model.inputs[:1] == VISION_INPUTS[:1] else "tokenizer"
+        """Wire name of the preprocessor."""
+        return preprocessor_task(self.model, self.preprocessor)
 
     def sampling(self) -> dict[str, Any]:
         """Return `inference` as plain values: what, beside model and data, decides what a row's result is."""

@@ -46,7 +46,7 @@ class ParameterServerRuntime:
 
     def make_task_factory(self, settings: ExecutorSettings, host: HostSettings) -> TaskExecutionFactory:
         """See `Runtime.make_task_factory`."""
-        raise NotImplementedError("a parameter server runs no tasks")
+        raise ValueError('runtime = "parameter-server" runs no tasks: use runtime = "process"')
 
     def preload(self) -> None:
         """See `Runtime.preload`."""
