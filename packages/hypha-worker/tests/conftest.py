@@ -127,6 +127,8 @@ class Scheduler:
     offers: dict[uuid.UUID, tuple[PeerId, WorkerOffer]] = field(default_factory=dict)
     free_at_end: list[Resources] = field(default_factory=list)
     worker: Worker | None = None
+    _awaited: int = 0
+    """Ends that `ended` has returned."""
     _changed: anyio.Event = field(default_factory=anyio.Event)
 
     def listen(self, *, old: bool = False) -> None:
@@ -204,10 +206,10 @@ class Scheduler:
         return (await rpc.call(self.endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease))).known
 
     async def ended(self, seconds: float = 15.0) -> JobEnd:
-        """Wait for the next report of a job's end."""
-        count = len(self.ends)
-        await self.until(lambda: len(self.ends) > count, seconds)
-        return self.ends[-1]
+        """Return the report of the next job's end, also one that came before this call."""
+        await self.until(lambda: len(self.ends) > self._awaited, seconds)
+        self._awaited += 1
+        return self.ends[self._awaited - 1]
 
 
 @dataclass
