@@ -39,7 +39,8 @@ from hypha_proto.progress import (
 )
 from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
-from hypha_worker.executors.process.process_runner import exit_text, substitute
+from hypha_worker.executors.process.environment import substitute
+from hypha_worker.executors.process.process_runner import exit_text
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext
 
 InLab = Callable[..., None]

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import secrets
 import shutil
 import signal
 import subprocess
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -26,13 +23,14 @@ import anyio.abc
 
 from hypha_net import instrumentation
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.errors import ExecutionError, WorkReturnedError, is_disk_fault
+from hypha_worker.errors import ExecutionError, WorkReturnedError
+from hypha_worker.executors.process.environment import make_environment, substitute
+from hypha_worker.executors.process.output_log import HIDDEN, OutputLog
 from hypha_worker.executors.process.process_tree import (
     KILL_GRACE,
     KILL_TIMEOUT,
     SHUTDOWN_GRACE,
     TERM_GRACE,
-    TOKEN_VARIABLE,
     terminate_tree,
 )
 from hypha_worker.hardware.usage import measure_usage
@@ -41,14 +39,8 @@ from hypha_worker.leasing.capacity import Allocation
 
 _log = logging.getLogger(__name__)
 
-JOB_JSON: Final = "{JOB_JSON}"
+JOB_JSON: Final = HIDDEN
 """Placeholder whose value is replaced by its name wherever the output of the process shows it."""
-LAST_LINES: Final = 40
-"""Number of a process's last output lines in the report of its end."""
-_LINE_LIMIT: Final = 4096
-_ERROR_LINE: Final = re.compile(r"(ERROR|CRITICAL) [\w.]+: ")
-"""Start of a line that an executor logs as an error; reported first, as a launcher's traceback may follow it."""
-_LOG_LIMIT: Final = 64 << 20
 _ARGUMENT_LIMIT: Final = 128 << 10
 """Largest number of bytes in one argument (Linux)."""
 _OUTPUT_DRAIN: Final = 1.0
@@ -57,7 +49,6 @@ _RUNNING: Final = instrumentation.UpDownCounter("hypha.worker.executors.active",
 _EXITS: Final = instrumentation.Counter(
     "hypha.worker.executors.ended", "{executor}", "Executors that ended, by exit code."
 )
-_DEVICE_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +90,13 @@ class ProcessRunner:
         self._settings = settings
         self._place = place
         self._token = secrets.token_hex(16)
-        self._lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._error: str | None = None
-        self._hidden: tuple[str, ...] = ()
+        self._output = OutputLog(place.work_dir / "executor.log", place.log_name)
         self._exit_code: int | None = None
 
     @property
     def trace(self) -> ExecutionTrace:
         """Exit code and last output known so far; a logged error comes first."""
-        if self._exit_code == 0 or self._error is None:
-            return ExecutionTrace(self._exit_code, tuple(self._lines))
-        others = [line for line in self._lines if line != self._error]
-        return ExecutionTrace(self._exit_code, (self._error, *others[1 - LAST_LINES :]))
+        return ExecutionTrace(self._exit_code, self._output.last_lines(failed=self._exit_code != 0))
 
     async def run(self, values: Mapping[str, str], on_start: Callable[[], None] = lambda: None) -> None:
         """Run the command to its end, and end what it left running.
@@ -124,7 +110,7 @@ class ProcessRunner:
             WorkReturnedError: it exited with `os.EX_IOERR`, which asks for the work to be done elsewhere.
         """
         if job := values.get(JOB_JSON):
-            self._hidden = (job, repr(job)[1:-1])
+            self._output.hide(job)
         process = await self._start(values)
         reading = anyio.CancelScope(shield=True)  # a process that is being ended may still write output
         async with anyio.create_task_group() as tasks:
@@ -153,7 +139,7 @@ class ProcessRunner:
         what = f"executor {self._settings.cmd} {exit_text(self._exit_code)}"
         _log.info("[%s] executor %s", self._place.log_name, exit_text(self._exit_code))
         if self._exit_code == os.EX_IOERR:
-            raise WorkReturnedError(self._error or what)
+            raise WorkReturnedError(self._output.error or what)
         if self._exit_code != 0:
             raise ExecutionError(what)
 
@@ -182,7 +168,14 @@ class ProcessRunner:
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.STDOUT,
                 cwd=self._place.work_dir,
-                env=self._environment(values),
+                env=make_environment(
+                    self._settings.env,
+                    values,
+                    self._place.allocation,
+                    self._token,
+                    traceparent=self._place.traceparent,
+                    has_devices=self._settings.has_devices,
+                ),
                 start_new_session=True,
             )
         except OSError as error:
@@ -195,64 +188,10 @@ class ProcessRunner:
             raise ExecutionError(f"executor command {self._settings.cmd!r} is not found on this worker's PATH")
         return str(Path(found).absolute())
 
-    def _environment(self, values: Mapping[str, str]) -> dict[str, str]:
-        allocation, traceparent = self._place.allocation, self._place.traceparent
-        configured = {name: substitute(value, values) for name, value in self._settings.env.items()}
-        threads = {"OMP_NUM_THREADS": str(max(1, int(allocation.resources.cpu)))}
-        devices: dict[str, str] = {}
-        if self._settings.has_devices:
-            devices = dict.fromkeys(_DEVICE_VARIABLES, ",".join(str(device.index) for device in allocation.devices))
-            devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order; CUDA's default differs
-        trace = {"TRACEPARENT": traceparent} if traceparent else {}
-        return {**threads, **os.environ, **configured, **devices, **trace, TOKEN_VARIABLE: self._token}
-
     async def _read_output(self, process: anyio.abc.Process, reading: anyio.CancelScope) -> None:
-        """Read the process's output: write it to a bounded file, log each line, and remember the last ones."""
         assert process.stdout is not None
-        with reading, (self._place.work_dir / "executor.log").open("wb", buffering=0) as file:
-            pending = b""
-            with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
-                while True:
-                    *lines, pending = (pending + await process.stdout.receive(65536)).split(b"\n")
-                    for line in lines:
-                        self._record_line(file, line)
-                    if len(pending) > _LINE_LIMIT:  # progress bars end lines with a carriage return
-                        self._record_line(file, pending)
-                        pending = b""
-            if pending:
-                self._record_line(file, pending)
-
-    def _record_line(self, file: FileIO, line: bytes) -> None:
-        _append_line(file, line)
-        text = line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
-        for job in self._hidden:  # a launcher that failed prints its command, with the whole spec
-            text = text.replace(job, JOB_JSON)
-        text = text[:_LINE_LIMIT]
-        if text:
-            if _ERROR_LINE.match(text):
-                self._error = text
-            self._lines.append(text)
-            _log.info("[%s] %s", self._place.log_name, text, extra={"unlimited": True})
-
-
-def _append_line(file: FileIO, line: bytes) -> None:
-    """Append a line to the process's log file; on a full disk the line is in the worker's log only."""
-    try:
-        if file.tell() < _LOG_LIMIT:
-            file.write(line + b"\n")
-    except OSError as error:
-        if not is_disk_fault(error):
-            raise
-
-
-def substitute(text: str, values: Mapping[str, str]) -> str:
-    """Replace each placeholder by its value; placeholders inside values are not replaced."""
-    names: Sequence[str] = sorted(values, key=text.find)
-    first = next((name for name in names if name in text), None)
-    if first is None:
-        return text
-    before, after = text.split(first, 1)
-    return before + values[first] + substitute(after, values)
+        with reading:
+            await self._output.read(process.stdout)
 
 
 def exit_text(code: int | None) -> str:
