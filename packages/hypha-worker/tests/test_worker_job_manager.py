@@ -351,8 +351,7 @@ def test_a_job_ends_with_its_lease_and_its_whole_process_tree(in_lab: InLab, how
             answer = await rpc.call(endpoint, lab.peer, CANCEL_JOB, CancelJob(id=lease, reason="enough"))
             assert answer.known
         assert lab.worker.lease_manager.free.resources.cpu == 1.0, "not free before the processes are gone"
-        await lab.scheduler.until(lambda: lab.scheduler.ends, 20.0)
-        [end] = lab.scheduler.ends
+        end = await lab.scheduler.ended(20.0)
         assert end.outcome == "cancelled"
         assert {"release": "released", "cancel": "enough", "expiry": "not renewed in time"}[how] in end.reason
         pids = pids_of(end.last_lines)

@@ -103,8 +103,7 @@ async def train(lab: Any, recorded: Any) -> None:
     lease = await lab.start(f"seen = {str(seen)!r}\n{WORKS}")
     await lab.scheduler.until(lambda: written(recorded) >= WRITTEN, 40)
     seen.touch()
-    await lab.scheduler.until(lambda: lab.scheduler.ends)
-    [end] = lab.scheduler.ends
+    end = await lab.scheduler.ended()
     assert end.outcome == "finished", end
     assert isinstance(await lab.scheduler.renew(lab.peer, uuid.uuid4()), RenewalFailed)
     await lab.scheduler.release(lab.peer, lease)
