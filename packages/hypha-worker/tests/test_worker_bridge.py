@@ -268,6 +268,7 @@ def test_peers_outside_the_job_cannot_be_reached(with_bridge: WithBridge) -> Non
     with_bridge(case)
 
 
+@pytest.mark.usefixtures("quick_retries")
 def test_files_of_a_model_are_fetched_from_the_first_peer_that_has_them(with_bridge: WithBridge) -> None:
     async def case(bridge: BridgeUnderTest) -> None:
         for index, content in enumerate((b"{}", b"weights")):

@@ -91,7 +91,7 @@ _RENEWALS: Final = instrumentation.Counter(
 _ENDS: Final = instrumentation.Counter(
     "hypha.worker.lease.ends",
     "{lease}",
-    "Leases that ended, by how: expired, idle or released; stranger: releases by peers that have no such lease.",
+    "Leases that ended, by how: expired, idle, released or stuck; stranger: releases by peers that have no such lease.",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import re
@@ -31,6 +32,11 @@ def prepare_work_dir(folder: Path) -> None:
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & ~0o750:
         _log.warning("work_dir %s has mode %04o, wider than 0750: run chmod 750 %s", folder, mode, folder)
+
+
+def work_dir_key(folder: Path) -> str:
+    """Return a name for a work directory by which what its worker has left elsewhere is found: 12 hex digits."""
+    return hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:12]
 
 
 def clear_work_dir(folder: Path, stack: ExitStack) -> None:

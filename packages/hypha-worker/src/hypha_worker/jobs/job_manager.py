@@ -11,6 +11,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -54,6 +55,7 @@ from hypha_worker.jobs.execution import (
 )
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Attempt, Lease, LeaseError, LeaseManager, LeaseState
+from hypha_worker.leasing.retention import Retention
 from hypha_worker.work_dir import remove_folder
 
 _log = logging.getLogger(__name__)
@@ -137,6 +139,7 @@ class JobManager:
         self._tasks = tasks
         self._clock = clock
         self._default_storage = default_storage
+        self._retention = Retention(lease_manager, tasks)
         self._jobs: dict[uuid.UUID, Job] = {}
         self._unreported = 0
         """Jobs whose end was not reported yet."""
@@ -262,6 +265,7 @@ class JobManager:
             storage=JobStorage(work_dir, int(limit * GIGABYTE)),
             scope=anyio.CancelScope(),
             traceparent=span.traceparent,
+            keep_resources=partial(self._retention.keep, lease.id),
         )
         return Job(
             lease=lease.id,

@@ -128,6 +128,7 @@ def _place(context: JobContext) -> ProcessPlace:
         log_name=f"{job:.8}/{lease:.4}",
         attributes={"hypha.job.id": job, "hypha.lease.id": lease},
         traceparent=context.traceparent,
+        keep_resources=context.keep_resources,
     )
 
 

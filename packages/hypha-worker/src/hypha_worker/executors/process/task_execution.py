@@ -75,6 +75,7 @@ def _place(context: TaskContext) -> ProcessPlace:
         log_name=f"{job:.8}/{context.task}",
         attributes={"hypha.job.id": job, "hypha.lease.id": str(context.lease)},
         traceparent=context.traceparent,
+        keep_resources=context.keep_resources,
     )
 
 
