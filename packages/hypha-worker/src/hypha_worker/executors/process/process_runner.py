@@ -62,7 +62,7 @@ class ProcessSettings:
     socket_folder: Path = Path("/tmp")
     """Where sockets are created; its path is short."""
     has_devices: bool = False
-    """Whether the configuration lists GPUs, so that a job sees only those of its lease."""
+    """Whether the worker offers GPUs, so that a job sees only those of its lease."""
 
 
 @dataclass(frozen=True, slots=True)
