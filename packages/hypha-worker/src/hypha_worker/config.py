@@ -22,6 +22,7 @@ from hypha_proto.tasks import TASK_EXECUTOR_PREFIX, task_executor
 from hypha_proto.wire_schema import MAX_PRICE
 from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy, Strategy
+from hypha_worker.executors.isolation.assessment import LayerName
 from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSettings, check_executor, find_runtime
 from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
 from hypha_worker.leasing.terms import IDLE_LEASE, MAX_DRAIN, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
@@ -272,6 +273,25 @@ _UNSUPPORTED_KEYS = {
 }
 
 
+class IsolationSection(Section):
+    """``[isolation]``."""
+
+    require: list[LayerName] = Field(
+        default=[],
+        description="Layers without which the worker does not start: cgroup, bubblewrap, own-uid, landlock, "
+        "supervisor, rlimits. hypha-worker probe tells which work.",
+    )
+    disable: list[LayerName] = Field(
+        default=[], description="Layers that are not used, for a machine on which one causes trouble."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> IsolationSection:
+        if both := sorted(set(self.require) & set(self.disable)):
+            raise ValueError(f"{both[0]} is both required and disabled: remove it from require or from disable")
+        return self
+
+
 class WorkerConfig(NodeConfig):
     """The keys of ``hypha-worker``."""
 
@@ -290,6 +310,9 @@ class WorkerConfig(NodeConfig):
     executors: list[ExecutorSection] = Field(default=[], description="The executors that run jobs.")
     connectors: ConnectorsSection = Field(default=ConnectorsSection(), description="What jobs may access.")
     cache: CacheSection = Field(default=CacheSection(), description="What is kept between jobs.")
+    isolation: IsolationSection = Field(
+        default=IsolationSection(), description="The layers that keep jobs from the machine and from each other."
+    )
 
     @field_validator("executors")
     @classmethod
