@@ -7,6 +7,7 @@ that has used up its storage does not get, and regularly by `JobStorage.watch`, 
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -28,6 +29,8 @@ MAX_ENTRIES: Final = 100_000
 MAX_TRANSFERS: Final = 8
 """Fetches of one job that run at once; further ones wait."""
 _THREADS: Final = 8
+_OWN_FILES: Final = 1_000_000
+"""Bytes in the work directory that are not counted against a job while it runs: its specification, above all."""
 _WATCH_INTERVAL: Final = 0.5
 """Seconds between two looks at a work directory, at least."""
 _WATCH_SHARE: Final = 20
@@ -90,7 +93,7 @@ class JobStorage:
             started = time.monotonic()
             # a thread of its own: it must not wait for the job's transfers
             used = await anyio.to_thread.run_sync(self._measure_space, limiter=anyio.CapacityLimiter(1))
-            if used > self.limit:
+            if used > self.limit + _OWN_FILES:
                 raise ExecutionError(
                     f"the job stores {used} bytes, more than the {self.limit} of its lease (storage): request more, or "
                     "raise [resources.default] storage of this worker"
@@ -163,6 +166,10 @@ def _list(folder: str) -> list[os.DirEntry[str]]:
             return list(entries)
     except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
         return []
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise StorageExceededError("the job's folders are nested deeper than a path may be long") from None
 
 
 def _size(entry: os.DirEntry[str], linked: set[tuple[int, int]], *, space: bool) -> int:
