@@ -25,6 +25,7 @@ from hypha_worker.bidding.policy import OfferPolicy, Strategy
 from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSettings, check_executor, find_runtime
 from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
 from hypha_worker.leasing.terms import IDLE_LEASE, MAX_DRAIN, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
+from hypha_worker.logs.run_log import LOGS, LogFolder
 
 
 def _peer(text: str) -> str:
@@ -252,6 +253,19 @@ class CacheSection(Section):
     max_size: Amount | None = Field(default=None, description="Size of the cache, GB.")
 
 
+class LogsSection(Section):
+    """``[logs]``."""
+
+    max_size: float = Field(
+        default=10.0,
+        ge=0.01,
+        allow_inf_nan=False,
+        description="Size of one log, the output of a job's or task's process, MB. Newer output replaces the older "
+        "half of it.",
+    )
+    keep: int = Field(default=100, ge=0, description="Number of logs of ended jobs and tasks that are kept.")
+
+
 _UNSUPPORTED_KEYS = {
     "connectors.buckets": "resources are not fetched from S3 yet",
     "connectors.s3_endpoint": "resources are not fetched from S3 yet",
@@ -280,6 +294,7 @@ class WorkerConfig(NodeConfig):
     executors: list[ExecutorSection] = Field(default=[], description="The executors that run jobs.")
     connectors: ConnectorsSection = Field(default=ConnectorsSection(), description="What jobs may access.")
     cache: CacheSection = Field(default=CacheSection(), description="What is kept between jobs.")
+    logs: LogsSection = Field(default=LogsSection(), description="The output of jobs, in work_dir/logs.")
 
     @field_validator("executors")
     @classmethod
@@ -299,6 +314,10 @@ class WorkerConfig(NodeConfig):
         executors = [(entry.descriptor, *entry.task_descriptors) for entry in self.executors]
         announced = frozenset(descriptor for each in executors for descriptor in each if descriptor is not None)
         return Capabilities(Capacity(amounts, devices), announced, defaults)
+
+    def log_folder(self) -> LogFolder:
+        """Return where the output of processes is stored."""
+        return LogFolder(self.work_dir / LOGS, int(self.logs.max_size * 1e6), self.logs.keep)
 
     def config_warnings(self) -> list[str]:
         """See `NodeConfig.config_warnings`."""

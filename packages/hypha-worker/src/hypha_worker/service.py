@@ -66,6 +66,7 @@ from hypha_worker.leasing.lease_manager import (
     UnknownLeaseError,
 )
 from hypha_worker.leasing.terms import LeaseUsage
+from hypha_worker.logs.run_log import LogFolder
 from hypha_worker.tasks.execution import TaskExecutionFactory
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.task_manager import TaskManager
@@ -154,13 +155,16 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
     await anyio.to_thread.run_sync(prepare_work_dir, config.work_dir)
     with open_socket_folder() as sockets, ExitStack() as stack:
         await anyio.to_thread.run_sync(clear_work_dir, config.work_dir, stack)
+        logs = config.log_folder()
+        await anyio.to_thread.run_sync(logs.open)
+        settings = _host_settings(config, sockets, logs)
         async with anyio.create_task_group() as tasks:
             capabilities = config.capabilities()
             lease_manager = LeaseManager(capabilities.capacity, config.offer.lease_terms())
             jobs = JobManager(
                 endpoint,
                 lease_manager,
-                make_factories(config, sockets),
+                make_factories(config, settings),
                 config.work_dir,
                 tasks,
                 default_storage=config.resources.default.storage,
@@ -172,7 +176,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 lease_manager,
                 config.work_dir,
                 outputs,
-                make_task_factories(config, sockets),
+                make_task_factories(config, settings),
                 make_access_policy(config),
                 default_storage=config.resources.default.storage,
             )
@@ -213,13 +217,12 @@ def make_access_policy(config: WorkerConfig) -> AccessPolicy:
     return AccessPolicy(tuple(connectors.hosts), tuple(connectors.repositories), tuple(connectors.roots))
 
 
-def _host_settings(config: WorkerConfig, sockets: Path) -> HostSettings:
-    return HostSettings(make_access_policy(config), sockets, has_devices=bool(config.resources.devices))
+def _host_settings(config: WorkerConfig, sockets: Path, logs: LogFolder) -> HostSettings:
+    return HostSettings(make_access_policy(config), sockets, has_devices=bool(config.resources.devices), logs=logs)
 
 
-def make_task_factories(config: WorkerConfig, sockets: Path) -> Mapping[str, TaskExecutionFactory]:
+def make_task_factories(config: WorkerConfig, host: HostSettings) -> Mapping[str, TaskExecutionFactory]:
     """Return what makes an execution of a task, by ``class/name`` and by name alone; the first of a name counts."""
-    host = _host_settings(config, sockets)
     made: dict[str, TaskExecutionFactory] = {}
     for executor in config.executors:
         runtime = find_runtime(executor.runtime)
@@ -229,9 +232,8 @@ def make_task_factories(config: WorkerConfig, sockets: Path) -> Mapping[str, Tas
     return made
 
 
-def make_factories(config: WorkerConfig, sockets: Path) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
+def make_factories(config: WorkerConfig, host: HostSettings) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
     """Return, for each configured executor, the function that makes an execution of a job."""
-    host = _host_settings(config, sockets)
     return {
         descriptor: find_runtime(executor.runtime).make_factory(executor.settings, host)
         for executor in config.executors
