@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,6 +54,7 @@ from hypha_worker.config import WorkerConfig
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.control.server import ControlServer
 from hypha_worker.draining import Draining, Work
+from hypha_worker.executors.process.process_tree import end_left_processes
 from hypha_worker.executors.runtimes import HostSettings, Runtime, find_runtime
 from hypha_worker.hardware.devices import find_devices
 from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
@@ -93,7 +95,7 @@ _RENEWALS: Final = instrumentation.Counter(
 _ENDS: Final = instrumentation.Counter(
     "hypha.worker.lease.ends",
     "{lease}",
-    "Leases that ended, by how: expired, idle or released; stranger: releases by peers that have no such lease.",
+    "Leases that ended, by how: expired, idle, released or stuck; stranger: releases by peers that have no such lease.",
 )
 
 
@@ -154,8 +156,10 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
         OSError: the work directory cannot be used.
     """
     await anyio.to_thread.run_sync(prepare_work_dir, config.work_dir)
-    with open_socket_folder() as sockets, ExitStack() as stack:
-        await anyio.to_thread.run_sync(clear_work_dir, config.work_dir, stack)
+    with ExitStack() as stack:
+        end_processes = partial(end_left_processes, config.work_dir)
+        await anyio.to_thread.run_sync(clear_work_dir, config.work_dir, stack, end_processes)
+        sockets = stack.enter_context(open_socket_folder(config.work_dir))
         async with anyio.create_task_group() as tasks:
             capabilities = await anyio.to_thread.run_sync(find_capabilities, config)
             lease_manager = LeaseManager(capabilities.capacity, config.offer.lease_terms())
