@@ -20,7 +20,7 @@ from hypha_scheduler.jobs.artifacts import Artifact, open_preprocessor, open_sta
 from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
 from hypha_scheduler.strategies.inference.restore import describe_artifact
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.downloads import download_from_hub
+from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
 from hypha_worker.errors import BridgeError
 from hypha_worker.job_storage import JobStorage
 
@@ -84,7 +84,9 @@ def test_a_worker_follows_redirects_and_resumes_interrupted_transfers(hub: Hub, 
     assert all("/resolve/v2/" in path for _, path, _, _ in hub.seen if "org/model" in path)
 
 
-def test_a_scheduler_fetches_one_commit_and_no_pickle_files(hub: Hub, tmp_path: Path) -> None:
+def test_a_scheduler_fetches_one_commit_and_no_pickle_files(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     reference = by_scheduler(tmp_path / "model", revision="v2")
     names = ("config.json", "model.safetensors", "sub/more.safetensors")
     assert (reference.revision, reference.token) == (COMMIT, TOKEN)
@@ -92,6 +94,8 @@ def test_a_scheduler_fetches_one_commit_and_no_pickle_files(hub: Hub, tmp_path: 
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == WEIGHTS
     assert not list(tmp_path.rglob("*.bin"))
     assert [asked for asked in hub.ranges if asked != "bytes=0-"], hub.seen_elsewhere
+    assert "Trying to resume download" in caplog.text
+    assert SIGNATURE not in caplog.text
     check_tokens(hub)
     paths = [path for _, path, _, _ in hub.seen]
     assert all(f"/resolve/{COMMIT}/" in path for path in paths if "/resolve/" in path)
@@ -196,6 +200,20 @@ def test_a_worker_bounds_a_file_whose_size_the_hub_does_not_state(hub: Hub, tmp_
     assert fault.value.status == 507
     assert hub.streamed < ENDLESS_BYTES
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_worker_bounds_a_url_whose_server_states_no_size(hub: Hub, tmp_path: Path) -> None:
+    hub.endless, hub.token = ("config.json",), None
+
+    async def main() -> None:
+        url, access = f"{hub.url}/org/model/resolve/main/config.json", AccessPolicy(hosts=("127.0.0.1",))
+        await download_from_uri(url, tmp_path, access, storage=JobStorage(tmp_path, 1 << 26), timeout=60)
+
+    with pytest.raises(BridgeError, match="exceeds this job's storage") as fault:
+        anyio.run(main, backend="trio")
+    assert fault.value.status == 507
+    assert hub.streamed < ENDLESS_BYTES
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_scheduler_bounds_files_whose_size_the_hub_does_not_state(
