@@ -14,11 +14,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
+from hypha_worker.job_files import JobFiles
+
 _log = logging.getLogger(__name__)
 
 SOCKET_FOLDER_LIMIT: Final = 90
 """Bytes of the folder's path that leave enough space for the name of a socket."""
-_JOB_FOLDER: Final = re.compile(r"(hypha|outputs)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_JOB_FOLDER: Final = re.compile(r"(hypha|incoming|outputs)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def prepare_work_dir(folder: Path) -> None:
@@ -51,6 +53,13 @@ def clear_work_dir(folder: Path, stack: ExitStack) -> None:
         _log.warning("work_dir %s cannot be locked, job folders of killed workers are not removed: %s", folder, error)
         return
     fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def remove_job_files(files: JobFiles) -> None:
+    """Close a job's files and remove both of its folders, as `remove_folder` does."""
+    files.close()
+    remove_folder(files.work_dir)
+    remove_folder(files.staging)
 
 
 def remove_folder(folder: Path) -> None:
