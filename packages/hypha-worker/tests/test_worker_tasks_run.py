@@ -8,7 +8,7 @@ import os
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import anyio
@@ -38,6 +38,7 @@ from hypha_proto.tasks import (
     task_executor,
 )
 from hypha_proto.transfer import PullRequest
+from hypha_worker.job_files import JobFiles
 from hypha_worker.tasks.definition import DefinitionError, check_start
 
 WAITS = "import subprocess; subprocess.Popen(['sleep', '60']); print('pid', os.getpid(), flush=True); time.sleep(60)"
@@ -144,11 +145,11 @@ def test_work_is_given_back_when_an_executor_asks_for_it(in_task_lab: InTaskLab)
 
 
 def test_work_is_given_back_when_the_disk_is_full(in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rename(source: Path, target: Path) -> None:
+    def take(_files: JobFiles, _path: PurePosixPath, target: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(target))
 
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
-        monkeypatch.setattr("hypha_worker.tasks.output_store.os.rename", rename)
+        monkeypatch.setattr(JobFiles, "take", take)
         tasks.start(lease, "t", "open('x', 'w').close()", outputs={"x": "x"})
         cancelled = (await tasks.end("t")).cancelled
         assert cancelled is not None
@@ -389,7 +390,7 @@ def test_a_path_through_a_link_is_no_output(in_task_lab: InTaskLab, tmp_path: Pa
         tasks.start(lease, "t", f"os.symlink({str(tmp_path)!r}, 'x')", outputs={"o": "x/secret"})
         failed = (await tasks.end("t")).failed
         assert failed is not None
-        assert "'x' in its path is a symbolic link" in failed.reason
+        assert "a folder in its path 'x/secret' is a symbolic link" in failed.reason
 
     in_task_lab(case)
 
