@@ -25,6 +25,7 @@ from hypha_worker.bidding.policy import OfferPolicy, Strategy
 from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSettings, check_executor, find_runtime
 from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
 from hypha_worker.leasing.terms import IDLE_LEASE, MAX_DRAIN, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
+from hypha_worker.logs.run_log import LOGS, LogFolder
 
 
 def _peer(text: str) -> str:
@@ -263,6 +264,19 @@ class CacheSection(Section):
     max_size: Amount | None = Field(default=None, description="Size of the cache, GB.")
 
 
+class LogsSection(Section):
+    """``[logs]``."""
+
+    max_size: float = Field(
+        default=10.0,
+        ge=0.01,
+        allow_inf_nan=False,
+        description="Size of one log, the output of a job's or task's process, MB. Newer output replaces the older "
+        "half of it.",
+    )
+    keep: int = Field(default=100, ge=0, description="Number of logs of ended jobs and tasks that are kept.")
+
+
 _UNSUPPORTED_KEYS = {
     "connectors.buckets": "resources are not fetched from S3 yet",
     "connectors.s3_endpoint": "resources are not fetched from S3 yet",
@@ -313,6 +327,7 @@ class WorkerConfig(NodeConfig):
     isolation: IsolationSection = Field(
         default=IsolationSection(), description="The layers that keep jobs from the machine and from each other."
     )
+    logs: LogsSection = Field(default=LogsSection(), description="The output of jobs, in work_dir/logs.")
 
     @field_validator("executors")
     @classmethod
@@ -339,6 +354,10 @@ class WorkerConfig(NodeConfig):
     def listed_devices(self) -> tuple[Device, ...]:
         """Return the GPUs that the configuration lists."""
         return tuple(Device(device.index, device.memory) for device in self.resources.devices)
+
+    def log_folder(self) -> LogFolder:
+        """Return where the output of processes is stored."""
+        return LogFolder(self.work_dir / LOGS, int(self.logs.max_size * 1e6), self.logs.keep)
 
     def config_warnings(self) -> list[str]:
         """See `NodeConfig.config_warnings`."""
