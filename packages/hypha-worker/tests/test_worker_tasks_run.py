@@ -203,7 +203,7 @@ def test_an_attempt_fails_after_its_timeout(in_task_lab: InTaskLab) -> None:
 
 def test_an_attempt_that_fills_its_storage_fails(in_task_lab: InTaskLab) -> None:
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
-        tasks.start(lease, "full", "open('full', 'wb').write(bytes(2_000_000)); time.sleep(60)")
+        tasks.start(lease, "full", "[open(f'f{n}', 'wb').write(bytes(500_000)) for n in range(6)]; time.sleep(60)")
         report = await tasks.end("full")
         assert report.failed is not None
         assert "more than the 1000000 of its lease" in report.failed.reason
@@ -360,7 +360,7 @@ def test_folders_of_any_depth_are_removed_and_the_next_task_runs(in_task_lab: In
 
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
         tasks.start(lease, "t", "[(os.mkdir('d'), os.chdir('d'), open('f', 'w').close()) for _ in range(3000)]")
-        assert (await tasks.end("t")).finished is not None
+        await tasks.end("t")  # it fails if it runs long enough for its storage to be looked at
         assert lab.left_behind() == []
         tasks.start(lease, "next")
         assert (await tasks.end("next")).finished is not None
