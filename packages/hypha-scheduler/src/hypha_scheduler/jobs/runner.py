@@ -233,6 +233,7 @@ class JobRunner:
                 self._effects.close()
                 with anyio.move_on_after(_RELEASE_TIMEOUT, shield=True):
                     await self._pool.close("the job is over")
+                self._context.remove_served_copies()  # also when the job is cancelled, so not in a thread
             self._tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure

@@ -93,6 +93,7 @@ class Job:
     scope: anyio.CancelScope
     span: instrumentation.Span
     traffic: JobTraffic
+    storage: JobStorage
     attempt: int | None = None
     """Number of its dispatch on the lease, if its scheduler numbers them."""
     keep_lease: bool = False
@@ -281,6 +282,7 @@ class JobManager:
             attempt=message.attempt,
             keep_lease=bool(message.keep_lease),
             traffic=context.traffic,
+            storage=context.storage,
         )
 
     # -------------------------------------------------------------------------------------------------------- running
@@ -340,6 +342,7 @@ class JobManager:
         job.work_dir.mkdir(mode=0o700)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._report_running, job)
+            tasks.start_soon(job.storage.watch)
             await job.execution.run()
             tasks.cancel_scope.cancel()
 

@@ -284,6 +284,8 @@ class TaskRun:
     async def _run_executor(self) -> tuple[StoredOutput, ...]:
         context = self._context
         context.work_dir.mkdir(mode=0o700)
+        if self._tasks is not None:
+            self._tasks.start_soon(context.storage.watch)
         context.resources.update(await context.fetcher.fetch_all(self.spec.resources))
         await self._execution.run()
         for output in self.spec.outputs:

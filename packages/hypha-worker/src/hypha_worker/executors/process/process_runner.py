@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -31,6 +30,7 @@ from hypha_worker.executors.process.process_tree import (
     KILL_GRACE,
     SHUTDOWN_GRACE,
     TERM_GRACE,
+    make_token,
     terminate_tree,
 )
 from hypha_worker.hardware.usage import measure_usage
@@ -64,7 +64,7 @@ class ProcessSettings:
     logs: LogFolder | None = None
     """Where the output of processes is stored."""
     has_devices: bool = False
-    """Whether the configuration lists GPUs, so that a job sees only those of its lease."""
+    """Whether the worker offers GPUs, so that a job sees only those of its lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class ProcessRunner:
     def __init__(self, settings: ProcessSettings, place: ProcessPlace) -> None:
         self._settings = settings
         self._place = place
-        self._token = secrets.token_hex(16)
+        self._token = make_token(place.work_dir.parent)
         self._output = OutputLog(place.log, place.log_name)
         self._exit_code: int | None = None
 
