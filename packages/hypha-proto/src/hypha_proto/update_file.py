@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -41,9 +42,11 @@ __all__ = [
     "UpdateMetadata",
     "apply_update",
     "apply_update_to_dir",
+    "check_fit",
     "from_float",
     "model_files",
     "open_update",
+    "stage_files",
     "to_float32",
     "write_update",
 ]
@@ -199,7 +202,8 @@ def apply_update(model_in: Path, update: Path, model_out: Path) -> None:
     """Add every tensor of an update to the tensor of the same name in a model file.
 
     Computes in float32 (in float64 for F64 and integer tensors; integers are rounded) and stores the result in the
-    model's dtype. Tensors that are not in the update are copied. Needs memory for one block only.
+    model's dtype. Tensors that are not in the update are copied. Needs memory for one block only. For the updates of
+    many rounds see `global_model`: here each sum is rounded to the dtype of the model.
 
     Args:
         model_in: the model file.
@@ -212,7 +216,7 @@ def apply_update(model_in: Path, update: Path, model_out: Path) -> None:
     """
     change, _ = open_update(update)
     with change, TensorFile(model_in) as model:
-        _check_fit(change, model.tensors)
+        check_fit(change, model.tensors)
         _write_sum(model, change, model_out)
 
 
@@ -226,26 +230,43 @@ def apply_update_to_dir(model_dir: Path, update: Path) -> None:
         OSError: a file cannot be read or written.
     """
     paths = model_files(model_dir)
-    ending = f".{secrets.token_hex(4)}.new"
     change, _ = open_update(update)
     with change:
         known: dict[str, TensorInfo] = {}
         for path in paths:
             with TensorFile(path) as shard:
                 known |= shard.tensors
-        _check_fit(change, known)
-        try:
+        check_fit(change, known)
+        with stage_files(paths) as new:
             for path in paths:
                 with TensorFile(path) as shard:
-                    _write_sum(shard, change, path.with_name(path.name + ending))
-            for path in paths:
-                os.replace(path.with_name(path.name + ending), path)
-        finally:
-            for path in paths:
-                path.with_name(path.name + ending).unlink(missing_ok=True)
+                    _write_sum(shard, change, new[path])
 
 
-def _check_fit(change: TensorFile, model: Mapping[str, TensorInfo]) -> None:
+@contextmanager
+def stage_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
+    """Yield a temporary path beside each path; at the end all are moved into place, after an error none is.
+
+    Raises:
+        OSError: a file cannot be moved.
+    """
+    ending = f".{secrets.token_hex(4)}.new"
+    staged = {path: path.with_name(path.name + ending) for path in paths}
+    try:
+        yield staged
+        for path, new in staged.items():
+            os.replace(new, path)
+    finally:
+        for new in staged.values():
+            new.unlink(missing_ok=True)
+
+
+def check_fit(change: TensorFile, model: Mapping[str, TensorInfo]) -> None:
+    """Check that a model has every tensor of an update, in its shape.
+
+    Raises:
+        TensorFileError: it does not.
+    """
     for name, info in change.tensors.items():
         if name not in model:
             raise TensorFileError(f"{change.path.name}: the model has no tensor {name[:200]!r}")

@@ -120,7 +120,7 @@ class Replica:
         if agreed.is_floating_point():
             agreed += update
         else:
-            # same arithmetic as `hypha_proto.update_file.apply_update`, so that the scheduler's copy stays identical
+            # same arithmetic as `hypha_proto.global_model`, so that the scheduler's weights stay identical
             agreed.copy_((agreed.to(torch.float64) + update.to(torch.float64)).round())
 
 
