@@ -107,6 +107,20 @@ def test_executors_and_the_schedulers_weights_stay_bit_identical(digit_model: Pa
         assert torch.equal(value, after[name].to(TORCH_DTYPES[dtype]).to(value.dtype)), name
 
 
+def test_an_update_names_statistics_and_integers(digit_model: Path, tmp_path: Path) -> None:
+    module = load_model("image-classification", digit_model)
+    replica = Replica(module, digit_model)
+    for name, buffer in module.named_buffers():
+        if name.endswith("num_batches_tracked"):
+            buffer += 3
+    replica.write_update(tmp_path / "u", 1, 16)
+    file, metadata = open_update(tmp_path / "u")
+    with file:
+        assert metadata.integers == {name for name in replica.names if name.endswith("num_batches_tracked")}
+        assert metadata.integers < metadata.statistics
+        assert {float(file.tensor(name)) for name in metadata.integers} == {3.0}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -55,7 +55,7 @@ CODEC_FP32: Final = "fp32"
 """The only codec so far: uncompressed float32."""
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 _BLOCK: Final = 1 << 18
-_OWN_KEYS: Final = frozenset({"codec", "statistics", "round", "samples"})
+_OWN_KEYS: Final = frozenset({"codec", "statistics", "integers", "round", "samples"})
 _COUNT_LIMIT: Final = 1 << 63
 
 
@@ -69,6 +69,8 @@ class UpdateMetadata:
     """Number of samples behind the update, its weight in the mean; None if the writer did not state it."""
     statistics: frozenset[str] = frozenset()
     """Names of the tensors that are running statistics, which are averaged and added without momentum."""
+    integers: frozenset[str] = frozenset()
+    """Names of the statistics that are integers in the model, such as counts: taken from one member, not averaged."""
     codec: str = CODEC_FP32
     """Encoding of the numbers; always ``fp32`` so far."""
     extra: Mapping[str, str] = field(default_factory=dict)
@@ -77,6 +79,8 @@ class UpdateMetadata:
     def encode(self) -> dict[str, str]:
         """Return the metadata as the header's `__metadata__`."""
         texts = dict(self.extra) | {"codec": self.codec, "statistics": json.dumps(sorted(self.statistics))}
+        if self.integers:
+            texts["integers"] = json.dumps(sorted(self.integers))
         if self.round is not None:
             texts["round"] = str(self.round)
         if self.samples is not None:
@@ -93,10 +97,14 @@ class UpdateMetadata:
         codec = texts.get("codec", CODEC_FP32)
         if codec != CODEC_FP32:
             raise TensorFileError(f"metadata codec: {codec[:40]!r} is unknown; expected {CODEC_FP32!r}")
+        statistics, integers = _decode_names(texts, "statistics"), _decode_names(texts, "integers")
+        if not integers <= statistics:
+            raise TensorFileError(f"metadata integers: {min(integers - statistics)[:80]!r} is not among the statistics")
         return cls(
             round=_decode_count(texts, "round"),
             samples=_decode_count(texts, "samples"),
-            statistics=_decode_names(texts.get("statistics", "[]")),
+            statistics=statistics,
+            integers=integers,
             codec=codec,
             extra={key: text for key, text in texts.items() if key not in _OWN_KEYS},
         )
@@ -111,13 +119,13 @@ def _decode_count(texts: Mapping[str, str], key: str) -> int | None:
     return int(text)
 
 
-def _decode_names(text: str) -> frozenset[str]:
+def _decode_names(texts: Mapping[str, str], key: str) -> frozenset[str]:
     try:
-        names = parse_json(text)
+        names = parse_json(texts.get(key, "[]"))
     except DecodeError as error:
-        raise TensorFileError(f"metadata statistics: not JSON: {str(error)[:120]}") from None
+        raise TensorFileError(f"metadata {key}: not JSON: {str(error)[:120]}") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise TensorFileError("metadata statistics: not a list of tensor names")
+        raise TensorFileError(f"metadata {key}: not a list of tensor names")
     return frozenset(names)
 
 

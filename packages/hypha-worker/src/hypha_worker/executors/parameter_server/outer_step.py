@@ -7,10 +7,11 @@ With delta the weighted mean of ``theta_local - theta_global`` and m the momentu
     update = lr * m                     classical
 
 Every worker adds `update` to theta_global, which equals a step of `torch.optim.SGD` on the gradient ``-delta``. Running
-statistics are averaged and added without momentum. Everything is computed block by block from memory maps. Sums are in
-float64, so that the result is the exact one rounded to float32, in whichever order the updates are summed. The momentum
-is stored in a file between rounds: the one that follows from the float32 update (`hypha_proto.outer_momentum`), which
-the scheduler computes too.
+statistics are averaged and added without momentum; those that every update declares to be integers are taken from the
+first member whose weight is not 0, since the mean of counts is the count of no model. Everything is computed block by
+block from memory maps. Sums are in float64, so that the result is the exact one rounded to float32, in whichever order
+the updates are summed. The momentum is stored in a file between rounds: the one that follows from the float32 update
+(`hypha_proto.outer_momentum`), which the scheduler computes too.
 
 Called by `server`, in a thread.
 """
@@ -132,7 +133,9 @@ def outer_step(
     """
     shares = _normalise([weight for _, weight in updates])
     with ExitStack() as stack:
-        files = [stack.enter_context(open_update(path)[0]) for path, _ in updates]
+        opened = [open_update(path) for path, _ in updates]
+        files = [stack.enter_context(file) for file, _ in opened]
+        integers = frozenset.intersection(*(declared.integers for _, declared in opened))
         first = files[0]
         for file in files[1:]:
             if file.tensors.keys() != first.tensors.keys():
@@ -143,7 +146,7 @@ def outer_step(
         out = stack.enter_context(TensorFileWriter(result, infos, metadata.encode()))
         after = stack.enter_context(TensorFileWriter(momentum, moving))
         for name in infos:
-            means = _mean_blocks(files, shares, name)
+            means = _mean_blocks(files, _only_first(shares) if name in integers else shares, name)
             if name not in moving:
                 for mean in means:
                     out.write(name, mean)
@@ -161,6 +164,12 @@ def _normalise(weights: Sequence[float]) -> list[float]:
         raise ValueError(f"the weight {min(weights)} of an update is negative")
     total = float(sum(weights))
     return [weight / total for weight in weights] if total > 0 else [1.0 / len(weights)] * len(weights)
+
+
+def _only_first(shares: Sequence[float]) -> list[float]:
+    """Return shares that take everything from the first member whose share is not 0."""
+    chosen = next(number for number, share in enumerate(shares) if share > 0)
+    return [float(number == chosen) for number in range(len(shares))]
 
 
 def _mean_blocks(files: Sequence[TensorFile], shares: Sequence[float], name: str) -> Iterator[Float64Array]:
