@@ -64,7 +64,7 @@ def test_a_worker_whose_topic_has_peers_logs_no_waiting(
     assert [record.getMessage() for record in caplog.records if "ready" in record.getMessage()] == ["ready"]
 
 
-@pytest.mark.parametrize(("default", "status"), [(1e-6, 507), (1e-3, 200)])
+@pytest.mark.parametrize(("default", "status"), [(1e-9 * 5, 507), (1e-3, 200)])
 def test_the_default_of_storage_bounds_a_job_where_the_machine_lists_none(
     default: float, status: int, in_lab: Any, serve_slices: Any
 ) -> None:
