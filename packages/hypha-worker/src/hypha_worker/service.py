@@ -74,6 +74,7 @@ from hypha_worker.work_dir import clear_work_dir, open_socket_folder, prepare_wo
 
 if TYPE_CHECKING:
     from hypha_net.node.lifecycle import Node
+    from hypha_worker.executors.isolation.stack import IsolationStack
 
 _log = logging.getLogger(__name__)
 
@@ -154,13 +155,15 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
     await anyio.to_thread.run_sync(prepare_work_dir, config.work_dir)
     with open_socket_folder() as sockets, ExitStack() as stack:
         await anyio.to_thread.run_sync(clear_work_dir, config.work_dir, stack)
+        isolation = await anyio.to_thread.run_sync(make_isolation, config)
+        settings = _host_settings(config, sockets, isolation)
         async with anyio.create_task_group() as tasks:
             capabilities = config.capabilities()
             lease_manager = LeaseManager(capabilities.capacity, config.offer.lease_terms())
             jobs = JobManager(
                 endpoint,
                 lease_manager,
-                make_factories(config, sockets),
+                make_factories(config, settings),
                 config.work_dir,
                 tasks,
                 default_storage=config.resources.default.storage,
@@ -172,7 +175,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 lease_manager,
                 config.work_dir,
                 outputs,
-                make_task_factories(config, sockets),
+                make_task_factories(config, settings),
                 make_access_policy(config),
                 default_storage=config.resources.default.storage,
             )
@@ -213,13 +216,19 @@ def make_access_policy(config: WorkerConfig) -> AccessPolicy:
     return AccessPolicy(tuple(connectors.hosts), tuple(connectors.repositories), tuple(connectors.roots))
 
 
-def _host_settings(config: WorkerConfig, sockets: Path) -> HostSettings:
-    return HostSettings(make_access_policy(config), sockets, has_devices=bool(config.resources.devices))
+def make_isolation(config: WorkerConfig) -> IsolationStack:
+    """Return the layers that confine processes on this machine; blocks for some hundred milliseconds."""
+    from hypha_worker.executors.isolation.stack import make_stack
+
+    return make_stack(private=(config.work_dir.absolute(), config.key_pem.absolute()))
 
 
-def make_task_factories(config: WorkerConfig, sockets: Path) -> Mapping[str, TaskExecutionFactory]:
+def _host_settings(config: WorkerConfig, sockets: Path, stack: IsolationStack) -> HostSettings:
+    return HostSettings(make_access_policy(config), sockets, has_devices=bool(config.resources.devices), stack=stack)
+
+
+def make_task_factories(config: WorkerConfig, host: HostSettings) -> Mapping[str, TaskExecutionFactory]:
     """Return what makes an execution of a task, by ``class/name`` and by name alone; the first of a name counts."""
-    host = _host_settings(config, sockets)
     made: dict[str, TaskExecutionFactory] = {}
     for executor in config.executors:
         runtime = find_runtime(executor.runtime)
@@ -229,9 +238,8 @@ def make_task_factories(config: WorkerConfig, sockets: Path) -> Mapping[str, Tas
     return made
 
 
-def make_factories(config: WorkerConfig, sockets: Path) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
+def make_factories(config: WorkerConfig, host: HostSettings) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
     """Return, for each configured executor, the function that makes an execution of a job."""
-    host = _host_settings(config, sockets)
     return {
         descriptor: find_runtime(executor.runtime).make_factory(executor.settings, host)
         for executor in config.executors
