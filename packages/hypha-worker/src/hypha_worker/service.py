@@ -220,7 +220,8 @@ def make_isolation(config: WorkerConfig) -> IsolationStack:
     """Return the layers that confine processes on this machine; blocks for some hundred milliseconds."""
     from hypha_worker.executors.isolation.stack import make_stack
 
-    return make_stack(private=(config.work_dir.absolute(), config.key_pem.absolute()))
+    work_dir = config.work_dir.absolute()
+    return make_stack(work_dir, private=(work_dir, config.key_pem.absolute()))
 
 
 def _host_settings(config: WorkerConfig, sockets: Path, stack: IsolationStack) -> HostSettings:

@@ -7,6 +7,7 @@ imports the standard library only, and the costly `ctypes` only where a step nee
 - ``rlimits``: soft and hard limits by the name of the resource.
 - ``landlock``: see `_restrict`.
 - ``ignored_signals``: names of signals that have no effect on the command.
+- ``owners``: see `_map_owners`.
 - ``supervisor``: file descriptor; see `_supervise`.
 """
 
@@ -41,6 +42,13 @@ _READ_RIGHTS = 0b1101  # execute, read a file, list a folder
 _RIGHTS_OF_FILES = 0b111 | 1 << 14 | 1 << 15  # execute, write, read, truncate, ioctl; the others are of folders
 _ABI_NETWORK, _TCP_RIGHTS = 4, 0b11  # bind, connect
 _ABI_SCOPES, _SCOPES = 6, 0b11  # abstract sockets, signals
+# the older system calls have other numbers on each architecture
+_MOUNT, _UNSHARE = {"x86_64": (165, 272)}.get(os.uname().machine, (40, 97))
+_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+_AT_FDCWD, _AT_EMPTY_PATH, _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = -100, 0x1000, 1, 4
+_MOUNT_ATTR_IDMAP = 0x100000
 _FAILED = 126
 """Exit code if a step fails or the command cannot be started."""
 
@@ -51,6 +59,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     command = list(arguments[2:])
     try:
         os.umask(_UMASK)
+        if (owners := steps.pop("owners", None)) is not None:
+            _map_owners(int(owners["uid"]), owners["paths"])
         _join_cgroups(steps.pop("cgroups", ()))
         _set_rlimits(steps.pop("rlimits", {}))
         if (descriptor := steps.pop("supervisor", None)) is not None:
@@ -124,6 +134,51 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     os.close(descriptor)
 
 
+def _map_owners(uid: int, paths: Iterable[str]) -> None:
+    """Let each of `paths` appear as owned by `uid` where its owner stands: idmapped mounts, in a new mount namespace.
+
+    What a process of `uid` creates there belongs to the owner of the path outside. Needs root, and a file system with
+    idmapped mounts.
+    """
+    _unshare(_CLONE_NEWNS)
+    _syscall(_MOUNT, b"none", b"/", 0, _MS_REC | _MS_PRIVATE, 0)
+    for path in paths:
+        status = os.stat(path)
+        namespace = _open_user_namespace(f"{status.st_uid} {uid} 1", f"{status.st_gid} {uid} 1")
+        mount = _syscall(_OPEN_TREE, _AT_FDCWD, path.encode(), _OPEN_TREE_CLONE | os.O_CLOEXEC)
+        attributes = struct.pack("=QQQQ", _MOUNT_ATTR_IDMAP, 0, 0, namespace)
+        _syscall(_MOUNT_SETATTR, mount, b"", _AT_EMPTY_PATH, attributes, len(attributes))
+        _syscall(_MOVE_MOUNT, mount, b"", _AT_FDCWD, path.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
+        os.close(mount)
+        os.close(namespace)
+
+
+def _open_user_namespace(uid_map: str, gid_map: str) -> int:
+    """Return a descriptor of a new user namespace; no process stays in it."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _unshare(_CLONE_NEWUSER)
+        os.write(writer, b"1")
+        signal.pause()
+    try:
+        os.close(writer)
+        if not os.read(reader, 1):
+            raise OSError("a user namespace cannot be made")
+        for name, text in (("uid_map", uid_map), ("gid_map", gid_map)):
+            with open(f"/proc/{child}/{name}", "w") as file:
+                file.write(text)
+        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _unshare(flags: int) -> None:
+    _syscall(_UNSHARE, flags)
+
+
 def _syscall(number: int, *arguments: int | bytes) -> int:
     import ctypes
 
@@ -132,7 +187,7 @@ def _syscall(number: int, *arguments: int | bytes) -> int:
     result: int = libc.syscall(ctypes.c_long(number), *values)
     if result < 0:
         error = ctypes.get_errno()
-        raise OSError(error, f"Landlock: {os.strerror(error)}")
+        raise OSError(error, f"system call {number}: {os.strerror(error)}")
     return result
 
 

@@ -2,11 +2,14 @@
 
 The uid comes from a range that no user of the machine has. Its use is marked by an abstract Unix socket, which ends
 with the worker, so that workers on one machine never share one. `bubblewrap` changes to the user inside of its
-namespaces: outside, folders of root hide the program from other users.
+namespaces: outside, folders of root hide the program from other users. The run's folder, its bridge's socket and the
+owner's ``writable`` paths appear there as the user's own, by idmapped mounts, and keep their owners outside: the worker
+need not change owners, and the cache of one run is usable by the next, whose uid is another.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import secrets
@@ -14,15 +17,15 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import anyio.to_thread
-
 from hypha_worker.errors import ExecutionError
+from hypha_worker.executors.isolation import launcher
 from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
 
 FIRST_UID: Final = 64000
@@ -36,13 +39,15 @@ class OwnUidLayer:
 
     name = "own-uid"
 
-    def __init__(self, probe_bubblewrap: Callable[[], Finding]) -> None:
+    def __init__(self, probe_bubblewrap: Callable[[], Finding], folder: Path) -> None:
         """Prepare.
 
         Args:
             probe_bubblewrap: the probe of the layer that this one needs.
+            folder: where the folders of runs will be: its file system must have idmapped mounts.
         """
         self._probe_bubblewrap = probe_bubblewrap
+        self._folder = folder
 
     def probe(self) -> Finding:
         """See `Layer.probe`."""
@@ -50,8 +55,8 @@ class OwnUidLayer:
             return Finding(False, "only a worker that root runs can give each lease a uid of its own")
         if not self._probe_bubblewrap().works:
             return Finding(False, "it needs the layer bubblewrap")
-        if (error := _try_setpriv()) is not None:
-            return Finding(False, f"setpriv (util-linux) cannot change the uid: {error}")
+        if (error := _try(self._folder)) is not None:
+            return Finding(False, f"folders in {self._folder} cannot be given to another uid: {error}")
         return Finding(True, f"each lease has one of the uids {FIRST_UID} to {FIRST_UID + COUNT - 1}")
 
     @asynccontextmanager
@@ -61,9 +66,8 @@ class OwnUidLayer:
         Raises:
             ExecutionError: all uids are in use.
         """
-        reserved = _reserve_uid()
+        reserved = _reserve_uid([confinement.work_dir, confinement.socket_path, *confinement.writable])
         with reserved.mark:
-            await anyio.to_thread.run_sync(_give, confinement, reserved.uid)
             yield reserved
 
     def sweep(self) -> None:
@@ -76,10 +80,13 @@ class OwnUid:
 
     uid: int
     mark: socket.socket
+    paths: Sequence[str]
+    """What the run may change."""
 
     def apply(self, launch: Launch) -> None:
-        """Change to the uid; `bubblewrap` carries it out."""
+        """Change to the uid, which `bubblewrap` carries out, and let what the run may change be its own."""
         launch.steps["uid"] = self.uid
+        launch.steps["owners"] = {"uid": self.uid, "paths": list(self.paths)}
 
     def pids(self) -> None:
         """Return None: other layers know the processes."""
@@ -94,18 +101,26 @@ class OwnUid:
         return None
 
 
-def _try_setpriv() -> str | None:
+def _try(folder: Path) -> str | None:
+    """Let another user create a file in a folder of the worker's; return why that does not work, or None."""
     if (program := shutil.which("setpriv")) is None:
-        return "it is not installed"
-    command = [program, f"--reuid={FIRST_UID}", f"--regid={FIRST_UID}", "--clear-groups", "/bin/sh", "-c", "id -u"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return None if done.stdout.strip() == str(FIRST_UID) else done.stderr.strip() or "it has not done so"
+        return "setpriv is not installed: install the package util-linux"
+    with tempfile.TemporaryDirectory(prefix=".hypha-probe-", dir=folder) as probed:
+        steps = {"owners": {"uid": FIRST_UID, "paths": [probed]}}
+        # the folder is opened before the uid changes: those above it may be closed to others
+        script = ["/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", probed]
+        change = [program, f"--reuid={FIRST_UID}", f"--regid={FIRST_UID}", "--clear-groups", "touch", "file"]
+        command = [sys.executable, "-I", "-S", launcher.__file__, json.dumps(steps), "--", *script, *change]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        if done.returncode == 0 and (Path(probed) / "file").stat().st_uid == os.geteuid():
+            return None
+        return (done.stderr.strip().splitlines() or ["no reason given"])[-1]
 
 
-def _reserve_uid() -> OwnUid:
+def _reserve_uid(paths: Sequence[Path]) -> OwnUid:
     start = secrets.randbelow(COUNT)
     for offset in range(COUNT):
         uid = FIRST_UID + (start + offset) % COUNT
@@ -117,8 +132,12 @@ def _reserve_uid() -> OwnUid:
         except OSError:
             mark.close()
             continue
-        return OwnUid(uid, mark)
+        return OwnUid(uid, mark, [str(path) for path in _outermost(paths) if path.exists()])
     raise ExecutionError(f"all uids from {FIRST_UID} to {FIRST_UID + COUNT - 1} are in use on this machine")
+
+
+def _outermost(paths: Sequence[Path]) -> list[Path]:
+    return [path for path in paths if not any(other in path.parents for other in paths)]
 
 
 def _is_users(uid: int) -> bool:
@@ -127,25 +146,3 @@ def _is_users(uid: int) -> bool:
     except KeyError:
         return False
     return True
-
-
-def _give(confinement: Confinement, uid: int) -> None:
-    """Make the run's user the owner of its folder, of what the worker has put there, and of its bridge's socket."""
-    for descriptor in _entries(confinement.work_dir):
-        os.fchown(descriptor, uid, uid)
-    with suppress(FileNotFoundError):  # a runner without a bridge
-        os.chown(confinement.socket_path, uid, uid, follow_symlinks=False)
-
-
-def _entries(folder: Path) -> Iterator[int]:
-    """Open a folder and everything in it, one after the other, following no links. No process of the run exists yet."""
-    for _path, folders, files, descriptor in os.fwalk(folder, follow_symlinks=False):
-        yield descriptor
-        for name in files:
-            with suppress(OSError):  # a symbolic link; sockets and FIFOs are not opened
-                opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=descriptor)
-                try:
-                    yield opened
-                finally:
-                    os.close(opened)
-        folders.sort()

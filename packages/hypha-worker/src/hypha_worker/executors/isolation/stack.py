@@ -77,14 +77,15 @@ class ConfinedRun:
         return next((text for part in self.parts if (text := part.describe_end(exit_code)) is not None), None)
 
 
-def make_stack(private: Sequence[Path] = (), disabled: Collection[str] = ()) -> IsolationStack:
+def make_stack(work_dir: Path, private: Sequence[Path] = (), disabled: Collection[str] = ()) -> IsolationStack:
     """Return the stack of this machine. Probes block for some hundred milliseconds; results are kept.
 
     Args:
+        work_dir: where the folders of runs will be.
         private: files and folders that no job may see, such as the worker's key.
         disabled: names of layers that are not to be used.
     """
-    layers = _make_layers(private, "bubblewrap" in disabled)
+    layers = _make_layers(work_dir, private, "bubblewrap" in disabled)
     findings = [
         (layer.name, Finding(False, DISABLED) if layer.name in disabled else _probe_once(layer)) for layer in layers
     ]
@@ -92,14 +93,14 @@ def make_stack(private: Sequence[Path] = (), disabled: Collection[str] = ()) -> 
     return IsolationStack(working, findings, private)
 
 
-def _make_layers(private: Sequence[Path], without_bubblewrap: bool) -> list[Layer]:
+def _make_layers(work_dir: Path, private: Sequence[Path], without_bubblewrap: bool) -> list[Layer]:
     bubblewrap = BubblewrapLayer(private)
 
     def probe_bubblewrap() -> Finding:
         return Finding(False, DISABLED) if without_bubblewrap else _probe_bubblewrap()
 
     return [
-        OwnUidLayer(probe_bubblewrap),
+        OwnUidLayer(probe_bubblewrap, work_dir),
         RlimitsLayer(),
         bubblewrap,
         LandlockLayer(probe_bubblewrap),
