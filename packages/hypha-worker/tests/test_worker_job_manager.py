@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
 import sys
 import time
 import uuid
@@ -40,9 +42,11 @@ from hypha_proto.progress import (
 )
 from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
+from hypha_worker.executors.process import process_runner
 from hypha_worker.executors.process.environment import substitute
 from hypha_worker.executors.process.process_runner import exit_text
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext
+from hypha_worker.leasing import retention
 
 InLab = Callable[..., None]
 
@@ -301,7 +305,7 @@ def test_an_executors_logged_error_comes_first_and_its_spec_is_shortened(in_lab:
     script = f"""
 print("ERROR hypha.training: an older one")
 print("ERROR hypha.training: no Pillow")
-for number in range(45):
+for number in range(55):
     print("traceback", number)
 print("Command", ["--job", sys.argv[3]], "failed")
 sys.exit({code})
@@ -311,7 +315,7 @@ sys.exit({code})
         await lab.start(script)
         lines = (await lab.scheduler.ended()).last_lines
         assert lines[-1] == "Command ['--job', '{JOB_JSON}'] failed"
-        assert len(lines) == 40
+        assert len(lines) == 50
         if code:
             assert lines[:2] == ("ERROR hypha.training: no Pillow", "traceback 7")
         else:
@@ -392,7 +396,7 @@ def test_shutdown_ends_jobs_within_five_seconds_and_reports_it(in_lab: InLab, tm
     assert (end.outcome, end.reason) == ("cancelled", "the worker is shutting down")
     assert pids_of(end.last_lines)
     assert alive(tmp_path / "work") == []
-    assert list((tmp_path / "work").iterdir()) == []
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["logs"]
 
 
 def test_a_worker_that_shuts_down_starts_no_job(in_lab: InLab) -> None:
@@ -579,5 +583,38 @@ def test_a_job_that_fails_while_it_is_cancelled_does_not_end_the_worker(
             end = await lab.scheduler.ended()
             assert (end.lease, end.outcome) == (lease, "cancelled")
             await lab.scheduler.release(lab.peer, lease)
+
+    in_lab(case)
+
+
+@pytest.mark.parametrize("how", ["ended", "cancelled"])
+def test_resources_stay_taken_while_a_process_survives_sigkill(
+    in_lab: InLab, monkeypatch: pytest.MonkeyPatch, recorded: Any, how: str
+) -> None:
+    """After 30 s they counted as free before, and a further job ran beside the process."""
+    monkeypatch.setattr(process_runner, "TERM_GRACE", 0.05)
+    monkeypatch.setattr(process_runner, "SHUTDOWN_GRACE", 0.05)
+    monkeypatch.setattr(process_runner, "KILL_GRACE", 0.1)
+    monkeypatch.setattr(retention, "RETENTION_POLL", 0.02)
+
+    async def case(lab: Any) -> None:
+        manager, kill = lab.worker.lease_manager, os.kill
+        before = manager.free.resources.cpu
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "killpg", lambda *_: None)
+            patch.setattr(psutil.Process, "send_signal", lambda *_: None)
+            lease = await lab.start(SLEEPER if how == "ended" else WAITS)
+            await lab.scheduler.until(lambda: lab.scheduler.reports)
+            if how == "cancelled":
+                await lab.scheduler.release(lab.peer, lease)
+            pids = alive(pids_of((await lab.scheduler.ended()).last_lines))
+            assert len(pids) >= 2
+            await lab.scheduler.until(lambda: manager.leases == ())
+        assert manager.free.resources.cpu == before - 1.0
+        assert recorded.total("hypha.worker.leases.retained") == 1
+        for pid in pids:
+            kill(pid, signal.SIGKILL)
+        await lab.scheduler.until(lambda: manager.free.resources.cpu == before)
+        assert recorded.total("hypha.worker.leases.retained") == 0
 
     in_lab(case)

@@ -60,7 +60,7 @@ def test_tasks_run_one_after_the_other_and_their_outputs_stay(in_task_lab: InTas
     first += "open('f', 'w').write('file')"
 
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
-        tasks.start(lease, "first", first, outputs={"folder": "made", "file": "f", "log": "executor.log"})
+        tasks.start(lease, "first", first, outputs={"folder": "made", "file": "f", "definition": "job.json"})
         report = await tasks.end("first")
         assert tasks.kinds("first") == ["started", "ready", "finished"]
         outputs = outputs_of(report)
@@ -200,10 +200,22 @@ def test_an_attempt_fails_after_its_timeout(in_task_lab: InTaskLab) -> None:
     in_task_lab(case)
 
 
+def test_an_attempt_that_fills_its_storage_fails(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "full", "open('full', 'wb').write(bytes(2_000_000)); time.sleep(60)")
+        report = await tasks.end("full")
+        assert report.failed is not None
+        assert "more than the 1000000 of its lease" in report.failed.reason
+        tasks.start(lease, "next", "print(1)")
+        assert (await tasks.end("next")).finished is not None
+
+    in_task_lab(case, resources={"cpu": 2.0, "memory": 4.0, "default": {"storage": 0.001}})
+
+
 @pytest.mark.parametrize("how", ["stop", "drain", "cancel", "release", "expiry"])
 def test_an_attempt_ends_with_its_whole_process_tree(in_task_lab: InTaskLab, how: str) -> None:
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
-        tasks.start(lease, "t", WAITS, outputs={"pid": "executor.log"})
+        tasks.start(lease, "t", WAITS, outputs={"pid": "job.json"})
         await tasks.until(lambda: "ready" in tasks.kinds("t"))
         [run] = lab.worker.tasks.running
         await tasks.until(lambda: psutil.Process().children(recursive=True)[1:], 10)
@@ -445,7 +457,7 @@ def test_outputs_are_removed_an_hour_after_the_last_renewal(in_task_lab: InTaskL
         assert len(lab.worker.tasks.held) == 1
         await lab.worker.tasks.sweep(renewed + 3610)
         assert lab.worker.tasks.held == ()
-        [folder] = (lab.folder / "work").iterdir()
+        [folder] = (lab.folder / "work").glob("outputs-*")
         assert list(folder.iterdir()) == []
 
     in_task_lab(case)
@@ -497,7 +509,7 @@ def test_shutdown_ends_a_task_and_removes_everything(in_lab: Callable[..., None]
         await tasks.until(lambda: "ready" in tasks.kinds("u"))
 
     in_lab(case, executors=[PYTHON])
-    assert list((tmp_path / "work").iterdir()) == []
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["logs"]
     assert not [child for child in psutil.Process().children(recursive=True) if "sleep" in child.name()]
 
 

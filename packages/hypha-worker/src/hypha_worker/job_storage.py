@@ -1,14 +1,15 @@
 """The storage and the threads of one job: all bytes of its work directory together stay within its lease.
 
 Called by everything that writes files for a job: `connectors`, `bridge`, the parameter server, and `hypha_net.transfer`
-through `StorageQuota`. What an executor's own processes write is counted when the next file is announced: a job that
-has used up its storage gets no further file, and its executor the reason.
+through `StorageQuota`. What an executor's own processes write is counted when the next file is announced, which a job
+that has used up its storage does not get, and regularly by `JobStorage.watch`, which ends the job.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Final, TypeVar
 import anyio
 import anyio.to_thread
 
-from hypha_worker.errors import StorageExceededError
+from hypha_worker.errors import ExecutionError, StorageExceededError
 
 GIGABYTE: Final = 10**9
 DEFAULT_STORAGE: Final = 10.0
@@ -27,6 +28,11 @@ MAX_ENTRIES: Final = 100_000
 MAX_TRANSFERS: Final = 8
 """Fetches of one job that run at once; further ones wait."""
 _THREADS: Final = 8
+_WATCH_INTERVAL: Final = 0.5
+"""Seconds between two looks at a work directory, at least."""
+_WATCH_SHARE: Final = 20
+"""The pause is that many times as long as the look has taken, up to `_LONGEST_WATCH_INTERVAL`."""
+_LONGEST_WATCH_INTERVAL: Final = 30.0
 _BLOCK: Final = 512
 """Bytes in the unit of `st_blocks`, on every file system."""
 
@@ -71,6 +77,33 @@ class JobStorage:
         """
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads, abandon_on_cancel=abandon)
 
+    async def watch(self) -> None:
+        """Look at the work directory until cancelled, and end the job if its processes have written too much.
+
+        Space on the disk counts, so that a sparse file takes what it has. Files that are open but have no name any
+        more are not seen.
+
+        Raises:
+            ExecutionError: the job stores more than its lease allows.
+        """
+        while True:
+            started = time.monotonic()
+            # a thread of its own: it must not wait for the job's transfers
+            used = await anyio.to_thread.run_sync(self._measure_space, limiter=anyio.CapacityLimiter(1))
+            if used > self.limit:
+                raise ExecutionError(
+                    f"the job stores {used} bytes, more than the {self.limit} of its lease (storage): request more, or "
+                    "raise [resources.default] storage of this worker"
+                )
+            pause = _WATCH_SHARE * (time.monotonic() - started)
+            await anyio.sleep(min(max(_WATCH_INTERVAL, pause), _LONGEST_WATCH_INTERVAL))
+
+    def _measure_space(self) -> int:
+        try:
+            return self._measure(set(), space=True)
+        except StorageExceededError as error:
+            raise ExecutionError(str(error)) from None
+
     def reserve(self, path: Path, size: int) -> None:
         """See `StorageQuota.reserve`; `path` may also be a folder, for all files in it.
 
@@ -101,11 +134,11 @@ class JobStorage:
             if known is not None:
                 self._present += known.size  # until it is looked at
 
-    def _measure(self, reserved: set[str]) -> int:
+    def _measure(self, reserved: set[str], *, space: bool = False) -> int:
         """Return the bytes of all files under the work directory but those in `reserved`; links are not followed.
 
         An incomplete file (hidden, ``.part``) counts with the space that it has, which is less than its length where
-        a transfer broke off.
+        a transfer broke off; with `space`, every file does.
         """
         total = count = 0
         linked: set[tuple[int, int]] = set()
@@ -120,7 +153,7 @@ class JobStorage:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                 else:
-                    total += _size(entry, linked)
+                    total += _size(entry, linked, space=space)
         return total
 
 
@@ -132,7 +165,7 @@ def _list(folder: str) -> list[os.DirEntry[str]]:
         return []
 
 
-def _size(entry: os.DirEntry[str], linked: set[tuple[int, int]]) -> int:
+def _size(entry: os.DirEntry[str], linked: set[tuple[int, int]], *, space: bool) -> int:
     """Return the bytes of a file; 0 for a further link of one in `linked`, or if it was removed meanwhile."""
     try:
         about = entry.stat(follow_symlinks=False)
@@ -142,6 +175,6 @@ def _size(entry: os.DirEntry[str], linked: set[tuple[int, int]]) -> int:
         if (about.st_dev, about.st_ino) in linked:
             return 0
         linked.add((about.st_dev, about.st_ino))
-    if entry.name.startswith(".") and entry.name.endswith(".part"):
+    if space or (entry.name.startswith(".") and entry.name.endswith(".part")):
         return min(about.st_size, about.st_blocks * _BLOCK)
     return about.st_size

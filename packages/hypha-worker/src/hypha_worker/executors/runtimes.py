@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hypha_worker.connectors.access_policy import AccessPolicy
     from hypha_worker.executors.isolation.stack import IsolationStack
     from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
+    from hypha_worker.logs.run_log import LogFolder
     from hypha_worker.tasks.execution import TaskExecutionFactory
 
 
@@ -42,7 +43,9 @@ class HostSettings:
     socket_folder: Path
     """Where sockets are created; its path is short."""
     has_devices: bool
-    """Whether the configuration lists GPUs, so that a job sees only those of its lease."""
+    """Whether the worker offers GPUs, so that a job sees only those of its lease."""
+    logs: LogFolder
+    """Where the output of processes is stored."""
     stack: IsolationStack
     """Confines processes."""
 

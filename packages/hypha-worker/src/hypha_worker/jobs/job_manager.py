@@ -11,6 +11,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -54,6 +55,7 @@ from hypha_worker.jobs.execution import (
 )
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Attempt, Lease, LeaseError, LeaseManager, LeaseState
+from hypha_worker.leasing.retention import Retention
 from hypha_worker.work_dir import remove_folder
 
 _log = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class Job:
     scope: anyio.CancelScope
     span: instrumentation.Span
     traffic: JobTraffic
+    storage: JobStorage
     attempt: int | None = None
     """Number of its dispatch on the lease, if its scheduler numbers them."""
     keep_lease: bool = False
@@ -137,6 +140,7 @@ class JobManager:
         self._tasks = tasks
         self._clock = clock
         self._default_storage = default_storage
+        self._retention = Retention(lease_manager, tasks)
         self._jobs: dict[uuid.UUID, Job] = {}
         self._unreported = 0
         """Jobs whose end was not reported yet."""
@@ -262,6 +266,7 @@ class JobManager:
             storage=JobStorage(work_dir, int(limit * GIGABYTE)),
             scope=anyio.CancelScope(),
             traceparent=span.traceparent,
+            keep_resources=partial(self._retention.keep, lease.id),
         )
         return Job(
             lease=lease.id,
@@ -275,6 +280,7 @@ class JobManager:
             attempt=message.attempt,
             keep_lease=bool(message.keep_lease),
             traffic=context.traffic,
+            storage=context.storage,
         )
 
     # -------------------------------------------------------------------------------------------------------- running
@@ -334,6 +340,7 @@ class JobManager:
         job.work_dir.mkdir(mode=0o700)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._report_running, job)
+            tasks.start_soon(job.storage.watch)
             await job.execution.run()
             tasks.cancel_scope.cancel()
 

@@ -23,13 +23,13 @@ from hypha_proto.resources import Resources
 from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
 from hypha_worker.executors.isolation.rlimits import process_limit
 from hypha_worker.executors.isolation.visible_paths import ETC, SYSTEM_FOLDERS
+from hypha_worker.hardware.devices import device_nodes
 from hypha_worker.leasing.capacity import Allocation
 
 _PROBE_TIMEOUT: Final = 10.0
 _GIGABYTE: Final = 10**9
 _TEMPORARY_SIZE: Final = 1 * _GIGABYTE
 """Bytes of /tmp and of /dev/shm, each, for a lease without memory; with it, half of it."""
-_GPU_NODES: Final = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset", "nvidia-caps", "kfd", "dri")
 _CPUS: Final = Path("/sys/devices/system/cpu")
 _LAST_STEPS: Final = 'umask 077; cd -- "$1" && shift && exec /usr/bin/env --default-signal=TERM -- "$@"'
 """Shell command that the user runs inside; only the user may enter the run's folder."""
@@ -196,15 +196,10 @@ def _covers(private: Sequence[Path], shown: Sequence[Path]) -> list[str]:
 
 def _gpu_options(allocation: Allocation) -> list[str]:
     """Return options for the device nodes of a lease's GPUs; of all GPUs where the worker lists no devices."""
-    if not allocation.devices and allocation.resources.gpu <= 0:
+    nodes = device_nodes(allocation.visible_devices)
+    if not nodes:
         return []
-    leased = [f"nvidia{device.index}" for device in allocation.devices]
-    numbered = [path.name for path in Path("/dev").glob("nvidia[0-9]*")]
-    nodes = [*_GPU_NODES, *(leased or numbered)]
-    return [
-        *("--ro-bind", "/sys", "/sys"),
-        *(word for node in nodes for word in ("--dev-bind-try", f"/dev/{node}", f"/dev/{node}")),
-    ]
+    return ["--ro-bind", "/sys", "/sys", *(word for node in nodes for word in ("--dev-bind", str(node), str(node)))]
 
 
 def _open_filter() -> int:

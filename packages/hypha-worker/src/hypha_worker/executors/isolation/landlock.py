@@ -14,6 +14,7 @@ from typing import Final
 
 from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
 from hypha_worker.executors.isolation.visible_paths import ETC, SYSTEM_FOLDERS
+from hypha_worker.hardware.devices import device_nodes
 
 _LANDLOCK_CREATE_RULESET: Final = 444
 _VERSION_FLAG: Final = 1
@@ -81,8 +82,8 @@ class LandlockRules:
         }
 
     def _devices(self) -> list[str]:
-        """Return /dev for a lease with GPUs: the nodes are told apart by `CUDA_VISIBLE_DEVICES` only."""
-        return ["/dev"] if self.confinement.allocation.resources.gpu > 0 else []
+        """Return the device nodes of the lease's GPUs."""
+        return [str(node) for node in device_nodes(self.confinement.allocation.visible_devices)]
 
     def pids(self) -> None:
         """Return None: rules know no processes."""

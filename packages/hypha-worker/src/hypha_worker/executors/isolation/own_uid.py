@@ -105,7 +105,8 @@ def _try(folder: Path) -> str | None:
     """Let another user create a file in a folder of the worker's; return why that does not work, or None."""
     if (program := shutil.which("setpriv")) is None:
         return "setpriv is not installed: install the package util-linux"
-    with tempfile.TemporaryDirectory(prefix=".hypha-probe-", dir=folder) as probed:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".hypha-probe-", dir=existing) as probed:
         steps = {"owners": {"uid": FIRST_UID, "paths": [probed]}}
         # the folder is opened before the uid changes: those above it may be closed to others
         script = ["/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", probed]

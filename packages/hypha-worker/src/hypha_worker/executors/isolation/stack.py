@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from hypha_worker.executors.isolation.bubblewrap import BubblewrapLayer
+from hypha_worker.executors.isolation.cgroup import CgroupLayer
 from hypha_worker.executors.isolation.landlock import LandlockLayer
 from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
 from hypha_worker.executors.isolation.own_uid import OwnUidLayer
@@ -105,6 +106,7 @@ def _make_layers(work_dir: Path, private: Sequence[Path], without_bubblewrap: bo
         bubblewrap,
         LandlockLayer(probe_bubblewrap),
         SupervisorLayer(probe_bubblewrap),
+        CgroupLayer(work_dir),  # outermost: systemd-run does not work inside of the others
     ]
 
 

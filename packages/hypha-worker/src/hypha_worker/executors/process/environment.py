@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE
+from hypha_worker.hardware.devices import visibility_variables
 from hypha_worker.leasing.capacity import Allocation
 
 PASSED: Final = (
@@ -36,7 +37,6 @@ TEMPORARY_FOLDER: Final = ".tmp"
 _SECRET_NAME: Final = re.compile(r"TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL|(^|_)KEY(_|$)|USERNAME", re.IGNORECASE)
 _SECRET_VALUE: Final = re.compile(r"://[^/\s]*@")
 _USER: Final = "hypha"
-_DEVICE_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def make_environment(
@@ -60,14 +60,11 @@ def make_environment(
         work_dir: the process's folder, which is also its home.
         traceparent: span that the process's own spans belong to.
         writable: folders that the process may change; uv's cache is the owner's if it lies in one of them.
-        has_devices: whether the configuration lists GPUs, so that a job sees only those of its lease.
+        has_devices: whether the worker offers GPUs, so that a job sees only those of its lease.
     """
     own = {name: substitute(value, values) for name, value in configured.items()}
     threads = {"OMP_NUM_THREADS": str(max(1, int(allocation.resources.cpu)))}
-    devices: dict[str, str] = {}
-    if has_devices:
-        devices = dict.fromkeys(_DEVICE_VARIABLES, ",".join(str(device.index) for device in allocation.devices))
-        devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order; CUDA's default differs
+    devices = visibility_variables(allocation.visible_devices) if has_devices else {}
     trace = {"TRACEPARENT": traceparent} if traceparent else {}
     passed = _passed(os.environ)
     own_files = _own_files(work_dir) | _uv_folders(os.environ, writable)

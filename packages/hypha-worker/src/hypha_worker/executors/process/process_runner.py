@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 import signal
 from collections.abc import Callable, Mapping
@@ -27,23 +26,24 @@ from hypha_worker.executors.isolation.layers import Confinement, Launch
 from hypha_worker.executors.isolation.stack import ConfinedRun, IsolationStack
 from hypha_worker.executors.isolation.visible_paths import configured_paths, program_paths, without_ancestors
 from hypha_worker.executors.process.environment import TEMPORARY_FOLDER, make_environment, substitute
-from hypha_worker.executors.process.output_log import HIDDEN, OutputLog
+from hypha_worker.executors.process.output_log import OutputLog
+from hypha_worker.executors.process.placeholders import JOB_JSON
 from hypha_worker.executors.process.process_tree import (
     KILL_GRACE,
-    KILL_TIMEOUT,
     SHUTDOWN_GRACE,
     TERM_GRACE,
+    make_token,
     terminate_tree,
 )
 from hypha_worker.executors.process.spawn import SpawnedProcess, spawn
 from hypha_worker.hardware.usage import measure_usage
 from hypha_worker.jobs.execution import ExecutionTrace
 from hypha_worker.leasing.capacity import Allocation
+from hypha_worker.leasing.retention import FindProcesses
+from hypha_worker.logs.run_log import LogFolder, RunLog
 
 _log = logging.getLogger(__name__)
 
-JOB_JSON: Final = HIDDEN
-"""Placeholder whose value is replaced by its name wherever the output of the process shows it."""
 _ARGUMENT_LIMIT: Final = 128 << 10
 """Largest number of bytes in one argument (Linux)."""
 _OUTPUT_DRAIN: Final = 1.0
@@ -72,8 +72,10 @@ class ProcessSettings:
     """Confines the process."""
     socket_folder: Path = Path("/tmp")
     """Where sockets are created; its path is short."""
+    logs: LogFolder | None = None
+    """Where the output of processes is stored."""
     has_devices: bool = False
-    """Whether the configuration lists GPUs, so that a job sees only those of its lease."""
+    """Whether the worker offers GPUs, so that a job sees only those of its lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class ProcessPlace:
     """Where a process runs, and under which names it is reported."""
 
     work_dir: Path
-    """Its working directory, which also gets the log of its output."""
+    """Its working directory."""
     allocation: Allocation
     """What its lease has allocated: the number of its threads, and its devices."""
     storage: int
@@ -92,8 +94,12 @@ class ProcessPlace:
     """Stands before each of its lines in the worker's log."""
     attributes: instrumentation.Attributes = field(default_factory=dict)
     """Attributes of its metrics; no other process that runs at the same time has the same."""
+    log: RunLog | None = None
+    """File that gets its output."""
     traceparent: str | None = None
     """Span that the process's own spans belong to."""
+    keep_resources: Callable[[FindProcesses], None] = lambda _find: None
+    """Called if processes live on that cannot be ended."""
 
 
 class ProcessRunner:
@@ -102,8 +108,8 @@ class ProcessRunner:
     def __init__(self, settings: ProcessSettings, place: ProcessPlace) -> None:
         self._settings = settings
         self._place = place
-        self._token = secrets.token_hex(16)
-        self._output = OutputLog(place.work_dir / "executor.log", place.log_name)
+        self._token = make_token(place.work_dir.parent)
+        self._output = OutputLog(place.log, place.log_name)
         self._exit_code: int | None = None
 
     @property
@@ -141,15 +147,17 @@ class ProcessRunner:
                 await process.wait()
             finally:
                 measuring.cancel()
-                await self._terminate(process)
+                await self._terminate(process, confined)
                 reading.deadline = anyio.current_time() + _OUTPUT_DRAIN
         with anyio.CancelScope(shield=True):
             await process.aclose()
 
-    async def _terminate(self, process: anyio.abc.Process) -> None:
+    async def _terminate(self, process: SpawnedProcess, confined: ConfinedRun) -> None:
         """End the process, if it still runs, and what it left running."""
-        waits = (TERM_GRACE, KILL_TIMEOUT) if self._place.scope.cancel_called else (SHUTDOWN_GRACE, KILL_GRACE)
-        await terminate_tree(process, self._token, *waits)
+        grace = TERM_GRACE if self._place.scope.cancel_called else SHUTDOWN_GRACE
+        survivors = await terminate_tree(process, self._token, grace, KILL_GRACE, confined)
+        if survivors is not None:
+            self._place.keep_resources(survivors.pids)
         self._exit_code = process.returncode
         _RUNNING.add(-1)
         _EXITS.add(1, {"process.exit.code": str(process.returncode)})

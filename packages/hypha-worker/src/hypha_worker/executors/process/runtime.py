@@ -69,6 +69,7 @@ def _process_settings(settings: ExecutorSettings, host: HostSettings) -> Process
         writable=settings.writable,
         stack=host.stack,
         socket_folder=host.socket_folder,
+        logs=host.logs,
         has_devices=host.has_devices,
     )
 
