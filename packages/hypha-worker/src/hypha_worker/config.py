@@ -22,9 +22,11 @@ from hypha_proto.tasks import TASK_EXECUTOR_PREFIX, task_executor
 from hypha_proto.wire_schema import MAX_PRICE
 from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy, Strategy
+from hypha_worker.executors.isolation.assessment import LayerName
 from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSettings, check_executor, find_runtime
 from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
 from hypha_worker.leasing.terms import IDLE_LEASE, MAX_DRAIN, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
+from hypha_worker.logs.run_log import LOGS, LogFolder
 
 
 def _peer(text: str) -> str:
@@ -262,6 +264,19 @@ class CacheSection(Section):
     max_size: Amount | None = Field(default=None, description="Size of the cache, GB.")
 
 
+class LogsSection(Section):
+    """``[logs]``."""
+
+    max_size: float = Field(
+        default=10.0,
+        ge=0.01,
+        allow_inf_nan=False,
+        description="Size of one log, the output of a job's or task's process, MB. Newer output replaces the older "
+        "half of it.",
+    )
+    keep: int = Field(default=100, ge=0, description="Number of logs of ended jobs and tasks that are kept.")
+
+
 _UNSUPPORTED_KEYS = {
     "connectors.buckets": "resources are not fetched from S3 yet",
     "connectors.s3_endpoint": "resources are not fetched from S3 yet",
@@ -270,6 +285,25 @@ _UNSUPPORTED_KEYS = {
     "cache.path": "slices and models are not kept between jobs yet",
     "cache.max_size": "slices and models are not kept between jobs yet",
 }
+
+
+class IsolationSection(Section):
+    """``[isolation]``."""
+
+    require: list[LayerName] = Field(
+        default=[],
+        description="Layers without which the worker does not start: cgroup, bubblewrap, own-uid, landlock, "
+        "supervisor, rlimits. hypha-worker probe tells which work.",
+    )
+    disable: list[LayerName] = Field(
+        default=[], description="Layers that are not used, for a machine on which one causes trouble."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> IsolationSection:
+        if both := sorted(set(self.require) & set(self.disable)):
+            raise ValueError(f"{both[0]} is both required and disabled: remove it from require or from disable")
+        return self
 
 
 class WorkerConfig(NodeConfig):
@@ -290,6 +324,10 @@ class WorkerConfig(NodeConfig):
     executors: list[ExecutorSection] = Field(default=[], description="The executors that run jobs.")
     connectors: ConnectorsSection = Field(default=ConnectorsSection(), description="What jobs may access.")
     cache: CacheSection = Field(default=CacheSection(), description="What is kept between jobs.")
+    isolation: IsolationSection = Field(
+        default=IsolationSection(), description="The layers that keep jobs from the machine and from each other."
+    )
+    logs: LogsSection = Field(default=LogsSection(), description="The output of jobs, in work_dir/logs.")
 
     @field_validator("executors")
     @classmethod
@@ -316,6 +354,10 @@ class WorkerConfig(NodeConfig):
     def listed_devices(self) -> tuple[Device, ...]:
         """Return the GPUs that the configuration lists."""
         return tuple(Device(device.index, device.memory) for device in self.resources.devices)
+
+    def log_folder(self) -> LogFolder:
+        """Return where the output of processes is stored."""
+        return LogFolder(self.work_dir / LOGS, int(self.logs.max_size * 1e6), self.logs.keep)
 
     def config_warnings(self) -> list[str]:
         """See `NodeConfig.config_warnings`."""

@@ -70,6 +70,7 @@ from hypha_worker.leasing.lease_manager import (
     UnknownLeaseError,
 )
 from hypha_worker.leasing.terms import LeaseUsage
+from hypha_worker.logs.run_log import LogFolder
 from hypha_worker.tasks.execution import TaskExecutionFactory
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.task_manager import TaskManager
@@ -160,13 +161,16 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
         end_processes = partial(end_left_processes, config.work_dir)
         await anyio.to_thread.run_sync(clear_work_dir, config.work_dir, stack, end_processes)
         sockets = stack.enter_context(open_socket_folder(config.work_dir))
+        logs = config.log_folder()
+        await anyio.to_thread.run_sync(logs.open)
+        settings = _host_settings(config, sockets, logs)
         async with anyio.create_task_group() as tasks:
             capabilities = await anyio.to_thread.run_sync(find_capabilities, config)
             lease_manager = LeaseManager(capabilities.capacity, config.offer.lease_terms())
             jobs = JobManager(
                 endpoint,
                 lease_manager,
-                make_factories(config, sockets),
+                make_factories(config, settings),
                 config.work_dir,
                 tasks,
                 default_storage=config.resources.default.storage,
@@ -178,7 +182,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 lease_manager,
                 config.work_dir,
                 outputs,
-                make_task_factories(config, sockets),
+                make_task_factories(config, settings),
                 make_access_policy(config),
                 default_storage=config.resources.default.storage,
             )
@@ -226,14 +230,13 @@ def make_access_policy(config: WorkerConfig) -> AccessPolicy:
     return AccessPolicy(tuple(connectors.hosts), tuple(connectors.repositories), tuple(connectors.roots))
 
 
-def _host_settings(config: WorkerConfig, sockets: Path) -> HostSettings:
+def _host_settings(config: WorkerConfig, sockets: Path, logs: LogFolder) -> HostSettings:
     has_devices = bool(config.resources.devices) or config.resources.gpu > 0
-    return HostSettings(make_access_policy(config), sockets, has_devices=has_devices)
+    return HostSettings(make_access_policy(config), sockets, has_devices=has_devices, logs=logs)
 
 
-def make_task_factories(config: WorkerConfig, sockets: Path) -> Mapping[str, TaskExecutionFactory]:
+def make_task_factories(config: WorkerConfig, host: HostSettings) -> Mapping[str, TaskExecutionFactory]:
     """Return what makes an execution of a task, by ``class/name`` and by name alone; the first of a name counts."""
-    host = _host_settings(config, sockets)
     made: dict[str, TaskExecutionFactory] = {}
     for executor in config.executors:
         runtime = find_runtime(executor.runtime)
@@ -243,9 +246,8 @@ def make_task_factories(config: WorkerConfig, sockets: Path) -> Mapping[str, Tas
     return made
 
 
-def make_factories(config: WorkerConfig, sockets: Path) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
+def make_factories(config: WorkerConfig, host: HostSettings) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
     """Return, for each configured executor, the function that makes an execution of a job."""
-    host = _host_settings(config, sockets)
     return {
         descriptor: find_runtime(executor.runtime).make_factory(executor.settings, host)
         for executor in config.executors

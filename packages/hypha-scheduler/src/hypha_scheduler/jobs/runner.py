@@ -97,7 +97,7 @@ _CHECK_INTERVAL: Final = 0.5
 _MIN_RETRY: Final = 0.05
 """Shortest time in seconds after which an operator is asked again for a slice."""
 _MAX_LINE: Final = 500
-_MAX_LINES: Final = 40
+_MAX_LINES: Final = 50
 _MAX_REASON: Final = 1000
 _MAX_TEXT: Final = 400
 """Characters of a peer's reason in an event."""
