@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -22,7 +22,6 @@ from hypha_proto.tasks import TASK_EXECUTOR_PREFIX, task_executor
 from hypha_proto.wire_schema import MAX_PRICE
 from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy, Strategy
-from hypha_worker.executors.isolation.assessment import LayerName
 from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSettings, check_executor, find_runtime
 from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
 from hypha_worker.leasing.terms import IDLE_LEASE, MAX_DRAIN, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
@@ -66,6 +65,7 @@ def _executor_class(name: str) -> str:
     return name
 
 
+LayerName = Literal["cgroup", "bubblewrap", "own-uid", "landlock", "supervisor", "rlimits"]
 _PEER_ID_START: Final = "12D3Koo"
 _EXECUTOR_CLASS: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -207,7 +207,18 @@ class ExecutorSection(Section):
         default=[], description="Its arguments; {SOCKET_PATH}, {WORK_DIR}, {JOB_JSON} and {JOB_FILE} are filled in."
     )
     env: dict[str, str] = Field(
-        default={}, description="Environment variables of a process, in addition to this worker's own."
+        default={}, description="Environment variables of a process, in addition to those that it gets in any case."
+    )
+    network: bool = Field(
+        default=True, description="Whether a process may use the network; it reaches its job bridge in any case."
+    )
+    readable: list[Path] = Field(
+        default=[],
+        description="Files and folders that a process may read, in addition to the system's, its program's and those "
+        "that args and env name by absolute paths.",
+    )
+    writable: list[Path] = Field(
+        default=[], description="Files and folders that a process may also change, such as ~/.cache/uv."
     )
 
     sharded: bool = Field(
@@ -224,7 +235,14 @@ class ExecutorSection(Section):
     @property
     def settings(self) -> ExecutorSettings:
         """The keys that its runtime interprets."""
-        return ExecutorSettings(self.cmd, tuple(self.args), self.env)
+        return ExecutorSettings(
+            self.cmd,
+            tuple(self.args),
+            self.env,
+            self.network,
+            tuple(path.expanduser().absolute() for path in self.readable),
+            tuple(path.expanduser().absolute() for path in self.writable),
+        )
 
     @property
     def kind(self) -> str:

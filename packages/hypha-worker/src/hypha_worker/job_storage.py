@@ -29,9 +29,13 @@ DEFAULT_STORAGE: Final = 10.0
 """GB of a job whose lease states none."""
 MAX_ENTRIES: Final = 100_000
 """Files and folders of a work directory that are looked at; with more the job gets no further file."""
+MAX_PATH: Final = 4096
+"""Characters of a path in a work directory; a job with longer ones gets no further file."""
 MAX_TRANSFERS: Final = 8
 """Fetches of one job that run at once; further ones wait."""
 _THREADS: Final = 8
+_OWN_FILES: Final = 1_000_000
+"""Bytes in the work directory that are not counted against a job while it runs: its specification, above all."""
 _WATCH_INTERVAL: Final = 0.5
 """Seconds between two looks at a work directory, at least."""
 _WATCH_SHARE: Final = 20
@@ -95,7 +99,7 @@ class JobStorage:
             started = time.monotonic()
             # a thread of its own: it must not wait for the job's transfers
             used = await anyio.to_thread.run_sync(self._measure_space, limiter=anyio.CapacityLimiter(1))
-            if used > self.limit:
+            if used > self.limit + _OWN_FILES:
                 raise ExecutionError(
                     f"the job stores {used} bytes, more than the {self.limit} of its lease (storage): request more, or "
                     "raise [resources.default] storage of this worker"
@@ -151,6 +155,8 @@ class JobStorage:
             count += 1
             if count > MAX_ENTRIES:
                 raise StorageExceededError(f"the job's work directory holds more than {MAX_ENTRIES} files")
+            if len(path) > MAX_PATH:
+                raise StorageExceededError("the job's folders are nested deeper than a path may be long")
             if stat.S_ISDIR(about.st_mode):
                 continue
             key = about.st_dev, about.st_ino
