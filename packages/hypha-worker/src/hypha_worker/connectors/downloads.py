@@ -24,8 +24,9 @@ from urllib.parse import urljoin, urlsplit
 import anyio
 import anyio.from_thread
 
+from hypha_net.redaction import HIDDEN, redact_urls
 from hypha_proto.job_spec import HuggingFaceReference
-from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.access_policy import AccessPolicy, shown_url
 from hypha_worker.errors import (
     BridgeError,
     StorageExceededError,
@@ -171,7 +172,7 @@ class _HubDownload:
                 delay = next(delays, None)
                 if not self._began or delay is None:
                     slow = isinstance(error, hub_httpx.TimeoutException)
-                    raise (timed_out if slow else peer_failed)(f"{self._where}: {error!r}") from error
+                    raise (timed_out if slow else peer_failed)(f"{self._where}: {self._describe(error)}") from error
                 await anyio.sleep(delay)
         if _SHA256.fullmatch(self.etag) and self._sha256.hexdigest() != self.etag:
             raise peer_failed(f"{self._where}: the SHA-256 of the content is not {self.etag}, as the Hub stated")
@@ -191,6 +192,11 @@ class _HubDownload:
                 raise peer_failed(f"{self._where} changed while it was downloaded")
             self._began = True
             await self._store(response)
+
+    def _describe(self, error: Exception) -> str:
+        """Return an error without the token, which it may name if it is no valid header."""
+        text, token = repr(error), self.reference.token
+        return text.replace(repr(token)[1:-1], HIDDEN).replace(token, HIDDEN) if token else text
 
     def _restart(self, etag: str) -> None:
         self.received, self.etag, self._sha256 = 0, etag, hashlib.sha256()
@@ -285,15 +291,15 @@ async def download_from_uri(
                     await _download(url, part, access, storage)
             os.replace(part, target)
     except TimeoutError:
-        raise timed_out(f"{url[:120]} was not downloaded within {timeout:g} s") from None
-    return await _describe(target, url, storage)
+        raise timed_out(f"{shown_url(url)} was not downloaded within {timeout:g} s") from None
+    return await _describe(target, redact_urls(url), storage)
 
 
 def _split(url: str) -> tuple[str, str]:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise bad_request(f"value: {url[:120]!r} is no URL ({error}): write https://host/path") from None
+        raise bad_request(f"value: {shown_url(url)!r} is no URL ({error}): write https://host/path") from None
     return parts.scheme, parts.path
 
 
@@ -320,8 +326,8 @@ async def _download(url: str, target: Path, access: AccessPolicy, storage: JobSt
                         return
                     url = urljoin(url, response.headers["location"])
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                raise _connection_error(url[:120], error) from error
-    raise peer_failed(f"{url[:120]}: more than {_REDIRECTS} redirects")
+                raise _connection_error(shown_url(url), error) from error
+    raise peer_failed(f"{shown_url(url)}: more than {_REDIRECTS} redirects")
 
 
 def _connection_error(what: str, error: Exception) -> BridgeError:
@@ -343,5 +349,5 @@ async def _store(response: httpx.Response, target: Path, storage: JobStorage) ->
 
 def _status_error(url: str, status: int) -> BridgeError:
     if status in (404, 410):
-        return not_found(f"{url[:120]} answered with status {status}")
-    return peer_failed(f"{url[:120]} answered with status {status}")
+        return not_found(f"{shown_url(url)} answered with status {status}")
+    return peer_failed(f"{shown_url(url)} answered with status {status}")
