@@ -44,6 +44,7 @@ from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries
 from hypha_worker.errors import ExecutionError, reason_to_return_work
+from hypha_worker.job_files import JobFiles
 from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.jobs.execution import (
@@ -57,7 +58,7 @@ from hypha_worker.jobs.execution import (
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Attempt, Lease, LeaseError, LeaseManager, LeaseState
 from hypha_worker.leasing.retention import Retention
-from hypha_worker.work_dir import remove_folder
+from hypha_worker.work_dir import remove_job_files
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Job:
     scheduler: PeerId
     spec: JobSpec
     execution: Execution
-    work_dir: Path
+    files: JobFiles
     scope: anyio.CancelScope
     span: instrumentation.Span
     traffic: JobTraffic
@@ -103,6 +104,11 @@ class Job:
 
     def __str__(self) -> str:
         return f"{executor_class(self.spec)} job {self.spec.job_id}"
+
+    @property
+    def work_dir(self) -> Path:
+        """Its private folder."""
+        return self.files.work_dir
 
 
 class _NoLeaseError(LeaseError):
@@ -277,7 +283,7 @@ class JobManager:
             scheduler=lease.scheduler,
             spec=message.spec,
             execution=factory(context),
-            work_dir=context.work_dir,
+            files=context.storage.files,
             scope=context.scope,
             span=span,
             attempt=message.attempt,
@@ -311,7 +317,7 @@ class JobManager:
                 result = ExecutionResult("cancelled", job.cancel_reason, job.execution.trace)
             with anyio.CancelScope(shield=True):
                 # a thread of its own: it must wait neither for other jobs' threads nor for abandoned ones of this job
-                await anyio.to_thread.run_sync(remove_folder, job.work_dir, limiter=anyio.CapacityLimiter(1))
+                await anyio.to_thread.run_sync(remove_job_files, job.files, limiter=anyio.CapacityLimiter(1))
             del self._jobs[job.lease]
             keep = job.scope.cancel_called if result.outcome == "cancelled" else job.keep_lease
             self._lease_manager.detach_job(job.lease, keep=keep)
@@ -340,7 +346,7 @@ class JobManager:
         return ExecutionResult("finished", "", job.execution.trace)
 
     async def _execute_with_status(self, job: Job) -> None:
-        job.work_dir.mkdir(mode=0o700)
+        job.files.create()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._report_running, job)
             tasks.start_soon(job.storage.watch)
