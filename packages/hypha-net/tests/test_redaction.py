@@ -30,6 +30,7 @@ PRESIGNED = "https://bucket.s3.example/model?X-Amz-Credential=AKIA&X-Amz-Signatu
         ('{"a":"http://h?5ec2e7","b":"http://u:5ec2e7@h"}', '{"a":"http://h?***","b":"http://***@h"}'),
         ("http://host/a@b.txt, mail@host", "http://host/a@b.txt, mail@host"),
         ("/ip4/127.0.0.1/tcp/4001/p2p/12D3", "/ip4/127.0.0.1/tcp/4001/p2p/12D3"),
+        ("(see https://h/x?5ec2e7): no", "(see https://h/x?***): no"),
         ("is it there? a://", "is it there? a://"),
     ],
 )

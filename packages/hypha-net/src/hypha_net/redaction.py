@@ -11,6 +11,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 HIDDEN: Final = "***"
 _URL: Final = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>`]+""")
+_PUNCTUATION: Final = ".,:;!)]}"
+"""What ends a sentence or a bracket around a URL rather than the URL."""
 _PARTS: Final = re.compile(r"([^/]+://)([^/?#\\]*@)?([^?#]*)([?#].*)?", re.DOTALL)
 
 
@@ -22,12 +24,13 @@ def redact_urls(text: str) -> str:
     return _URL.sub(lambda found: _redact(found[0]), text) if "://" in text else text
 
 
-def _redact(url: str) -> str:
-    found = _PARTS.fullmatch(url)
-    if found is None:
-        return url
-    scheme, user, rest, query = found.groups()
-    return f"{scheme}{HIDDEN + '@' if user else ''}{rest}{query[0] + HIDDEN if query else ''}"
+def _redact(found: str) -> str:
+    url = found.rstrip(_PUNCTUATION)
+    parts = _PARTS.fullmatch(url)
+    if parts is None:
+        return found
+    scheme, user, rest, query = parts.groups()
+    return f"{scheme}{HIDDEN + '@' if user else ''}{rest}{query[0] + HIDDEN if query else ''}{found[len(url) :]}"
 
 
 def has_url_secrets(url: str) -> bool:

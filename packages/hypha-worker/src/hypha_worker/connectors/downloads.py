@@ -23,7 +23,7 @@ from urllib.parse import urljoin, urlsplit
 import anyio
 import anyio.from_thread
 
-from hypha_net.redaction import HIDDEN, redact_urls
+from hypha_net.redaction import redact_urls
 from hypha_proto.job_spec import HuggingFaceReference
 from hypha_worker.connectors.access_policy import AccessPolicy, shown_url
 from hypha_worker.errors import (
@@ -47,6 +47,7 @@ _REDIRECTS: Final = 5
 _IDLE: Final = 60.0
 RESUME_DELAYS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds before each further attempt at a download from the Hub that broke off."""
+_TOKEN: Final = re.compile(r"[!-~]*")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -110,6 +111,8 @@ async def download_from_hub(
     names = [check_relative(name).as_posix() for name in reference.filenames]
     if not names:
         raise bad_request("filenames: [] names nothing to fetch: name at least one file of the repository")
+    if not _TOKEN.fullmatch(reference.token or ""):  # the HTTP client's error would repeat it
+        raise bad_request("token: it has characters that no token has, such as spaces: write it without them")
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
@@ -173,7 +176,7 @@ class _HubDownload:
                 delay = next(delays, None)
                 if not self._began or delay is None:
                     slow = isinstance(error, hub_httpx.TimeoutException)
-                    raise (timed_out if slow else peer_failed)(f"{self._where}: {self._describe(error)}") from error
+                    raise (timed_out if slow else peer_failed)(f"{self._where}: {error!r}") from error
                 await anyio.sleep(delay)
         if _SHA256.fullmatch(self.etag) and self._sha256.hexdigest() != self.etag:
             raise peer_failed(f"{self._where}: the SHA-256 of the content is not {self.etag}, as the Hub stated")
@@ -193,11 +196,6 @@ class _HubDownload:
                 raise peer_failed(f"{self._where} changed while it was downloaded")
             self._began = True
             await self._store(response)
-
-    def _describe(self, error: Exception) -> str:
-        """Return an error without the token, which it may name if it is no valid header."""
-        text, token = repr(error), self.reference.token
-        return text.replace(repr(token)[1:-1], HIDDEN).replace(token, HIDDEN) if token else text
 
     def _restart(self, etag: str) -> None:
         self.received, self.etag, self._sha256 = 0, etag, hashlib.sha256()
