@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 import time
 import uuid
@@ -39,9 +41,11 @@ from hypha_proto.progress import (
 )
 from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
+from hypha_worker.executors.process import process_runner
 from hypha_worker.executors.process.environment import substitute
 from hypha_worker.executors.process.process_runner import exit_text
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext
+from hypha_worker.leasing import retention
 
 InLab = Callable[..., None]
 
@@ -571,5 +575,38 @@ def test_a_job_that_fails_while_it_is_cancelled_does_not_end_the_worker(
             end = await lab.scheduler.ended()
             assert (end.lease, end.outcome) == (lease, "cancelled")
             await lab.scheduler.release(lab.peer, lease)
+
+    in_lab(case)
+
+
+@pytest.mark.parametrize("how", ["ended", "cancelled"])
+def test_resources_stay_taken_while_a_process_survives_sigkill(
+    in_lab: InLab, monkeypatch: pytest.MonkeyPatch, recorded: Any, how: str
+) -> None:
+    """After 30 s they counted as free before, and a further job ran beside the process."""
+    monkeypatch.setattr(process_runner, "TERM_GRACE", 0.05)
+    monkeypatch.setattr(process_runner, "SHUTDOWN_GRACE", 0.05)
+    monkeypatch.setattr(process_runner, "KILL_GRACE", 0.1)
+    monkeypatch.setattr(retention, "RETENTION_POLL", 0.02)
+
+    async def case(lab: Any) -> None:
+        manager, kill = lab.worker.lease_manager, os.kill
+        before = manager.free.resources.cpu
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "killpg", lambda *_: None)
+            patch.setattr(psutil.Process, "send_signal", lambda *_: None)
+            lease = await lab.start(SLEEPER if how == "ended" else WAITS)
+            await lab.scheduler.until(lambda: lab.scheduler.reports)
+            if how == "cancelled":
+                await lab.scheduler.release(lab.peer, lease)
+            pids = alive(pids_of((await lab.scheduler.ended()).last_lines))
+            assert len(pids) >= 2
+            await lab.scheduler.until(lambda: manager.leases == ())
+        assert manager.free.resources.cpu == before - 1.0
+        assert recorded.total("hypha.worker.leases.retained") == 1
+        for pid in pids:
+            kill(pid, signal.SIGKILL)
+        await lab.scheduler.until(lambda: manager.free.resources.cpu == before)
+        assert recorded.total("hypha.worker.leases.retained") == 0
 
     in_lab(case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import uuid
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from hypha_proto.protocols import PULL_WITH_HEADER, PUSH_WITH_HEADER
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_worker import job_storage
 from hypha_worker.connectors.peer_files import PeerFiles
-from hypha_worker.errors import BridgeError, StorageExceededError
+from hypha_worker.errors import BridgeError, ExecutionError, StorageExceededError
 from hypha_worker.job_storage import JobStorage
 
 InLab = Callable[..., None]
@@ -177,3 +178,72 @@ def test_a_job_that_asked_for_no_storage_gets_the_default(in_lab: InLab) -> None
             await transfer.push(lab.data, lab.peer, path, header)
 
     in_lab(case, resources={"cpu": 2.0, "memory": 4.0, "default": {"storage": 0.001}})
+
+
+FILLS = """
+with open(os.path.join(work_dir, "full"), "wb", buffering=0) as file:
+    for _ in range(20):
+        file.write(bytes(100_000))
+print("full", flush=True)
+time.sleep(60)
+"""
+PACED = """
+while True:
+    post("/status/send", {"status": {"batch_size": 1}})
+    time.sleep(0.02)
+"""
+
+
+def test_a_job_that_fills_its_storage_fails_and_others_go_on(in_lab: InLab) -> None:
+    """What an executor wrote itself was counted with the next file that it received only."""
+
+    async def case(lab: Any) -> None:
+        await lab.start(PACED)
+        reports = lab.scheduler.reports
+
+        async def rate() -> float:
+            before = len(reports)
+            await anyio.sleep(1.0)
+            return float(len(reports) - before)
+
+        await lab.scheduler.until(lambda: len(reports) > 20)
+        alone = await rate()
+        lab.write_script(FILLS)
+        lease = await lab.scheduler.hire(cpu=1.0, storage=0.001)
+        await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec())
+        beside = await rate()
+        end = await lab.scheduler.ended()
+        assert end.lease == lease
+        assert end.outcome == "failed"
+        assert re.search(r"stores \d+ bytes, more than the 1000000 of its lease \(storage\): request more", end.reason)
+        assert beside > 0.7 * alone
+        assert len(lab.worker.jobs.running) == 1
+
+    in_lab(case)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "second link", "within"])
+def test_what_takes_no_space_does_not_end_a_job(tmp_path: Path, kind: str) -> None:
+    make(tmp_path, file=900_000)
+    if kind == "sparse":
+        with (tmp_path / "sparse").open("wb") as file:
+            file.truncate(1 << 40)
+    elif kind == "second link":
+        os.link(tmp_path / "file", tmp_path / "again")
+
+    async def main() -> None:
+        with anyio.move_on_after(0.3):
+            await JobStorage(tmp_path, 1_000_000).watch()
+
+    anyio.run(main, backend="trio")
+
+
+def test_a_job_with_too_many_files_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_storage, "MAX_ENTRIES", 5)
+    make(tmp_path, **{f"f{number}": 0 for number in range(6)})
+
+    async def main() -> None:
+        with anyio.fail_after(10), pytest.raises(ExecutionError, match="more than 5 files"):
+            await JobStorage(tmp_path, 1000).watch()
+
+    anyio.run(main, backend="trio")

@@ -140,6 +140,7 @@ def test_a_result_is_copied_on_the_same_worker(in_task_lab: InTaskLab) -> None:
     in_task_lab(case)
 
 
+@pytest.mark.usefixtures("quick_retries")
 def test_a_result_whose_place_comes_with_the_start_needs_no_question(in_task_lab: InTaskLab) -> None:
     """The scheduler is asked only if the result cannot be had there."""
 
@@ -190,6 +191,7 @@ def test_a_result_is_pulled_from_another_worker(in_task_lab: InTaskLab, make_con
     in_task_lab(case)
 
 
+@pytest.mark.usefixtures("quick_retries")
 def test_a_holder_that_fails_is_reported_and_another_is_asked(in_task_lab: InTaskLab) -> None:
     """The scheduler hears who has no such file or a false one, and who cannot be reached."""
 

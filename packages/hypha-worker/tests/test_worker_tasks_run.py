@@ -201,6 +201,18 @@ def test_an_attempt_fails_after_its_timeout(in_task_lab: InTaskLab) -> None:
     in_task_lab(case)
 
 
+def test_an_attempt_that_fills_its_storage_fails(in_task_lab: InTaskLab) -> None:
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "full", "open('full', 'wb').write(bytes(2_000_000)); time.sleep(60)")
+        report = await tasks.end("full")
+        assert report.failed is not None
+        assert "more than the 1000000 of its lease" in report.failed.reason
+        tasks.start(lease, "next", "print(1)")
+        assert (await tasks.end("next")).finished is not None
+
+    in_task_lab(case, resources={"cpu": 2.0, "memory": 4.0, "default": {"storage": 0.001}})
+
+
 @pytest.mark.parametrize("how", ["stop", "drain", "cancel", "release", "expiry"])
 def test_an_attempt_ends_with_its_whole_process_tree(in_task_lab: InTaskLab, how: str) -> None:
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:

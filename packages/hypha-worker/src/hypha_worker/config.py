@@ -99,7 +99,11 @@ class ResourcesSection(Section):
     cpu: Amount = Field(default=0.0, description="Cores.")
     memory: Amount = Field(default=0.0, description="RAM, GB.")
     storage: Amount = Field(default=0.0, description="Disk, GB.")
-    gpu: Amount = Field(default=0.0, description="GPU memory, GB.")
+    gpu: Amount = Field(
+        default=0.0,
+        description="GPU memory, GB. Without resources.devices the GPUs that NVML finds are leased if their memory "
+        "sums up to it, within 10 %; otherwise one lease at a time gets all of it.",
+    )
     devices: list[DeviceSection] = Field(
         default=[], description="One table per GPU. With them, a lease gets whole GPUs, and a job sees only its own."
     )
@@ -204,6 +208,12 @@ class ExecutorSection(Section):
         default={}, description="Environment variables of a process, in addition to this worker's own."
     )
 
+    sharded: bool = Field(
+        default=False,
+        description="Whether it distributes one model over several GPUs, as with device_map or FSDP. Only then may a "
+        "lease for it have the GPU memory that was requested on several GPUs.",
+    )
+
     @model_validator(mode="after")
     def _fits_runtime(self) -> ExecutorSection:
         check_executor(self.runtime, self.job_class, self.settings)
@@ -293,12 +303,19 @@ class WorkerConfig(NodeConfig):
         """Return what this worker can offer."""
         owned = self.resources
         amounts = Resources(gpu=owned.gpu, cpu=owned.cpu, storage=owned.storage, memory=owned.memory)
-        devices = tuple(Device(device.index, device.memory) for device in owned.devices)
         given = owned.default
         defaults = Resources(gpu=given.gpu, cpu=given.cpu, storage=given.storage, memory=given.memory)
-        executors = [(entry.descriptor, *entry.task_descriptors) for entry in self.executors]
-        announced = frozenset(descriptor for each in executors for descriptor in each if descriptor is not None)
-        return Capabilities(Capacity(amounts, devices), announced, defaults)
+        sharded: dict[ExecutorDescriptor, bool] = {}
+        for entry in self.executors:
+            for descriptor in (entry.descriptor, *entry.task_descriptors):
+                if descriptor is not None:
+                    sharded.setdefault(descriptor, entry.sharded)  # the first of a name runs its tasks
+        spreading = frozenset(descriptor for descriptor, is_sharded in sharded.items() if is_sharded)
+        return Capabilities(Capacity(amounts, self.listed_devices()), frozenset(sharded), defaults, spreading)
+
+    def listed_devices(self) -> tuple[Device, ...]:
+        """Return the GPUs that the configuration lists."""
+        return tuple(Device(device.index, device.memory) for device in self.resources.devices)
 
     def config_warnings(self) -> list[str]:
         """See `NodeConfig.config_warnings`."""

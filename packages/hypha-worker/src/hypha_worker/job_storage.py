@@ -1,15 +1,17 @@
 """The storage and the threads of one job: all bytes of its folders together stay within its lease.
 
 Called by everything that writes files for a job: `connectors`, `bridge`, the parameter server, and `hypha_net.transfer`
-through `StorageQuota`. What an executor's own processes write is counted when the next file is announced: a job that
-has used up its storage gets no further file, and its executor the reason.
+through `StorageQuota`. What an executor's own processes write is counted when the next file is announced, which a job
+that has used up its storage does not get, and regularly by `JobStorage.watch`, which ends the job.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from typing import Final, TypeVar
 import anyio
 import anyio.to_thread
 
-from hypha_worker.errors import StorageExceededError
+from hypha_worker.errors import ExecutionError, StorageExceededError
 from hypha_worker.job_files import JobFiles
 from hypha_worker.openat import walk
 
@@ -31,6 +33,11 @@ MAX_ENTRIES: Final = 100_000
 MAX_TRANSFERS: Final = 8
 """Fetches of one job that run at once; further ones wait."""
 _THREADS: Final = 8
+_WATCH_INTERVAL: Final = 0.5
+"""Seconds between two looks at a work directory, at least."""
+_WATCH_SHARE: Final = 20
+"""The pause is that many times as long as the look has taken, up to `_LONGEST_WATCH_INTERVAL`."""
+_LONGEST_WATCH_INTERVAL: Final = 30.0
 _BLOCK: Final = 512
 """Bytes in the unit of `st_blocks`, on every file system."""
 
@@ -76,6 +83,33 @@ class JobStorage:
         """
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads, abandon_on_cancel=abandon)
 
+    async def watch(self) -> None:
+        """Look at the work directory until cancelled, and end the job if its processes have written too much.
+
+        Space on the disk counts, so that a sparse file takes what it has. Files that are open but have no name any
+        more are not seen.
+
+        Raises:
+            ExecutionError: the job stores more than its lease allows.
+        """
+        while True:
+            started = time.monotonic()
+            # a thread of its own: it must not wait for the job's transfers
+            used = await anyio.to_thread.run_sync(self._measure_space, limiter=anyio.CapacityLimiter(1))
+            if used > self.limit:
+                raise ExecutionError(
+                    f"the job stores {used} bytes, more than the {self.limit} of its lease (storage): request more, or "
+                    "raise [resources.default] storage of this worker"
+                )
+            pause = _WATCH_SHARE * (time.monotonic() - started)
+            await anyio.sleep(min(max(_WATCH_INTERVAL, pause), _LONGEST_WATCH_INTERVAL))
+
+    def _measure_space(self) -> int:
+        try:
+            return self._measure(set(), space=True)
+        except StorageExceededError as error:
+            raise ExecutionError(str(error)) from None
+
     def reserve(self, path: Path, size: int) -> None:
         """See `StorageQuota.reserve`; `path` may also be a folder, for all files in it.
 
@@ -106,26 +140,33 @@ class JobStorage:
             if known is not None:
                 self._present += known.size  # until it is looked at
 
-    def _measure(self, reserved: set[str]) -> int:
+    def _measure(self, reserved: set[str], *, space: bool = False) -> int:
         """Return the bytes of all files of the job but those in `reserved`; links are not followed.
 
         An incomplete file (hidden, ``.part``) counts with the space that it has, which is less than its length where
-        a transfer broke off.
+        a transfer broke off; with `space`, every file does, and incomplete ones of transfers do not count.
         """
+        try:
+            return self._count(reserved, space)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            raise StorageExceededError("the folders of the job's work directory are nested too deep") from None
+
+    def _count(self, reserved: set[str], space: bool) -> int:
         total = count = 0
         seen: set[tuple[int, int]] = set()
         for is_staged, path, about in self._walk(reserved):
             count += 1
             if count > MAX_ENTRIES:
                 raise StorageExceededError(f"the job's work directory holds more than {MAX_ENTRIES} files")
-            if stat.S_ISDIR(about.st_mode):
-                continue
             key = about.st_dev, about.st_ino
-            if key in seen:
+            if stat.S_ISDIR(about.st_mode) or key in seen or (space and is_staged and _is_incomplete(path)):
                 continue
             if is_staged or about.st_nlink > 1:  # a staged file may be published meanwhile, and be met again
                 seen.add(key)
-            total += _size(path, about)
+            in_space = space or _is_incomplete(path)
+            total += min(about.st_size, about.st_blocks * _BLOCK) if in_space else about.st_size
         return total
 
     def _walk(self, reserved: set[str]) -> Iterator[tuple[bool, str, os.stat_result]]:
@@ -147,9 +188,7 @@ def _walk_staging(folder: str, skip: Callable[[str], bool]) -> Iterator[tuple[st
             os.close(descriptor)
 
 
-def _size(path: str, about: os.stat_result) -> int:
-    """Return the bytes of a file."""
+def _is_incomplete(path: str) -> bool:
+    """Return whether a file has the name of one that a transfer has not completed."""
     name = path.rpartition("/")[2]
-    if name.startswith(".") and name.endswith(".part"):
-        return min(about.st_size, about.st_blocks * _BLOCK)
-    return about.st_size
+    return name.startswith(".") and name.endswith(".part")

@@ -38,7 +38,7 @@ class HostSettings:
     socket_folder: Path
     """Where sockets are created; its path is short."""
     has_devices: bool
-    """Whether the configuration lists GPUs, so that a job sees only those of its lease."""
+    """Whether the worker offers GPUs, so that a job sees only those of its lease."""
 
 
 class Runtime(Protocol):

@@ -11,6 +11,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -42,7 +43,6 @@ from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries
 from hypha_worker.errors import ExecutionError, reason_to_return_work
-from hypha_worker.job_files import JobFiles
 from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.jobs.execution import (
@@ -55,6 +55,7 @@ from hypha_worker.jobs.execution import (
 )
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Attempt, Lease, LeaseError, LeaseManager, LeaseState
+from hypha_worker.leasing.retention import Retention
 from hypha_worker.work_dir import remove_job_files
 
 _log = logging.getLogger(__name__)
@@ -88,10 +89,10 @@ class Job:
     scheduler: PeerId
     spec: JobSpec
     execution: Execution
-    files: JobFiles
     scope: anyio.CancelScope
     span: instrumentation.Span
     traffic: JobTraffic
+    storage: JobStorage
     attempt: int | None = None
     """Number of its dispatch on the lease, if its scheduler numbers them."""
     keep_lease: bool = False
@@ -104,7 +105,7 @@ class Job:
     @property
     def work_dir(self) -> Path:
         """Its private folder."""
-        return self.files.work_dir
+        return self.storage.files.work_dir
 
 
 class _NoLeaseError(LeaseError):
@@ -143,6 +144,7 @@ class JobManager:
         self._tasks = tasks
         self._clock = clock
         self._default_storage = default_storage
+        self._retention = Retention(lease_manager, tasks)
         self._jobs: dict[uuid.UUID, Job] = {}
         self._unreported = 0
         """Jobs whose end was not reported yet."""
@@ -268,6 +270,7 @@ class JobManager:
             storage=JobStorage(work_dir, int(limit * GIGABYTE)),
             scope=anyio.CancelScope(),
             traceparent=span.traceparent,
+            keep_resources=partial(self._retention.keep, lease.id),
         )
         return Job(
             lease=lease.id,
@@ -275,12 +278,12 @@ class JobManager:
             scheduler=lease.scheduler,
             spec=message.spec,
             execution=factory(context),
-            files=context.storage.files,
             scope=context.scope,
             span=span,
             attempt=message.attempt,
             keep_lease=bool(message.keep_lease),
             traffic=context.traffic,
+            storage=context.storage,
         )
 
     # -------------------------------------------------------------------------------------------------------- running
@@ -308,7 +311,7 @@ class JobManager:
                 result = ExecutionResult("cancelled", job.cancel_reason, job.execution.trace)
             with anyio.CancelScope(shield=True):
                 # a thread of its own: it must wait neither for other jobs' threads nor for abandoned ones of this job
-                await anyio.to_thread.run_sync(remove_job_files, job.files, limiter=anyio.CapacityLimiter(1))
+                await anyio.to_thread.run_sync(remove_job_files, job.storage.files, limiter=anyio.CapacityLimiter(1))
             del self._jobs[job.lease]
             keep = job.scope.cancel_called if result.outcome == "cancelled" else job.keep_lease
             self._lease_manager.detach_job(job.lease, keep=keep)
@@ -337,9 +340,10 @@ class JobManager:
         return ExecutionResult("finished", "", job.execution.trace)
 
     async def _execute_with_status(self, job: Job) -> None:
-        job.files.create()
+        job.storage.files.create()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._report_running, job)
+            tasks.start_soon(job.storage.watch)
             await job.execution.run()
             tasks.cancel_scope.cancel()
 

@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +41,7 @@ from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.jobs.execution import ExecutionTrace
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager
+from hypha_worker.leasing.retention import Retention
 from hypha_worker.tasks.deliveries import Deliveries
 from hypha_worker.tasks.execution import TaskContext, TaskExecution, TaskExecutionFactory
 from hypha_worker.tasks.output_files import OutputError
@@ -91,6 +93,7 @@ class TaskRun:
     send: Report
     wait_until_sent: Callable[[], Awaitable[None]]
     """Waits until the scheduler has handled all reports that were sent so far."""
+    retention: Retention
     ended: anyio.Event = field(default_factory=anyio.Event)
     _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     _cancel_reason: str = "the worker is shutting down"
@@ -136,6 +139,7 @@ class TaskRun:
             scope=self._scope,
             control=self,
             traceparent=instrumentation.current_traceparent(),
+            keep_resources=partial(self.retention.keep, lease.id),
             fetcher=ResourceFetcher(
                 endpoint=host.endpoint,
                 scheduler=lease.scheduler,
@@ -280,6 +284,8 @@ class TaskRun:
     async def _run_executor(self) -> tuple[StoredOutput, ...]:
         context = self._context
         context.storage.files.create()
+        if self._tasks is not None:
+            self._tasks.start_soon(context.storage.watch)
         context.resources.update(await context.fetcher.fetch_all(self.spec.resources))
         await self._execution.run()
         for output in self.spec.outputs:

@@ -6,7 +6,6 @@ Called by `jobs.job_manager`. The process, such as `hypha.accelerate_executor`, 
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Set
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
 from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import open_bridge
+from hypha_worker.bridge.unix_socket import choose_place
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import ExecutionError, WorkReturnedError, describe_disk_fault, is_disk_fault
 from hypha_worker.executors.process.process_runner import JOB_JSON, ProcessPlace, ProcessRunner, ProcessSettings
@@ -73,11 +73,11 @@ class ProcessExecution:
 
     async def run(self) -> None:
         """See `Execution.run`."""
-        socket_path = self._settings.socket_folder / f"{secrets.token_hex(4)}.sock"
+        place = choose_place(self._context.work_dir, self._settings.socket_folder)
         backend = self._make_backend()
-        async with open_bridge(backend, socket_path):
+        async with open_bridge(backend, place):
             try:
-                await self._run_until_disk_fault(socket_path)
+                await self._run_until_disk_fault(place.path)
             finally:
                 self._queue.close()
                 backend.close()
@@ -128,6 +128,7 @@ def _place(context: JobContext) -> ProcessPlace:
         log_name=f"{job:.8}/{lease:.4}",
         attributes={"hypha.job.id": job, "hypha.lease.id": lease},
         traceparent=context.traceparent,
+        keep_resources=context.keep_resources,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -28,14 +27,15 @@ from hypha_worker.executors.process.environment import make_environment, substit
 from hypha_worker.executors.process.output_log import HIDDEN, OutputLog
 from hypha_worker.executors.process.process_tree import (
     KILL_GRACE,
-    KILL_TIMEOUT,
     SHUTDOWN_GRACE,
     TERM_GRACE,
+    make_token,
     terminate_tree,
 )
 from hypha_worker.hardware.usage import measure_usage
 from hypha_worker.jobs.execution import ExecutionTrace
 from hypha_worker.leasing.capacity import Allocation
+from hypha_worker.leasing.retention import FindProcesses
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class ProcessSettings:
     socket_folder: Path = Path("/tmp")
     """Where sockets are created; its path is short."""
     has_devices: bool = False
-    """Whether the configuration lists GPUs, so that a job sees only those of its lease."""
+    """Whether the worker offers GPUs, so that a job sees only those of its lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,8 @@ class ProcessPlace:
     """Attributes of its metrics; no other process that runs at the same time has the same."""
     traceparent: str | None = None
     """Span that the process's own spans belong to."""
+    keep_resources: Callable[[FindProcesses], None] = lambda _find: None
+    """Called if processes live on that cannot be ended."""
 
 
 class ProcessRunner:
@@ -89,7 +91,7 @@ class ProcessRunner:
     def __init__(self, settings: ProcessSettings, place: ProcessPlace) -> None:
         self._settings = settings
         self._place = place
-        self._token = secrets.token_hex(16)
+        self._token = make_token(place.work_dir.parent)
         self._output = OutputLog(place.work_dir / "executor.log", place.log_name)
         self._exit_code: int | None = None
 
@@ -129,8 +131,10 @@ class ProcessRunner:
 
     async def _terminate(self, process: anyio.abc.Process) -> None:
         """End the process, if it still runs, and what it left running."""
-        waits = (TERM_GRACE, KILL_TIMEOUT) if self._place.scope.cancel_called else (SHUTDOWN_GRACE, KILL_GRACE)
-        await terminate_tree(process, self._token, *waits)
+        grace = TERM_GRACE if self._place.scope.cancel_called else SHUTDOWN_GRACE
+        survivors = await terminate_tree(process, self._token, grace, KILL_GRACE)
+        if survivors is not None:
+            self._place.keep_resources(survivors.pids)
         self._exit_code = process.returncode
         _RUNNING.add(-1)
         _EXITS.add(1, {"process.exit.code": str(process.returncode)})

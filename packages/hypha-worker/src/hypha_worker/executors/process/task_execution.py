@@ -7,7 +7,6 @@ everything that it left running.
 from __future__ import annotations
 
 import json
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import anyio
 
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.task_backend import TaskBridgeBackend
+from hypha_worker.bridge.unix_socket import choose_place
 from hypha_worker.errors import ExecutionError, WorkReturnedError
 from hypha_worker.executors.process.process_runner import JOB_JSON, ProcessPlace, ProcessRunner, ProcessSettings
 from hypha_worker.jobs.execution import ExecutionTrace
@@ -39,12 +39,12 @@ class TaskProcess:
 
     async def run(self) -> None:
         """See `TaskExecution.run`."""
-        socket_path = self._settings.socket_folder / f"{secrets.token_hex(4)}.sock"
+        place = choose_place(self._context.work_dir, self._settings.socket_folder)
         backend = TaskBridgeBackend(self._context, self._stop_for_disk_fault)
-        async with open_bridge(backend, socket_path):
+        async with open_bridge(backend, place):
             with self._stopped:
                 try:
-                    await self._run_in_time(socket_path)
+                    await self._run_in_time(place.path)
                 except ExecutionError:
                     if self._disk_fault is None:
                         raise
@@ -75,6 +75,7 @@ def _place(context: TaskContext) -> ProcessPlace:
         log_name=f"{job:.8}/{context.task}",
         attributes={"hypha.job.id": job, "hypha.lease.id": str(context.lease)},
         traceparent=context.traceparent,
+        keep_resources=context.keep_resources,
     )
 
 
