@@ -7,7 +7,6 @@ that has used up its storage does not get, and regularly by `JobStorage.watch`, 
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import threading
@@ -30,9 +29,13 @@ DEFAULT_STORAGE: Final = 10.0
 """GB of a job whose lease states none."""
 MAX_ENTRIES: Final = 100_000
 """Files and folders of a work directory that are looked at; with more the job gets no further file."""
+MAX_PATH: Final = 4096
+"""Characters of a path in a work directory; a job with longer ones gets no further file."""
 MAX_TRANSFERS: Final = 8
 """Fetches of one job that run at once; further ones wait."""
 _THREADS: Final = 8
+_OWN_FILES: Final = 1_000_000
+"""Bytes in the work directory that are not counted against a job while it runs: its specification, above all."""
 _WATCH_INTERVAL: Final = 0.5
 """Seconds between two looks at a work directory, at least."""
 _WATCH_SHARE: Final = 20
@@ -96,7 +99,7 @@ class JobStorage:
             started = time.monotonic()
             # a thread of its own: it must not wait for the job's transfers
             used = await anyio.to_thread.run_sync(self._measure_space, limiter=anyio.CapacityLimiter(1))
-            if used > self.limit:
+            if used > self.limit + _OWN_FILES:
                 raise ExecutionError(
                     f"the job stores {used} bytes, more than the {self.limit} of its lease (storage): request more, or "
                     "raise [resources.default] storage of this worker"
@@ -144,29 +147,24 @@ class JobStorage:
         """Return the bytes of all files of the job but those in `reserved`; links are not followed.
 
         An incomplete file (hidden, ``.part``) counts with the space that it has, which is less than its length where
-        a transfer broke off; with `space`, every file does, and incomplete ones of transfers do not count.
+        a transfer broke off; with `space`, every file does.
         """
-        try:
-            return self._count(reserved, space)
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise
-            raise StorageExceededError("the folders of the job's work directory are nested too deep") from None
-
-    def _count(self, reserved: set[str], space: bool) -> int:
         total = count = 0
         seen: set[tuple[int, int]] = set()
         for is_staged, path, about in self._walk(reserved):
             count += 1
             if count > MAX_ENTRIES:
                 raise StorageExceededError(f"the job's work directory holds more than {MAX_ENTRIES} files")
+            if len(path) > MAX_PATH:
+                raise StorageExceededError("the job's folders are nested deeper than a path may be long")
+            if stat.S_ISDIR(about.st_mode):
+                continue
             key = about.st_dev, about.st_ino
-            if stat.S_ISDIR(about.st_mode) or key in seen or (space and is_staged and _is_incomplete(path)):
+            if key in seen:
                 continue
             if is_staged or about.st_nlink > 1:  # a staged file may be published meanwhile, and be met again
                 seen.add(key)
-            in_space = space or _is_incomplete(path)
-            total += min(about.st_size, about.st_blocks * _BLOCK) if in_space else about.st_size
+            total += _size(path, about, space=space)
         return total
 
     def _walk(self, reserved: set[str]) -> Iterator[tuple[bool, str, os.stat_result]]:
@@ -188,7 +186,9 @@ def _walk_staging(folder: str, skip: Callable[[str], bool]) -> Iterator[tuple[st
             os.close(descriptor)
 
 
-def _is_incomplete(path: str) -> bool:
-    """Return whether a file has the name of one that a transfer has not completed."""
+def _size(path: str, about: os.stat_result, *, space: bool) -> int:
+    """Return the bytes of a file; with `space`, those that it takes on the disk."""
     name = path.rpartition("/")[2]
-    return name.startswith(".") and name.endswith(".part")
+    if space or (name.startswith(".") and name.endswith(".part")):
+        return min(about.st_size, about.st_blocks * _BLOCK)
+    return about.st_size

@@ -315,6 +315,7 @@ class JobBridgeBackend:
             digest=digest,
             samples=wanted.samples or 0,
             lease=self.lease,
+            scheduler=self.scheduler,
         )
         about = {"hypha.round": number, "hypha.file.size": size}
         with instrumentation.span(f"send {kind}", about, parent=self.traceparent):

@@ -242,6 +242,7 @@ class TaskBridgeBackend:
             digest=digest,
             samples=wanted.samples or 0,
             lease=self.context.lease,
+            scheduler=self.context.scheduler,
         )
         sent = await self.context.fetcher.files.push(reference, file, header)
         return Sent({str(peer): count for peer, count in sent.items()}, header.round, size, digest)

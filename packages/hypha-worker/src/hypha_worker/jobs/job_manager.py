@@ -243,10 +243,12 @@ class JobManager:
     def _check_distinguishable(self, job: Job) -> None:
         """Check that no push or request for another task of the same job could be meant for this one.
 
+        Jobs of other schedulers cannot be confused with it, whatever their ids: pushes name the scheduler.
+
         Raises:
             ExecutionError: it could.
         """
-        for other in self._jobs_of(job.spec.job_id):
+        for other in self._jobs_of(job.spec.job_id, job.scheduler):
             first, second = other.execution, job.execution
             senders = first.senders & second.senders
             if senders and first.accepted_push_kind == second.accepted_push_kind:
@@ -411,22 +413,24 @@ class JobManager:
 
     def _jobs_by_header(self, peer: PeerId, header: PushHeader) -> list[Job]:
         """Return the jobs that a push may be for; a single one that does not accept it refuses it with the reason."""
-        jobs = self._jobs_of(header.job_id)
+        jobs = self._jobs_of(header.job_id, header.scheduler)
         jobs = [job for job in jobs if job.execution.accepted_push_kind == header.kind] or jobs
         return jobs if len(jobs) == 1 else [job for job in jobs if peer in job.execution.senders]
 
     def _jobs_by_sender(self, peer: PeerId) -> list[Job]:
         return [job for job in self._jobs.values() if peer in job.execution.senders]
 
-    def _jobs_of(self, job_id: uuid.UUID) -> list[Job]:
-        return [job for job in self._jobs.values() if job.spec.job_id == job_id]
+    def _jobs_of(self, job_id: uuid.UUID, scheduler: PeerId | None) -> list[Job]:
+        """Return the tasks of a scheduler's job; of every scheduler's with this id for peers that name none."""
+        jobs = [job for job in self._jobs.values() if job.spec.job_id == job_id]
+        return [job for job in jobs if scheduler in (None, job.scheduler)]
 
     def message_handler(self, served: TaskMethod[Req, Resp]) -> Callable[[PeerId, Req], Awaitable[Resp]]:
         """Return a handler that passes the requests of a scheduler on to the execution of the job that they name."""
         name = served.method.name
 
         async def handle(scheduler: PeerId, message: Req) -> Resp:
-            jobs = [job for job in self._jobs_of(message.job_id) if job.scheduler == scheduler]
+            jobs = self._jobs_of(message.job_id, scheduler)
             handlers = [job.execution.message_handlers[name] for job in jobs if name in job.execution.message_handlers]
             if not handlers:
                 return served.refuse(f"no task of job {message.job_id} of this scheduler here handles {name}")
