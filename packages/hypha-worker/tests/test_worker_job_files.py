@@ -149,6 +149,13 @@ def test_a_published_file_takes_its_place_and_no_link_is_followed(files: JobFile
     assert os.listdir(files.staging) == []
 
 
+def test_a_file_that_is_gone_when_it_is_published_is_an_error_of_the_path(files: JobFiles, tmp_path: Path) -> None:
+    """The system says the same of a folder that was removed after it was opened."""
+    (files.work_dir / "a").mkdir()
+    status, detail = told(lambda: files.publish(tmp_path / "none", PurePosixPath("a/x")))
+    assert (status, detail) == (400, "path: 'a/x' cannot be used: No such file or directory")
+
+
 def test_a_name_that_something_has_is_not_taken_away(files: JobFiles) -> None:
     (files.work_dir / "u.bin").symlink_to("nowhere")
     names = []

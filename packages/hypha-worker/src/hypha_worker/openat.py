@@ -168,28 +168,25 @@ def make_folder(root: int, path: PurePosixPath, owner: int | None = None) -> Ite
     Raises:
         LinkInPathError, OSError: see `open_folder`.
     """
-    with _existing_folder(root, path) as (current, missing):
-        opened = [os.dup(current)]
-        try:
-            for name in missing:
-                opened.append(_make_one_folder(opened[-1], name, owner, str(path)))
-            yield opened[-1]
-        finally:
-            for descriptor in opened:
-                os.close(descriptor)
+    current, missing = _open_existing(root, path)
+    try:
+        for name in missing:
+            inner = _make_one_folder(current, name, owner, str(path))
+            os.close(current)
+            current = inner
+        yield current
+    finally:
+        os.close(current)
 
 
-@contextmanager
-def _existing_folder(root: int, path: PurePosixPath) -> Iterator[tuple[int, Sequence[str]]]:
-    """Open the innermost existing folder of a path; yield it and the names of those that are missing."""
+def _open_existing(root: int, path: PurePosixPath) -> tuple[int, Sequence[str]]:
+    """Open the innermost existing folder of a path; return it and the names of those that are missing."""
     for count in range(len(path.parts), 0, -1):
         try:
-            with open_folder(root, "/".join(path.parts[:count])) as found:
-                yield found, path.parts[count:]
-                return
+            return _open_folder(root, "/".join(path.parts[:count]), _SEARCH), path.parts[count:]
         except FileNotFoundError:
             continue
-    yield root, path.parts
+    return os.dup(root), path.parts
 
 
 def _make_one_folder(parent: int, name: str, owner: int | None, path: str) -> int:
