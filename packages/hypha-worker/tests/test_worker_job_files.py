@@ -174,24 +174,6 @@ def test_what_is_written_for_a_job_only_its_owner_reads(files: JobFiles, tmp_pat
     assert (tmp_path / "outside" / "secret").read_text() == "secret"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_everything_in_the_folder_belongs_to_its_owner(files: JobFiles, tmp_path: Path) -> None:
-    (files.work_dir / "early").mkdir()
-    (files.work_dir / "early" / "link").symlink_to(tmp_path / "outside" / "secret")
-    files.give_to(64_001)
-    with files.staged() as staged:
-        staged.mkdir()
-        (staged / "inner").write_text("x")
-        files.publish(staged, PurePosixPath("late/tree"))
-    files.write_file("job.json", b"{}")
-    owners = {path: path.lstat().st_uid for path in [files.work_dir, *files.work_dir.rglob("*")]}
-    assert set(owners.values()) == {64_001}, owners
-    assert len(owners) == 7
-    assert (tmp_path / "outside" / "secret").stat().st_uid == 0
-    files.take(PurePosixPath("late/tree/inner"), tmp_path / "taken")
-    assert (tmp_path / "taken").stat().st_uid == 0
-
-
 def test_nothing_is_opened_after_the_end(files: JobFiles) -> None:
     files.write_file("x", b"x")
     files.close()

@@ -13,7 +13,7 @@ import functools
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path, PurePosixPath
@@ -102,7 +102,7 @@ def _raise_if_link(folder: int, name: str, path: str) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISLNK(mode):
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        raise LinkInPathError(path)
 
 
 @functools.cache
@@ -157,13 +157,12 @@ def _open_folder(root: int, path: str, access: int) -> int:
 
 
 @contextmanager
-def make_folder(root: int, path: PurePosixPath, owner: int | None = None) -> Iterator[int]:
+def make_folder(root: int, path: PurePosixPath) -> Iterator[int]:
     """Open the folder at `path` as `open_folder` does; create what is missing of it, with mode 0700.
 
     Args:
         root: the open folder.
         path: relative path.
-        owner: user whom new folders are given to, if not this one.
 
     Raises:
         LinkInPathError, OSError: see `open_folder`.
@@ -171,7 +170,7 @@ def make_folder(root: int, path: PurePosixPath, owner: int | None = None) -> Ite
     current, missing = _open_existing(root, path)
     try:
         for name in missing:
-            inner = _make_one_folder(current, name, owner, str(path))
+            inner = _make_one_folder(current, name, str(path))
             os.close(current)
             current = inner
         yield current
@@ -189,19 +188,14 @@ def _open_existing(root: int, path: PurePosixPath) -> tuple[int, Sequence[str]]:
     return os.dup(root), path.parts
 
 
-def _make_one_folder(parent: int, name: str, owner: int | None, path: str) -> int:
-    try:
+def _make_one_folder(parent: int, name: str, path: str) -> int:
+    with suppress(FileExistsError):  # somebody was faster
         os.mkdir(name, 0o700, dir_fd=parent)
-    except FileExistsError:
-        owner = None  # somebody was faster
     try:
-        descriptor = os.open(name, os.O_RDONLY | _FOLDER, dir_fd=parent)
+        return os.open(name, _SEARCH | _FOLDER, dir_fd=parent)
     except NotADirectoryError:
         _raise_if_link(parent, name, path)
         raise
-    if owner is not None and os.fstat(descriptor).st_uid == os.geteuid():
-        os.fchown(descriptor, owner, owner)  # a folder has no hard links: this is the new one, or of this user
-    return descriptor
 
 
 def open_regular(root: int, path: PurePosixPath, *, links: int | None = 1) -> FileIO:
