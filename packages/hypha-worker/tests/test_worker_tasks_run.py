@@ -202,7 +202,7 @@ def test_an_attempt_fails_after_its_timeout(in_task_lab: InTaskLab) -> None:
 
 def test_an_attempt_that_fills_its_storage_fails(in_task_lab: InTaskLab) -> None:
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
-        tasks.start(lease, "full", "open('full', 'wb').write(bytes(2_000_000)); time.sleep(60)")
+        tasks.start(lease, "full", "[open(f'full-{n}', 'wb').write(bytes(500_000)) for n in range(4)]; time.sleep(60)")
         report = await tasks.end("full")
         assert report.failed is not None
         assert "more than the 1000000 of its lease" in report.failed.reason
