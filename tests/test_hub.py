@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import anyio
 import pytest
@@ -48,8 +48,8 @@ def by_worker(folder: Path, *names: str, token: str | None = TOKEN, revision: st
 
     async def main() -> list[Path]:
         storage = JobStorage(folder, 1 << 26)
-        found = await download_from_hub(reference, folder, AccessPolicy(), storage=storage, timeout=60)
-        return [file.path for file in found]
+        found = await download_from_hub(reference, PurePosixPath(), AccessPolicy(), storage=storage, timeout=60)
+        return [folder / file.path for file in found]
 
     return anyio.run(main, backend="trio")
 

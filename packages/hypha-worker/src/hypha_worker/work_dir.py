@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
+from hypha_worker.job_files import JobFiles
+
 _log = logging.getLogger(__name__)
 
 SOCKET_FOLDER_LIMIT: Final = 90
@@ -64,6 +66,13 @@ def clear_work_dir(folder: Path, stack: ExitStack, end_processes: Callable[[], N
         _log.warning("work_dir %s cannot be locked, what killed workers left is not removed: %s", folder, error)
         return
     fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def remove_job_files(files: JobFiles) -> None:
+    """Close a job's files and remove both of its folders, as `remove_folder` does."""
+    files.close()
+    remove_folder(files.work_dir)
+    remove_folder(files.staging)
 
 
 def remove_folder(folder: Path) -> None:

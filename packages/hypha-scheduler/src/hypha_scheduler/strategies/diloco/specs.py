@@ -77,6 +77,14 @@ def round_settings(job: DilocoJobConfig, workers: int) -> RoundSettings:
     )
 
 
+def outer_optimizer(job: DilocoJobConfig) -> Nesterov:
+    """Return the settings of the job's outer optimizer."""
+    table = job.outer_optimizer
+    return Nesterov(
+        learning_rate=table.learning_rate, momentum=table.momentum, nesterov=None if table.nesterov else False
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedJob:
     """Job with allocated workers; builds the job spec of each."""
@@ -97,13 +105,10 @@ class PlacedJob:
 
     def aggregate_spec(self) -> JobSpec:
         """Build the parameter server's spec: updates come from all workers, results go to them and the scheduler."""
-        outer = self.job.outer_optimizer
         config = AggregateConfig(
             updates=PeersReference(peers=self.workers, strategy=All()),
             results=PeersReference(peers=(*self.workers, self.scheduler), strategy=All()),
-            optimizer=Nesterov(
-                learning_rate=outer.learning_rate, momentum=outer.momentum, nesterov=None if outer.nesterov else False
-            ),
+            optimizer=outer_optimizer(self.job),
             members=True,
         )
         descriptor = descriptor_of(self.job.resources.parameter_server, AGGREGATE_KIND)

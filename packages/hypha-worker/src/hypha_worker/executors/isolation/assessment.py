@@ -13,7 +13,6 @@ from typing import Any, Final, Literal
 from hypha_worker.errors import IsolationError
 from hypha_worker.executors.isolation.layers import Finding
 
-LayerName = Literal["cgroup", "bubblewrap", "own-uid", "landlock", "supervisor", "rlimits"]
 Findings = Sequence[tuple[str, Finding]]
 State = Literal["contained", "partly", "open"]
 
