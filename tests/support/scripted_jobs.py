@@ -93,10 +93,12 @@ REAL_LIMIT = 30.0
 """The same in real time."""
 
 
-def role(name: str = "train", count: int = 1, minimum: int = 0, *, distinct: bool = True) -> RoleRequest:
+def role(
+    name: str = "train", count: int = 1, minimum: int = 0, *, distinct: bool = True, early: bool = False
+) -> RoleRequest:
     """Return a request for leases; a worker makes offers for every role."""
     spec = WorkerSpec(resources=Resources(cpu=1), executor=(TrainExecutor(name=name),))
-    return RoleRequest(name, spec, 100.0, 120.0, count, minimum, distinct_peers=distinct)
+    return RoleRequest(name, spec, 100.0, 120.0, count, minimum, distinct_peers=distinct, starts_at_minimum=early)
 
 
 def spec(job_id: uuid.UUID) -> JobSpec:

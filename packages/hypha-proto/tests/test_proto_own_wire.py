@@ -288,6 +288,7 @@ PUSH = PushHeader(
 HEADERS: list[tuple[str, Any, Any]] = [
     ("PushHeader", PushHeader, PUSH),
     ("PushHeader.lease", PushHeader, msgspec.structs.replace(PUSH, lease=ID[1])),
+    ("PushHeader.scheduler", PushHeader, msgspec.structs.replace(PUSH, lease=ID[1], scheduler=PEER)),
     (
         "PushHeader.delivery",
         PushHeader,

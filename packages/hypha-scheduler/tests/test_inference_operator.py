@@ -343,7 +343,7 @@ def test_surplus_workers_end_after_their_slices_but_one_that_stands_in(tmp_path:
 def test_a_job_grows_after_its_first_part_and_begins_with_the_least(tmp_path: Path) -> None:
     run = Simulation(context(tmp_path), job_table(resources={"min_workers": 2, "num_workers": 3, "max_workers": 5}))
     [asked] = run.operator.role_requests()
-    assert (asked.count, asked.minimum) == (2, 2)
+    assert (asked.count, asked.minimum, asked.starts_at_minimum) == (3, 2, True)
     run.acquire()
     assert run.operator.role_requests()[0].count == 3
     run.acquire()

@@ -41,6 +41,62 @@ def test_raised_count_finds_leases_that_are_delivered_one_by_one(
     assert kinds == ["accepted", "placed", "leased", "leased", "finished"]
 
 
+@pytest.mark.parametrize("available", [1, 2, 3])
+def test_job_that_starts_at_its_minimum_gets_all_offers_of_the_first_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int
+) -> None:
+    """What else is free is not left to lapse: a second search would wait for these offers to end."""
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        for worker in lab.workers[available:]:
+            worker.cores = 0
+        operator: QuietOperator = await lab.start()
+        await operator.until("acquired")
+        began = anyio.current_time()
+        await operator.until("acquired", available)
+        assert anyio.current_time() - began < 0.1
+        for worker in lab.workers:
+            worker.cores = 1
+        found = await operator.until("acquired", 3)
+        assert [len(leases) for leases in found] == [1, 1, 1]
+        assert {lease.peer for [lease] in found} == {worker.endpoint.peer_id for worker in lab.workers}
+        assert operator.told("timeout") == []
+        await lab.finish(operator)
+        assert [len(worker.released) for worker in lab.workers] == [1, 1, 1]
+
+    def operator(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = (role(count=3, minimum=1, early=True),)
+        return made
+
+    strategy.make = operator
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_job_that_starts_at_its_minimum_waits_for_the_minimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        for worker in lab.workers[1:]:
+            worker.cores = 0
+        operator: QuietOperator = await lab.start(ScriptedJob(seconds=10.0))
+        await operator.until("timeout")
+        assert operator.told("acquired") == []
+        lab.workers[1].cores = 1
+        first, *_ = await operator.until("acquired")
+        assert len(first) == 2
+        await lab.finish(operator)
+
+    def operator(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = (role(count=3, minimum=2, early=True),)
+        return made
+
+    strategy.make = operator
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
 def test_lost_lease_is_replaced_while_the_demand_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = ScriptedStrategy()
 

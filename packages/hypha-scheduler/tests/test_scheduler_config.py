@@ -116,6 +116,24 @@ def test_documented_configuration_yields_role_requests(tmp_path: Path) -> None:
     assert "hf_secret" not in str(made.model_dump(mode="json"))
 
 
+def test_a_token_that_workers_would_get_is_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "scheduler.toml"
+    file.write_text(DOCUMENTED)
+    [warning] = load_config(SchedulerConfig, file, {}, {}).warnings
+    assert warning.startswith("scheduler.job.model.token is handed to every worker")
+    file.write_text(DOCUMENTED.replace('token = "hf_secret"', 'token = "hf_secret"\nserve = true'))
+    assert load_config(SchedulerConfig, file, {}, {}).warnings == ()
+
+
+def test_a_token_that_no_worker_gets_is_no_warning() -> None:
+    local = {"path": "model", "type": "vision-classification", "token": "hf_secret"}
+    public = {"repository": "org/model", "type": "vision-classification"}
+    assert job(model=local).warnings() == job(model=public).warnings() == []
+    tokenizer = {"repository": "org/tokenizer", "filenames": ["tokenizer.json"], "token": "hf_secret"}
+    [warning] = job(preprocessor=tokenizer).warnings()
+    assert warning.startswith("preprocessor.token is handed")
+
+
 def test_several_jobs_and_shorthand_tables() -> None:
     plain = tomllib.loads(
         """

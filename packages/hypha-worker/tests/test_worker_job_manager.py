@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 import time
 import uuid
@@ -39,9 +41,11 @@ from hypha_proto.progress import (
 )
 from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
+from hypha_worker.executors.process import process_runner
 from hypha_worker.executors.process.environment import substitute
 from hypha_worker.executors.process.process_runner import exit_text
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext
+from hypha_worker.leasing import retention
 
 InLab = Callable[..., None]
 
@@ -294,7 +298,7 @@ def test_an_executors_logged_error_comes_first_and_its_spec_is_shortened(in_lab:
     script = f"""
 print("ERROR hypha.training: an older one")
 print("ERROR hypha.training: no Pillow")
-for number in range(45):
+for number in range(55):
     print("traceback", number)
 print("Command", ["--job", sys.argv[3]], "failed")
 sys.exit({code})
@@ -304,7 +308,7 @@ sys.exit({code})
         await lab.start(script)
         lines = (await lab.scheduler.ended()).last_lines
         assert lines[-1] == "Command ['--job', '{JOB_JSON}'] failed"
-        assert len(lines) == 40
+        assert len(lines) == 50
         if code:
             assert lines[:2] == ("ERROR hypha.training: no Pillow", "traceback 7")
         else:
@@ -384,7 +388,7 @@ def test_shutdown_ends_jobs_within_five_seconds_and_reports_it(in_lab: InLab, tm
     assert (end.outcome, end.reason) == ("cancelled", "the worker is shutting down")
     assert pids_of(end.last_lines)
     assert alive(pids_of(end.last_lines)) == []
-    assert list((tmp_path / "work").iterdir()) == []
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["logs"]
 
 
 def test_a_worker_that_shuts_down_starts_no_job(in_lab: InLab) -> None:
@@ -531,11 +535,11 @@ def test_two_jobs_run_concurrently_and_end_separately(in_lab: InLab) -> None:
         first = await lab.start(WAITS)
         second = await lab.start(WAITS)
         await lab.scheduler.until(lambda: len(lab.scheduler.reports) == 2)
-        assert len(lab.left_behind()) == 2
+        assert len(lab.left_behind()) == 4, "each has a folder, and one for incoming files"
         assert await lab.scheduler.release(lab.peer, first)
         assert (await lab.scheduler.ended()).lease == first
         assert [job.lease for job in lab.worker.jobs.running] == [second]
-        assert len(lab.left_behind()) == 1
+        assert len(lab.left_behind()) == 2
         assert isinstance(await lab.scheduler.renew(lab.peer, second), Renewed)
 
     in_lab(case)
@@ -573,3 +577,36 @@ def test_a_job_that_fails_while_it_is_cancelled_does_not_end_the_worker(
             await lab.scheduler.release(lab.peer, lease)
 
     in_lab(case)
+
+
+@pytest.mark.parametrize("how", ["ended", "cancelled"])
+def test_resources_stay_taken_while_a_process_survives_sigkill(
+    in_lab: InLab, monkeypatch: pytest.MonkeyPatch, recorded: Any, how: str
+) -> None:
+    """After 30 s they counted as free before, and a further job ran beside the process."""
+    monkeypatch.setattr(process_runner, "TERM_GRACE", 0.05)
+    monkeypatch.setattr(process_runner, "SHUTDOWN_GRACE", 0.05)
+    monkeypatch.setattr(process_runner, "KILL_GRACE", 0.1)
+    monkeypatch.setattr(retention, "RETENTION_POLL", 0.02)
+
+    async def case(lab: Any) -> None:
+        manager, kill = lab.worker.lease_manager, os.kill
+        before = manager.free.resources.cpu
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "killpg", lambda *_: None)
+            patch.setattr(psutil.Process, "send_signal", lambda *_: None)
+            lease = await lab.start(SLEEPER if how == "ended" else WAITS)
+            await lab.scheduler.until(lambda: lab.scheduler.reports)
+            if how == "cancelled":
+                await lab.scheduler.release(lab.peer, lease)
+            pids = alive(pids_of((await lab.scheduler.ended()).last_lines))
+            assert len(pids) >= 2
+            await lab.scheduler.until(lambda: manager.leases == ())
+        assert manager.free.resources.cpu == before - 1.0
+        assert recorded.total("hypha.worker.leases.retained") == 1
+        for pid in pids:
+            kill(pid, signal.SIGKILL)
+        await lab.scheduler.until(lambda: manager.free.resources.cpu == before)
+        assert recorded.total("hypha.worker.leases.retained") == 0
+
+    in_lab(case, isolation={"disable": ["bubblewrap"]})  # in which the processes see other ids of theirs

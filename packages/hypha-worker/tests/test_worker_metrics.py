@@ -26,8 +26,8 @@ from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_worker.hardware import usage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "telemetry.md"
-ELSEWHERE = {"hw.gpu.utilization", "hw.gpu.memory.usage"}
-"""Tested in test_worker_nvml."""
+ELSEWHERE = {"hw.gpu.utilization", "hw.gpu.memory.usage", "hypha.worker.leases.retained"}
+"""Tested in test_worker_nvml and test_worker_job_manager."""
 
 TASKS: dict[str, list[dict[str, str | bool]]] = {
     "hypha.worker.tasks.started": [{}],

@@ -27,6 +27,10 @@ class WorkReturnedError(ExecutionError):
     """This worker cannot continue a job, for a reason of its own: the job may go on without it."""
 
 
+class IsolationError(Exception):
+    """A layer of isolation that the owner requires does not work."""
+
+
 class StorageExceededError(TransferRefusedError):
     """The files of a job would exceed its storage; peers and executors read the message as the reason."""
 

@@ -74,6 +74,9 @@ class RoleRequest:
     """Number of leases without which the job cannot go on."""
     distinct_peers: bool = True
     """Whether each lease is on another peer. Several on one peer need executors that name their lease."""
+    starts_at_minimum: bool = False
+    """Whether the job starts once it holds the minimum, and gets each further lease as it is found. Otherwise the first
+    search delivers its leases together at its end."""
 
 
 @dataclass(frozen=True, slots=True)

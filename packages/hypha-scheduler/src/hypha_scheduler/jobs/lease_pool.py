@@ -1,7 +1,8 @@
 """The leases of one job: searches for those that its operator wants, renews them, and releases those it does not.
 
-The first search looks for all roles together, so that a job does not hold workers that are of no use without others.
-Later ones, for growth and replacement, deliver each lease as it is found. Called by `runner`.
+The first search looks for all roles together, so that a job does not hold workers that are of no use without others;
+where every role starts at its minimum, it delivers leases from then on. Later ones, for growth and replacement, deliver
+each lease as it is found. Called by `runner`.
 """
 
 from __future__ import annotations
@@ -209,11 +210,19 @@ class LeasePool:
             self._drop(offer.lease, offer.peer, "the scheduler found too few workers to go with it")
 
     def _on_found(self, offer: AcceptedOffer) -> None:
-        """Deliver a lease of a later search at once."""
+        """Deliver a lease at once if the job has started, and with all before it if it can start now."""
         search = self._search
-        if self._began and search is not None:
-            search.wanted = _without(search.wanted, offer.role)
-            self._deliver((offer,), search.allocator.elapsed)
+        if search is None or not (self._began or self._can_start(search)):
+            return
+        offers = (offer,) if self._began else search.allocator.auction.held
+        for each in offers:
+            search.wanted = _without(search.wanted, each.role)
+        self._deliver(offers, search.allocator.elapsed)
+
+    @staticmethod
+    def _can_start(search: _Search) -> bool:
+        """Return whether the first search has found what its job starts with."""
+        return not search.allocator.short_roles and all(request.starts_at_minimum for request in search.wanted)
 
     def _deliver(self, offers: Sequence[AcceptedOffer], seconds: float) -> None:
         self._began = True

@@ -399,7 +399,10 @@ class Operator(Protocol):
         ...
 
     def on_leases_acquired(self, leases: Sequence[Lease], now: float) -> Effects:
-        """Handle new leases. The first call has all leases of the first search, which found every role's minimum."""
+        """Handle new leases. The first call has all leases of the first search, which found every role's minimum.
+
+        Where every request has `starts_at_minimum`, the first call has the minimum, and others follow one by one.
+        """
         ...
 
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:

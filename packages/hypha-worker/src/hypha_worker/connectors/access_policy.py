@@ -1,16 +1,21 @@
 """The owner's policy on what jobs may access: hosts, Hub repositories and local folders.
 
-Called by `downloads` before each request. Pure apart from resolving paths.
+Called by `downloads` before each request. Pure apart from resolving paths and opening files.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from io import FileIO
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from hypha_worker.errors import bad_request, not_allowed, not_found
+from hypha_worker.openat import IrregularFileError, LinkInPathError, open_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +87,32 @@ class AccessPolicy:
                 f"{name}: {str(path)[:120]!r} is under none of the worker's connectors.roots: ask its owner to add one"
             )
         return path
+
+    def open_file(self, path: Path) -> FileIO:
+        """Open a regular file that `resolve_path` or `resolve_file_url` has returned, for reading.
+
+        Raises:
+            BridgeError: it was moved or replaced meanwhile.
+            OSError: it cannot be opened.
+        """
+        for root in (root.resolve() for root in self.roots):
+            if root in path.parents:
+                with _open(root) as folder:
+                    return _open_beneath(folder, path.relative_to(root))
+        raise not_allowed(f"path: {str(path)[:120]!r} is under none of the worker's connectors.roots")
+
+
+@contextmanager
+def _open(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open_beneath(folder: int, path: Path) -> FileIO:
+    try:
+        return open_regular(folder, PurePosixPath(path.as_posix()), links=None)
+    except (LinkInPathError, IrregularFileError) as error:
+        raise bad_request(f"path: {str(path)[:120]!r} was replaced while it was opened ({error.strerror})") from None

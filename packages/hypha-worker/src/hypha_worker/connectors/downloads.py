@@ -12,12 +12,11 @@ import hashlib
 import importlib.metadata
 import os
 import re
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urljoin, urlsplit
 
@@ -54,7 +53,8 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 class DownloadedFile:
     """A downloaded file."""
 
-    path: Path
+    path: PurePosixPath
+    """Relative to the job's folder."""
     size: int
     checksum: str
     """``sha256:…``"""
@@ -66,31 +66,37 @@ def _digest(path: Path) -> tuple[int, str]:
         return path.stat().st_size, f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-async def _describe(path: Path, source: str, storage: JobStorage) -> DownloadedFile:
-    size, checksum = await storage.run(_digest, path, abandon=True)
-    return DownloadedFile(path, size, checksum, source)
-
-
 @contextmanager
-def _incomplete(target: Path, storage: JobStorage) -> Iterator[Path]:
-    """Yield the path of an incomplete file beside `target`; remove it on exit, if it is still there."""
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    try:
-        yield part
-    except StorageExceededError as error:
-        raise to_bridge_error(error) from error
-    finally:
-        part.unlink(missing_ok=True)
-        storage.release(part)
+def _staged(storage: JobStorage) -> Iterator[Path]:
+    """Yield the path of an incomplete file; remove it on exit, if it is still there."""
+    with storage.files.staged("downloads") as path:
+        try:
+            yield path
+        except StorageExceededError as error:
+            raise to_bridge_error(error) from error
+        finally:
+            storage.release(path)
+
+
+async def _publish(staged: Path, target: PurePosixPath, source: str, storage: JobStorage) -> DownloadedFile:
+    """Move a complete file into the job's folder; its digest is that of what was downloaded."""
+    size, checksum = await storage.run(_digest, staged, abandon=True)
+    storage.files.publish(staged, target)
+    return DownloadedFile(target, size, checksum, source)
 
 
 # ---------------------------------------------------------------------------------------------------------------- Hub
 
 
 async def download_from_hub(
-    reference: HuggingFaceReference, folder: Path, access: AccessPolicy, *, storage: JobStorage, timeout: float = 1800.0
+    reference: HuggingFaceReference,
+    folder: PurePosixPath,
+    access: AccessPolicy,
+    *,
+    storage: JobStorage,
+    timeout: float = 1800.0,
 ) -> list[DownloadedFile]:
-    """Download files of a repository to `folder`, under their names in the repository.
+    """Download files of a repository to `folder` of the job, under their names in the repository.
 
     Raises:
         BridgeError: not allowed, not found, too large, too slow, or the Hub is unreachable.
@@ -107,29 +113,24 @@ async def download_from_hub(
         validate_repo_id(repository)
     except HFValidationError as error:
         raise bad_request(f"repository: {repository[:120]!r}: {str(error)[:400]}") from error
-    downloaded = []
     try:
         with anyio.fail_after(timeout):
-            for name in names:
-                path = await _download_from_hub(reference, name, folder, storage)
-                source = f"huggingface:{repository}@{reference.revision or 'main'}/{name}"
-                downloaded.append(await _describe(path, source, storage))
+            return [await _download_from_hub(reference, name, folder, storage) for name in names]
     except TimeoutError:
         raise timed_out(f"repository {repository[:120]!r} was not downloaded within {timeout:g} s") from None
-    return downloaded
 
 
-async def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path, storage: JobStorage) -> Path:
+async def _download_from_hub(
+    reference: HuggingFaceReference, name: str, folder: PurePosixPath, storage: JobStorage
+) -> DownloadedFile:
     from huggingface_hub import get_async_session
 
-    target = folder / name
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _incomplete(target, storage) as part:
+    with _staged(storage) as part:
         download = _HubDownload(reference, name, part, storage)
         async with get_async_session() as client:
             await download.run(client)
-        os.replace(part, target)
-    return target.resolve()
+        source = f"huggingface:{reference.repository}@{reference.revision or 'main'}/{name}"
+        return await _publish(part, folder / name, source, storage)
 
 
 @dataclass(slots=True)
@@ -267,26 +268,33 @@ def _append(storage: JobStorage, path: Path, file: FileIO, announced: int, block
 
 
 async def download_from_uri(
-    url: str, folder: Path, access: AccessPolicy, *, storage: JobStorage, timeout: float = 1800.0
+    url: str,
+    folder: PurePosixPath,
+    access: AccessPolicy,
+    *,
+    storage: JobStorage,
+    name: str | None = None,
+    timeout: float = 1800.0,
 ) -> DownloadedFile:
-    """Download the file at an ``https:``, ``http:`` or ``file:`` URL to `folder`.
+    """Download the file at an ``https:``, ``http:`` or ``file:`` URL to `folder` of the job.
+
+    Its name there is `name`, by default the last part of the URL's path.
 
     Raises:
         BridgeError: not allowed, not found, too large, too slow, or the server is unreachable.
     """
     scheme, path = _split(url)
-    target = folder / safe_name(path.rsplit("/", 1)[-1])
+    target = folder / (name or safe_name(path.rsplit("/", 1)[-1]))
     try:
-        with _incomplete(target, storage) as part:
+        with _staged(storage) as part:
             if scheme == "file":
-                await storage.run(_copy, access.resolve_file_url(url), part, storage)
+                await storage.run(_copy, access.resolve_file_url(url), part, access, storage)
             else:
                 with anyio.fail_after(timeout):
                     await _download(url, part, access, storage)
-            os.replace(part, target)
+            return await _publish(part, target, url, storage)
     except TimeoutError:
         raise timed_out(f"{url[:120]} was not downloaded within {timeout:g} s") from None
-    return await _describe(target, url, storage)
 
 
 def _split(url: str) -> tuple[str, str]:
@@ -297,10 +305,10 @@ def _split(url: str) -> tuple[str, str]:
     return parts.scheme, parts.path
 
 
-def _copy(source: Path, target: Path, storage: JobStorage) -> None:
+def _copy(source: Path, target: Path, access: AccessPolicy, storage: JobStorage) -> None:
     """Copy a file in a worker thread; stop when the caller is cancelled."""
-    size = source.stat().st_size
-    with source.open("rb") as reader, FileIO(target, "x") as writer:
+    with access.open_file(source) as reader, FileIO(target, "x") as writer:
+        size = os.fstat(reader.fileno()).st_size
         storage.reserve(target, size)
         while block := reader.read(_CHUNK):
             anyio.from_thread.check_cancelled()

@@ -18,6 +18,7 @@ from hypha_proto.offers import ExecutorClass
 if TYPE_CHECKING:
     from hypha_worker.connectors.access_policy import AccessPolicy
     from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
+    from hypha_worker.logs.run_log import LogFolder
     from hypha_worker.tasks.execution import TaskExecutionFactory
 
 
@@ -38,7 +39,9 @@ class HostSettings:
     socket_folder: Path
     """Where sockets are created; its path is short."""
     has_devices: bool
-    """Whether the configuration lists GPUs, so that a job sees only those of its lease."""
+    """Whether the worker offers GPUs, so that a job sees only those of its lease."""
+    logs: LogFolder
+    """Where the output of processes is stored."""
 
 
 class Runtime(Protocol):

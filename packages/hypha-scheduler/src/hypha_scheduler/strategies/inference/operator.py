@@ -158,9 +158,7 @@ class InferenceOperator(Operator):
         return min(count, 1 if self._began else self._job.resources.min_workers)
 
     def _wanted(self) -> int:
-        resources, unfinished = self._job.resources, self._ledger.unfinished
-        if not self._began:
-            return min(resources.min_workers, unfinished)
+        unfinished = self._ledger.unfinished
         leaving = sum(worker.is_leaving and worker.task is not None for worker in self._workers)
         return min(self._most_workers, unfinished) + (leaving if unfinished else 0)
 

@@ -33,11 +33,11 @@ _FORMAT_OF: Final = {GENERATE: JSONL}
 
 
 def role_request(job: InferenceJobConfig, count: int, minimum: int) -> RoleRequest:
-    """Return the demand for `count` workers."""
+    """Return the demand for `count` workers; the job starts with `minimum` of them."""
     needs, price = job.resources.worker, job.resources.worker_price
     executors = tuple(task_executor(kind) for kind in kinds(needs, EXECUTOR))
     spec = WorkerSpec(resources=amounts(needs), executor=executors)
-    return RoleRequest(ROLE, spec, price.bid, price.max, count, minimum)
+    return RoleRequest(ROLE, spec, price.bid, price.max, count, minimum, starts_at_minimum=True)
 
 
 def task_spec(job: InferenceJobConfig, model: Reference, preprocessor: Reference | None) -> TaskSpec:

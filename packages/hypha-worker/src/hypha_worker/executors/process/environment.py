@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE
+from hypha_worker.hardware.devices import visibility_variables
 from hypha_worker.leasing.capacity import Allocation
-
-_DEVICE_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def make_environment(
@@ -29,14 +27,11 @@ def make_environment(
         allocation: what the lease has allocated: the number of threads, and the devices.
         token: marks the processes of one run.
         traceparent: span that the process's own spans belong to.
-        has_devices: whether the configuration lists GPUs, so that a job sees only those of its lease.
+        has_devices: whether the worker offers GPUs, so that a job sees only those of its lease.
     """
     own = {name: substitute(value, values) for name, value in configured.items()}
     threads = {"OMP_NUM_THREADS": str(max(1, int(allocation.resources.cpu)))}
-    devices: dict[str, str] = {}
-    if has_devices:
-        devices = dict.fromkeys(_DEVICE_VARIABLES, ",".join(str(device.index) for device in allocation.devices))
-        devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order; CUDA's default differs
+    devices = visibility_variables(allocation.visible_devices) if has_devices else {}
     trace = {"TRACEPARENT": traceparent} if traceparent else {}
     return {**threads, **os.environ, **own, **devices, **trace, TOKEN_VARIABLE: token}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -25,22 +24,23 @@ from hypha_net import instrumentation
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.errors import ExecutionError, WorkReturnedError
 from hypha_worker.executors.process.environment import make_environment, substitute
-from hypha_worker.executors.process.output_log import HIDDEN, OutputLog
+from hypha_worker.executors.process.output_log import OutputLog
+from hypha_worker.executors.process.placeholders import JOB_JSON
 from hypha_worker.executors.process.process_tree import (
     KILL_GRACE,
-    KILL_TIMEOUT,
     SHUTDOWN_GRACE,
     TERM_GRACE,
+    make_token,
     terminate_tree,
 )
 from hypha_worker.hardware.usage import measure_usage
 from hypha_worker.jobs.execution import ExecutionTrace
 from hypha_worker.leasing.capacity import Allocation
+from hypha_worker.leasing.retention import FindProcesses
+from hypha_worker.logs.run_log import LogFolder, RunLog
 
 _log = logging.getLogger(__name__)
 
-JOB_JSON: Final = HIDDEN
-"""Placeholder whose value is replaced by its name wherever the output of the process shows it."""
 _ARGUMENT_LIMIT: Final = 128 << 10
 """Largest number of bytes in one argument (Linux)."""
 _OUTPUT_DRAIN: Final = 1.0
@@ -61,8 +61,10 @@ class ProcessSettings:
     access: AccessPolicy = field(default_factory=AccessPolicy)
     socket_folder: Path = Path("/tmp")
     """Where sockets are created; its path is short."""
+    logs: LogFolder | None = None
+    """Where the output of processes is stored."""
     has_devices: bool = False
-    """Whether the configuration lists GPUs, so that a job sees only those of its lease."""
+    """Whether the worker offers GPUs, so that a job sees only those of its lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class ProcessPlace:
     """Where a process runs, and under which names it is reported."""
 
     work_dir: Path
-    """Its working directory, which also gets the log of its output."""
+    """Its working directory."""
     allocation: Allocation
     """What its lease has allocated: the number of its threads, and its devices."""
     scope: anyio.CancelScope
@@ -79,8 +81,12 @@ class ProcessPlace:
     """Stands before each of its lines in the worker's log."""
     attributes: instrumentation.Attributes = field(default_factory=dict)
     """Attributes of its metrics; no other process that runs at the same time has the same."""
+    log: RunLog | None = None
+    """File that gets its output."""
     traceparent: str | None = None
     """Span that the process's own spans belong to."""
+    keep_resources: Callable[[FindProcesses], None] = lambda _find: None
+    """Called if processes live on that cannot be ended."""
 
 
 class ProcessRunner:
@@ -89,8 +95,8 @@ class ProcessRunner:
     def __init__(self, settings: ProcessSettings, place: ProcessPlace) -> None:
         self._settings = settings
         self._place = place
-        self._token = secrets.token_hex(16)
-        self._output = OutputLog(place.work_dir / "executor.log", place.log_name)
+        self._token = make_token(place.work_dir.parent)
+        self._output = OutputLog(place.log, place.log_name)
         self._exit_code: int | None = None
 
     @property
@@ -129,8 +135,10 @@ class ProcessRunner:
 
     async def _terminate(self, process: anyio.abc.Process) -> None:
         """End the process, if it still runs, and what it left running."""
-        waits = (TERM_GRACE, KILL_TIMEOUT) if self._place.scope.cancel_called else (SHUTDOWN_GRACE, KILL_GRACE)
-        await terminate_tree(process, self._token, *waits)
+        grace = TERM_GRACE if self._place.scope.cancel_called else SHUTDOWN_GRACE
+        survivors = await terminate_tree(process, self._token, grace, KILL_GRACE)
+        if survivors is not None:
+            self._place.keep_resources(survivors.pids)
         self._exit_code = process.returncode
         _RUNNING.add(-1)
         _EXITS.add(1, {"process.exit.code": str(process.returncode)})

@@ -65,6 +65,7 @@ def _process_settings(settings: ExecutorSettings, host: HostSettings) -> Process
         env=settings.env,
         access=host.access,
         socket_folder=host.socket_folder,
+        logs=host.logs,
         has_devices=host.has_devices,
     )
 
