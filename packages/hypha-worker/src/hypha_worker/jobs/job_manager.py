@@ -23,6 +23,7 @@ from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import first_leaf_error
 from hypha_net.errors import NetError, UnhandledRequestError, UnsupportedProtocolError
+from hypha_net.redaction import redact_urls
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.dispatch import (
     JOB_STATUS,
@@ -379,7 +380,7 @@ class JobManager:
             lease=job.lease,
             job_id=job.spec.job_id,
             outcome=result.outcome,
-            reason=result.reason[:LINE_LIMIT],
+            reason=redact_urls(result.reason)[:LINE_LIMIT],
             exit_code=result.trace.exit_code,
             last_lines=tuple(line[:LINE_LIMIT] for line in result.trace.last_lines),
             attempt=job.attempt,
