@@ -26,7 +26,7 @@ async def run(options: dict[str, Any]) -> dict[str, Any]:
     private = (work_dir, Path(options["key"]))
     stack = make_stack(work_dir, private=private, disabled=options["disabled"])
     job = work_dir / "hypha-job"
-    job.mkdir(mode=0o700)
+    job.mkdir(mode=0o700, exist_ok=True)
     (job / "given").write_text("by the worker")
     settings = ProcessSettings(
         cmd=sys.executable,
@@ -47,6 +47,7 @@ async def run(options: dict[str, Any]) -> dict[str, Any]:
     runner = ProcessRunner(settings, place)
     error = None
     with socket.socket(socket.AF_UNIX) as bridge:
+        (job / "bridge.sock").unlink(missing_ok=True)
         bridge.bind(str(job / "bridge.sock"))
         (job / "bridge.sock").chmod(0o600)
         bridge.listen()

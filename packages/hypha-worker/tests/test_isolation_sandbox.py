@@ -129,7 +129,7 @@ import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 found = {
     "uid": os.getuid(),
-    "caps": [status(name) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")],
+    "caps": [status(name) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb", "CapBnd")],
     "no new": status("NoNewPrivs"),
     "namespace": (libc.unshare(0x10000000), ctypes.get_errno()),
     "clone3": (libc.syscall(435, None, 0), ctypes.get_errno()),
@@ -149,7 +149,7 @@ def test_a_job_has_no_privileges_and_makes_no_user_namespace(runs: ConfinedRuns)
     assert found["no new"] == "1"
     assert found["namespace"] == [-1, 1]  # EPERM
     assert found["clone3"] == [-1, 38]  # ENOSYS
-    assert found["user"] == "PermissionError"
+    assert found["user"] in ("PermissionError", "OSError")  # EINVAL: the namespace maps no root
     assert found["umask"] == 0o077
 
 
@@ -161,7 +161,9 @@ def test_root_gives_each_run_a_uid_of_its_own(runs: ConfinedRuns) -> None:
 
 def test_without_bubblewrap_a_job_has_no_privileges(runs: ConfinedRuns) -> None:
     found = runs.run(LOOKS + PRIVILEGES, "landlock", **NO_SANDBOX).answer
-    assert {int(each, 16) for each in found["caps"]} == {0}
+    *held, bounding = (int(each, 16) for each in found["caps"])
+    assert set(held) == {0}
+    assert bounding == 0 or found["uid"] != 0
     assert (found["no new"], found["umask"]) == ("1", 0o077)
 
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -205,8 +206,9 @@ def _gpu_options(allocation: Allocation) -> list[str]:
 def _open_filter() -> int:
     """Return a memory file with the seccomp filter, to be inherited by bwrap."""
     descriptor = os.memfd_create("hypha-seccomp", 0)
-    os.write(descriptor, seccomp_filter(platform.machine()))
-    os.lseek(descriptor, 0, os.SEEK_SET)
+    with FileIO(descriptor, "r+", closefd=False) as file:
+        file.write(seccomp_filter(platform.machine()))
+        file.seek(0)
     return descriptor
 
 
