@@ -99,10 +99,10 @@ def written(recorded: Any) -> float:
 
 async def train(lab: Any, recorded: Any) -> None:
     await serve_slices(lab)
-    seen = lab.folder / "seen"
-    lease = await lab.start(f"seen = {str(seen)!r}\n{WORKS}")
+    lease = await lab.start(f"seen = 'seen'\n{WORKS}")
     await lab.scheduler.until(lambda: written(recorded) >= WRITTEN, 40)
-    seen.touch()
+    [work_dir] = (lab.folder / "work").glob("hypha-*")
+    (work_dir / "seen").touch()
     end = await lab.scheduler.ended()
     assert end.outcome == "finished", end
     assert isinstance(await lab.scheduler.renew(lab.peer, uuid.uuid4()), RenewalFailed)

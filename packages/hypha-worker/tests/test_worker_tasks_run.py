@@ -327,7 +327,10 @@ BAD_OUTPUTS = {
     "deep": ("os.mkdir('x'); os.chdir('x'); [(os.mkdir('d'), os.chdir('d')) for _ in range(3000)]", "longer than 255"),
     "bytes": ("os.mkdir('x'); open(b'x/\\xff', 'w')", "not UTF-8"),
     "many": ("os.mkdir('x'); [open(f'x/{n}', 'w').close() for n in range(2001)]", "more than 2000 files"),
-    "large": ("open('x', 'w').truncate(600_000_000)", "request more storage"),
+    "large": (
+        "os.mkdir('x'); [open(f'x/{n}', 'w').truncate(300_000_000) for n in range(2)]",
+        "request more storage",
+    ),
 }
 
 
@@ -431,7 +434,8 @@ def test_outputs_outlive_their_lease_and_take_its_storage(in_task_lab: InTaskLab
         tasks.start(lease, "t", "open('x', 'w').truncate(300_000_000)", outputs={"x": "x"})
         outputs = outputs_of(await tasks.end("t"))
         assert manager.free.resources.storage == pytest.approx(0.5), "the lease still holds it"
-        tasks.start(lease, "u", "open('x', 'w').truncate(300_000_000)", outputs={"x": "x"})
+        two_files = "os.mkdir('x'); [open(f'x/{n}', 'w').truncate(150_000_000) for n in range(2)]"
+        tasks.start(lease, "u", two_files, outputs={"x": "x"})
         failed = (await tasks.end("u")).failed
         assert failed is not None
         assert "the task's storage has 200000000" in failed.reason

@@ -207,7 +207,18 @@ class ExecutorSection(Section):
         default=[], description="Its arguments; {SOCKET_PATH}, {WORK_DIR}, {JOB_JSON} and {JOB_FILE} are filled in."
     )
     env: dict[str, str] = Field(
-        default={}, description="Environment variables of a process, in addition to this worker's own."
+        default={}, description="Environment variables of a process, in addition to those that it gets in any case."
+    )
+    network: bool = Field(
+        default=True, description="Whether a process may use the network; it reaches its job bridge in any case."
+    )
+    readable: list[Path] = Field(
+        default=[],
+        description="Files and folders that a process may read, in addition to the system's, its program's and those "
+        "that args and env name by absolute paths.",
+    )
+    writable: list[Path] = Field(
+        default=[], description="Files and folders that a process may also change, such as ~/.cache/uv."
     )
 
     sharded: bool = Field(
@@ -224,7 +235,14 @@ class ExecutorSection(Section):
     @property
     def settings(self) -> ExecutorSettings:
         """The keys that its runtime interprets."""
-        return ExecutorSettings(self.cmd, tuple(self.args), self.env)
+        return ExecutorSettings(
+            self.cmd,
+            tuple(self.args),
+            self.env,
+            self.network,
+            tuple(path.expanduser().absolute() for path in self.readable),
+            tuple(path.expanduser().absolute() for path in self.writable),
+        )
 
     @property
     def kind(self) -> str:

@@ -7,7 +7,8 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -159,8 +160,19 @@ async def add_update(model: Path, update: Path) -> None:
     """
     from hypha_proto.update_file import apply_update_to_dir  # imported late: numpy takes 0.1 s
 
-    try:
+    with translate_update_errors(model, update):
         await anyio.to_thread.run_sync(partial(apply_update_to_dir, model, update))
+
+
+@contextmanager
+def translate_update_errors(model: Path, update: Path) -> Iterator[None]:
+    """Translate errors while an update file is added to the model in a directory.
+
+    Raises:
+        JobFailedError: the update does not match the model, or a file cannot be used.
+    """
+    try:
+        yield
     except OSError as error:
         if error.filename is None:
             error = OSError(error.errno, error.strerror, str(model))

@@ -127,6 +127,7 @@ def _place(context: JobContext, logs: LogFolder | None) -> ProcessPlace:
     return ProcessPlace(
         work_dir=context.work_dir,
         allocation=context.allocation,
+        storage=context.storage.limit,
         scope=context.scope,
         log_name=f"{job:.8}/{lease:.4}",
         attributes={"hypha.job.id": job, "hypha.lease.id": lease},

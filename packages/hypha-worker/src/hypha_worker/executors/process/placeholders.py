@@ -23,7 +23,7 @@ def make_placeholders(files: JobFiles, socket_path: Path, specification: str) ->
     """Write a job's file, which only its owner can read; return the value of each placeholder.
 
     Args:
-        files: of the job.
+        files: the job's files.
         socket_path: of its bridge.
         specification: JSON of what its process is to know, without secrets.
 

@@ -73,6 +73,7 @@ def _place(context: TaskContext, logs: LogFolder | None) -> ProcessPlace:
     return ProcessPlace(
         work_dir=context.work_dir,
         allocation=context.allocation,
+        storage=context.storage.limit,
         scope=context.scope,
         log_name=f"{job:.8}/{context.task}",
         attributes={"hypha.job.id": job, "hypha.lease.id": str(context.lease)},
