@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hypha_worker import openat
+from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.errors import BridgeError
 from hypha_worker.job_files import JobEndedError, JobFiles
 from hypha_worker.openat import IrregularFileError, LinkInPathError, open_by_openat2, open_by_parts
@@ -222,3 +223,28 @@ def test_a_deep_tree_is_walked_in_little_time_and_memory(files: JobFiles) -> Non
     assert len(paths) == 1001
     assert paths[-1] == "folder/" * 1000 + "x"
     subprocess.run(["rm", "-rf", str(files.work_dir)], check=True)
+
+
+@pytest.mark.parametrize("replaced", ["file", "folder", "FIFO"])
+def test_a_shared_file_that_is_replaced_after_its_check_is_refused(tmp_path: Path, opener: Any, replaced: str) -> None:
+    """Of a shared file system, whose files another program may change."""
+    root = tmp_path / "root"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / "x").write_text("shared")
+    (root / "a" / "again").hardlink_to(root / "a" / "x")  # the owner may have stored it once
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "x").write_text("secret")
+    access = AccessPolicy(roots=(root,))
+    path = access.resolve_path(str(root / "a" / "x"))
+    assert content(access.open_file(path)) == b"shared"
+    if replaced == "folder":
+        (root / "a").rename(root / "b")
+        (root / "a").symlink_to(tmp_path / "outside")
+    else:
+        (root / "a" / "x").unlink()
+        if replaced == "FIFO":
+            os.mkfifo(root / "a" / "x")
+        else:
+            (root / "a" / "x").symlink_to(tmp_path / "outside" / "x")
+    status, detail = told(lambda: access.open_file(path))
+    assert (status, "was replaced while it was opened" in detail) == (400, True), detail

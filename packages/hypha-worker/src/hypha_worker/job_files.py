@@ -131,7 +131,11 @@ class JobFiles:
             BridgeError: the path leads through a link or a file, or names a folder.
             OSError: it cannot be moved.
         """
-        with _folder_errors(str(path)), self._opened() as root, make_folder(root, path.parent) as parent:
+        with _folder_errors(str(path)):
+            self._move(staged, path)
+
+    def _move(self, staged: Path, path: PurePosixPath) -> None:
+        with self._opened() as root, make_folder(root, path.parent) as parent:
             os.rename(staged, path.name, dst_dir_fd=parent)
 
     def publish_tree(self, staged: Path, path: PurePosixPath) -> None:
@@ -165,12 +169,12 @@ class JobFiles:
         """Write a file that only its owner may read, and return its absolute path; one of this name is replaced.
 
         Raises:
-            BridgeError, OSError: as `publish`.
+            OSError: it cannot be written.
         """
         with self.staged() as staged:
             with FileIO(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
                 _write(file, content)
-            self.publish(staged, check_relative(name))
+            self._move(staged, PurePosixPath(name))
         return self.work_dir / name
 
     # -------------------------------------------------------------------------------------------------------- reading

@@ -146,7 +146,9 @@ def _namespaces(uid: int | None, *, network: bool) -> list[str]:
 def _file_system(confinement: Confinement, private: Sequence[Path]) -> list[str]:
     """Return the options that build the new root; later ones cover earlier ones."""
     size = str(int(confinement.allocation.resources.memory * _GIGABYTE / 2) or _TEMPORARY_SIZE)
-    shown = [(path, "--ro-bind") for path in confinement.readable] + [(path, "--bind") for path in confinement.writable]
+    shown = [(path, "--ro-bind-try") for path in confinement.readable] + [
+        (path, "--bind") for path in confinement.writable
+    ]
     options = [
         *("--proc", "/proc", "--dev", "/dev"),
         *("--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"),

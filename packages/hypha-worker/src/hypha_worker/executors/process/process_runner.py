@@ -216,8 +216,11 @@ class ProcessRunner:
         )
 
     def _confinement(self, values: Mapping[str, str]) -> Confinement:
-        """Return what the process may use; create its folder for temporary files."""
+        """Return what the process may use; create its folder for temporary files, and missing writable folders."""
         settings, place = self._settings, self._place
+        for path in settings.writable:
+            if not path.exists():
+                path.mkdir(mode=0o755, parents=True)
         (place.work_dir / TEMPORARY_FOLDER).mkdir(mode=0o700, exist_ok=True)
         named = configured_paths([*settings.args, *settings.env.values()])
         shown = [*program_paths(Path(self._executable())), *without_ancestors(named, settings.stack.private)]
