@@ -224,6 +224,7 @@ def test_job_specs_of_a_placed_job() -> None:
     assert train.model.input_names == ("pixel_values", "labels")
     assert train.data == SchedulerReference(peer=PEERS[0], dataset="digits")
     assert train.scheduler == CosineWithWarmup(warmup_steps=5, training_steps=200)
+    assert train.round_steps == 20.0
     assert isinstance(train.updates, PeersReference)
     assert train.updates.peers == (PEERS[1],)
     aggregate = placed.aggregate_spec().executor.config
@@ -232,6 +233,20 @@ def test_job_specs_of_a_placed_job() -> None:
     assert aggregate.results.peers == (*PEERS[2:5], PEERS[0])
     assert aggregate.members is True
     assert aggregate.optimizer.nesterov is False
+
+
+def test_each_worker_has_a_number_of_its_own() -> None:
+    placed = PlacedJob(
+        uuid.UUID(int=1),
+        job(),
+        PEERS[0],
+        PEERS[1],
+        tuple(PEERS[2:5]),
+        HuggingFaceReference(repository="o/r", filenames=()),
+    )
+    configs = [placed.train_spec(peer).executor.config for peer in PEERS[2:5]]
+    assert [config.member for config in configs if isinstance(config, TrainConfig)] == [0, 1, 2]
+    assert [config.round_steps for config in configs if isinstance(config, TrainConfig)] == [None] * 3  # no schedule
 
 
 def test_auction_settings_reach_the_auction(tmp_path: Path) -> None:

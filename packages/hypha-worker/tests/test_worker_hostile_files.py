@@ -5,13 +5,14 @@ The hostile job is a real process with the rights of the worker: no sandbox help
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import pytest
 from hypha_net import transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.bridge_api import Transfer
+from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     Adam,
     All,
@@ -42,9 +44,12 @@ from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import BridgeError
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.jobs.references import job_references, reference_peers
+from hypha_worker.tasks.output_files import OutputError
+from hypha_worker.tasks.output_store import OutputOwner, OutputStore
 
 SECRET = b"the worker's private key"
 RACES = 1000
+PEER = PeerId.parse("12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5")
 SWAP = """
 import itertools, os, sys
 os.chdir(sys.argv[1])
@@ -121,6 +126,12 @@ class Job:
             self.outcomes["served"] += 1
         except BridgeError as error:
             self.outcomes["refused" if error.status in (400, 404) else str(error)] += 1
+
+    @property
+    def is_raced(self) -> bool:
+        """Whether there were `RACES` requests, of which some met each state; at most ten times as many."""
+        count = self.outcomes.total()
+        return count >= RACES and (len(self.outcomes) > 1 or count >= 10 * RACES)
 
     def check_untouched(self) -> None:
         """Check that nothing outside was read or written."""
@@ -263,8 +274,9 @@ def test_a_file_that_is_swapped_while_it_is_sent_leaks_nothing(in_job: InJob) ->
         (job.work_dir / "hard.other").hardlink_to(job.outside / "secret")
         os.mkfifo(job.work_dir / "fifo.other")
         with swapping(job.work_dir, "link", "hard", "fifo"):
-            for number in range(RACES):
-                await job.attempt(job.send(("link", "hard", "fifo")[number % 3]))
+            names = itertools.cycle(("link", "hard", "fifo"))
+            while not job.is_raced:
+                await job.attempt(job.send(next(names)))
         assert set(job.received) == {b"mine"}
         assert set(job.outcomes) == {"served", "refused"}
 
@@ -277,10 +289,46 @@ def test_a_folder_that_is_swapped_for_a_link_leads_nowhere(in_job: InJob) -> Non
         (job.work_dir / "in" / "secret").write_bytes(b"mine")
         (job.work_dir / "in.other").symlink_to(job.outside)
         with swapping(job.work_dir, "in"):
-            for number in range(RACES):
-                request = (job.receive, job.fetch, job.send)[number % 3]
-                await job.attempt(request("in/secret" if request == job.send else "in"))
+            requests = itertools.cycle(((job.receive, "in"), (job.fetch, "in"), (job.send, "in/secret")))
+            while not job.is_raced:
+                request, path = next(requests)
+                await job.attempt(request(path))
         assert set(job.received) == {b"mine"}
         assert set(job.outcomes) == {"served", "refused"}
 
     in_job(case)
+
+
+@pytest.mark.parametrize("copy", [True, False], ids=["while it runs", "after its end"])
+def test_an_output_that_is_swapped_while_it_is_stored_leaks_nothing(tmp_path: Path, copy: bool) -> None:
+    """After its end, too: a process that survived may still change what is taken."""
+    work_dir, outside, store = tmp_path / "job", tmp_path / "outside", OutputStore(tmp_path / "store")
+    work_dir.mkdir()
+    outside.mkdir()
+    owner = OutputOwner(PEER, uuid.uuid4(), uuid.uuid4())
+    outcomes: Counter[str] = Counter()
+
+    async def take(storage: JobStorage) -> None:
+        try:
+            output = await store.store(owner, "o", "out", storage, 0.0, copy=copy)
+        except OutputError:
+            outcomes["refused"] += 1
+        else:
+            [held] = store.find_owned(PEER, owner.job_id, ())
+            outcomes.update(held.file_path(index).read_bytes().decode() for index in range(len(output.files)))
+            await store.remove([held])
+
+    async def main() -> None:
+        storage = JobStorage(work_dir, 1 << 24)
+        while outcomes.total() < RACES // 4 or (len(outcomes) < 2 and outcomes.total() < RACES):
+            with suppress(OSError):  # it is being swapped
+                storage.files.write_file("out/secret", b"mine")
+            await take(storage)
+
+    (work_dir / "out").mkdir()
+    (outside / "secret").write_bytes(SECRET)
+    (work_dir / "out.other").symlink_to(outside)
+    with swapping(work_dir, "out"):
+        anyio.run(main, backend="trio")
+    assert set(outcomes) == {"refused", "mine"}
+    assert (outside / "secret").read_bytes() == SECRET

@@ -53,8 +53,6 @@ class JobFiles:
         self.work_dir = work_dir
         self.staging = work_dir.with_name(f"{STAGING_PREFIX}{work_dir.name.removeprefix(_JOB_PREFIX)}")
         """Where files are completed: on the same file system, and this process's alone."""
-        self.owner: int | None = None
-        """User whom everything in the job's folder is given to; None for the user of this process. See `give_to`."""
         self._root: int | None = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -94,21 +92,6 @@ class JobFiles:
         finally:
             os.close(root)
 
-    def give_to(self, owner: int) -> None:
-        """Give the job's folder and everything in it to another user, and what is published from now on.
-
-        Called before the job's first process, by a worker that may (root).
-
-        Raises:
-            OSError: it cannot be given away.
-        """
-        self.owner = owner
-        with self._opened() as root:
-            for path, _ in walk(root):
-                with open_folder(root, _folder_of(path)) as parent:
-                    os.chown(PurePosixPath(path).name, owner, owner, dir_fd=parent, follow_symlinks=False)
-            os.fchown(root, owner, owner)
-
     # -------------------------------------------------------------------------------------------------------- staging
 
     def staging_folder(self, *names: str) -> Path:
@@ -138,7 +121,7 @@ class JobFiles:
             BridgeError: the path cannot be used.
         """
         path = check_relative(text)
-        with _folder_errors(text), self._opened() as root, make_folder(root, path, self.owner):
+        with _folder_errors(text), self._opened() as root, make_folder(root, path):
             return path
 
     def publish(self, staged: Path, path: PurePosixPath) -> None:
@@ -148,8 +131,11 @@ class JobFiles:
             BridgeError: the path leads through a link or a file, or names a folder.
             OSError: it cannot be moved.
         """
-        self._give_away(staged)
-        with _folder_errors(str(path)), self._opened() as root, make_folder(root, path.parent, self.owner) as parent:
+        with _folder_errors(str(path)):
+            self._move(staged, path)
+
+    def _move(self, staged: Path, path: PurePosixPath) -> None:
+        with self._opened() as root, make_folder(root, path.parent) as parent:
             os.rename(staged, path.name, dst_dir_fd=parent)
 
     def publish_tree(self, staged: Path, path: PurePosixPath) -> None:
@@ -183,21 +169,13 @@ class JobFiles:
         """Write a file that only its owner may read, and return its absolute path; one of this name is replaced.
 
         Raises:
-            BridgeError, OSError: as `publish`.
+            OSError: it cannot be written.
         """
         with self.staged() as staged:
             with FileIO(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
                 _write(file, content)
-            self.publish(staged, check_relative(name))
+            self._move(staged, PurePosixPath(name))
         return self.work_dir / name
-
-    def _give_away(self, staged: Path) -> None:
-        """Give a file or folder of the staging folder, where nobody else can replace it, to the job's user."""
-        if self.owner is None:
-            return
-        paths = [staged, *staged.rglob("*")] if staged.is_dir() else [staged]
-        for path in paths:
-            os.chown(path, self.owner, self.owner, follow_symlinks=False)
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -254,8 +232,6 @@ class JobFiles:
         about = target.lstat()
         if (kind := irregular_kind(about)) is not None:
             raise IrregularFileError(str(path), kind)
-        if self.owner is not None:
-            os.chown(target, os.geteuid(), os.getegid(), follow_symlinks=False)
 
 
 def _folder_of(path: PurePosixPath | str) -> str:

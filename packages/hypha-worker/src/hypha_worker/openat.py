@@ -13,7 +13,8 @@ import functools
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -26,6 +27,8 @@ _UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.
 _FOLDER: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SEARCH: Final = getattr(os, "O_PATH", os.O_RDONLY)
 """Opens a folder also where it may be searched and not read."""
+PATH_LIMIT: Final = 1 << 16
+"""Largest number of characters in a path that is walked, more than any system call takes."""
 _KINDS: Final = (
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),
@@ -99,7 +102,7 @@ def _raise_if_link(folder: int, name: str, path: str) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISLNK(mode):
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        raise LinkInPathError(path)
 
 
 @functools.cache
@@ -154,54 +157,45 @@ def _open_folder(root: int, path: str, access: int) -> int:
 
 
 @contextmanager
-def make_folder(root: int, path: PurePosixPath, owner: int | None = None) -> Iterator[int]:
+def make_folder(root: int, path: PurePosixPath) -> Iterator[int]:
     """Open the folder at `path` as `open_folder` does; create what is missing of it, with mode 0700.
 
     Args:
         root: the open folder.
         path: relative path.
-        owner: user whom new folders are given to, if not this one.
 
     Raises:
         LinkInPathError, OSError: see `open_folder`.
     """
-    with _existing_folder(root, path) as (current, missing):
-        opened = [os.dup(current)]
-        try:
-            for name in missing:
-                opened.append(_make_one_folder(opened[-1], name, owner, str(path)))
-            yield opened[-1]
-        finally:
-            for descriptor in opened:
-                os.close(descriptor)
+    current, missing = _open_existing(root, path)
+    try:
+        for name in missing:
+            inner = _make_one_folder(current, name, str(path))
+            os.close(current)
+            current = inner
+        yield current
+    finally:
+        os.close(current)
 
 
-@contextmanager
-def _existing_folder(root: int, path: PurePosixPath) -> Iterator[tuple[int, Sequence[str]]]:
-    """Open the innermost existing folder of a path; yield it and the names of those that are missing."""
+def _open_existing(root: int, path: PurePosixPath) -> tuple[int, Sequence[str]]:
+    """Open the innermost existing folder of a path; return it and the names of those that are missing."""
     for count in range(len(path.parts), 0, -1):
         try:
-            with open_folder(root, "/".join(path.parts[:count])) as found:
-                yield found, path.parts[count:]
-                return
+            return _open_folder(root, "/".join(path.parts[:count]), _SEARCH), path.parts[count:]
         except FileNotFoundError:
             continue
-    yield root, path.parts
+    return os.dup(root), path.parts
 
 
-def _make_one_folder(parent: int, name: str, owner: int | None, path: str) -> int:
-    try:
+def _make_one_folder(parent: int, name: str, path: str) -> int:
+    with suppress(FileExistsError):  # somebody was faster
         os.mkdir(name, 0o700, dir_fd=parent)
-    except FileExistsError:
-        owner = None  # somebody was faster
     try:
-        descriptor = os.open(name, os.O_RDONLY | _FOLDER, dir_fd=parent)
+        return os.open(name, _SEARCH | _FOLDER, dir_fd=parent)
     except NotADirectoryError:
         _raise_if_link(parent, name, path)
         raise
-    if owner is not None and os.fstat(descriptor).st_uid == os.geteuid():
-        os.fchown(descriptor, owner, owner)  # a folder has no hard links: this is the new one, or of this user
-    return descriptor
 
 
 def open_regular(root: int, path: PurePosixPath, *, links: int | None = 1) -> FileIO:
@@ -270,36 +264,112 @@ def walk(
 ) -> Iterator[tuple[str, os.stat_result]]:
     """Yield path and status of everything beneath a folder, outer folders first; what vanishes meanwhile is left out.
 
+    Goes into each folder from the one around it, and back by ``..``, so that neither the number of open files nor the
+    time grows with the depth.
+
     Args:
         root: the open folder.
         path: folder beneath it to walk; yielded paths are relative to it.
         skip: whether to leave out a path, and what is beneath it.
 
     Raises:
-        OSError: `path` itself is no folder, or one cannot be read.
+        OSError: `path` itself is no folder, one cannot be read, or a path is longer than `PATH_LIMIT`.
     """
-    with open_folder(root, path) as top:
-        folders = [""]
-        while folders:
-            current = folders.pop()
-            for name, about in _list(top, current):
-                inner = f"{current}/{name}" if current else name
-                if skip(inner):
-                    continue
-                if stat.S_ISDIR(about.st_mode):
-                    folders.append(inner)
-                yield inner, about
+    with open_folder(root, path, os.O_RDONLY) as top:
+        tree = _Tree(top)
+        try:
+            yield from tree.list(skip)
+            while tree.go_on():
+                yield from tree.list(skip)
+        finally:
+            tree.close()
 
 
-def _list(top: int, path: str) -> Iterator[tuple[str, os.stat_result]]:
-    try:
-        with open_folder(top, path, os.O_RDONLY) as folder, os.scandir(folder) as entries:
+@dataclass(slots=True)
+class _Level:
+    """A folder on the way from the top of a tree to the one that is open."""
+
+    identity: tuple[int, int]
+    """Device and inode."""
+    name: str = ""
+    folders: list[str] = field(default_factory=list)
+    """Names of those in it that are still to be walked."""
+
+
+class _Tree:
+    """The walk of one tree: the open folder, and what is left to do in those around it."""
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._current = os.dup(top)
+        self._prefix = ""
+        """Path of the open folder with a slash at its end; empty at the top."""
+        self._levels = [_Level(_identity(top))]
+
+    def close(self) -> None:
+        os.close(self._current)
+
+    def list(self, skip: Callable[[str], bool]) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield what is in the open folder."""
+        prefix = self._prefix
+        if len(prefix) > PATH_LIMIT:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), f"{prefix[:80]}…")
+        with os.scandir(self._current) as entries:
             for entry in entries:
                 try:
                     about = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
-                yield entry.name, about
-    except (FileNotFoundError, NotADirectoryError, LinkInPathError):
-        if not path:
+                if skip(prefix + entry.name):
+                    continue
+                if stat.S_ISDIR(about.st_mode):
+                    self._levels[-1].folders.append(entry.name)
+                yield prefix + entry.name, about
+
+    def go_on(self) -> bool:
+        """Open the next folder; return False if there is none."""
+        while self._levels:
+            if not self._levels[-1].folders:
+                self._go_up()
+            elif self._go_into(self._levels[-1].folders.pop()):
+                return True
+        return False
+
+    def _go_into(self, name: str) -> bool:
+        try:
+            inner = os.open(name, os.O_RDONLY | _FOLDER, dir_fd=self._current)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # what other systems than Linux say of a link
+                return False
             raise
+        self._replace(inner)
+        self._prefix += f"{name}/"
+        self._levels.append(_Level(_identity(inner), name))
+        return True
+
+    def _go_up(self) -> None:
+        """Open the folder around this one; if it was moved meanwhile, the one that has its path now."""
+        left = self._levels.pop()
+        if not self._levels:
+            return
+        self._prefix = self._prefix[: -len(left.name) - 1]
+        outer = os.open("..", os.O_RDONLY | _FOLDER, dir_fd=self._current)
+        if _identity(outer) == self._levels[-1].identity:
+            self._replace(outer)
+            return
+        os.close(outer)
+        try:
+            self._replace(open_by_parts(self._top, self._prefix, os.O_RDONLY))
+        except OSError:  # it is gone, and so is what was left to do in it
+            self._levels[-1].folders.clear()
+
+    def _replace(self, descriptor: int) -> None:
+        os.close(self._current)
+        self._current = descriptor
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    about = os.fstat(descriptor)
+    return about.st_dev, about.st_ino

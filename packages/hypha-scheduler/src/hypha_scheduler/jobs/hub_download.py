@@ -14,14 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import anyio.from_thread
 
 from hypha_scheduler.errors import JobFailedError
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 MAX_UNSTATED: Final = 10 * 10**9
 """Bytes that all files of a repository together may have whose size the hub does not state."""
@@ -63,7 +60,7 @@ class _BoundedFile(BufferedWriter):
         self._limit = limit
         self._reason = reason
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         """Write a block.
 
         Raises:

@@ -14,8 +14,14 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
+from hypha_net.redaction import redact_urls
 from hypha_worker.errors import bad_request, not_allowed, not_found
 from hypha_worker.openat import IrregularFileError, LinkInPathError, open_regular
+
+
+def shown_url(url: str) -> str:
+    """Return a URL as an error shows it: without secret parts, and of bounded length."""
+    return redact_urls(url)[:120]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +42,9 @@ class AccessPolicy:
             parts = urlsplit(url)
             host = parts.hostname
         except ValueError as error:
-            raise bad_request(f"value: {url[:120]!r} is no URL ({error}): write https://host/path") from None
+            raise bad_request(f"value: {shown_url(url)!r} is no URL ({error}): write https://host/path") from None
         if parts.scheme not in ("http", "https") or not host:
-            raise bad_request(f"value: {url[:120]!r} is not an http, https or file URL: use one of these schemes")
+            raise bad_request(f"value: {shown_url(url)!r} is not an http, https or file URL: use one of these schemes")
         if not any(fnmatchcase(host.lower(), pattern.lower()) for pattern in self.hosts):
             raise not_allowed(
                 f"value: host {host[:120]!r} is not in connectors.hosts of this worker: its owner may add it"
@@ -63,7 +69,7 @@ class AccessPolicy:
         """
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
-            raise bad_request(f"value: {url[:120]!r} names a host other than this one: use file:///path")
+            raise bad_request(f"value: {shown_url(url)!r} names a host other than this one: use file:///path")
         path = self.resolve_path(unquote(parts.path), "value")
         if not path.is_file():
             raise not_found(f"file {str(path)[:120]!r} does not exist")

@@ -23,8 +23,9 @@ from urllib.parse import urljoin, urlsplit
 import anyio
 import anyio.from_thread
 
+from hypha_net.redaction import redact_urls
 from hypha_proto.job_spec import HuggingFaceReference
-from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.access_policy import AccessPolicy, shown_url
 from hypha_worker.errors import (
     BridgeError,
     StorageExceededError,
@@ -46,6 +47,7 @@ _REDIRECTS: Final = 5
 _IDLE: Final = 60.0
 RESUME_DELAYS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds before each further attempt at a download from the Hub that broke off."""
+_TOKEN: Final = re.compile(r"[!-~]*")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -109,6 +111,8 @@ async def download_from_hub(
     names = [check_relative(name).as_posix() for name in reference.filenames]
     if not names:
         raise bad_request("filenames: [] names nothing to fetch: name at least one file of the repository")
+    if not _TOKEN.fullmatch(reference.token or ""):  # the HTTP client's error would repeat it
+        raise bad_request("token: it has characters that no token has, such as spaces: write it without them")
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
@@ -292,16 +296,16 @@ async def download_from_uri(
             else:
                 with anyio.fail_after(timeout):
                     await _download(url, part, access, storage)
-            return await _publish(part, target, url, storage)
+            return await _publish(part, target, redact_urls(url), storage)
     except TimeoutError:
-        raise timed_out(f"{url[:120]} was not downloaded within {timeout:g} s") from None
+        raise timed_out(f"{shown_url(url)} was not downloaded within {timeout:g} s") from None
 
 
 def _split(url: str) -> tuple[str, str]:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise bad_request(f"value: {url[:120]!r} is no URL ({error}): write https://host/path") from None
+        raise bad_request(f"value: {shown_url(url)!r} is no URL ({error}): write https://host/path") from None
     return parts.scheme, parts.path
 
 
@@ -328,8 +332,8 @@ async def _download(url: str, target: Path, access: AccessPolicy, storage: JobSt
                         return
                     url = urljoin(url, response.headers["location"])
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                raise _connection_error(url[:120], error) from error
-    raise peer_failed(f"{url[:120]}: more than {_REDIRECTS} redirects")
+                raise _connection_error(shown_url(url), error) from error
+    raise peer_failed(f"{shown_url(url)}: more than {_REDIRECTS} redirects")
 
 
 def _connection_error(what: str, error: Exception) -> BridgeError:
@@ -351,5 +355,5 @@ async def _store(response: httpx.Response, target: Path, storage: JobStorage) ->
 
 def _status_error(url: str, status: int) -> BridgeError:
     if status in (404, 410):
-        return not_found(f"{url[:120]} answered with status {status}")
-    return peer_failed(f"{url[:120]} answered with status {status}")
+        return not_found(f"{shown_url(url)} answered with status {status}")
+    return peer_failed(f"{shown_url(url)} answered with status {status}")

@@ -23,6 +23,7 @@ from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import first_leaf_error
 from hypha_net.errors import NetError, UnhandledRequestError, UnsupportedProtocolError
+from hypha_net.redaction import redact_urls
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.dispatch import (
     JOB_STATUS,
@@ -43,7 +44,6 @@ from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries
 from hypha_worker.errors import ExecutionError, reason_to_return_work
-from hypha_worker.job_files import JobFiles
 from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.jobs.execution import (
@@ -90,7 +90,6 @@ class Job:
     scheduler: PeerId
     spec: JobSpec
     execution: Execution
-    files: JobFiles
     scope: anyio.CancelScope
     span: instrumentation.Span
     traffic: JobTraffic
@@ -107,7 +106,7 @@ class Job:
     @property
     def work_dir(self) -> Path:
         """Its private folder."""
-        return self.files.work_dir
+        return self.storage.files.work_dir
 
 
 class _NoLeaseError(LeaseError):
@@ -282,7 +281,6 @@ class JobManager:
             scheduler=lease.scheduler,
             spec=message.spec,
             execution=factory(context),
-            files=context.storage.files,
             scope=context.scope,
             span=span,
             attempt=message.attempt,
@@ -316,7 +314,7 @@ class JobManager:
                 result = ExecutionResult("cancelled", job.cancel_reason, job.execution.trace)
             with anyio.CancelScope(shield=True):
                 # a thread of its own: it must wait neither for other jobs' threads nor for abandoned ones of this job
-                await anyio.to_thread.run_sync(remove_job_files, job.files, limiter=anyio.CapacityLimiter(1))
+                await anyio.to_thread.run_sync(remove_job_files, job.storage.files, limiter=anyio.CapacityLimiter(1))
             del self._jobs[job.lease]
             keep = job.scope.cancel_called if result.outcome == "cancelled" else job.keep_lease
             self._lease_manager.detach_job(job.lease, keep=keep)
@@ -345,7 +343,7 @@ class JobManager:
         return ExecutionResult("finished", "", job.execution.trace)
 
     async def _execute_with_status(self, job: Job) -> None:
-        job.files.create()
+        job.storage.files.create()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._report_running, job)
             tasks.start_soon(job.storage.watch)
@@ -382,7 +380,7 @@ class JobManager:
             lease=job.lease,
             job_id=job.spec.job_id,
             outcome=result.outcome,
-            reason=result.reason[:LINE_LIMIT],
+            reason=redact_urls(result.reason)[:LINE_LIMIT],
             exit_code=result.trace.exit_code,
             last_lines=tuple(line[:LINE_LIMIT] for line in result.trace.last_lines),
             attempt=job.attempt,

@@ -21,6 +21,7 @@ import anyio.to_thread
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import first_leaf_error
+from hypha_net.redaction import redact_urls
 from hypha_proto.tasks import (
     MAX_OUTPUT_FILES,
     Draining,
@@ -348,8 +349,8 @@ class TaskRun:
 
 
 def one_line(text: str) -> str:
-    """Return a text as a reason in a report: on one line, of bounded length, in UTF-8."""
-    return " ".join(text[:TEXT_LIMIT].encode(errors="replace").decode().split())
+    """Return a text as a reason in a report: on one line, of bounded length, in UTF-8, no secret parts of URLs."""
+    return " ".join(redact_urls(text)[:TEXT_LIMIT].encode(errors="replace").decode().split())
 
 
 def _outcome(result: TaskReport) -> str:

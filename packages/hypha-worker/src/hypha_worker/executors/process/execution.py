@@ -88,7 +88,7 @@ class ProcessExecution:
         with self._stopped:
             try:
                 specification = _specification(self._context.spec)
-                await self._runner.run(make_placeholders(self._context.work_dir, socket_path, specification))
+                await self._runner.run(make_placeholders(self._context.storage.files, socket_path, specification))
             except ExecutionError:
                 if self._disk_fault is None:
                     raise

@@ -5,11 +5,11 @@ Called by the executions of this folder before the process starts.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
 
 from hypha_worker.executors.process.output_log import HIDDEN
+from hypha_worker.job_files import JobFiles
 
 JOB_JSON: Final = HIDDEN
 """Placeholder whose value is replaced by its name wherever the output of the process shows it."""
@@ -19,24 +19,21 @@ JOB_FILE: Final = "{JOB_FILE}"
 _FILE_NAME: Final = "job.json"
 
 
-def make_placeholders(work_dir: Path, socket_path: Path, specification: str) -> dict[str, str]:
+def make_placeholders(files: JobFiles, socket_path: Path, specification: str) -> dict[str, str]:
     """Write a job's file, which only its owner can read; return the value of each placeholder.
 
     Args:
-        work_dir: the job's folder.
+        files: the job's files.
         socket_path: of its bridge.
         specification: JSON of what its process is to know, without secrets.
 
     Raises:
         OSError: the file cannot be written.
     """
-    job_file = work_dir / _FILE_NAME
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(job_file, flags, 0o600), "w") as file:
-        file.write(specification)
+    job_file = files.write_file(_FILE_NAME, specification.encode())
     return {
         SOCKET_PATH: str(socket_path),
-        WORK_DIR: str(work_dir),
+        WORK_DIR: str(files.work_dir),
         JOB_JSON: specification,
         JOB_FILE: str(job_file),
     }

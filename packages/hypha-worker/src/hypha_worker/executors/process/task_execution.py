@@ -57,7 +57,7 @@ class TaskProcess:
         timeout = self._context.spec.timeout_ms
         with anyio.move_on_after(None if timeout is None else timeout / 1000) as limit:
             specification = json.dumps(task_json(self._context))
-            placeholders = make_placeholders(self._context.work_dir, socket_path, specification)
+            placeholders = make_placeholders(self._context.storage.files, socket_path, specification)
             await self._runner.run(placeholders, self._context.control.executor_started)
         if limit.cancelled_caught and timeout is not None:
             raise ExecutionError(f"executor {self._settings.cmd} was ended after {timeout / 1000:g} s, its timeout")
