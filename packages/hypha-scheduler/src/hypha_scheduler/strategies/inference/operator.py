@@ -50,7 +50,7 @@ from hypha_scheduler.strategies.base import (
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
 from hypha_scheduler.strategies.inference.ledger import SliceLedger, SliceState
 from hypha_scheduler.strategies.inference.part_check import largest_part
-from hypha_scheduler.strategies.inference.parts import Part, PartFiles, slice_of
+from hypha_scheduler.strategies.inference.parts import Part, PartFiles, part_name, slice_of
 from hypha_scheduler.strategies.inference.restore import BEGIN, PART, Identity, Restored, part_record
 from hypha_scheduler.strategies.inference.specs import role_request
 from hypha_scheduler.strategies.inference.summary import Tally
@@ -369,7 +369,7 @@ class InferenceOperator(Operator):
         path = self._data.files.new_file(index)
         on_invalid = partial(self._notify_refused, task, index)
         prepare = partial(self._data.files.check, index=index, on_invalid=on_invalid)
-        return PushTarget(path, largest_part(self._ledger.rows[index]), prepare), ()
+        return PushTarget(path, largest_part(self._ledger.rows[index]), prepare, slot=part_name(index)), ()
 
     def _notify_refused(self, task: TaskRef, index: int, reason: str) -> None:
         self._context.notify(REFUSED, RefusedPart(task, index, reason))
