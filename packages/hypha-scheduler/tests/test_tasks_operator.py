@@ -110,6 +110,17 @@ def done(task: TaskRef, *, files: int = 1) -> TaskEnded:
     )
 
 
+def until_started(op: TasksOperator, effects: Effects, name: str = "a") -> tuple[TaskRef, float]:
+    """Let time pass until a task starts; return the attempt and the time, 0 if it starts at once."""
+    now = 0.0
+    while name not in started(effects):
+        at = op.next_deadline()
+        assert at is not None
+        now = at
+        effects = op.on_deadline(now)
+    return started(effects)[name], now
+
+
 def finish(op: TasksOperator, task: TaskRef, now: float = 1.0) -> Effects:
     return op.on_task_update(task, done(task), now)
 
@@ -220,10 +231,10 @@ def test_a_task_that_keeps_failing_fails_the_job_with_its_reason_and_last_lines(
     task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
     end = TaskEnded(TaskState.FAILED, "exit code 1", 1, ("Traceback", "ValueError: x"))
     effects = op.on_task_update(task, end, 1.0)
-    again = started(effects)["a"]
-    assert again.attempt == task.attempt + 1
     assert [event.name for event in of_kind(EmitEvent, effects)] == ["task_retry"]
-    effects = op.on_task_update(again, end, 2.0)
+    again, _ = until_started(op, effects)
+    assert again.attempt == task.attempt + 1
+    effects = op.on_task_update(again, end, 5.0)
     assert of_kind(EmitEvent, effects) == [], "it is not tried again"
     said = failure(effects)
     assert said == "task a failed after 2 attempts: exit code 1; last lines: Traceback; ValueError: x"
@@ -258,7 +269,7 @@ def test_what_a_worker_gives_back_starts_again_after_a_pause_that_grows() -> Non
             begun = started(op.on_deadline(now))
         pauses.append(now - ended)
         task = begun["a"]
-    assert pauses == [1.0, 1.0, 2.0, 4.0]
+    assert pauses == [3.5, 1.0, 2.0, 4.0], "at first another worker is sought after it"
 
 
 def test_a_lease_that_was_released_meanwhile_costs_no_loss() -> None:
@@ -333,13 +344,168 @@ def test_progress_is_told_at_most_every_few_seconds_and_the_last_with_the_end() 
 def test_what_is_said_about_an_older_attempt_changes_nothing() -> None:
     op = operator(a_task("a"))
     task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
-    again = started(op.on_task_update(task, TaskEnded(TaskState.FAILED, "x"), 1.0))["a"]
+    again, _ = until_started(op, op.on_task_update(task, TaskEnded(TaskState.FAILED, "x"), 1.0))
     assert finish(op, task) == ()
     answer, effects = locate(op, task, "x")
     assert answer.gone is not None
     assert effects == ()
     finish(op, again)
     assert op.instances.by_name["a"].worker == a_peer(1)
+
+
+# ------------------------------------------------------------------------------------------- workers on which all fails
+
+
+FAILED = TaskEnded(TaskState.FAILED, "exit code 1", 1)
+GIVEN_BACK = TaskEnded(TaskState.CANCELLED, "its disk is full")
+
+
+def excluded(op: TasksOperator) -> set[PeerId]:
+    return {peer for request in op.role_requests() for peer in request.excluded}
+
+
+def events(effects: Effects, name: str) -> list[Any]:
+    return [event.fields for event in of_kind(EmitEvent, effects) if event.name == name]
+
+
+@pytest.mark.parametrize("end", [FAILED, GIVEN_BACK, TaskNotStarted("no answer")])
+def test_what_failed_starts_at_another_worker_that_is_held_however_long_that_is_busy(end: Any) -> None:
+    op = operator(a_task("a"), a_task("b"))
+    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    assert not started(op.on_task_update(first["a"], end, 1.0))
+    for hour in range(1, 5):
+        assert not started(op.on_deadline(3600.0 * hour))
+    assert started(finish(op, first["b"], 20_000.0))["a"].lease == a_lease(2)
+
+
+def test_what_failed_waits_until_another_worker_is_sought_and_no_longer() -> None:
+    op = operator(a_task("a"), workers=1)
+    task = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    effects = op.on_task_update(task, FAILED, 1.0)
+    assert not started(effects)
+    assert excluded(op) == {a_peer(1)}
+    assert demand(op) == {"x": 1}
+    again, at = until_started(op, effects)
+    assert (again.lease, at) == (a_lease(1), 4.0), "there is nobody else"
+    assert excluded(op) == set()
+    last, _ = until_started(op, op.on_task_update(again, FAILED, 5.0))
+    assert last.lease == a_lease(1), "and nobody is sought again at once"
+
+
+def test_what_failed_starts_at_the_worker_that_is_found() -> None:
+    op = operator(a_task("a"), workers=1)
+    task = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    op.on_task_update(task, FAILED, 1.0)
+    again = started(op.on_leases_acquired([a_lease(2)], 2.0))["a"]
+    assert again.lease == a_lease(2)
+    op.on_task_update(again, FAILED, 3.0)
+    assert excluded(op) == {a_peer(1), a_peer(2)}
+
+
+def test_nobody_is_sought_before_the_only_lease_that_the_job_may_have_is_free() -> None:
+    op = operator(a_task("a"), a_task("b", timeout=None), workers=1)
+    a = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    b = started(op.on_task_update(a, FAILED, 1.0))["b"]
+    for second in range(2, 20):
+        op.on_deadline(second)
+    effects = finish(op, b, 20.0)
+    assert not started(effects)
+    assert until_started(op, effects)[1] == 23.0
+
+
+def test_a_worker_at_which_three_tasks_fail_in_a_row_is_excluded_for_a_minute() -> None:
+    op = operator(*(a_task(f"t{n}") for n in range(9)))
+    running = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    at_bad = next(task for task in running.values() if task.lease == a_lease(1))
+    said: list[Any] = []
+    for now in (1.0, 2.0, 3.0):
+        effects = op.on_task_update(at_bad, FAILED, now)
+        said += events(effects, "worker_excluded")
+        if begun := started(effects):
+            [at_bad] = begun.values()
+    assert said == [{"worker": str(a_peer(1)), "role": "x", "failures": 3, "seconds": 60.0, "reason": "exit code 1"}]
+    assert not begun, "though its lease is free and there is work"
+    assert excluded(op) == {a_peer(1)}
+    [found] = op.summary({})["excluded"]  # type: ignore[misc]
+    assert found == {"worker": str(a_peer(1)), "role": "x", "times": 1, "reason": "exit code 1"}
+    assert op.next_deadline() == 63.0
+    op.on_deadline(63.0)
+    assert excluded(op) == set()
+    [again] = started(op.on_leases_acquired([a_lease(3, peer=1)], 64.0)).values()
+    [exclusion] = events(op.on_task_update(again, FAILED, 65.0), "worker_excluded")
+    assert exclusion["seconds"] == 120.0, "one more failure excludes it again"
+
+
+def test_a_success_in_between_clears_a_worker() -> None:
+    op = operator(*(a_task(f"t{n}") for n in range(9)))
+    [task] = started(op.on_leases_acquired([a_lease(1)], 0.0)).values()
+    said: list[Any] = []
+    for end in (FAILED, FAILED, None, FAILED, FAILED):
+        effects = op.on_task_update(task, end or done(task), 1.0)
+        said += events(effects, "worker_excluded")
+        [task] = started(effects).values()
+    assert said == []
+
+
+def test_a_worker_that_fails_again_and_again_at_what_another_can_do_is_excluded() -> None:
+    op = operator(a_task("a", retries=9), workers=1)
+    task = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    for _ in range(3):
+        effects = op.on_task_update(task, FAILED, 1.0)
+        assert events(effects, "worker_excluded") == [], "the task may be at fault"
+        task, _ = until_started(op, effects)
+    op.on_lease_lost(a_lease(1), "no answer", 30.0)
+    op.on_task_update(task, LOST, 30.0)
+    task = started(op.on_leases_acquired([a_lease(2)], 31.0))["a"]
+    [said] = events(finish(op, task, 32.0), "worker_excluded")
+    assert (said["worker"], said["failures"]) == (str(a_peer(1)), 4)
+
+
+def test_an_excluded_worker_is_used_if_there_is_nobody_else() -> None:
+    op = operator(*(a_task(f"t{n}") for n in range(4)))
+    [task] = started(op.on_leases_acquired([a_lease(1)], 0.0)).values()
+    for now in (1.0, 2.0, 3.0):
+        effects = op.on_task_update(task, FAILED, now)
+        task = next(iter(started(effects).values()), task)
+    assert not started(effects)
+    at = op.next_deadline()
+    assert at == 4.0, "another one is sought since the first failure"
+    effects = op.on_deadline(at)
+    assert [task.lease for task in started(effects).values()] == [a_lease(1)]
+    [used] = events(effects, "excluded_worker_used")
+    assert used["worker"] == str(a_peer(1))
+
+
+def test_a_search_that_times_out_while_workers_are_avoided_does_not_fail_the_job() -> None:
+    op = operator(a_task("a"))
+    task = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    op.on_task_update(task, FAILED, 1.0)
+    effects = op.on_allocation_timeout("x", "0 of 1 suitable: 1 excluded", 2.0)
+    assert started(effects)["a"].lease == a_lease(1)
+
+
+def test_failures_at_different_workers_use_up_the_retries() -> None:
+    op = operator(a_task("a", retries=1))
+    first = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    op.on_task_update(first, FAILED, 1.0)
+    second = started(op.on_leases_acquired([a_lease(2)], 2.0))["a"]
+    assert "task a failed after 2 attempts: exit code 1" in failure(op.on_task_update(second, FAILED, 3.0))
+
+
+@pytest.mark.parametrize("fails_again", [True, False])
+def test_a_task_that_failed_only_where_all_fails_gets_one_more_attempt_where_others_finish(fails_again: bool) -> None:
+    op = operator(a_task("a", retries=0), a_task("b"), a_task("c"))
+    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    b = started(finish(op, first["b"], 1.0))["c"]
+    effects = op.on_task_update(first["a"], FAILED, 2.0)
+    assert not of_kind(EndJob, effects)
+    again = started(finish(op, b, 3.0))["a"]
+    assert again.lease == a_lease(2)
+    if fails_again:
+        assert "task a failed after 2 attempts" in failure(op.on_task_update(again, FAILED, 4.0))
+    else:
+        finish(op, again, 4.0)
+        assert op.instances.unfinished == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- outputs

@@ -32,6 +32,7 @@ from hypha_proto.task_resources import (
 )
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskResource, TaskSpec
 from hypha_proto.transfer import PullRequest, Refusal
+from hypha_scheduler.allocation.exclusions import Exclusion, Exclusions
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies import base
 from hypha_scheduler.strategies.base import Effect, Effects, EmitEvent, EndJob, RoleRequest, StartTask, StopTask
@@ -45,6 +46,8 @@ from hypha_scheduler.strategies.tasks.summary import summarize
 
 MAX_LOSSES: Final = 10
 """Attempts at an instance that may end with their lease; also the times that an output may be lost."""
+MAX_FAILURES_OF_WORKER: Final = 3
+"""Attempts in a row that fail at a worker, of different instances, until it is excluded for a while."""
 ATTEMPTS_PER_RUN: Final = 1 << 16
 """Attempts of a run of the job are numbered from this multiple of its number on, so that they grow over all runs."""
 BACKSTOP: Final = 30.0
@@ -107,6 +110,7 @@ class TasksOperator(base.Operator):
     earlier: records.Earlier = field(default_factory=lambda: records.Earlier(0, ()))
     instances: Instances = field(init=False)
     ledger: OutputLedger = field(default_factory=OutputLedger)
+    exclusions: Exclusions = field(default_factory=lambda: Exclusions(MAX_FAILURES_OF_WORKER))
     placement: Placement = field(init=False)
     collection: Collection = field(init=False)
     _running: dict[uuid.UUID, Run] = field(default_factory=dict)
@@ -134,7 +138,7 @@ class TasksOperator(base.Operator):
     def __post_init__(self) -> None:
         first = self.earlier.runs * ATTEMPTS_PER_RUN + 1
         self.instances = Instances(self.graph, self._on_ready, first)
-        self.placement = Placement(self.graph, self.instances, self._input_holders)
+        self.placement = Placement(self.graph, self.instances, self._input_holders, self.exclusions)
         self.collection = Collection(self.context, self.ledger)
         self._copies_missing = sum(len(task.keep) * len(task.names) for task in self.graph.tasks.values())
         self.instances.begin()
@@ -225,8 +229,10 @@ class TasksOperator(base.Operator):
         return self._settle(now)
 
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
-        """Fail the job if nothing runs that could free workers."""
-        return () if self._running else self._fail(reasons)
+        """Fail the job if nothing runs that could free workers, and none are avoided."""
+        if self._running:
+            return ()
+        return self._settle(now) if self.placement.give_in(now) else self._fail(reasons)
 
     def on_task_update(self, task: base.TaskRef, update: base.TaskUpdate, now: float) -> Effects:
         """Handle the start or the end of an attempt."""
@@ -281,7 +287,8 @@ class TasksOperator(base.Operator):
     def next_deadline(self) -> float | None:
         """Return when something is due."""
         ends = () if self._ends_at is None else (self._ends_at,)
-        return min((*ends, *(at for at, _, _, _ in self._deadlines[:1])), default=None)
+        avoidance = () if self._is_over or (at := self.placement.next_deadline()) is None else (at,)
+        return min((*ends, *avoidance, *(at for at, _, _, _ in self._deadlines[:1])), default=None)
 
     def on_deadline(self, now: float) -> Effects:
         """Go on with what was to wait."""
@@ -322,7 +329,8 @@ class TasksOperator(base.Operator):
     def summary(self, traffic: Mapping[PeerId, base.TrafficCounts]) -> Mapping[str, object]:
         """Return the tasks and their outputs for ``result.json``."""
         paths = {key: stored.copy for key in self._made if (stored := self.ledger.get(key)) is not None}
-        return summarize(self.graph.job, self.instances.by_name.values(), self._made, paths, traffic)
+        found = summarize(self.graph.job, self.instances.by_name.values(), self._made, paths, traffic)
+        return {**found, "excluded": self.exclusions.summary()}
 
     # ----------------------------------------------------------------------------------------------- ends of attempts
 
@@ -342,6 +350,7 @@ class TasksOperator(base.Operator):
         instance.worker, instance.seconds = worker, now - run.began
         self._records.append(records.finished(instance.name, instance.attempts, worker, instance.seconds, end.outputs))
         self._finish(instance, worker, None if run.is_lost else run.task.lease.id, end.outputs)
+        self._tell_excluded(self.exclusions.record_success(run.task.lease.role, worker, instance.name, now))
         if run.task.lease.id in self.placement.leases and self.placement.leases[run.task.lease.id].is_draining:
             self._evacuate(run.task.lease.id)
 
@@ -392,7 +401,8 @@ class TasksOperator(base.Operator):
         instance = run.instance
         instance.failures += 1
         self._records.append(records.failed(instance.name, reason))
-        if instance.failures > instance.task.table.retries:
+        self._blame_worker(run, reason, now)
+        if instance.has_used_retries and not self._may_be_workers(instance):
             lines = "; ".join(end.last_lines[-_SHOWN_LINES:])
             attempts = "1 attempt" if instance.failures == 1 else f"{instance.failures} attempts"
             text = f"task {instance.name} failed after {attempts}: {reason}"
@@ -400,9 +410,29 @@ class TasksOperator(base.Operator):
         self._emit_retry(run, f"failed: {reason}")
         self.instances.run_again(instance)
 
+    def _may_be_workers(self, instance: Instance) -> bool:
+        """Return whether failures may be those of workers: none has ever finished anything, and another held one has.
+
+        It gets one more attempt, at such a worker.
+        """
+        role = instance.task.role.name
+        if any(self.exclusions.is_proven(role, peer) for peer in instance.failed_at):
+            return False
+        return self.placement.holds_proven(role)
+
+    def _blame_worker(self, run: Run, reason: str, now: float) -> None:
+        """Start the next attempts elsewhere if possible; exclude a worker at which several fail."""
+        lease = run.task.lease
+        run.instance.failed_at.add(lease.peer)
+        self._tell_excluded(self.exclusions.record_failure(lease.role, lease.peer, run.instance.name, reason, now))
+
+    def _tell_excluded(self, exclusions: Iterable[Exclusion]) -> None:
+        self._records += [EmitEvent("worker_excluded", exclusion.fields()) for exclusion in exclusions]
+
     def _count_loss(self, run: Run, reason: str, now: float) -> None:
         instance = run.instance
         instance.losses += 1
+        self._blame_worker(run, reason, now)
         if instance.losses > MAX_LOSSES:
             text = f"task {instance.name} was lost {instance.losses} times, the last time because {reason}"
             self._fail_later(f"{text}; look whether it ends its workers")
@@ -665,6 +695,8 @@ class TasksOperator(base.Operator):
     def _start(self, held: HeldLease, instance: Instance, now: float) -> None:
         task = base.TaskRef(instance.name, held.lease, self.instances.start(instance))
         run = self._running[held.lease.id] = Run(task, instance, now)
+        if self.exclusions.is_excluded(held.lease.role, held.lease.peer, now):
+            self._records.append(EmitEvent("excluded_worker_used", {**self._fields(run), "role": held.lease.role}))
         self._set_deadline(now + instance.task.table.fetch_timeout, "unready", run)
         self._starts.append(StartTask(task, self._with_locations(run), keep_lease=True))
 
