@@ -86,6 +86,17 @@ class Exclusions:
         failures = sum(count if (role, work) in self._done else 1 for work, count in failed.items())
         if failures < self.limit or self.is_excluded(role, peer, now):
             return ()
+        return self._exclude(place, failures, now)
+
+    def exclude(self, role: str, peer: PeerId, reason: str, now: float) -> tuple[Exclusion, ...]:
+        """Exclude a peer whatever has failed there; return the exclusion unless it is excluded already."""
+        self._reasons[role, peer] = reason
+        if self.is_excluded(role, peer, now):
+            return ()
+        return self._exclude((role, peer), self._failed[role, peer].total(), now)
+
+    def _exclude(self, place: _Place, failures: int, now: float) -> tuple[Exclusion, ...]:
+        role, peer = place
         seconds = min(LONGEST_EXCLUSION, FIRST_EXCLUSION * 2.0 ** min(self._times[place], 16))
         self._times[place] += 1
         self._until[place] = now + seconds
