@@ -137,6 +137,18 @@ def locate(op: TasksOperator, task: TaskRef, resource: str, *failed: FailedHolde
     return op.on_locate(task, request, 2.0)
 
 
+def unavailable(
+    op: TasksOperator, task: TaskRef, resource: str, *failed: FailedHolder
+) -> tuple[ResourceLocation, Effects]:
+    """Report that holders lack a result, which the scheduler finds, too; return what it then says and does."""
+    answer, effects = locate(op, task, resource, *failed)
+    for fetch in of_kind(RunInBackground, effects):
+        effects += op.on_effect_result(fetch.tag, RequestError("it has no such file"), 2.0)
+        answer, more = locate(op, task, resource)
+        effects += more
+    return answer, effects
+
+
 def pulled_from(answer: ResourceLocation) -> list[tuple[str, tuple[PeerId, ...]]]:
     assert answer.pull is not None, answer
     return [(file.dataset, file.peers) for file in answer.pull.files]
@@ -314,7 +326,7 @@ def test_an_attempt_whose_executor_runs_or_whose_input_is_made_again_may_take_lo
     first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
     op.on_task_notice(first["c"], TaskReady(), 5.0)
     b = started(finish(op, first["a"]))["b"]
-    locate(op, b, "a", FailedHolder(peer=a_peer(1), reason="x", is_permanent=True))
+    unavailable(op, b, "a", FailedHolder(peer=a_peer(1), reason="x", is_permanent=True))
     assert of_kind(StopTask, op.on_deadline(55.0)) == []
     [stop] = of_kind(
         StopTask, finish(op, started(op.on_leases_acquired([a_lease(3)], 60.0))["a"]) + op.on_deadline(110.0)
@@ -628,7 +640,7 @@ def test_what_else_could_start_waits_when_its_input_is_lost() -> None:
     a = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
     b = started(finish(op, a))["b"]
     permanent = FailedHolder(peer=a_peer(1), reason="no such file", is_permanent=True)
-    assert locate(op, b, "a", permanent)[0].not_yet is not None
+    assert unavailable(op, b, "a", permanent)[0].not_yet is not None
     assert list(started(op.on_leases_acquired([a_lease(2), a_lease(3)], 2.0))) == ["a"]
 
 
@@ -636,11 +648,11 @@ def test_an_output_that_is_lost_again_and_again_fails_the_job() -> None:
     op, b, _ = chain(a_lease())
     permanent = FailedHolder(peer=a_peer(1), reason="a false digest", is_permanent=True)
     for _ in range(MAX_LOSSES):
-        [stop] = of_kind(StopTask, locate(op, b, "a", permanent)[1])
+        [stop] = of_kind(StopTask, unavailable(op, b, "a", permanent)[1])
         a = started(op.on_task_update(b, TaskEnded(TaskState.CANCELLED, stop.reason), 3.0))["a"]
         b = started(finish(op, a))["b"]
-    said = failure(locate(op, b, "a", permanent)[1])
-    assert said == f"output o of task a was lost 11 times: {a_peer(1)}: a false digest"
+    said = failure(unavailable(op, b, "a", permanent)[1])
+    assert said == "output o of task a was lost 11 times: it has no such file"
 
 
 def test_a_consumer_stays_if_there_is_a_lease_for_what_it_waits_for() -> None:
@@ -651,7 +663,10 @@ def test_a_consumer_stays_if_there_is_a_lease_for_what_it_waits_for() -> None:
     finish(op, TaskRef("c", a_lease(3), 1))
     op.on_leases_acquired([a_lease(4)], 1.7)
     permanent = FailedHolder(peer=a_peer(1), reason="no such file", is_permanent=True)
-    answer, effects = locate(op, b, "a", permanent)
+    locate(op, b, "a", permanent)
+    effects = op.on_effect_result("fetch:1", RequestError("it has no such file"), 2.0)
+    answer, more = locate(op, b, "a")
+    effects += more
     assert answer.not_yet is not None
     assert started(effects)["a"].attempt == 2
     assert not of_kind(StopTask, effects)
@@ -711,15 +726,10 @@ def test_a_result_of_several_instances_is_a_folder_with_an_entry_for_each() -> N
 
 def test_a_task_that_cannot_be_given_a_result_has_not_failed_and_the_result_is_suspect() -> None:
     op, b, _ = chain(a_lease())
-    for expected in ("b", "a"):  # tried once more, then made again
-        end = TaskEnded(TaskState.FAILED, "a cannot be fetched", resource="a")
-        effects = op.on_task_update(b, end, 2.0)
-        while not started(effects):
-            at = op.next_deadline()
-            assert at is not None
-            effects = op.on_deadline(at)
-        assert list(started(effects)) == [expected]
-        b = started(effects).get("b", b)
+    effects = op.on_task_update(b, TaskEnded(TaskState.FAILED, "a cannot be fetched", resource="a"), 2.0)
+    [check] = of_kind(RunInBackground, effects)
+    effects = op.on_effect_result(check.tag, RequestError("it has no such file"), 2.1)
+    assert until_started(op, effects)[0].attempt == 2, "it is made again"
     assert op.instances.by_name["b"].failures == 0
 
 
@@ -746,6 +756,52 @@ def test_other_resources_are_not_located_here() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- drain
+
+
+def test_a_result_is_not_made_again_because_one_worker_says_that_it_cannot_be_had() -> None:
+    op, b, begun = chain(a_lease(1), a_lease(2))
+    false = FailedHolder(peer=a_peer(1), reason="no such file", is_permanent=True)
+    answer, effects = locate(op, b, "a", false)
+    assert answer.not_yet is not None
+    assert not started(effects)
+    [check] = of_kind(RunInBackground, begun)  # the worker drains: it is fetched anyway
+    effects = op.on_effect_result(check.tag, 10, 3.0)
+    assert [said["count"] for said in events(effects, "false_report")] == [1]
+    assert locate(op, b, "a")[0].pushed is not None
+    assert pulled_from(locate(op, b, "a")[0]) == [("a-1", (a_peer(1), op.context.scheduler))], "or from the copy"
+    assert op.instances.by_name["a"].attempts == 1
+
+
+def test_a_result_that_two_workers_cannot_get_is_made_again_at_once() -> None:
+    op = operator(a_task("a"), a_task("b", "a"), a_task("c", "a"))
+    a = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    op.on_lease_draining(a_lease(1), 100.0, 0.5)
+    finish(op, a)
+    op.collection.end("fetch:1")
+    first = started(op.on_leases_acquired([a_lease(2), a_lease(3)], 1.0))
+    failed = FailedHolder(peer=a_peer(1), reason="no such file", is_permanent=True)
+    assert not events(locate(op, first["b"], "a", failed)[1], "output_lost")
+    assert events(locate(op, first["c"], "a", failed)[1], "output_lost")
+
+
+def test_a_worker_that_reports_falsely_three_times_is_believed_no_more_and_excluded() -> None:
+    makers = [f"m{n}" for n in range(4)]
+    op = operator(*(a_task(name) for name in makers), a_task("b", *makers))
+    [task] = started(op.on_leases_acquired([a_lease(1)], 0.0)).values()
+    begun: dict[str, TaskRef] = {}
+    while "b" not in begun:
+        begun = started(finish(op, task))
+        task = begun.get("b") or next(iter(begun.values()))
+    said: list[Any] = []
+    for name in makers:
+        answer, effects = locate(op, task, name, FailedHolder(peer=a_peer(1), reason="x", is_permanent=True))
+        for check in of_kind(RunInBackground, effects):
+            said += op.on_effect_result(check.tag, 10, 3.0)
+    assert [exclusion["worker"] for exclusion in events(tuple(said), "worker_excluded")] == [str(a_peer(1))]
+    assert answer.pull is not None
+    [stop] = of_kind(StopTask, effects)
+    assert (stop.task, stop.keep_lease) == (task, False)
+    assert not events(tuple(said) + effects, "output_lost")
 
 
 def test_a_worker_that_drains_gets_nothing_more_and_its_outputs_are_brought_here(tmp_path: Path) -> None:

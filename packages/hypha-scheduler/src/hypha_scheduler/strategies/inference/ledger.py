@@ -90,13 +90,13 @@ class SliceLedger:
         for index in [index for index, at in self._delayed.items() if at <= now]:
             del self._delayed[index]
             self._queue.appendleft(index)
-        index = next(filter(may_take, self._queue), None)
-        if index is None:
+        found = next(filter(may_take, self._queue), None)
+        if found is None:
             return None
-        self._queue.remove(index)
-        self._held.setdefault(task, []).append(index)
-        self.assigned_rows += self.rows[index]
-        return index
+        self._queue.remove(found)
+        self._held.setdefault(task, []).append(found)
+        self.assigned_rows += self.rows[found]
+        return found
 
     def next_available_at(self) -> float | None:
         """Return when the next delayed slice can be assigned, or None if none is delayed."""

@@ -48,6 +48,8 @@ MAX_LOSSES: Final = 10
 """Attempts at an instance that may end with their lease; also the times that an output may be lost."""
 MAX_FAILURES_OF_WORKER: Final = 3
 """Attempts in a row that fail at a worker, of different instances, until it is excluded for a while."""
+MAX_FALSE_REPORTS: Final = 3
+"""False reports of a worker that a result cannot be had, after which it is not believed, and excluded for a while."""
 ATTEMPTS_PER_RUN: Final = 1 << 16
 """Attempts of a run of the job are numbered from this multiple of its number on, so that they grow over all runs."""
 BACKSTOP: Final = 30.0
@@ -119,6 +121,8 @@ class TasksOperator(base.Operator):
     """What the last attempt has made, also when it is released."""
     _losses: Counter[Key] = field(default_factory=Counter)
     """How often an output was lost."""
+    _false_reports: Counter[PeerId] = field(default_factory=Counter)
+    """Reports of workers that an output cannot be had which the scheduler then could fetch."""
     _copies_missing: int = 0
     """Outputs that are kept and not yet here."""
     _deadlines: list[tuple[float, int, str, object]] = field(default_factory=list)
@@ -452,9 +456,9 @@ class TasksOperator(base.Operator):
         self._emit_retry(run, f"it could not be given {result[1]} of {result[0]}: {reason}")
         for key in list(self.instances.keys(result)):
             if (stored := self.ledger.get(key)) is not None:
-                if stored.is_suspect:
-                    self._lose_holder(key, reason)
-                stored.is_suspect = True
+                self._doubt(run, key, stored, reason)
+        if self._false_reports[run.task.lease.peer]:
+            self._blame_worker(run, reason, now)
         self._pause(instance, instance.lacks, now)
 
     def _pause(self, instance: Instance, count: int, now: float) -> None:
@@ -580,13 +584,15 @@ class TasksOperator(base.Operator):
         key = self.collection.end(tag)
         if key is None or (stored := self.ledger.get(key)) is None:
             return
-        if isinstance(outcome, OSError | NoSpaceError):
+        is_check = bool(stored.reporters)
+        if isinstance(outcome, OSError | NoSpaceError) and not (is_check and not self._is_kept(key)):
             self._fail_later(f"output {key[1]} of task {key[0]} cannot be stored: {outcome}; free space on that disk")
         elif not isinstance(outcome, Exception):
             path = self.collection.path(self.instances.by_name[key[0]], key[1])
             self._records.append(records.fetched(*key, str(path)))
+            self._refute(key, stored, now)
             self._take_copy(key, path)
-        elif not stored.is_suspect and self._may_fetch_again(stored, outcome):
+        elif not stored.is_suspect and not is_check and self._may_fetch_again(stored, outcome):
             self._set_deadline(now + RETRY, "fetch", key)
         elif self._is_needed(key):
             self._lose_holder(key, str(outcome))
@@ -609,6 +615,8 @@ class TasksOperator(base.Operator):
         self._take_failures(run, request, result)
         if self._is_over:
             return locations.gone("the job is over"), self._settle(now)
+        if (checked := self._checked(result)) is not None:
+            return ResourceLocation(not_yet=NotYet(task=checked, retry_ms=round(RETRY * 1000))), self._settle(now)
         if self.instances.is_complete(result):
             return self._deliver(run, request.resource, result), self._settle(now)
         effects = self._settle(now)
@@ -617,6 +625,13 @@ class TasksOperator(base.Operator):
             run.stopped = f"it waits for {result[1]} of {lacking[0]}, which is made again"
             effects = (*effects, StopTask(run.task, run.stopped, keep_lease=True))
         return ResourceLocation(not_yet=NotYet(task=lacking[0], retry_ms=round(RETRY * 1000))), effects
+
+    def _checked(self, result: Result) -> str | None:
+        """Return a maker of a result whose output is being checked."""
+        found = ((key, self.ledger.get(key)) for key in self.instances.keys(result))
+        return next(
+            (key[0] for key, stored in found if stored is not None and stored.reporters and not stored.copy), None
+        )
 
     def _take_failures(self, run: Run, request: LocateResource, result: Result) -> None:
         """Note which holders a worker could not get a result from."""
@@ -633,7 +648,34 @@ class TasksOperator(base.Operator):
                 continue
             tried_all = run.deliveries[request.resource] >= _MAX_DELIVERIES
             if failure.is_permanent or stored.is_suspect or tried_all:
-                self._lose_holder(key, f"{failure.peer}: {failure.reason}")
+                self._doubt(run, key, stored, f"{failure.peer}: {failure.reason}")
+
+    def _doubt(self, run: Run, key: Key, stored: Stored, reason: str) -> None:
+        """Handle that a worker cannot get an output: two workers are believed, of one the scheduler checks it.
+
+        What the scheduler fetches for that serves as a copy.
+        """
+        reporter = run.task.lease.peer
+        if self._false_reports[reporter] >= MAX_FALSE_REPORTS:
+            self._stop_for_good(run, f"it has reported {MAX_FALSE_REPORTS} times falsely that a result cannot be had")
+            return
+        stored.reporters.add(reporter)
+        if stored.is_suspect or stored.copy is not None or len(stored.reporters) > 1:
+            self._lose_holder(key, reason)
+        else:
+            self.collection.add(key, first=True)
+
+    def _refute(self, key: Key, stored: Stored, now: float) -> None:
+        """Count the reports that an output cannot be had which was fetched now."""
+        role = self.instances.by_name[key[0]].task.role.name
+        for reporter in stored.reporters:
+            self._false_reports[reporter] += 1
+            fields = {"worker": str(reporter), "task": key[0], "output": key[1]}
+            self._records.append(EmitEvent("false_report", {**fields, "count": self._false_reports[reporter]}))
+            if self._false_reports[reporter] == MAX_FALSE_REPORTS:
+                why = f"reported {MAX_FALSE_REPORTS} times falsely that a result cannot be had"
+                self._tell_excluded(self.exclusions.exclude(role, reporter, why, now))
+        stored.reporters.clear()
 
     def _deliver(self, run: Run, resource: str, result: Result) -> ResourceLocation:
         """Answer how a worker gets a result that exists: as the job says, and the next time the other way."""
