@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("entry", ["training", "inference"])
+@pytest.mark.parametrize("entry", ["training", "inference", "predict.slice_queue"])
 def test_the_entry_point_does_not_import_torch(entry: str) -> None:
     heavy = ("torch", "transformers", "accelerate", "scipy")
     code = f"import hypha.accelerate_executor.{entry}, sys; print([m for m in {heavy!r} if m in sys.modules])"

@@ -308,8 +308,8 @@ class Lab:
         return lease
 
     def left_behind(self) -> list[str]:
-        """Return the names in the work directory."""
-        return sorted(path.name for path in (self.folder / "work").iterdir())
+        """Return the names in the work directory, without the logs, which stay."""
+        return sorted(path.name for path in (self.folder / "work").iterdir() if path.name != "logs")
 
 
 def worker_config(folder: Path, **changes: Any) -> WorkerConfig:

@@ -89,7 +89,10 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def test_twice_the_memory_is_ended_and_the_limit_named(layer: CgroupLayer, tmp_path: Path) -> None:
+    ended: list[Confined] = []
+
     async def case(confined: Confined) -> None:
+        ended.append(confined)
         fits = launch(confined, [*PYTHON, "bytearray(30_000_000)"])
         assert await anyio.to_thread.run_sync(fits.wait) == 0
         assert confined.describe_end(0) is None
@@ -100,6 +103,7 @@ def test_twice_the_memory_is_ended_and_the_limit_named(layer: CgroupLayer, tmp_p
         assert found == "was ended because it used more memory than the 0.1 GB of its lease (memory): request more"
 
     in_group(layer, confinement(tmp_path, memory=0.1), case)
+    assert "more memory" in str(ended[0].describe_end(-9)), "also when the group is gone"
 
 
 def test_a_lease_without_an_amount_of_memory_has_no_limit_of_it(layer: CgroupLayer, tmp_path: Path) -> None:

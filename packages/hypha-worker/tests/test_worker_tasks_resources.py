@@ -6,7 +6,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import anyio
@@ -44,6 +44,7 @@ from hypha_proto.tasks import (
     task_executor,
 )
 from hypha_proto.transfer import TASK_RESOURCE, PullRequest, PushHeader, Refusal
+from hypha_worker.job_storage import JobStorage
 from hypha_worker.service import Worker, open_worker
 
 InTaskLab = Callable[..., None]
@@ -326,13 +327,15 @@ def test_a_token_reaches_neither_process_nor_reports(
 ) -> None:
     used: list[str | None] = []
 
-    async def download(reference: HuggingFaceReference, folder: Path, *_: Any, **__: Any) -> list[Any]:
+    async def download(
+        reference: HuggingFaceReference, folder: PurePosixPath, *_: Any, storage: JobStorage
+    ) -> list[Any]:
         used.append(reference.token)
         if reference.repository == "org/bad":
             from hypha_worker.errors import peer_failed
 
             raise peer_failed(f"the Hub says: no {reference.token}")
-        (folder / "config.json").write_text("{}")
+        storage.files.write_file(str(folder / "config.json"), b"{}")
         return []
 
     monkeypatch.setattr("hypha_worker.tasks.resource_fetcher.download_from_hub", download)

@@ -9,6 +9,7 @@ drains this worker, 1 with a one-line reason when inference failed, 2 when the t
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import time
@@ -22,6 +23,7 @@ from hypha.accelerate_executor.environment import (
     DEFAULT_TIMEOUT,
     DELAY_VARIABLE,
     TIMEOUT_VARIABLE,
+    collected_at_end,
     isolate,
     read_seconds,
 )
@@ -29,6 +31,7 @@ from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.exit_codes import exit_code_of, log_to_stderr, run_as_process
 from hypha.accelerate_executor.modeling.hf import lean_imports, load_stored_model, quieten_transformers
 from hypha.accelerate_executor.predict.settings import GENERATE, InferenceTask, read_task
+from hypha.accelerate_executor.predict.slice_queue import SliceQueue
 
 if TYPE_CHECKING:
     import torch
@@ -92,19 +95,21 @@ def _run(options: argparse.Namespace, started: float) -> None:
     work_dir = options.work_dir.resolve()
     isolate(work_dir)
     with Bridge(options.socket, work_dir, timeout) as bridge:
-        from hypha.accelerate_executor.predict.loop import InferenceLoop, SliceQueue
-
         queue = SliceQueue(bridge, task)
         spans = Spans(bridge.report_spans, os.environ.get(TRACE_VARIABLE))
         try:
             queue.prefetch()  # comes while torch is imported and the model is loaded
-            with spans.span("start executor", time.perf_counter() - started, task=task.model.type):
+            about = spans.span("start executor", time.perf_counter() - started, task=task.model.type)
+            with about, collected_at_end():
+                from hypha.accelerate_executor.predict.loop import InferenceLoop
+
                 computation = _load(task, work_dir, options)
             logger.info("ready after %.1f s", time.perf_counter() - started)
             done = InferenceLoop(bridge, task, computation, queue, spans, delay).run()
         finally:
             spans.flush()
             queue.close()
+            gc.unfreeze()  # for a caller that goes on
     logger.info("done: %d slices, %d rows, %d errors", done.slices, done.rows, done.errors)
 
 

@@ -403,7 +403,7 @@ class Operator(Protocol):
     def on_leases_acquired(self, leases: Sequence[Lease], now: float) -> Effects:
         """Handle new leases. The first call has all leases of the first search, which found every role's minimum.
 
-        Where every request has `starts_at_minimum`, the first call has the minimum, and others follow one by one.
+        If all requests have `starts_at_minimum`, the first call has the minimum, and others follow as they are found.
         """
         ...
 

@@ -210,6 +210,7 @@ class TaskManager:
             size=stored.size,
             digest=stored.digest,
             delivery=message.delivery,
+            scheduler=held.owner.scheduler,
         )
         for pause in RETRY_DELAYS[1:]:
             try:

@@ -21,6 +21,7 @@ import anyio.to_thread
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import first_leaf_error
+from hypha_net.redaction import redact_urls
 from hypha_proto.tasks import (
     MAX_OUTPUT_FILES,
     Draining,
@@ -47,7 +48,7 @@ from hypha_worker.tasks.execution import TaskContext, TaskExecution, TaskExecuti
 from hypha_worker.tasks.output_files import OutputError
 from hypha_worker.tasks.output_store import OutputOwner, OutputStore
 from hypha_worker.tasks.resource_fetcher import ResourceError, ResourceFetcher
-from hypha_worker.work_dir import remove_folder
+from hypha_worker.work_dir import remove_job_files
 
 _log = logging.getLogger(__name__)
 
@@ -216,8 +217,8 @@ class TaskRun:
         return stored
 
     async def _store(self, name: str, path: str, *, copy: bool) -> StoredOutput:
-        context, source = self._context, (self._context.work_dir, path)
-        stored = await self.host.store.store(self.owner, name, source, context.storage, self.host.clock(), copy=copy)
+        storage, now = self._context.storage, self.host.clock()
+        stored = await self.host.store.store(self.owner, name, path, storage, now, copy=copy)
         self._stored[name] = stored
         return stored
 
@@ -252,7 +253,7 @@ class TaskRun:
         if result.finished is None:
             await self._discard(list(self._stored.values()))
         # a thread of its own: it must wait neither for other tasks' threads nor for abandoned ones of this task
-        await anyio.to_thread.run_sync(remove_folder, self._context.work_dir, limiter=anyio.CapacityLimiter(1))
+        await anyio.to_thread.run_sync(remove_job_files, self._context.storage.files, limiter=anyio.CapacityLimiter(1))
 
     async def _discard(self, outputs: list[StoredOutput]) -> None:
         held = [found for output in outputs for found in self.host.store.held if found.output is output]
@@ -283,7 +284,9 @@ class TaskRun:
 
     async def _run_executor(self) -> tuple[StoredOutput, ...]:
         context = self._context
-        context.work_dir.mkdir(mode=0o700)
+        context.storage.files.create()
+        if self._tasks is not None:
+            self._tasks.start_soon(context.storage.watch)
         context.resources.update(await context.fetcher.fetch_all(self.spec.resources))
         await self._execution.run()
         for output in self.spec.outputs:
@@ -346,8 +349,8 @@ class TaskRun:
 
 
 def one_line(text: str) -> str:
-    """Return a text as a reason in a report: on one line, of bounded length, in UTF-8."""
-    return " ".join(text[:TEXT_LIMIT].encode(errors="replace").decode().split())
+    """Return a text as a reason in a report: on one line, of bounded length, in UTF-8, no secret parts of URLs."""
+    return " ".join(redact_urls(text)[:TEXT_LIMIT].encode(errors="replace").decode().split())
 
 
 def _outcome(result: TaskReport) -> str:

@@ -9,20 +9,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched
 from hypha.accelerate_executor.bridge.spans import Spans
-from hypha.accelerate_executor.errors import BridgeRefused, DataError, ExecutorError, NoMoreData
+from hypha.accelerate_executor.errors import BridgeRefused, DataError, ExecutorError
 from hypha.accelerate_executor.predict.batching import BatchComputer
 from hypha.accelerate_executor.predict.computation import Computation, Result
 from hypha.accelerate_executor.predict.parts import Part, part_name
 from hypha.accelerate_executor.predict.row_errors import RowError, row_error_of
-from hypha.accelerate_executor.predict.settings import SLICES, InferenceTask
+from hypha.accelerate_executor.predict.settings import InferenceTask
+from hypha.accelerate_executor.predict.slice_queue import SliceQueue
 from hypha.accelerate_executor.predict.slices import SliceRows, open_slice
 
 logger = logging.getLogger(__name__)
@@ -55,81 +54,6 @@ class Progress:
             "tokens": self.tokens,
             "tokens_per_second": self.tokens * rate,
         }
-
-
-class SliceQueue:
-    """Fetches slices and sends parts beside the computation.
-
-    A slice is fetched when the part before the last has been received, and never keeps a part from being sent: the
-    scheduler may hold back its answer until other parts have come.
-    """
-
-    def __init__(self, bridge: Bridge, task: InferenceTask) -> None:
-        """Prepare; nothing is fetched before `prefetch`."""
-        self._bridge, self._task = bridge, task
-        self._fetching = ThreadPoolExecutor(1, thread_name_prefix="fetch")
-        self._sending = ThreadPoolExecutor(1, thread_name_prefix="send")
-        self._fetched = 0
-        self._coming: Future[Fetched | None] | None = None
-        self._sent: Future[None] | None = None
-
-    def prefetch(self) -> None:
-        """Start to fetch a slice once the last part has been received, unless one is being fetched."""
-        if self._coming is None:
-            self._coming = self._fetching.submit(self._fetch, f"{SLICES}/{self._fetched}", self._sent)
-            self._fetched += 1
-
-    def take(self) -> Fetched | None:
-        """Wait for the next slice; None if there is none.
-
-        Raises:
-            ExecutorError: it could not be fetched, or a part before it could not be sent.
-        """
-        self.prefetch()
-        assert self._coming is not None
-        fetched = self._coming.result()
-        self._coming = None
-        return fetched
-
-    def send(self, path: Path, slice_index: int, rows: int) -> None:
-        """Start to send a part, when the part before has been received.
-
-        Raises:
-            ExecutorError: the part before could not be sent.
-        """
-        self.flush()
-        self._sent = self._sending.submit(self._send, path, slice_index, rows)
-
-    def flush(self) -> None:
-        """Wait until the last part has been received.
-
-        Raises:
-            ExecutorError: it could not be sent.
-        """
-        if self._sent is not None:
-            self._sent.result()
-            self._sent = None
-
-    def close(self) -> None:
-        """Discard what has not begun."""
-        for thread in (self._fetching, self._sending):
-            thread.shutdown(wait=False, cancel_futures=True)
-
-    def _fetch(self, folder: str, before: Future[None] | None) -> Fetched | None:
-        if before is not None:
-            before.result()
-        try:
-            files = self._bridge.fetch_resource(SLICES, folder)
-        except NoMoreData as end:
-            logger.info("no further slice: %s", end)
-            return None
-        if len(files) != 1:
-            raise DataError(f"a slice is one file; the worker fetched {len(files)}")
-        return files[0]
-
-    def _send(self, path: Path, slice_index: int, rows: int) -> None:
-        self._bridge.send_to_peer(self._task.scheduler, path, slice_index, rows)
-        path.unlink(missing_ok=True)
 
 
 class InferenceLoop:

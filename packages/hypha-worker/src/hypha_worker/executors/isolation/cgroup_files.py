@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -27,6 +27,11 @@ CPU_PERIOD: Final = 100_000
 _MIN_CPU_QUOTA: Final = 1000
 _MOUNTS: Final = Path("/proc/self/mountinfo")
 _OWN: Final = Path("/proc/self/cgroup")
+_EVENTS: Final[Mapping[str, Mapping[str, str]]] = {
+    "oom_kill": {"memory": "memory.oom_control", "": "memory.events"},
+    "max": {"pids": "pids.events", "": "pids.events"},
+}
+"""Files of the counters of events, by controller."""
 _FREEZE_TIMEOUT: Final = 0.2
 _POLL: Final = 0.005
 
@@ -116,6 +121,8 @@ class Group:
     folders: Mapping[str, Path]
     """By controller; ``""`` is version 2."""
     limits: Limits
+    _counts: dict[str, int] = field(default_factory=dict)
+    """Newest value of each counter, which outlives the group."""
 
     @property
     def procs(self) -> Sequence[Path]:
@@ -150,6 +157,7 @@ class Group:
         Returns:
             The folders that are left, because processes in them cannot be ended.
         """
+        self._count_events()
         deadline = time.monotonic() + timeout
         while left := [folder for folder in self.folders.values() if not _remove(folder)]:
             if time.monotonic() >= deadline:
@@ -160,19 +168,20 @@ class Group:
 
     def describe_end(self, exit_code: int) -> str | None:
         """See `layers.Confined`: a limit is named if the kernel has counted that it was reached."""
-        if exit_code != 0 and self.limits.memory is not None and self._memory_kills() > 0:
+        self._count_events()
+        if exit_code == 0:
+            return None
+        if self.limits.memory is not None and self._counts["oom_kill"] > 0:
             amount = f"{self.limits.memory / GIGABYTE:g} GB"
             return f"was ended because it used more memory than the {amount} of its lease (memory): request more"
-        if exit_code != 0 and self._refused_processes() > 0:
+        if self._counts["max"] > 0:
             return f"could not start more than {self.limits.processes} processes and threads, the limit of its lease"
         return None
 
-    def _memory_kills(self) -> int:
-        counts = (("memory", "memory.oom_control"), ("", "memory.events"))
-        return sum(_count(self.folders[name] / file, "oom_kill") for name, file in counts if name in self.folders)
-
-    def _refused_processes(self) -> int:
-        return sum(_count(self.folders[name] / "pids.events", "max") for name in ("pids", "") if name in self.folders)
+    def _count_events(self) -> None:
+        for name, files in _EVENTS.items():
+            found = [_count(self.folders[kind] / file, name) for kind, file in files.items() if kind in self.folders]
+            self._counts[name] = max(0, self._counts.get(name, 0), *found)
 
 
 class _Frozen:

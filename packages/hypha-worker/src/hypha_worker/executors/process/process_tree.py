@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Final, Protocol
 
 import anyio
 import anyio.to_thread
 import psutil
+
+from hypha_worker.work_dir import work_dir_key
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +37,16 @@ KILL_GRACE: Final = 3.0
 """Seconds that processes get to disappear after SIGKILL; one that waits for a device may take longer."""
 _POLL: Final = 0.02
 _REPEATED_KILL: Final = 0.2
+_LEFT_TIMEOUT: Final = 2.0
+
+
+def make_token(work_dir: Path) -> str:
+    """Return a token that marks the processes of one run.
+
+    Args:
+        work_dir: the worker's, so that `end_left_processes` finds what it leaves when it is killed.
+    """
+    return f"{work_dir_key(work_dir)}-{secrets.token_hex(16)}"
 
 
 class Child(Protocol):
@@ -134,6 +149,37 @@ async def _kill(tree: ProcessTree, survivors: list[psutil.Process], grace: float
         tree.kill(survivors)
         survivors = await _wait_for_exit(tree, min(left, _REPEATED_KILL))
     return survivors
+
+
+def end_left_processes(work_dir: Path) -> None:
+    """Kill the processes of jobs of a work directory; called when no worker runs in it. Blocks for up to two seconds.
+
+    Finds those with a token in their environment that are this user's; for root, all.
+    """
+    wanted = f"\0{TOKEN_VARIABLE}={work_dir_key(work_dir)}-".encode()
+    deadline = time.monotonic() + _LEFT_TIMEOUT
+    while left := _find_left(wanted):
+        pids = ", ".join(str(found.pid) for found in left)
+        if time.monotonic() >= deadline:
+            _log.error("processes %s, left by a worker that was killed, cannot be ended; look at them with ps", pids)
+            return
+        _log.warning("ending processes %s, left by a worker that was killed", pids)
+        _signal_each(left, signal.SIGKILL)
+        psutil.wait_procs(left, timeout=_LEFT_TIMEOUT / 4)
+
+
+def _find_left(wanted: bytes) -> list[psutil.Process]:
+    """Return the live processes with a variable in their environment; none where there is no procfs."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()] if sys.platform == "linux" else []
+    found = [process for pid in pids if wanted in _read_environment(pid) and (process := _open(pid)) is not None]
+    return [process for process in found if process.pid != os.getpid() and not _is_zombie(process)]
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 async def _wait_for_exit(tree: ProcessTree, grace: float) -> list[psutil.Process]:
