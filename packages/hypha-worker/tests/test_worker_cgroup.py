@@ -188,6 +188,7 @@ def test_the_groups_are_gone_after_a_cancellation(layer: CgroupLayer, tmp_path: 
                 confined.apply(start)
                 paths.extend(start.steps["cgroups"])
                 process = launch(confined, ["sleep", "60"])
+                await until(confined.pids)
                 scope.cancel()
                 await anyio.sleep_forever()
         assert process.wait() == -signal.SIGKILL

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -526,6 +527,34 @@ def test_a_job_sees_its_own_devices_folder_and_spec_and_no_secret(in_lab: InLab,
     }
     devices = [{"index": 0, "memory": 16.0}, {"index": 1, "memory": 24.0}]
     in_lab(case, executors=[executor], resources={"cpu": 4.0, "devices": devices})
+
+
+USES_SOCKET = """
+path, link = sys.argv[1], os.path.join(work_dir, "bridge.sock")
+print(os.path.samefile(path, link), os.path.islink(link), oct(os.stat(link).st_mode & 0o777), len(path) < 108)
+print(post("/telemetry/spans", {"spans": []})[0], flush=True)
+try:
+    os.remove(link)
+    os.symlink(os.path.join(work_dir, "..", "kept"), link)
+except OSError:  # a sandbox may have mounted it
+    pass
+"""
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_a_job_finds_its_socket_in_its_folder_and_may_do_with_it_what_it_likes(in_lab: InLab, long: bool) -> None:
+    with tempfile.TemporaryDirectory(prefix="hw-", dir="/tmp") as short:
+        (work_dir := Path(short) / ("x" * 60 if long else "w")).mkdir(mode=0o750)
+        (kept := work_dir / "kept").write_text("kept")
+
+        async def case(lab: Any) -> None:
+            await lab.start(USES_SOCKET)
+            end = await lab.scheduler.ended()
+            assert (end.outcome, end.last_lines) == ("finished", (f"True {long} 0o600 True", "200")), end
+            assert sorted(path.name for path in work_dir.iterdir()) == ["kept", "logs"]
+            assert kept.read_text() == "kept"
+
+        in_lab(case, work_dir=work_dir)
 
 
 def test_placeholders_inside_values_are_not_substituted(tmp_path: Path) -> None:

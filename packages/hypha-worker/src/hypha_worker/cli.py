@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.util import find_spec
@@ -15,10 +16,12 @@ from hypha_net.node.cli import ConfigurationError, UnreachableNetworkError, conf
 from hypha_net.node.config.errors import ConfigError
 from hypha_net.node.config.loader import load_config
 from hypha_worker.config import WorkerConfig
+from hypha_worker.errors import IsolationError
 from hypha_worker.leasing.terms import MAX_DRAIN
 
 if TYPE_CHECKING:
     from hypha_net.node.lifecycle import Node
+    from hypha_worker.executors.isolation.assessment import Examination
     from hypha_worker.logs.reader import StoredLog
 
 WORK_DIR = "hypha-work"
@@ -64,7 +67,26 @@ def _trainer() -> list[str]:
     return ["uv", "run", "--no-project", "--with", "hypha-accelerate-executor", "--", "python", *module]
 
 
-main = daemon_cli("hypha-worker", WorkerConfig, _serve, role="worker", example=example)
+def _examine(config: WorkerConfig | None) -> Examination:
+    from hypha_worker.executors.isolation.assessment import Examination
+    from hypha_worker.executors.isolation.stack import make_stack
+
+    with tempfile.TemporaryDirectory(prefix="hypha-probe-") as folder:
+        work_dir = Path(folder) if config is None else config.work_dir
+        disabled = () if config is None else config.isolation.disable
+        findings = make_stack(work_dir, disabled=disabled).findings
+    return Examination(findings, () if config is None else config.isolation.require)
+
+
+main = daemon_cli(
+    "hypha-worker",
+    WorkerConfig,
+    _serve,
+    role="worker",
+    example=example,
+    expected=(IsolationError,),
+    examine=_examine,
+)
 
 
 @main.command()

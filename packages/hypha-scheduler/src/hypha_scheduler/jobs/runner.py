@@ -760,7 +760,8 @@ class JobRunner:
             _log.warning("push of %s refused: %s", peer, target.reason)
             return target
         on_complete = partial(self._push_complete, task, header, target)
-        return FilePushTarget(target.path, target.max_bytes, on_complete, slot=f"{self.directory}/{task.lease.id}")
+        slot = f"{self.directory}/{task.lease.id}/{target.slot}"
+        return FilePushTarget(target.path, target.max_bytes, on_complete, slot=slot)
 
     async def _push_complete(
         self, task: TaskRef, header: PushHeader | None, target: PushTarget, _size: int, digest: str

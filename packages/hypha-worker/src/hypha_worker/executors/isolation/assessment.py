@@ -68,7 +68,11 @@ _ASPECTS: Final[Mapping[str, tuple[Sequence[_Effect], str]]] = {
     ),
     "resources": (
         (
-            _Effect("cgroup", "contained", "memory, processes, processor time and storage are limited to the lease"),
+            _Effect(
+                "cgroup",
+                "contained",
+                "memory, processes, processor time and storage are limited to what its lease has of them",
+            ),
             _Effect("rlimits", "partly", "storage is limited to the lease; memory and processor time are not"),
         ),
         "storage is watched; a job can use all memory and processors",

@@ -72,7 +72,7 @@ class CgroupLayer:
                 limited = ", ".join(_TITLES[name] for name in variant.limited)
                 return Finding(True, f"limits {limited} to those of the lease ({variant.title})")
             reasons.append(reason)
-        return Finding(False, "; ".join(reasons))
+        return Finding(False, f"{'; '.join(reasons)}: run the worker as a systemd service with Delegate=yes")
 
     def _try(self, variant: _Variant) -> str | None:
         """Let a process join a group; return why this fails, or None."""

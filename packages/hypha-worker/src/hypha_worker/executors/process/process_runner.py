@@ -132,7 +132,7 @@ class ProcessRunner:
             self._output.hide(job)
         async with self._settings.stack.confine(self._confinement(values)) as confined:
             await self._run_confined(confined, values, on_start)
-        self._check_exit_code(confined)
+            self._check_exit_code(confined)  # while the layers know why it ended
 
     async def _run_confined(
         self, confined: ConfinedRun, values: Mapping[str, str], on_start: Callable[[], None]
